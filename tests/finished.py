@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tomli_w
+import torch
 
 from prefed.core import Key
 from prefed.evaluate.accuracy import over_clients
@@ -134,3 +135,17 @@ def small_experiment(place: Path, **changes: Any) -> dict[str, Any]:
         "engine": {"threads": 1},
         **changes,
     }
+
+
+def logprobs(model: Any, tokens: Any, indices: Any) -> np.ndarray:
+    """Oracle: a plain forward pass for each response, its completion's log-probabilities summed."""
+    found = []
+    for index in indices:
+        pair = tokens.pair(int(index))
+        for response in (pair.chosen, pair.rejected):
+            ids = torch.from_numpy(np.concatenate([pair.prompt, response]).astype(np.int64))[None]
+            with torch.inference_mode():
+                logits = model(ids).logits[0, len(pair.prompt) - 1 : -1].double()
+            at = torch.from_numpy(response.astype(np.int64))[:, None]
+            found.append(float(logits.log_softmax(-1).gather(1, at).sum()))
+    return np.array(found).reshape(-1, 2)

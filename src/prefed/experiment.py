@@ -153,6 +153,7 @@ def open_job(experiment: Experiment, folder: Path) -> Job:
         keep=getattr(torch, experiment.engine.state_dtype),
         unseen=unseen,
         adaptations={steps: _adaptation(method, settings, steps) for steps in judged.unseen_steps},
+        untouched=backbone.reference,
     )
 
 
@@ -257,16 +258,13 @@ def _published(job: Job, server: State) -> Tensors | None:
     """The model that the server publishes; the clients' mean where it publishes one to each."""
     sums: dict[tuple[int, ...], tuple[Tensors, int]] = {}
     for client in job.workplace.clients:
-        groups = list(job.method.publish(server, client).tensors.values())
-        if not groups:
+        published = job.method.publish(server, client)
+        if not published.tensors:
             return None
         # Usually everybody is given the one model in the server's state: count it, do not copy it.
-        same = tuple(group.flat.data_ptr() for group in groups)
+        same = tuple(group.flat.data_ptr() for group in published.tensors.values())
         if same not in sums:
-            whole = job.workplace.initial
-            for group in groups:
-                whole = whole.replace(group)
-            sums[same] = (whole, 0)
+            sums[same] = (job.shared(published), 0)
         sums[same] = (sums[same][0], sums[same][1] + 1)
     models = list(sums.values())
     if len(models) == 1:

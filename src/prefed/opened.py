@@ -97,7 +97,7 @@ class OpenRun:
 
     def shared(self, client: str) -> Tensors:
         """What the server published to ``client``, without the client's own parts (full layout)."""
-        return self._assemble(self.method.publish(self.server, self.check(client)))
+        return self.job.shared(self.method.publish(self.server, self.check(client)))
 
     @cached_property
     def published(self) -> Tensors:
@@ -117,13 +117,7 @@ class OpenRun:
                     f"{self.method.name} gives each client a model of its own: name a client with --client"
                 )
         assert first is not None
-        return self._assemble(first)
-
-    def _assemble(self, download: Download) -> Tensors:
-        whole = self.backbone.initial
-        for group in download.tensors.values():
-            whole = whole.replace(group)
-        return whole
+        return self.job.shared(first)
 
 
 def open_run(path: str | Path, *, data: bool = False) -> OpenRun:
@@ -185,6 +179,7 @@ def open_run(path: str | Path, *, data: bool = False) -> OpenRun:
         keep=getattr(torch, experiment.engine.state_dtype),
         unseen=unseen,
         adaptations={steps: _adaptation(method, settings, steps) for steps in judged.unseen_steps},
+        untouched=backbone.reference,
     )
     return OpenRun(record, experiment, checkpoint, backbone, place, job, kept or data)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from finished import small_experiment, small_place
+from finished import logprobs, small_experiment, small_place
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.after.pairs import judge
@@ -57,20 +57,6 @@ def summary(path):
 
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def logprobs(model, tokens, indices):
-    """Oracle: a plain forward pass for each response, its completion's log-probabilities summed."""
-    found = []
-    for index in indices:
-        pair = tokens.pair(int(index))
-        for response in (pair.chosen, pair.rejected):
-            ids = torch.from_numpy(np.concatenate([pair.prompt, response]).astype(np.int64))[None]
-            with torch.inference_mode():
-                logits = model(ids).logits[0, len(pair.prompt) - 1 : -1].double()
-            at = torch.from_numpy(response.astype(np.int64))[:, None]
-            found.append(float(logits.log_softmax(-1).gather(1, at).sum()))
-    return np.array(found).reshape(-1, 2)
 
 
 @pytest.mark.parametrize("method", ["feddpo", "local", "fedpdpo", "fedper"])

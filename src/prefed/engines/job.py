@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from prefed.core import Key, Method, Parts, Phase, Round, Tensors, Visit
+from prefed.core import Download, Key, Method, Parts, Phase, Round, Tensors, Visit
 from prefed.evaluate.accuracy import PairScores
 
 __all__ = ["POOLED", "Job", "Sizes", "Workplace"]
@@ -78,6 +78,8 @@ class Job:
         unseen: clients that never train; they are judged apart, as newcomers.
         adaptations: number of local steps → the phase that a newcomer trains before it is judged, or
             ``None`` for no step.
+        untouched: the tensors (full layout) under which the model is the one that nothing was done to;
+            ``None`` where clients start from it.
 
     Raises:
         ValueError: the parts do not cover the model, nobody has a training pair, the cohort is larger
@@ -96,6 +98,7 @@ class Job:
     keep: torch.dtype | None = None
     unseen: tuple[str, ...] = ()
     adaptations: Mapping[int, Phase | None] = field(default_factory=dict)
+    untouched: Tensors | None = None
 
     def __post_init__(self) -> None:
         self.method.parts.check(self.workplace.initial.layout)
@@ -146,6 +149,17 @@ class Job:
     def newcomers(self) -> tuple[str, ...]:
         """The unseen clients that have pairs in the split, sorted."""
         return tuple(client for client in self._able if client in self.unseen)
+
+    def shared(self, published: Download) -> Tensors:
+        """The model (full layout) that was published, with nothing of any client's own.
+
+        Where nothing was published the model is the untouched one: what personal parts start from, such as
+        a small random LoRA, is no part of a shared model.
+        """
+        whole = self.workplace.initial if self.untouched is None else self.untouched
+        for group in published.tensors.values():
+            whole = whole.replace(group)
+        return whole
 
     def round(self, number: int) -> Round:
         """Round ``number``, 1 for the first."""

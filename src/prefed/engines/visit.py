@@ -89,8 +89,7 @@ def _judge(job: Job, task: Task) -> Answer:
     own = job.method.predict(visit, _state(job, task), published)
     figures = measure(job.workplace.score(task.client, own, job.split), job.beta)
     if job.method.personal:
-        shared = visit.assemble(*published.tensors.values())
-        scores = job.workplace.score(task.client, shared, job.split)
+        scores = job.workplace.score(task.client, job.shared(published), job.split)
         figures["shared_accuracy"] = measure(scores, job.beta)["preference_accuracy"]
     return Answer(task.client, json.dumps(figures).encode())
 

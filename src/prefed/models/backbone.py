@@ -37,7 +37,8 @@ class Backbone:
         tokenizer: its tokenizer.
         layout: names and shapes of the movable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
         initial: the tensors every client starts from: A from one seeded draw, B zero.
-        reference: the tensors under which the model is the untouched one: every B zero.
+        reference: the tensors under which the model is the untouched one: every B zero, and a personal
+            LoRA zero throughout, so that a shared LoRA put in is alone there, however the two join.
         scaling: alpha / rank.
         family: what the bench knows of the model's family, ``None`` if nothing.
         parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
@@ -240,7 +241,7 @@ def _gather(
             bases[f"residual/{stem}/W"] = (weight, weight.detach().clone(), transposed)
     reference = initial.clone()
     for entry in layout.entries:
-        if entry.factor == "B":
+        if entry.factor == "B" or entry.part == "personal_lora":
             reference[entry.name].zero_()
     return Backbone(
         model=wrapped,

@@ -1,0 +1,88 @@
+"""Whole runs whose clients end with models of their own: what is shared, and what states tell."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from finished import logprobs, small_experiment, small_place
+from prefed import Experiment, run
+from prefed.engines import Task, attend
+from prefed.opened import open_run
+from prefed.wire import encode
+
+CLIENTS = ("left", "right")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The small place, and finished runs of FedSDG in either way of joining its two LoRAs."""
+    folder = small_place(tmp_path_factory.mktemp("place"))
+    for branch in ("products", "factors"):
+        tree = small_experiment(folder, cohort={"size": 1}, rounds=1)
+        tree["method"] |= {"name": "fedsdg", "branch": branch, "gate_lr": 0.5}
+        run(Experiment.model_validate(tree), folder / branch)
+    return folder
+
+
+def with_shared_alone(folder, opened):
+    """Oracle: the plain base model with s B_g A_g added to its weights by hand."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    shared, scale = opened.server.tensors["model"], opened.backbone.scaling
+    with torch.no_grad():
+        for name in shared:
+            _, block, module, factor = name.split("/")
+            if factor == "A":
+                product = shared[name.removesuffix("A") + "B"] @ shared[name]
+                # GPT-2 keeps its weights as inputs × outputs.
+                weight = model.get_submodule(f"transformer.h.{block}.{module}").weight
+                weight.add_(scale * product.T)
+    return model
+
+
+@pytest.mark.parametrize("branch", ["products", "factors"])
+def test_the_shared_model_of_fedsdg_is_the_base_with_the_shared_lora_alone(place, branch):
+    """W0 + s B_g A_g and nothing else: neither the small draw that personal LoRAs start from, nor in factor
+    space (B_g + m B_p)(A_g + m A_p) the cross term m B_g A_p, which stays where B_p alone is 0."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    opened = open_run(place / branch, data=True)
+    rows = opened.place.federation.clients["left"].test
+    alone = with_shared_alone(place, opened)
+    want = logprobs(alone, opened.place.federation.tokens, rows)
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
+    adapted = PeftModel.from_pretrained(base, place / branch / "adapters/shared").eval()
+    tolerance = 1e-6 * np.abs(want).max()
+    for found in (
+        opened.place.bench.score(opened.shared("left"), rows).policy,
+        opened.place.bench.score(opened.published, rows).policy,
+        logprobs(adapted, opened.place.federation.tokens, rows),
+    ):
+        assert np.abs(found - want).max() < tolerance
+    start = opened.backbone.initial.replace(opened.server.tensors["model"])
+    assert np.abs(opened.place.bench.score(start, rows).policy - want).max() > 20 * tolerance
+
+
+@pytest.mark.parametrize("branch", ["products", "factors"])
+def test_the_run_judges_that_shared_model(place, branch, monkeypatch):
+    """An evaluation scores a client's own model and then the shared one, tensor for tensor that above."""
+    opened, scored = open_run(place / branch, data=True), []
+    score = opened.place.score
+
+    def spy(client, tensors, split):
+        scored.append(tensors)
+        return score(client, tensors, split)
+
+    monkeypatch.setattr(opened.place, "score", spy)
+    message = encode(opened.method.publish(opened.server, "left"))
+    answer = attend(opened.job, Task("judge", "left", 1, "", message, None))
+    own, shared = scored
+    assert shared.equal(opened.published)
+    personal = [name for name in own if name.startswith("personal_lora/")]
+    assert all(own[name].any() and not shared[name].any() for name in personal)
+    summary = json.loads((place / branch / "summary.json").read_text())
+    assert json.loads(answer.message)["shared_accuracy"] == summary["shared_accuracy"]["per_client"]["left"]
