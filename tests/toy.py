@@ -82,6 +82,7 @@ class Scores:
     policy: np.ndarray
     reference: np.ndarray
     lengths: np.ndarray
+    rewards: np.ndarray | None = None
 
 
 class ToyWorkplace:

@@ -16,7 +16,8 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core import Key, Method, Optimizer, Owner, Phase, State, Tensors
 from prefed.data import Federation, federate
 from prefed.engines import InProcess, Job, Local, Recipe, Silent, Watcher, Workers
-from prefed.engines.local import ACCURACIES, peak_memory_mb
+from prefed.engines.local import peak_memory_mb
+from prefed.evaluate.accuracy import MEANS, SHARES
 from prefed.merge import Merger, lora
 from prefed.methods import TrainingSettings
 from prefed.methods.ppo import BaselineSettings
@@ -227,7 +228,7 @@ def _summary(experiment: Experiment, job: Job, store: Store) -> dict[str, Any]:
     evaluation = last["evaluation"]
     layout, parts = job.workplace.initial.layout, job.method.parts
     moving = (layout[name] for name in parts.names(Owner.SHARED, Owner.PERSONAL))
-    names = (*ACCURACIES, "shared_accuracy", "unseen_accuracy", "margin", "dpo_loss", "split", "left_out")
+    names = (*SHARES, "unseen_accuracy", *MEANS, "split", "left_out")
     return {
         "method": job.method.name,
         "rounds": store.round,

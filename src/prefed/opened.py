@@ -77,10 +77,23 @@ class OpenRun:
             raise RunError(f"{self.record.path}: {nearest_clients(client, self.clients)}")
         return client
 
-    def model(self, client: str) -> Tensors:
+    def private(self, client: str) -> State:
+        """What ``client`` keeps to itself after the last round.
+
+        Raises:
+            RunError: there is no such client.
+        """
+        kept = self.checkpoint.client(self.check(client))
+        return self.method.init_client(self.backbone.initial, client) if kept is None else kept
+
+    def model(self, client: str, private: State | None = None) -> Tensors:
         """The tensors (full layout) with which ``client`` predicts after the last round.
 
         A client that never took part has what the server published and parts as they start.
+
+        Args:
+            client: whose.
+            private: what :meth:`private` gave, if it is at hand.
 
         Raises:
             RunError: there is no such client.
@@ -90,10 +103,8 @@ class OpenRun:
         now = self.job.round(self.checkpoint.commit.round)
         key = now.key.at("predict").at("client", self.check(client))
         visit = self.place.visit(client, now, key, self.method.parts)
-        private = self.checkpoint.client(client)
-        if private is None:
-            private = self.method.init_client(self.backbone.initial, client)
-        return self.method.predict(visit, private, self.method.publish(self.server, client))
+        kept = self.private(client) if private is None else private
+        return self.method.predict(visit, kept, self.method.publish(self.server, client))
 
     def shared(self, client: str) -> Tensors:
         """What the server published to ``client``, without the client's own parts (full layout)."""

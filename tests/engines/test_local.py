@@ -3,12 +3,14 @@
 import json
 import math
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import toy
-from prefed.core import Key, Owner
+from prefed.core import Key, Owner, State
 from prefed.engines import POOLED, InProcess, Job, Local, Recipe, Silent, WorkerError, Workers
 from prefed.engines.visit import Task, attend
 from prefed.store import Checkpoint, Store
@@ -121,6 +123,36 @@ def test_an_evaluation(tmp_path):
     assert found[-1]["preference_accuracy"] == evaluation["preference_accuracy"]["mean"]
     assert evaluation["preference_accuracy"]["mean"] == pytest.approx(sum(values) / 6)
     assert evaluation["preference_accuracy"]["worst"] == min(values)
+
+
+def test_a_reward_heads_margin_weighs_as_the_method_says():
+    """Pair j has Δ_er = −Δ_ir / (j + ½), so that Δ_ir + w Δ_er = Δ_ir (1 − w / (j + ½)) is above 0 where
+    Δ_ir > 0 and j + ½ > w, or neither. The toy's w: the round times the client's visits."""
+
+    class Rewarded(toy.ToyWorkplace):
+        def score(self, client, tensors, split):
+            found = super().score(client, tensors, split)
+            margin = (found.policy - found.reference) @ [1, -1]
+            head = -margin / (np.arange(len(margin)) + 0.5)
+            return replace(found, rewards=np.stack([head, np.zeros_like(head)], 1))
+
+    place = Rewarded(toy.options())
+    method = replace(
+        toy.toy_method(toy.options()), reward_weight=lambda kept, number: number * kept.values["visits"]
+    )
+    job, client = Job(place, method, 7, 4), "Client 2/ü"
+    server = method.init_server(place.initial)
+    moved = State({"model": server.tensors["model"] + 0.5}, server.values)
+    private = method.init_client(place.initial, client).update(values={"visits": 2})
+    task = Task("judge", client, 3, "", encode(method.publish(moved, client)), encode(private))
+    figures = json.loads(attend(job, task).message)
+    own = place.initial.replace(moved.tensors["model"]).replace(private.tensors["personal"])
+    found = place.score(client, own, "test")
+    positive = (found.policy - found.reference) @ [1, -1] > 0
+    later = np.arange(len(positive)) + 0.5 > 3 * 2
+    assert later.any()
+    assert figures["combined_accuracy"] == np.mean(positive == later)
+    assert figures["agreement"] == 0
 
 
 def test_clients_without_test_pairs_are_left_out_and_counted(tmp_path):

@@ -1,6 +1,7 @@
 """Whole runs whose clients end with models of their own: what is shared, and what states tell."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from finished import logprobs, small_experiment, small_place
 from prefed import Experiment, run
+from prefed.after.pairs import judge, judge_file
 from prefed.engines import Task, attend
 from prefed.opened import open_run
 from prefed.wire import encode
@@ -17,12 +19,15 @@ CLIENTS = ("left", "right")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The small place, and finished runs of FedSDG in either way of joining its two LoRAs."""
+    """The small place, and finished runs: FedSDG in either way of joining its two LoRAs, FedPDPO."""
     folder = small_place(tmp_path_factory.mktemp("place"))
     for branch in ("products", "factors"):
         tree = small_experiment(folder, cohort={"size": 1}, rounds=1)
         tree["method"] |= {"name": "fedsdg", "branch": branch, "gate_lr": 0.5}
         run(Experiment.model_validate(tree), folder / branch)
+    tree = small_experiment(folder)
+    tree["method"] |= {"name": "fedpdpo", "lr": 0.05, "personal_lr": 0.05}
+    run(Experiment.model_validate(tree), folder / "fedpdpo")
     return folder
 
 
@@ -86,3 +91,46 @@ def test_the_run_judges_that_shared_model(place, branch, monkeypatch):
     assert all(own[name].any() and not shared[name].any() for name in personal)
     summary = json.loads((place / branch / "summary.json").read_text())
     assert json.loads(answer.message)["shared_accuracy"] == summary["shared_accuracy"]["per_client"]["left"]
+
+
+REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
+
+
+def test_a_reward_heads_figures_come_from_its_scores(place):
+    """From each client's scores and the s that it keeps; w_r is 1.5 in the last of the rounds."""
+    opened = open_run(place / "fedpdpo", data=True)
+    summary = json.loads((place / "fedpdpo/summary.json").read_text())
+    explicit = []
+    for client in CLIENTS:
+        data = opened.place.federation.clients[client].test
+        scores = opened.place.bench.score(opened.model(client), data)
+        implicit = (scores.policy - scores.reference).astype(np.float64) @ [1, -1]
+        given = scores.rewards.astype(np.float64) @ [1, -1]
+        scale = opened.checkpoint.client(client).values["scale"]
+        assert scale != 1
+        combined = implicit + 1.5 * scale * given
+        for name, right in zip(REWARDED, (combined > 0, given > 0, implicit * given > 0), strict=True):
+            assert summary[name]["per_client"][client] == right.mean()
+        explicit.append(given.mean())
+    assert summary["explicit_margin"] == pytest.approx(np.mean(explicit), rel=1e-6)
+    last = json.loads((place / "fedpdpo/rounds.jsonl").read_text().splitlines()[-1])
+    for name in (*REWARDED, "explicit_margin"):
+        assert last["evaluation"][name] == summary[name]
+    without = json.loads((place / "products/summary.json").read_text())
+    assert not {*REWARDED, "explicit_margin"} & without.keys()
+
+
+def test_judging_again_and_on_other_pairs_gives_the_same(place):
+    opened = open_run(place / "fedpdpo", data=True)
+    summary = json.loads((place / "fedpdpo/summary.json").read_text())
+    for judged in (judge(opened), judge_file(opened, str(place / "test.jsonl"))):
+        for name in REWARDED:
+            assert judged.figures[name] == summary[name]
+        assert judged.figures["explicit_margin"]["mean"] == pytest.approx(summary["explicit_margin"])
+    # Where the head's margin outweighs all, with its sign turned, the sum is right where the head is wrong.
+    turned = replace(opened.method, reward_weight=lambda private, number: -1e9)
+    opened = replace(opened, job=replace(opened.job, method=turned))
+    for judged in (judge(opened), judge_file(opened, str(place / "test.jsonl"))):
+        for client in CLIENTS:
+            combined, head = (judged.figures[name]["per_client"][client] for name in REWARDED[:2])
+            assert combined == 1 - head

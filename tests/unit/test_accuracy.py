@@ -16,6 +16,7 @@ class Scores:
     policy: np.ndarray
     reference: np.ndarray
     lengths: np.ndarray
+    rewards: np.ndarray | None = None
 
 
 def scores(policy, reference, lengths=None):
@@ -56,6 +57,27 @@ def test_the_untouched_model_orders_nothing_by_reward():
     assert (figures["reward_accuracy"], figures["margin"]) == (0.0, 0.0)
     assert figures["dpo_loss"] == pytest.approx(math.log(2))
     assert figures["preference_accuracy"] == figures["baseline_accuracy"] == 0.5
+
+
+def test_a_reward_head_by_hand():
+    """Implicit margins Δ_ir 2, −1, 1, 0 (the reference gives 0 everywhere), explicit ones Δ_er 1, 3, −4, 2.
+
+    At a weight of 1/2 the sums are 2.5, 0.5, −1, 1: three pairs of four are right. The head alone is right
+    on three, the two signs agree on the first pair only (0 agrees with nothing), and mean Δ_er is 2/4.
+    """
+    rewarded = scores([[-1, -3], [-2, -1], [-2, -3], [-4, -4]], [[0, 0]] * 4)
+    rewarded.rewards = np.array([[1, 0], [0, -3], [-2, 2], [0.5, -1.5]], np.float32)
+    figures = measure(rewarded, 0.1, weight=0.5)
+    assert figures["combined_accuracy"] == 0.75
+    assert figures["explicit_accuracy"] == 0.75
+    assert figures["agreement"] == 0.25
+    assert figures["explicit_margin"] == 0.5
+    assert figures["margin"] == 0.5
+    assert measure(rewarded, 0.1, weight=0.25)["combined_accuracy"] == 0.5  # 2.25, −0.25, 0 (a tie), 0.5
+    rewarded.rewards = None
+    assert measure(rewarded, 0.1).keys() == figures.keys() - {
+        "combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin",
+    }  # fmt: skip
 
 
 def test_nan_counts_as_wrong():

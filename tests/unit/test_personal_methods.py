@@ -54,6 +54,15 @@ def test_fedpdpo_trains_what_is_personal_and_then_what_is_shared():
         assert (phase.batch_size, phase.accumulate, phase.epochs) == (8, 2, 1)
 
 
+def test_fedpdpo_weighs_the_explicit_margin_as_its_loss_does():
+    """w_r s: w_r(3) = 0.5 + 2/4 of five rounds, s as the client keeps it, 1 before its first visit."""
+    method, _ = make("fedpdpo", rounds=5)
+    assert method.reward_weight(State(values={"scale": 3.0}), 3) == 3.0
+    assert method.reward_weight(State(), 5) == 1.5
+    fixed, _ = make("fedpdpo", reward_schedule=False, reward_weight=0.25)
+    assert fixed.reward_weight(State(values={"scale": 3.0}), 3) == 0.75
+
+
 def test_fedpdpos_explicit_reward_gains_weight_over_the_rounds():
     """w_r(t) = 0.5 + (t − 1) / (T − 1) with T = 5; PDPO's settings all come from the method's."""
     phases = run("fedpdpo", rounds=5, clients=1, beta=0.3, exclude_k=3.0).phases[1::2]

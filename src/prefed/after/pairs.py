@@ -137,8 +137,13 @@ def judge_file(
         )
         found: dict[str, dict[str, float]] = {}
         for client, held in rows.items():
-            own = run.published if client == EVERYBODY else run.model(client)
-            found[client] = measure(bench.score(own, held), run.job.beta)
+            if client == EVERYBODY:
+                own, weight = run.published, 1.0
+            else:
+                private = run.private(client)
+                own = run.model(client, private)
+                weight = run.method.reward_weight(private, run.checkpoint.commit.round)
+            found[client] = measure(bench.score(own, held), run.job.beta, weight)
             if run.method.personal:
                 scores = bench.score(run.shared(client), held)
                 found[client]["shared_accuracy"] = measure(scores, run.job.beta)["preference_accuracy"]

@@ -125,6 +125,8 @@ class Method:
             state and what was published.
         pooled: all training pairs belong to one client (centralised training).
         personal: a client's model differs from the published one.
+        reward_weight: a client's private state and a round's number → what the margin of an explicit reward
+            head counts beside the implicit one, where the model has such a head.
     """
 
     name: str
@@ -137,3 +139,4 @@ class Method:
     predict: Callable[[Visit, State, Download], Tensors]
     pooled: bool = False
     personal: bool = field(default=False)
+    reward_weight: Callable[[State, int], float] = lambda private, number: 1.0

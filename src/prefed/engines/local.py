@@ -15,14 +15,12 @@ from prefed.engines.crew import Crew
 from prefed.engines.guard import refusal
 from prefed.engines.job import Job
 from prefed.engines.visit import Answer, Task
-from prefed.evaluate.accuracy import over_clients
+from prefed.evaluate.accuracy import MEANS, SHARES, over_clients
 from prefed.merge import BadUpload
 from prefed.store import Store
 from prefed.wire import WireError, decode_state, decode_upload, encode
 
 __all__ = ["Local", "Silent", "Watcher", "peak_memory_mb"]
-
-ACCURACIES = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy")
 
 
 class Watcher(Protocol):
@@ -117,7 +115,7 @@ class Local:
         record: dict[str, Any] = {"round": number, "loss": tally.figures.get("loss")}
         if number == job.rounds or (job.every and number % job.every == 0):
             evaluation = self.evaluate(server, number)
-            record |= {name: evaluation[name]["mean"] for name in ACCURACIES[:2]}
+            record |= {name: evaluation[name]["mean"] for name in SHARES[:2]}
             record["evaluation"] = evaluation
         record |= {"bytes_up": tally.up, "bytes_down": tally.down}
         record["seconds"] = time.perf_counter() - started
@@ -187,11 +185,11 @@ class Local:
         """Every judged client's figures on its own pairs, with the model it would use.
 
         Returns:
-            ``preference_accuracy``, ``reward_accuracy``, ``baseline_accuracy``, ``normalized_accuracy`` and,
-            for a personal method, ``shared_accuracy`` (of the published model alone), each an
-            :class:`~prefed.evaluate.accuracy.Accuracy`; ``unseen_accuracy``, one for each number of local
-            steps, where there are newcomers; ``margin`` and ``dpo_loss``, means over clients;
-            ``clients`` and ``left_out``: how many were judged, how many have no pair in the split.
+            Of what :func:`~prefed.evaluate.accuracy.measure` gives the shares, each an
+            :class:`~prefed.evaluate.accuracy.Accuracy`, and the others' means over clients; for a personal
+            method ``shared_accuracy``, of the published model alone; ``unseen_accuracy``, one for each number
+            of local steps, where there are newcomers; ``clients`` and ``left_out``: how many were judged, how
+            many have no pair in the split.
         """
         asked = (*self.job.judges, *self.job.newcomers)
 
@@ -205,12 +203,13 @@ class Local:
             figures[answer.client] = json.loads(answer.message)
             self.watcher.step("evaluation", done, len(asked))
         unseen = {client: figures.pop(client) for client in self.job.newcomers}
-        names = (*ACCURACIES, "shared_accuracy") if self.job.method.personal else ACCURACIES
+        measured = next(iter(figures.values()))
         evaluation: dict[str, Any] = {
-            name: over_clients({client: own[name] for client, own in figures.items()}) for name in names
+            name: over_clients({client: own[name] for client, own in figures.items()})
+            for name in (*SHARES, *MEANS)
+            if name in measured
         }
-        for name in ("margin", "dpo_loss"):
-            evaluation[name] = over_clients({client: own[name] for client, own in figures.items()})["mean"]
+        evaluation |= {name: evaluation[name]["mean"] for name in MEANS if name in evaluation}
         if unseen:
             evaluation["unseen_accuracy"] = {
                 str(steps): over_clients({client: own[str(steps)] for client, own in unseen.items()})

@@ -86,8 +86,10 @@ def _judge(job: Job, task: Task) -> Answer:
     published = decode_download(task.message)
     if task.client in job.unseen:
         return Answer(task.client, json.dumps(_newcomer(job, task, visit, published)).encode())
-    own = job.method.predict(visit, _state(job, task), published)
-    figures = measure(job.workplace.score(task.client, own, job.split), job.beta)
+    private = _state(job, task)
+    own = job.method.predict(visit, private, published)
+    weight = job.method.reward_weight(private, task.round)
+    figures = measure(job.workplace.score(task.client, own, job.split), job.beta, weight)
     if job.method.personal:
         scores = job.workplace.score(task.client, job.shared(published), job.split)
         figures["shared_accuracy"] = measure(scores, job.beta)["preference_accuracy"]

@@ -9,7 +9,21 @@ from typing import Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Accuracy", "PairScores", "measure", "over_clients"]
+__all__ = ["MEANS", "SHARES", "Accuracy", "PairScores", "measure", "over_clients"]
+
+SHARES = (
+    "preference_accuracy",
+    "reward_accuracy",
+    "baseline_accuracy",
+    "normalized_accuracy",
+    "combined_accuracy",
+    "explicit_accuracy",
+    "agreement",
+    "shared_accuracy",
+)
+"""A client's figures that are shares of its pairs; a run keeps every client's, see :class:`Accuracy`."""
+MEANS = ("margin", "explicit_margin", "dpo_loss")
+"""A client's figures that are no shares; a run keeps their means over clients."""
 
 
 class PairScores(Protocol):
@@ -27,6 +41,10 @@ class PairScores(Protocol):
     def lengths(self) -> npt.NDArray[np.int32]:
         """``[n, 2]`` completion tokens, end-of-text included."""
 
+    @property
+    def rewards(self) -> npt.NDArray[np.float32] | None:
+        """``[n, 2]`` scores of an explicit reward head; ``None`` where the model has none."""
+
 
 class Accuracy(TypedDict):
     """A figure over clients.
@@ -41,18 +59,22 @@ class Accuracy(TypedDict):
     per_client: dict[str, float]
 
 
-def measure(scores: PairScores, beta: float) -> dict[str, float]:
+def measure(scores: PairScores, beta: float, weight: float = 1.0) -> dict[str, float]:
     """One client's figures.
 
     Args:
         scores: of n ≥ 1 pairs.
         beta: of the DPO loss.
+        weight: what the explicit margin Δ_er = r_w − r_l of a reward head counts beside the implicit one:
+            w_r s of the PDPO loss (FedPDPO, arXiv:2603.19741, eqs. 4 to 8).
 
     Returns:
         ``preference_accuracy``: share of pairs with log π_θ(y_w|x) > log π_θ(y_l|x); ``reward_accuracy``:
         with Δ_ir > 0; ``baseline_accuracy``: with log π_ref(y_w|x) > log π_ref(y_l|x);
         ``normalized_accuracy``: as the first, per token; ``margin``: mean Δ_ir in nats; ``dpo_loss``: mean
-        −log σ(β Δ_ir). A tie counts as wrong.
+        −log σ(β Δ_ir). Where there is a reward head also ``combined_accuracy``: with
+        Δ_ir + weight · Δ_er > 0; ``explicit_accuracy``: with Δ_er > 0; ``agreement``: with both margins
+        above 0 or both below; ``explicit_margin``: mean Δ_er. A tie counts as wrong.
 
     Raises:
         ValueError: there are no pairs.
@@ -65,7 +87,7 @@ def measure(scores: PairScores, beta: float) -> dict[str, float]:
     margin = gain[:, 0] - gain[:, 1]
     with np.errstate(invalid="ignore"):
         losses = np.logaddexp(0.0, -beta * margin)
-    figures = {
+    figures: dict[str, npt.NDArray[np.float64 | np.bool_]] = {
         "preference_accuracy": policy[:, 0] > policy[:, 1],
         "reward_accuracy": margin > 0,
         "baseline_accuracy": reference[:, 0] > reference[:, 1],
@@ -73,6 +95,15 @@ def measure(scores: PairScores, beta: float) -> dict[str, float]:
         "margin": margin,
         "dpo_loss": losses,
     }
+    if scores.rewards is not None:
+        rewards = scores.rewards.astype(np.float64)
+        explicit = rewards[:, 0] - rewards[:, 1]
+        figures |= {
+            "combined_accuracy": margin + weight * explicit > 0,
+            "explicit_accuracy": explicit > 0,
+            "agreement": margin * explicit > 0,
+            "explicit_margin": explicit,
+        }
     return {name: float(values.mean()) for name, values in figures.items()}
 
 

@@ -87,9 +87,12 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
     own = {"bottleneck", "head", "reward"}
     plan = Plan.of(settings, merger, rounds, personal=lambda entry: entry.part in own)
 
+    def scale(private: State) -> float:
+        return float(str(private.values.get("scale", 1.0)))
+
     def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
         goal = settings.goal(settings.weight(visit.round.number, rounds))
-        memory = {"scale": float(str(private.values.get("scale", 1.0)))} if settings.reward_head else {}
+        memory = {"scale": scale(private)} if settings.reward_head else {}
         model, moving = plan.start(visit, private, download), plan.movable(visit.round)
         personal = [name for name in moving if layout[name].part in own]
         if personal:
@@ -113,5 +116,8 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         return plan.upload(visit, trained), kept
 
     return plan.method(
-        "fedpdpo", SOURCE, Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
+        "fedpdpo",
+        SOURCE,
+        Exchange("train", plan.send, work, plan.merge, figures=plan.figures),
+        reward_weight=lambda private, number: settings.weight(number, rounds) * scale(private),
     )
