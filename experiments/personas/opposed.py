@@ -5,7 +5,7 @@
 
 For each persona P of the files, client ``P`` holds pairs of it as they are, and client ``not-P`` the same
 pairs with chosen and rejected swapped. Both train on the same few pairs, choose learning rates on others of
-the training file, and are tested on all pairs of the test file. Writes ``opposed.train.jsonl.gz``,
+the training file, and are tested on the first pairs of the test file. Writes ``opposed.train.jsonl.gz``,
 ``opposed.validation.jsonl.gz`` and ``opposed.test.jsonl.gz`` with the client in the column ``client``.
 """
 
@@ -53,6 +53,9 @@ def main() -> None:
     parser.add_argument(
         "--validation", type=int, default=40, help="validation pairs of a client (default 40)"
     )
+    parser.add_argument(
+        "--test-pairs", type=int, default=50, help="test pairs of a client (default 50, 0: all)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draw of pairs")
     args = parser.parse_args()
     for path in (args.train, args.test):
@@ -67,7 +70,7 @@ def main() -> None:
         roles["train"] += both(drawn[: args.pairs])
         roles["validation"] += both(drawn[args.pairs :])
     for _, rows in sorted(by_persona(args.test).items()):
-        roles["test"] += both(rows)
+        roles["test"] += both(rows[: args.test_pairs or None])
     for role, rows in roles.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         path = args.out / f"opposed.{role}.jsonl.gz"

@@ -24,7 +24,6 @@ from prefed import run
 from prefed.config import load
 from prefed.core import Key
 from prefed.experiment import open_data
-from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
 from preferences import jsonl
 
@@ -178,16 +177,21 @@ def test_the_papers_numbers_agree_with_each_other():
 
 
 def test_the_opposed_sweep_gives_every_method_the_same_steps():
-    """The commands in the README, method by method: five optimiser steps (FedALA: four, and one of its
-    weights; a hundred at once for the pooled twenty clients) of eight pairs a round, at a constant rate."""
+    """The commands in the README, method by method: four optimiser steps (FedALA: three, and one of its
+    weights; eighty at once for the pooled twenty clients) of eight pairs a round, at a constant rate."""
     readme = (HERE / "personas/README.md").read_text("utf-8").replace("\\\n", " ")
     words = shlex.split(" ".join(re.findall(r"\$ python experiments/sweep.py(.*?)```", readme, re.DOTALL)))
     given = list(itertools.pairwise(words))
     methods = [value for key, value in given if key == "--method"]
-    assert set(methods) <= set(METHODS)
-    assert len(set(methods)) == 15
-    for name in methods:
-        own = [v.partition(":")[2] for k, v in given if k == "--for" and v.startswith(f"{name}:")]
+    assert len(set(methods)) == 16
+    for method in methods:
+        label, _, name = method.rpartition("=")
+        mine = f"{label or name}:"
+        own = [
+            v.partition(":")[2].replace("{lr}", "1e-3")
+            for k, v in given
+            if k == "--for" and v.startswith(mine)
+        ]
         settings = load(HERE / "personas/opposed.toml", [f"method.name={name}", *own]).method.settings
         assert (settings.batches(), settings.schedule) == ((8, 1), "constant")
         steps = settings.local_steps
@@ -200,7 +204,16 @@ def test_the_opposed_sweep_gives_every_method_the_same_steps():
         elif name == "fedala":
             assert settings.weight_steps == settings.first_weight_steps == 1
             steps += settings.weight_steps
-        assert steps == (100 if name == "centralized" else 5), name
+        assert steps == (80 if name == "centralized" else 4), name
+
+
+def test_a_sweep_looks_beyond_the_end_its_best_rate_lies_at():
+    """As far again as the neighbour: 3e-3 next to 1e-3 leads to 9e-3, 1e-3 to a third; inside, to nothing."""
+    beyond = runpy.run_path(str(HERE / "sweep.py"))["beyond"]
+    assert beyond([1e-3, 3e-3], 3e-3) == pytest.approx(9e-3)
+    assert beyond([1e-3, 3e-3], 1e-3) == pytest.approx(3e-4)
+    assert beyond([1e-3, 3e-4, 3e-3], 1e-3) is None
+    assert beyond([1e-3], 1e-3) is None
 
 
 # That they run, with a tiny model and local files in the schemas of their sets

@@ -33,7 +33,7 @@ class _LoraLinear(torch.autograd.Function):
         y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
         a, bt = a.to(x.dtype), b.t().to(x.dtype).contiguous()
         source = x if z is None else z
-        u = source @ a.t()
+        u = (a @ source.t()).t()
         y.addmm_(u, bt, alpha=scale)
         ctx.save_for_backward(source, weight, a, bt, u)
         ctx.scale, ctx.dropped = scale, z is not None

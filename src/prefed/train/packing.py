@@ -84,7 +84,7 @@ class Packing:
     kept: tuple[int, ...]
     whole: bool = False
     hidden: torch.Tensor | None = None
-    _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[Segment | tuple[int, int], torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -162,14 +162,20 @@ class Packing:
         """Tokens of each pair's stretch."""
         return [segment.length for segment in self.segments]
 
-    def mask(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive attention mask ``[L, L]`` of pair ``number``: 0 where a token may look, else −inf."""
-        if (number, dtype) not in self._masks:
-            segment, device = self.segments[number], self.ids.device
-            mask = torch.full((segment.length, segment.length), -torch.inf, dtype=dtype, device=device).triu_(
-                1
-            )
+    def mask(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        """Additive attention mask ``[L, L]`` of a pair: 0 where a token may look, else −inf."""
+        if (segment, dtype) not in self._masks:
+            shape, device = (segment.length, segment.length), self.ids.device
+            mask = torch.full(shape, -torch.inf, dtype=dtype, device=device).triu_(1)
             response = segment.prompt + segment.chosen
             mask[response:, segment.prompt : response] = -torch.inf
-            self._masks[number, dtype] = mask
-        return self._masks[number, dtype]
+            self._masks[segment, dtype] = mask
+        return self._masks[segment, dtype]
+
+    def causal(self, prompt: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask ``[count, prompt + count]`` of a response's rows: the prompt, and causally itself."""
+        key = (prompt, count), dtype
+        if key not in self._masks:
+            shape, device = (count, prompt + count), self.ids.device
+            self._masks[key] = torch.full(shape, -torch.inf, dtype=dtype, device=device).triu_(prompt + 1)
+        return self._masks[key]
