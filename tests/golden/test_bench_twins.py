@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.small_models import FAMILIES, Pairs, away, backbone
 
 from prefed.core import Key, Objective, Optimizer, Owner, Parts, Phase, Tensors
-from prefed.train import Bench, Packing, logprobs
+from prefed.train import Bench, Packing, logprobs, packed
 from prefed.train import bench as bench_module
 from prefed.train.forward import Packed, Plain
 from prefed.train.logprobs import token_logprobs
@@ -51,6 +51,19 @@ def test_packed_equals_padded(family: str, needs: set[str]) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for name in expected:
         torch.testing.assert_close(grad[name], expected[name], rtol=1e-4, atol=1e-4 * expected.norm())
+    assert (grad - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("rewards", [False, True])
+def test_attention_by_parts_equals_one_masked_call(family: str, rewards: bool, monkeypatch) -> None:
+    """The CPU's three calls a pair and a GPU's one with a mask: outputs to 1e-5, gradients to 1e-4."""
+    model = backbone(family, frozenset({"lora", "reward"}))
+    forward = Bench(model, PAIRS).forward
+    got, grad = gradients(forward, model, rewards)
+    monkeypatch.setattr(packed, "_by_parts", packed._at_once)
+    want, expected = gradients(forward, model, rewards)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert (grad - expected).norm() < 1e-4 * expected.norm()
 
 
@@ -137,8 +150,12 @@ def test_blocked_logprobs(rows: int, vocabulary: int, block: int, keep: bool, se
         patch.setattr(logprobs, "KEEP", 1 << 20 if keep else 0)
         got = token_logprobs(hidden, weight, pick, targets)
         found = torch.autograd.grad(got, (hidden, weight), slope)
+        into = torch.ones_like(weight)
+        added = token_logprobs(hidden, weight, pick, targets, into)
+        (toward,) = torch.autograd.grad(added, hidden, slope)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((toward, into - 1), expected, rtol=1e-4, atol=1e-5)
 
 
 def phase(parts: Parts, model, objective: str = "dpo", names=None, **changes) -> Phase:

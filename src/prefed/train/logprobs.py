@@ -27,7 +27,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, pick: torch.Tensor, targets: torch.Tensor
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        pick: torch.Tensor,
+        targets: torch.Tensor,
+        into: torch.Tensor | None,
     ) -> torch.Tensor:
         rows, dim = hidden.shape
         want_hidden, want_weight = ctx.needs_input_grad[:2]
@@ -59,7 +64,7 @@ class _TokenLogprobs(torch.autograd.Function):
             mean.div_(total)
         if want_hidden or want_weight:
             ctx.save_for_backward(hidden, weight, pick, targets)
-            ctx.mean, ctx.own, ctx.kept, ctx.normaliser = mean, own, kept, normaliser
+            ctx.mean, ctx.own, ctx.kept, ctx.normaliser, ctx.into = mean, own, kept, normaliser, into
         return score - normaliser[pick]
 
     @staticmethod
@@ -72,7 +77,8 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = ctx.mean.mul(-weights[:, None])
             grad_hidden = grad.index_add_(0, pick, ctx.own.float() * upstream[:, None]).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.empty_like(weight)
+            into = torch.zeros_like(weight) if ctx.into is None else ctx.into
+            rows = torch.empty_like(hidden)
             for number, start in enumerate(range(0, weight.shape[0], BLOCK)):
                 part = slice(start, start + BLOCK)
                 if ctx.kept:
@@ -83,16 +89,23 @@ class _TokenLogprobs(torch.autograd.Function):
                     scaled.sub_(ctx.normaliser[:, None]).exp_()
                     share = torch.ones_like(weights)
                 # The factor goes onto the short side of the product.
-                rows = (hidden.float() * (-weights * share)[:, None]).to(hidden.dtype)
-                product = scaled.to(hidden.dtype).t() @ rows
-                grad_weight[part] = product
+                torch.mul(hidden, (-weights * share)[:, None], out=rows)
+                if into.dtype == hidden.dtype:
+                    into[part].addmm_(scaled.to(hidden.dtype).t(), rows)
+                else:
+                    into[part].add_(scaled.to(hidden.dtype).t() @ rows)
             toward = hidden[pick].float() * upstream[:, None]
-            grad_weight.index_add_(0, targets, toward.to(weight.dtype))
-        return grad_hidden, grad_weight, None, None
+            into.index_add_(0, targets, toward.to(into.dtype))
+            grad_weight = into if ctx.into is None else None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, pick: torch.Tensor, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    pick: torch.Tensor,
+    targets: torch.Tensor,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Log softmax(hidden[pick] · weightᵀ)[targets], differentiable in ``hidden`` and ``weight``.
 
@@ -101,6 +114,9 @@ def token_logprobs(
         weight: ``[V, d]``, the output embedding.
         pick: ``[M]`` row of ``hidden`` that predicts each target.
         targets: ``[M]`` token ids.
+        into: ``[V, d]``, takes the gradient of a ``weight`` that trains, added to what it holds; autograd is
+            then given none. Left out, autograd gets it as usual, and one more array of the head's size is
+            made and added.
 
     Returns:
         ``[M]`` fp32, in nats.
@@ -109,5 +125,5 @@ def token_logprobs(
     >>> token_logprobs(h, w, torch.tensor([0]), torch.tensor([1])).exp()
     tensor([0.7500])
     """
-    result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, pick, targets)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, pick, targets, into)  # type: ignore[no-untyped-call]
     return result

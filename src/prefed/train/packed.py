@@ -164,7 +164,8 @@ def top_outputs(backbone: Backbone, packing: Packing, hidden: torch.Tensor) -> t
     assert backbone.final is not None
     final = backbone.final.norm(hidden)
     weight = backbone.causal.get_output_embeddings().weight
-    tokens = token_logprobs(final, weight, packing.pick, packing.targets)
+    into = weight.grad if weight.requires_grad else None
+    tokens = token_logprobs(final, weight, packing.pick, packing.targets, into)
     count = 2 * len(packing.segments)
     sums = torch.zeros(count, device=tokens.device).index_add(0, packing.owner, tokens)
     if not packing.whole:
