@@ -212,18 +212,19 @@ def _carry_out(experiment: Experiment, store: Store, watcher: Watcher) -> None:
         crew = Workers(recipe, experiment.engine.workers, threads)
     else:
         crew = InProcess(job, threads)
+    engine = Local(job, store, crew, watcher)
     with crew:
-        server = Local(job, store, crew, watcher).run()
+        server = engine.run()
     shared = _published(job, server)
     if shared is not None:
         try:
             job.workplace.save_adapter(shared, _adapter(store.path))
         except ModelError as error:
             watcher.warn(f"no adapter is saved: {error}")
-    store.write_summary(_summary(experiment, job, store))
+    store.write_summary(_summary(job, store, engine.profiles()))
 
 
-def _summary(experiment: Experiment, job: Job, store: Store) -> dict[str, Any]:
+def _summary(job: Job, store: Store, profiles: Mapping[str, Any]) -> dict[str, Any]:
     last, totals = store.records()[-1], store.commit.totals if store.commit else {}
     evaluation = last["evaluation"]
     layout, parts = job.workplace.initial.layout, job.method.parts
@@ -235,6 +236,7 @@ def _summary(experiment: Experiment, job: Job, store: Store) -> dict[str, Any]:
         "seed": job.seed,
         **{name: evaluation[name] for name in names if name in evaluation},
         "loss": last["loss"],
+        **({"personal": profiles} if profiles else {}),
         "parameters": {
             # What FedEx-LoRA adds to the base travels, but nobody trains it.
             "trainable": sum(entry.size for entry in moving if entry.part != lora.RESIDUAL),

@@ -12,23 +12,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["Terminal", "amount", "print_result", "quiet"]
+from prefed.report.profiles import profiles_of
+from prefed.report.records import REWARDED, figures_of
+from prefed.report.tables import size
+
+__all__ = ["Terminal", "print_result", "quiet"]
 
 SHOWN = 40
 """Clients that a table lists at most."""
-
-
-def amount(size: float) -> str:
-    """A number of bytes for people.
-
-    >>> amount(812), amount(2_359_296), amount(5e9)
-    ('812 B', '2.4 MB', '5.0 GB')
-    """
-    units = ["TB", "GB", "MB", "kB", "B"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop()
-    return f"{size:.0f} B" if units[-1] == "B" else f"{size:.1f} {units[-1]}"
 
 
 def quiet() -> None:
@@ -90,7 +81,7 @@ class Terminal:
                 self._task, completed=record["round"], round=record["round"], figures="  ".join(figures)
             )
             return
-        figures.append(f"up {amount(record['bytes_up'])}  down {amount(record['bytes_down'])}")
+        figures.append(f"up {size(record['bytes_up'])}  down {size(record['bytes_down'])}")
         figures.append(f"{record['seconds']:.1f} s")
         self.console.print(f"round {record['round']}/{self._rounds}  {'  '.join(figures)}", soft_wrap=True)
 
@@ -120,6 +111,8 @@ def print_result(
     columns = [("before", before), ("after", after), ("reward", summary["reward_accuracy"])]
     if "shared_accuracy" in summary:
         columns[1:2] = [("shared model", summary["shared_accuracy"]), ("own model", after)]
+    given = figures_of(summary)
+    columns += [(given[name].label, summary[name]) for name in REWARDED if name in given]
     columns += list((more or {}).items())
     clients = list(after["per_client"])
     shown = sorted(clients, key=lambda c: after["per_client"][c])[:SHOWN] if len(clients) > SHOWN else clients
@@ -149,9 +142,14 @@ def print_result(
         console.print(
             f'{summary["dropped"]} uploads were dropped: see "dropped" in rounds.jsonl', style="yellow"
         )
+    if "explicit_margin" in summary:
+        implicit, explicit = summary["margin"], summary["explicit_margin"]
+        console.print(f"mean margin {implicit:.3f} nats, of the reward head {explicit:.3f}")
+    for profile in profiles_of(summary).values():
+        console.print(f"{profile.label}: mean {profile.ends}", markup=False)
     traffic, parameters = summary["bytes"], summary["parameters"]
     console.print(
-        f"sent up {amount(traffic['up'])}, down {amount(traffic['down'])}; "
+        f"sent up {size(traffic['up'])}, down {size(traffic['down'])}; "
         f"{parameters['trainable']:,} parameters trained, {parameters['communicated']:,} in an upload; "
         f"{summary['seconds']:.1f} s, {summary['peak_memory_mb']:.0f} MiB at the most",
         soft_wrap=True,

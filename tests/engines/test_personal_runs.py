@@ -1,17 +1,25 @@
 """Whole runs whose clients end with models of their own: what is shared, and what states tell."""
 
 import json
+import math
+import re
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from finished import logprobs, small_experiment, small_place
 from prefed import Experiment, run
 from prefed.after.pairs import judge, judge_file
 from prefed.engines import Task, attend
 from prefed.opened import open_run
+from prefed.progress import print_result
+from prefed.report import read_run
+from prefed.report.page import render
+from prefed.store import Checkpoint
 from prefed.wire import encode
 
 CLIENTS = ("left", "right")
@@ -19,16 +27,26 @@ CLIENTS = ("left", "right")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The small place, and finished runs: FedSDG in either way of joining its two LoRAs, FedPDPO."""
+    """The small place, and finished runs: FedSDG in either way of joining its two LoRAs, and others."""
     folder = small_place(tmp_path_factory.mktemp("place"))
     for branch in ("products", "factors"):
         tree = small_experiment(folder, cohort={"size": 1}, rounds=1)
         tree["method"] |= {"name": "fedsdg", "branch": branch, "gate_lr": 0.5}
         run(Experiment.model_validate(tree), folder / branch)
-    tree = small_experiment(folder)
-    tree["method"] |= {"name": "fedpdpo", "lr": 0.05, "personal_lr": 0.05}
-    run(Experiment.model_validate(tree), folder / "fedpdpo")
+    others = {
+        "fedpdpo": {"lr": 0.05, "personal_lr": 0.05},
+        "fedala": {"weight_lr": 50.0},
+        "fedrep": {},
+    }
+    for name, settings in others.items():
+        tree = small_experiment(folder)
+        tree["method"] |= {"name": name, **settings}
+        run(Experiment.model_validate(tree), folder / name)
     return folder
+
+
+def summary_of(path):
+    return json.loads((path / "summary.json").read_text())
 
 
 def with_shared_alone(folder, opened):
@@ -99,7 +117,7 @@ REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
 def test_a_reward_heads_figures_come_from_its_scores(place):
     """From each client's scores and the s that it keeps; w_r is 1.5 in the last of the rounds."""
     opened = open_run(place / "fedpdpo", data=True)
-    summary = json.loads((place / "fedpdpo/summary.json").read_text())
+    summary = summary_of(place / "fedpdpo")
     explicit = []
     for client in CLIENTS:
         data = opened.place.federation.clients[client].test
@@ -116,13 +134,13 @@ def test_a_reward_heads_figures_come_from_its_scores(place):
     last = json.loads((place / "fedpdpo/rounds.jsonl").read_text().splitlines()[-1])
     for name in (*REWARDED, "explicit_margin"):
         assert last["evaluation"][name] == summary[name]
-    without = json.loads((place / "products/summary.json").read_text())
+    without = summary_of(place / "products")
     assert not {*REWARDED, "explicit_margin"} & without.keys()
 
 
 def test_judging_again_and_on_other_pairs_gives_the_same(place):
     opened = open_run(place / "fedpdpo", data=True)
-    summary = json.loads((place / "fedpdpo/summary.json").read_text())
+    summary = summary_of(place / "fedpdpo")
     for judged in (judge(opened), judge_file(opened, str(place / "test.jsonl"))):
         for name in REWARDED:
             assert judged.figures[name] == summary[name]
@@ -134,3 +152,50 @@ def test_judging_again_and_on_other_pairs_gives_the_same(place):
         for client in CLIENTS:
             combined, head = (judged.figures[name]["per_client"][client] for name in REWARDED[:2])
             assert combined == 1 - head
+
+
+@pytest.mark.parametrize("branch", ["products", "factors"])
+def test_the_summary_has_the_gates_that_private_states_hold(place, branch):
+    """m = 1 / (1 + e^−a) of each block's logit a on the client's disk; who never took part has none."""
+    (record,) = Checkpoint(place / branch).rounds()
+    (client,) = record["cohort"]
+    own = Checkpoint(place / branch).client(client).tensors["personal"]
+    logits = {name.split("/")[1]: float(own[name]) for name in own if name.startswith("gate/")}
+    assert sorted(logits) == ["0", "1"]
+    assert all(abs(a) > 1e-3 for a in logits.values())
+    gates = summary_of(place / branch)["personal"]
+    assert gates == {"gate": {client: {b: pytest.approx(1 / (1 + math.exp(-a))) for b, a in logits.items()}}}
+
+
+def test_the_summary_has_fedalas_weights(place):
+    """One weight for all of a block's factors, which is what each of its elements has."""
+    told = summary_of(place / "fedala")["personal"]["weight"]
+    assert sorted(told) == list(CLIENTS)
+    seen = Checkpoint(place / "fedala")
+    for client in CLIENTS:
+        weights = seen.client(client).tensors["weights"]
+        for name in weights:
+            block = name.split("/")[1]
+            assert torch.equal(weights[name], torch.full_like(weights[name], told[client][block]))
+    assert {value for blocks in told.values() for value in blocks.values()} != {1.0}
+
+
+def test_methods_with_nothing_to_tell_of_blocks_tell_nothing(place):
+    assert "personal" not in summary_of(place / "fedrep")
+
+
+def test_a_run_ends_with_what_is_personal_in_it(place):
+    """On the terminal and on the page: gates and weights by block, the reward head's figures."""
+    for name, said in (
+        ("products", r"gates: mean 0\.\d{3} in block 0, 0\.\d{3} in block 1"),
+        ("fedala", r"weights of the shared model: mean \d\.\d{3} in block 0"),
+        ("fedpdpo", r"mean margin -?[\d.]+ nats, of the reward head -?[\d.]+"),
+    ):
+        console = Console(width=160, record=True, file=StringIO())
+        print_result(summary_of(place / name), console)
+        text = console.export_text()
+        assert re.search(said, text)
+        assert ("reward head" in text) == (name == "fedpdpo")
+        page = render(read_run(place / name))
+        assert ("Which layers each client personalises" in page) == (name != "fedpdpo")
+        assert ("The explicit reward head" in page) == (name == "fedpdpo")

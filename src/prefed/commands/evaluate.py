@@ -66,15 +66,18 @@ def evaluate(
 
 
 def _print(judged: Judged, name: str, console: Console) -> None:
+    from prefed.evaluate.accuracy import MEANS
     from prefed.report.records import figures_of
     from prefed.report.tables import clients_table, unseen_table
 
     if judged.figures:
-        figures = [f for f in figures_of(judged.figures).values() if f.name.endswith("_accuracy")]
+        figures = [f for f in figures_of(judged.figures).values() if f.name not in MEANS]
         title = f"{name}: share of {judged.what} ordered rightly"
         console.print(clients_table(title, figures, judged.pairs.get))
         margin, loss = judged.figures["margin"], judged.figures["dpo_loss"]
         console.print(f"mean margin {margin['mean']:.3f} nats, mean DPO loss {loss['mean']:.4f}")
+        if "explicit_margin" in judged.figures:
+            console.print(f"mean margin of the reward head {judged.figures['explicit_margin']['mean']:.3f}")
     if judged.unseen:
         console.print(unseen_table(judged.unseen))
     for note in judged.notes:

@@ -127,6 +127,9 @@ class Method:
         personal: a client's model differs from the published one.
         reward_weight: a client's private state and a round's number → what the margin of an explicit reward
             head counts beside the implicit one, where the model has such a head.
+        profile: a client's private state → what it tells of the model's blocks: figure → block → number, e.g.
+            ``{"gate": {0: 0.52}}``. It is asked where private states are kept, and no message has it;
+            ``None`` if there is nothing to tell.
     """
 
     name: str
@@ -140,3 +143,4 @@ class Method:
     pooled: bool = False
     personal: bool = field(default=False)
     reward_weight: Callable[[State, int], float] = lambda private, number: 1.0
+    profile: Callable[[State], Mapping[str, Mapping[int, float]]] | None = None

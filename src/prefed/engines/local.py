@@ -219,6 +219,27 @@ class Local:
         left_out = len(self.job.workplace.clients) - able
         return evaluation | {"split": self.job.split, "clients": len(figures), "left_out": left_out}
 
+    def profiles(self) -> dict[str, dict[str, dict[str, float]]]:
+        """What private states tell of the model's blocks: figure → client → block → number.
+
+        It is read from the store on this machine, one client at a time; clients that never took part have
+        nothing to tell. See :class:`~prefed.core.Method`.
+        """
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        tell = self.job.method.profile
+        if tell is None:
+            return found
+        for client in self.job.members:
+            kept = self.store.client(client)
+            if kept is None:
+                continue
+            for name, blocks in tell(decode_state(kept)).items():
+                if blocks:
+                    found.setdefault(name, {})[client] = {
+                        str(block): value for block, value in blocks.items()
+                    }
+        return found
+
     def _totals(self, tally: _Tally, seconds: float) -> dict[str, float]:
         before = self.store.commit.totals if self.store.commit else {}
         return {

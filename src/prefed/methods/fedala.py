@@ -25,7 +25,7 @@ from prefed.merge import Merger
 from prefed.methods.common import LocalSettings, Plan, lora_only
 from prefed.methods.settings import PersonalSettings
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
+__all__ = ["SOURCE", "Settings", "block_weights", "build", "needs"]
 
 SOURCE = "FedALA (arXiv:2212.01197), algorithm 1"
 
@@ -95,7 +95,33 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         return mixed(private, plan.start(visit, private, published))
 
     train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method("fedala", SOURCE, train, predict=predict, personal=True)
+    return plan.method(
+        "fedala",
+        SOURCE,
+        train,
+        predict=predict,
+        personal=True,
+        profile=lambda private: {"weight": block_weights(private)},
+    )
+
+
+def block_weights(private: State) -> dict[int, float]:
+    """How much of the shared model a client takes in: block → W, a mean over the block's elements.
+
+    Args:
+        private: the client's private state; before its first visit it has no weights.
+
+    >>> from prefed.core import Entry
+    >>> layout = Layout((Entry("lora/0/A", (2,), "lora", 0, "A"), Entry("lora/0/B", (2,), "lora", 0, "B")))
+    >>> block_weights(State({"weights": Tensors(layout, torch.tensor([1.0, 1.0, 0.5, 0.5]))}))
+    {0: 0.75}
+    """
+    weights = private.tensors.get("weights", Tensors.empty())
+    blocks: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for entry in weights.layout.entries:
+        if entry.block is not None:
+            blocks[entry.block].append(weights[entry.name].reshape(-1).double())
+    return {block: float(torch.cat(held).mean()) for block, held in sorted(blocks.items())}
 
 
 def _groups(settings: Settings, layout: Layout) -> list[list[str]]:

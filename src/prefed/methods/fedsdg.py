@@ -91,7 +91,7 @@ def needs(settings: Settings) -> frozenset[str]:
 def gates(state: State, layout: Layout) -> dict[int, float]:
     """How much of its own LoRA a client lets in: block → m, from 0 to 1.
 
-    For reports made where the client's private state is; nothing of it is in any message.
+    The method's profile: for reports made where the client's private state is; no message has it.
 
     Args:
         state: the client's private state.
@@ -156,4 +156,6 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         aligned = server.values.get("aligned")
         return {**plan.figures(server), **({"aligned": aligned} if isinstance(aligned, float) else {})}
 
-    return plan.method("fedsdg", SOURCE, Exchange("train", plan.send, work, merge, figures=figures))
+    exchange = Exchange("train", plan.send, work, merge, figures=figures)
+    tell = (lambda private: {"gate": gates(private, layout)}) if logits else None
+    return plan.method("fedsdg", SOURCE, exchange, profile=tell)

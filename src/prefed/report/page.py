@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from importlib.resources import files as resources
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prefed import files
 from prefed.evaluate.fairness import spread
 from prefed.report import plots
-from prefed.report.records import RunRecord
+from prefed.report.records import REWARDED, RunRecord
 from prefed.report.tables import SPREAD, UNSEEN, duration, size, unseen_rows, written
 
 if TYPE_CHECKING:
@@ -22,6 +23,13 @@ __all__ = ["render", "write_page"]
 
 ROWS = 500
 """Rows that a table of clients or rounds has at most."""
+
+NUMBERS = {
+    "margin": "mean gain in likelihood of the chosen over that of the rejected response, in nats.",
+    "explicit_margin": "mean of what the reward head gives the chosen response less the rejected one.",
+    "dpo_loss": "mean of DPO's loss, −log of the sigmoid of beta times the margin.",
+}
+"""Figures of an evaluation that are no shares, and what they mean."""
 
 
 def write_page(run: RunRecord, path: Path) -> None:
@@ -43,6 +51,7 @@ def render(run: RunRecord) -> str:
         _cards(run),
         _curves(run),
         _clients(run),
+        _blocks(run),
         _costs(run),
         _own_figures(run),
         _settings(run),
@@ -125,6 +134,13 @@ def _curves(run: RunRecord) -> str:
         text = f"Training loss over rounds, from {losses[0]:.4g} to {losses[-1]:.4g}."
         caption = "Loss on the clients' training batches, weighted by their numbers of pairs."
         parts.append(_figure(lambda theme: plots.loss(run, theme), text, caption))
+    ends = {name: run.curve(name)[1] for name in REWARDED if name in run.figures}
+    if ends:
+        text = "; ".join(
+            f"{run.figures[n].label} ends at {values[-1]:.1%}" for n, values in ends.items() if values
+        )
+        caption = "The explicit reward head, means over clients; what each figure means is said below."
+        parts.append(_figure(lambda theme: plots.reward_head(run, theme), f"{text}.", caption))
     names = [name for name in run.figures if name != "baseline_accuracy" and run.curve(name)[0]]
     heads = ["loss", *(run.figures[name].label for name in names), "up", "down", "seconds"]
     rows = []
@@ -181,6 +197,29 @@ def _unseen(run: RunRecord) -> str:
     return _table(caption, ["steps", *UNSEEN], unseen_rows(held))
 
 
+def _blocks(run: RunRecord) -> str:
+    parts = []
+    for profile in run.profiles.values():
+        means = (
+            f"block {block} {mean:.3f}" for block, mean in zip(profile.blocks, profile.means, strict=True)
+        )
+        text = (
+            f"{profile.label.capitalize()}, means over {len(profile.clients):,} clients: {', '.join(means)}."
+        )
+        caption = f"{profile.label.capitalize()}: {profile.meaning}. Clients that never took part have none."
+        parts.append(_figure(partial(plots.blocks, run, profile.name), text, caption))
+        rows = [("mean", [f"{mean:.3f}" for mean in profile.means])]
+        rows += [
+            (client, ["" if value != value else f"{value:.3f}" for value in values])
+            for client, values in zip(profile.clients[:ROWS], profile.values, strict=False)
+        ]
+        more = len(profile.clients) - ROWS
+        left = f" The first {ROWS:,} clients; {more:,} more are in summary.json." if more > 0 else ""
+        table = _table(f"By block.{left}", ["client", *map(str, profile.blocks)], rows)
+        parts.append(_details(f"{profile.label.capitalize()} as a table", table))
+    return _section("Which layers each client personalises", *parts) if parts else ""
+
+
 def _costs(run: RunRecord) -> str:
     summary = run.summary
     traffic, parameters = summary["bytes"], summary.get("parameters", {})
@@ -230,6 +269,7 @@ def _settings(run: RunRecord) -> str:
 
 def _meanings(run: RunRecord) -> str:
     facts = [(figure.label, figure.meaning + ".") for figure in run.figures.values()]
+    facts += [(name.replace("_", " "), NUMBERS[name]) for name in run.own_figures if name in NUMBERS]
     facts += [
         ("worst tenth", "mean of the lowest tenth of the clients, at least one of them."),
         ("Jain index", "(Σx)² / (n Σx²): 1 where all clients have the same, 1/n where one has everything."),

@@ -15,9 +15,19 @@ from typing import Any
 
 from prefed.evaluate.accuracy import Accuracy
 from prefed.evaluate.fairness import Spread, spread
+from prefed.report.profiles import Profile, profiles_of
 from prefed.store import Checkpoint, StoreError
 
-__all__ = ["Figure", "RunError", "RunRecord", "figures_of", "leaves", "nearest_clients", "read_run"]
+__all__ = [
+    "REWARDED",
+    "Figure",
+    "RunError",
+    "RunRecord",
+    "figures_of",
+    "leaves",
+    "nearest_clients",
+    "read_run",
+]
 
 KNOWN = (
     "baseline_accuracy",
@@ -25,8 +35,15 @@ KNOWN = (
     "preference_accuracy",
     "reward_accuracy",
     "normalized_accuracy",
+    "combined_accuracy",
+    "explicit_accuracy",
+    "agreement",
 )
 """Figures of every client, in the order in which they are shown; others follow in the run's own order."""
+
+
+REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
+"""Figures of models with an explicit reward head."""
 
 
 class RunError(ValueError):
@@ -90,6 +107,11 @@ class RunRecord:
         Besides those of every run, whatever else of this shape the method or the data brought.
         """
         return figures_of(self.summary)
+
+    @cached_property
+    def profiles(self) -> Mapping[str, Profile]:
+        """What private states tell of a model's blocks, such as gates, by name."""
+        return profiles_of(self.summary)
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -238,6 +260,19 @@ def _words(name: str, personal: bool) -> tuple[str, str]:
             "share of pairs whose chosen response gained more likelihood over the untouched model",
         ),
         "normalized_accuracy": ("per token", f"{likelier}, token for token"),
+        "combined_accuracy": (
+            "combined",
+            "share of pairs whose chosen response is favoured by both margins together, the model's own and "
+            "the reward head's, weighed as in the loss",
+        ),
+        "explicit_accuracy": (
+            "reward head",
+            "share of pairs whose chosen response the reward head scores higher",
+        ),
+        "agreement": (
+            "agreement",
+            "share of pairs on which the reward head favours the response that gained more likelihood",
+        ),
     }
     plain = name.replace("_", " ")
     return known.get(name, (plain.removesuffix(" accuracy"), plain))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefed.evaluate.accuracy import Accuracy
 from prefed.evaluate.fairness import Spread, spread
-from prefed.report.records import Figure, RunRecord, leaves
+from prefed.report.records import REWARDED, Figure, RunRecord, leaves
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -157,6 +157,8 @@ def comparison_table(runs: Sequence[RunRecord]) -> Table:
     """Runs against what they came to and what they cost; a mark where a run was judged on other data."""
     from rich.markup import escape
 
+    rewarded = [name for name in REWARDED if any(name in run.figures for run in runs)]
+    words = [next(run.figures[name].label for run in runs if name in run.figures) for name in rewarded]
     table = _table(
         "share of held-out pairs ordered rightly, over clients; and what it cost",
         "run",
@@ -166,6 +168,7 @@ def comparison_table(runs: Sequence[RunRecord]) -> Table:
         "worst",
         "worst tenth",
         "before",
+        *words,
         "up",
         "down",
         "time",
@@ -184,6 +187,7 @@ def comparison_table(runs: Sequence[RunRecord]) -> Table:
             f"{figure.worst:.3f}",
             f"{figure.worst_decile:.3f}",
             "" if before is None else f"{before:.3f}",
+            *(f"{run.spread(name).mean:.3f}" if name in run.figures else "" for name in rewarded),
             size(run.summary["bytes"]["up"]),
             size(run.summary["bytes"]["down"]),
             duration(run.summary["seconds"]),

@@ -1,0 +1,230 @@
+"""What plots are drawn with: themes, canvases, lines, bars, axes, and files.
+
+Each plot is drawn on a figure of its own, without pyplot and its global state, in colours that people with
+any colour vision tell apart (Okabe and Ito 2008).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from prefed import files
+from prefed.report.tables import size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "BARS",
+    "DARK",
+    "LIGHT",
+    "Theme",
+    "canvas",
+    "colour_of",
+    "draw_bars",
+    "draw_distribution",
+    "draw_line",
+    "legend",
+    "percent_axis",
+    "round_axis",
+    "save",
+    "short",
+    "size_axis",
+    "svg",
+]
+
+BARS = 40
+"""Clients that get a bar of their own; of more, the distribution is drawn."""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours on a light or a dark page.
+
+    Attributes:
+        text: of labels and titles.
+        quiet: of grids, axes and what merely refers.
+        page: behind the plot.
+        lines: of runs and figures, in turn.
+    """
+
+    text: str
+    quiet: str
+    page: str
+    lines: tuple[str, ...]
+
+
+LIGHT = Theme(
+    "#1f2328", "#8b949e", "#ffffff",
+    ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7a5195", "#444444"),
+)  # fmt: skip
+DARK = Theme(
+    "#e6edf3", "#7d8590", "#0d1117",
+    ("#56b4e9", "#ff9a3c", "#3fd6a4", "#e59ac6", "#f0e442", "#9ecbff", "#c3a6ff", "#c9d1d9"),
+)  # fmt: skip
+
+
+def svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:
+    """A plot as an SVG text on a transparent ground; the same plot gives the same text."""
+    from matplotlib import rc_context
+
+    buffer = BytesIO()
+    with _style(theme), rc_context({"svg.hashsalt": "prefed", "svg.fonttype": "path"}):
+        draw(theme).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return buffer.getvalue().decode()
+
+
+def save(draw: Callable[[Theme], Figure], path: Path, theme: Theme = LIGHT) -> None:
+    """Write a plot as a file of the kind that its name ends in: ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        ValueError: its name ends in something else.
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("png", "svg", "pdf"):
+        raise ValueError(f"{path}: a plot's name ends in .png, .svg or .pdf")
+    buffer = BytesIO()
+    with _style(theme):
+        draw(theme).savefig(buffer, format=kind, dpi=160, facecolor=theme.page)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, buffer.getvalue())
+
+
+@contextmanager
+def _style(theme: Theme) -> Iterator[None]:
+    from matplotlib import rc_context
+
+    with rc_context(
+        {
+            "font.size": 9,
+            "axes.titlesize": 9.5,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "axes.edgecolor": theme.quiet,
+            "axes.labelcolor": theme.text,
+            "axes.titlecolor": theme.text,
+            "axes.facecolor": "none",
+            "grid.color": theme.quiet,
+            "grid.alpha": 0.25,
+            "grid.linewidth": 0.8,
+            "lines.linewidth": 1.8,
+            "lines.markersize": 3.5,
+            "text.color": theme.text,
+            "xtick.color": theme.text,
+            "ytick.color": theme.text,
+            "legend.frameon": False,
+            "legend.fontsize": 8.5,
+            "legend.handlelength": 3.0,
+        }
+    ):
+        yield
+
+
+def canvas(
+    width: float, height: float, rows: int = 1, columns: int = 1, heights: Sequence[float] | None = None
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure of so many inches, and its axes row by row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    grid: Any = figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
+    return figure, list(grid.flat)
+
+
+def colour_of(theme: Theme, index: int, of: int) -> Any:
+    """The colour of curve ``index`` of so many: the theme's own as long as they last."""
+    if of <= len(theme.lines):
+        return theme.lines[index]
+    from matplotlib import colormaps
+
+    if of <= 20:
+        return colormaps["tab20"](index)
+    return colormaps["viridis"](0.1 + 0.85 * index / (of - 1))
+
+
+def draw_line(
+    axes: Axes,
+    rounds: Sequence[int],
+    values: Sequence[float],
+    *,
+    colour: Any,
+    look: str = "-",
+    label: str | None = None,
+) -> None:
+    """A curve, its points marked where there are few enough to tell them apart."""
+    axes.plot(rounds, values, look, color=colour, marker="o" if len(rounds) <= BARS else "", label=label)
+
+
+def draw_bars(
+    axes: Axes, clients: Sequence[str], groups: Sequence[tuple[str, Any, Sequence[float | None]]]
+) -> None:
+    """Horizontal bars, one group per client, the first client at the top."""
+    thick = 0.8 / len(groups)
+    at = np.arange(len(clients))[::-1]
+    for index, (label, colour, values) in enumerate(groups):
+        y = at + 0.4 - (index + 0.5) * thick
+        axes.barh(y, [v or 0.0 for v in values], thick * 0.9, color=colour, label=label)
+        if len(groups) <= 3:
+            for place, value in zip(y, values, strict=True):
+                if value is not None:
+                    axes.annotate(f" {value:.0%}", (value, place), va="center", fontsize=7)
+    axes.set_yticks(at, [short(client) for client in clients])
+    axes.set_ylim(-0.6, len(clients) - 0.4)
+    axes.tick_params("y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(0, 1.06)
+    axes.set_xlabel("share of pairs ordered rightly")
+    percent_axis(axes, "x")
+
+
+def draw_distribution(axes: Axes, per_client: Mapping[str, float], colour: Any, label: str) -> None:
+    """The share of clients that have at most so much, as steps."""
+    values = np.sort(np.array(list(per_client.values()), dtype=np.float64))
+    axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", color=colour, label=label)
+
+
+def short(name: str, most: int = 28) -> str:
+    """A client's name as a plot has it: cut where it is long, and no mathematics in it."""
+    plain = name.replace("$", r"\$")
+    return plain if len(name) <= most else name[: most - 1].replace("$", r"\$") + "…"
+
+
+def legend(axes: Axes) -> None:
+    """A legend, if any curve has a label."""
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="best")
+
+
+def round_axis(axes: Axes) -> None:
+    """Whole numbers along the horizontal axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def percent_axis(axes: Axes, which: Literal["x", "y"]) -> None:
+    """Shares as percentages along an axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
+
+
+def size_axis(axes: Axes, which: Literal["x", "y"]) -> None:
+    """Numbers of bytes along an axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))

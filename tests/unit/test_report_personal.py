@@ -1,0 +1,120 @@
+"""What reports say of blocks that clients personalise and of an explicit reward head, on runs by hand."""
+
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from finished import CLIENTS, write_run
+from prefed.evaluate.accuracy import over_clients
+from prefed.report import plots, read_run
+from prefed.report.page import render
+from prefed.report.tables import comparison_table
+
+GATES = {"gate": {"ann": {"0": 0.25, "1": 0.5, "11": 1.0}, "cyd": {"0": 0.75, "1": 0.25, "11": 0.0}}}
+HEAD = {
+    "combined_accuracy": over_clients({"ann": 0.5, "bob": 1.0, "cyd": 0.75}),
+    "explicit_accuracy": over_clients({"ann": 0.25, "bob": 0.5, "cyd": 0.0}),
+    "agreement": over_clients(dict.fromkeys(CLIENTS, 0.125)),
+    "explicit_margin": 0.4375,
+}
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory):
+    return read_run(write_run(tmp_path_factory.mktemp("runs") / "gated", personal=GATES))
+
+
+@pytest.fixture(scope="module")
+def rewarded(tmp_path_factory):
+    """A run whose two evaluations have a reward head's figures."""
+    path = write_run(tmp_path_factory.mktemp("runs") / "rewarded", **HEAD)
+    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["evaluation"] |= HEAD
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(path)
+
+
+def printed(renderable):
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_a_profile_has_clients_in_rows_and_blocks_in_their_order(gated):
+    """Block 11 after block 1, though "11" sorts before "2"; bob, who never took part, is no row. Means:
+    (0.25 + 0.75)/2, (0.5 + 0.25)/2, (1 + 0)/2."""
+    profile = gated.profiles["gate"]
+    assert profile.clients == ("ann", "cyd")
+    assert profile.blocks == (0, 1, 11)
+    assert profile.values.tolist() == [[0.25, 0.5, 1.0], [0.75, 0.25, 0.0]]
+    assert profile.means.tolist() == [0.5, 0.375, 0.5]
+    assert profile.ends == "0.500 in block 0, 0.500 in block 11"
+
+
+def test_few_clients_are_a_heat_map_with_its_numbers(gated):
+    axes, scale = plots.blocks(gated, "gate", plots.LIGHT).axes
+    (mesh,) = axes.collections
+    assert mesh.get_array().tolist() == [[0.25, 0.5, 1.0], [0.75, 0.25, 0.0]]
+    assert mesh.get_clim() == (0.0, 1.0)
+    assert [text.get_text() for text in axes.texts] == ["0.25", "0.50", "1.00", "0.75", "0.25", "0.00"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "11"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ann", "cyd"]
+    assert scale.get_ylabel() == "gates"
+
+
+def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
+    """Client k of 0 … 100 has k/100: the median is 0.5, the middle half 0.25 to 0.75; in block 1 halved."""
+    held = {f"c{k}": {"0": k / 100, "1": k / 200} for k in range(101)}
+    run = read_run(write_run(tmp_path / "run", personal={"gate": held}))
+    (axes,) = plots.blocks(run, "gate", plots.LIGHT).axes
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.25])
+    everybody, half = (band.get_paths()[0].get_extents() for band in axes.collections)
+    assert (everybody.y0, everybody.y1) == (0.0, 1.0)
+    assert (half.y0, half.y1) == (pytest.approx(0.125), pytest.approx(0.75))
+
+
+def test_a_client_without_one_of_the_blocks_is_a_gap(tmp_path):
+    held = {"ann": {"0": 0.5}, "bob": {"0": 1.0, "1": 0.25}, "cyd": {}}
+    run = read_run(write_run(tmp_path / "run", personal={"gate": held, "none": {}}))
+    assert list(run.profiles) == ["gate"]
+    assert run.profiles["gate"].means.tolist() == [0.75, 0.25]
+    page = render(run)
+    assert '<th scope="row">ann</th><td>0.500</td><td></td>' in page
+
+
+def test_the_page_says_which_layers_are_personal(gated):
+    page = render(gated)
+    assert "Which layers each client personalises" in page
+    assert "Gates, means over 2 clients: block 0 0.500, block 1 0.375, block 11 0.500." in page
+    assert "0 is the shared model alone, 1 all of its own" in page
+    assert '<th scope="row">cyd</th><td>0.750</td><td>0.250</td><td>0.000</td>' in page
+    drawing = plots.svg(lambda theme: plots.blocks(gated, "gate", theme), plots.DARK)
+    assert not re.search(r'(href|src)="(?!#)', drawing)
+
+
+def test_the_page_says_what_a_reward_head_comes_to(rewarded):
+    """Means over clients: combined (0.5 + 1 + 0.75)/3, the head alone 0.25."""
+    page = render(rewarded)
+    assert "combined ends at 75.0%; reward head ends at 25.0%; agreement ends at 12.5%." in page
+    assert "the reward head scores higher" in page
+    assert "what the reward head gives the chosen response less the rejected one" in page
+    (axes,) = plots.reward_head(rewarded, plots.LIGHT).axes
+    assert [line.get_label() for line in axes.lines] == ["combined", "reward head", "agreement"]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.75] * 2, [0.25] * 2, [0.125] * 2]
+
+
+def test_a_run_without_either_says_nothing_of_them(tmp_path):
+    page = render(read_run(write_run(tmp_path / "run")))
+    for words in ("personalises", "reward head", "agreement"):
+        assert words not in page
+
+
+def test_a_comparison_has_a_reward_heads_columns_where_one_run_has_one(gated, rewarded):
+    text = printed(comparison_table([gated, rewarded]))
+    assert re.search(r"before +combined +head +agreement", text)
+    assert re.search(r"rewarded +feddpo +2 .* 0.250 +0.750 +0.250 +0.125 +2.0 kB", text)
+    assert re.search(r"gated +feddpo +2 .* 0.250 +2.0 kB", text)
+    assert "agreement" not in printed(comparison_table([gated, gated]))
