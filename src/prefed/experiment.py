@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +26,7 @@ from prefed.store import Store
 from prefed.train.workplace import BenchPlace
 from prefed.wire import decode_state, encode
 
-__all__ = ["Result", "default_out", "open_data", "open_job", "reward_model", "run"]
+__all__ = ["Result", "default_out", "job_on", "open_data", "open_job", "open_place", "run"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def open_data(experiment: Experiment, folder: Path) -> Federation:
     return federate(experiment.data, tokenizer, Key(experiment.seed).at("data"), folder)
 
 
-def reward_model(settings: TrainingSettings) -> str | None:
+def _reward_model(settings: TrainingSettings) -> str | None:
     """The reward model that a method's settings ask for: one where they train on offline PPO, else none."""
     return settings.reward_model if isinstance(settings, BaselineSettings) and settings.ppo else None
 
@@ -125,28 +125,53 @@ def open_job(experiment: Experiment, folder: Path) -> Job:
         experiment: what to run.
         folder: keeps tokens and the reference's log-probabilities, also for the next time.
     """
-    kind, settings = experiment.method.kind, experiment.method.settings
     federation = open_data(experiment, folder / "data")
-    needs = kind.needs(settings) | lora.needs(experiment.merge.lora)
-    backbone = load_backbone(experiment.model, Key(experiment.seed).at("model"), needs)
+    return job_on(experiment, open_place(experiment, federation, folder / "reference"))
+
+
+def open_place(
+    experiment: Experiment,
+    federation: Federation,
+    cache: Path | None,
+    kind: Callable[..., BenchPlace] = BenchPlace,
+) -> BenchPlace:
+    """Load the experiment's model, with the parts that its method needs, beside a federation.
+
+    Args:
+        experiment: names the model and the method.
+        federation: who holds which pairs.
+        cache: folder that keeps the reference's log-probabilities; ``None`` keeps them in memory.
+        kind: what to make; it is called as :class:`~prefed.train.workplace.BenchPlace` is.
+
+    Raises:
+        ModelError: the model cannot be used.
+        ConfigError: all clients are to be unseen.
+    """
+    settings = experiment.method.settings
+    needs = experiment.method.kind.needs(settings) | lora.needs(experiment.merge.lora)
+    return kind(
+        load_backbone(experiment.model, Key(experiment.seed).at("model"), needs),
+        federation,
+        cache=cache,
+        max_tokens=experiment.engine.max_tokens,
+        fast=experiment.model.fast,
+        unseen=_unseen(experiment, federation),
+        reward_model=_reward_model(settings),
+    )
+
+
+def job_on(experiment: Experiment, place: BenchPlace) -> Job:
+    """Build the experiment's method on a place that :func:`open_place` gave."""
+    settings, judged, backbone = experiment.method.settings, experiment.evaluate, place.backbone
     merger = Merger(experiment.merge, backbone.layout, backbone.scaling)
-    judged = experiment.evaluate
-    method = kind.build(settings, backbone.layout, merger, experiment.rounds)
-    unseen = _unseen(experiment, federation)
+    method = experiment.method.kind.build(settings, backbone.layout, merger, experiment.rounds)
+    unseen = _unseen(experiment, place.federation)
     return Job(
-        workplace=BenchPlace(
-            backbone,
-            federation,
-            cache=folder / "reference",
-            max_tokens=experiment.engine.max_tokens,
-            fast=experiment.model.fast,
-            unseen=unseen,
-            reward_model=reward_model(settings),
-        ),
+        workplace=place,
         method=method,
         seed=experiment.seed,
         rounds=experiment.rounds,
-        cohort=experiment.cohort.of(len(federation.clients) - len(unseen)),
+        cohort=experiment.cohort.of(len(place.federation.clients) - len(unseen)),
         every=judged.every,
         split=judged.split,
         judged=judged.clients,

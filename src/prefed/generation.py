@@ -12,6 +12,7 @@ from pydantic import Field
 from prefed.core import Key, Tensors
 from prefed.core.strict import Strict
 from prefed.data import Message, Prompt, Template
+from prefed.data.templates import start_tokens
 from prefed.models import Backbone
 
 __all__ = ["Sampling", "as_prompt", "complete", "prompt_ids"]
@@ -67,11 +68,9 @@ def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
         template: of the run.
         prompt: a text, or the turns of a conversation.
     """
-    from prefed.data.writer import _start
-
     ids: list[int] = list(tokenizer(template.prompt(prompt), add_special_tokens=False)["input_ids"])
     if not (template.chat and not isinstance(prompt, str)) and ids[:1] != [tokenizer.bos_token_id]:
-        ids = [*_start(tokenizer), *ids]
+        ids = [*start_tokens(tokenizer), *ids]
     return ids or [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
 
 

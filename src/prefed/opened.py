@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from prefed.config import Experiment
-from prefed.core import Download, Key, Method, State, Tensors
+from prefed.core import Download, Method, State, Tensors
 from prefed.data import ClientData, Federation, Report, TokenSet
 from prefed.engines import Job
-from prefed.experiment import _adaptation, _unseen, open_data, reward_model
-from prefed.merge import Merger, lora
-from prefed.models import Backbone, load_backbone
+from prefed.experiment import job_on, open_data, open_place
+from prefed.models import Backbone
 from prefed.report.records import RunError, RunRecord, nearest_clients, read_run
 from prefed.store import Checkpoint, StoreError
-from prefed.train.workplace import BenchPlace, _Sizes
+from prefed.train.workplace import BenchPlace
 
 __all__ = ["OpenRun", "open_run"]
 
@@ -149,50 +148,18 @@ def open_run(path: str | Path, *, data: bool = False) -> OpenRun:
     except StoreError as error:
         raise RunError(f"{path} has lost its checkpoint/, which holds the model: {error}") from error
     experiment = Experiment.model_validate(dict(record.config))
-    kind, settings = experiment.method.kind, experiment.method.settings
-    backbone = load_backbone(
-        experiment.model,
-        Key(experiment.seed).at("model"),
-        kind.needs(settings) | lora.needs(experiment.merge.lora),
-    )
     cache = Path(path) / "cache"
     kept = (cache / "data").is_dir()
-    if kept:
-        federation = Federation.open(cache / "data")
-    elif data:
-        federation = open_data(experiment, cache / "data")
+    has_data = kept or data
+    if has_data:
+        federation = Federation.open(cache / "data") if kept else open_data(experiment, cache / "data")
+        place = open_place(experiment, federation, cache / "reference")
     else:
-        federation = _without_data(record)
-    unseen = _unseen(experiment, federation)
-    place = (BenchPlace if kept or data else _Empty)(
-        backbone,
-        federation,
-        cache=cache / "reference" if kept or data else None,
-        max_tokens=experiment.engine.max_tokens,
-        fast=experiment.model.fast,
-        unseen=unseen,
-        reward_model=reward_model(settings),
-    )
-    if isinstance(place, _Empty):
-        place.summary = record.summary
-    _unchanged(record, place, kept or data)
-    merger = Merger(experiment.merge, backbone.layout, backbone.scaling)
-    method = kind.build(settings, backbone.layout, merger, experiment.rounds)
-    judged = experiment.evaluate
-    job = Job(
-        place,
-        method,
-        seed=experiment.seed,
-        rounds=experiment.rounds,
-        split=judged.split,
-        judged=judged.clients,
-        beta=judged.beta or float(getattr(settings, "beta", 0.1)),
-        keep=getattr(torch, experiment.engine.state_dtype),
-        unseen=unseen,
-        adaptations={steps: _adaptation(method, settings, steps) for steps in judged.unseen_steps},
-        untouched=backbone.reference,
-    )
-    return OpenRun(record, experiment, checkpoint, backbone, place, job, kept or data)
+        kind = partial(_Empty, record.summary["clients"])
+        place = open_place(experiment, _without_data(record), None, kind)
+    _unchanged(record, place, has_data)
+    job = job_on(experiment, place)
+    return OpenRun(record, experiment, checkpoint, place.backbone, place, job, has_data)
 
 
 def _unchanged(record: RunRecord, place: BenchPlace, data: bool) -> None:
@@ -213,14 +180,16 @@ def _same(one: Download, other: Download) -> bool:
 
 
 class _Empty(BenchPlace):
-    """A place whose clients are as large as the run's summary says, and have no pair here."""
+    """A place whose clients are as large as a run's summary says, and have no pair here."""
 
-    summary: Mapping[str, Any]
+    def __init__(self, sizes: Mapping[str, Mapping[str, int]], *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._held = {client: SimpleNamespace(**held) for client, held in sizes.items()}
 
     @property
-    def clients(self) -> Mapping[str, _Sizes]:
+    def clients(self) -> Mapping[str, Any]:
         """What the run's clients held."""
-        return {name: _Sizes(**sizes) for name, sizes in self.summary["clients"].items()}
+        return self._held
 
 
 class _NoPairs:

@@ -92,3 +92,13 @@ class Template:
             raise RowError(f"the tokenizer's chat template refuses this conversation: {error}") from error
         assert isinstance(text, str)
         return text
+
+
+def start_tokens(tokenizer: Tokenizer) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a")["input_ids"])
+    for k in range(len(whole) - len(plain) + 1):
+        if whole[k : k + len(plain)] == plain:
+            return whole[:k]
+    return []

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from prefed import files
 from prefed.data.errors import DataError, Problems, RowError, Where
 from prefed.data.record import Record
-from prefed.data.templates import Template, Tokenizer
+from prefed.data.templates import Template, Tokenizer, start_tokens
 from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, place
 
 __all__ = ["TokenWriter", "tokenizer_digest"]
@@ -65,7 +65,7 @@ class TokenWriter:
             forgiving=too_long == "drop",
         )
         self._end: int = tokenizer.eos_token_id
-        self._start = _start(tokenizer)
+        self._start = start_tokens(tokenizer)
         self._empty = self._end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self._folder = folder
         self._ids = (folder / IDS).open("wb")
@@ -263,16 +263,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
         state = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     whole = [state, tokenizer.eos_token_id, tokenizer.bos_token_id, getattr(tokenizer, "chat_template", None)]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
-
-
-def _start(tokenizer: Tokenizer) -> list[int]:
-    """The special tokens that the tokenizer puts before a text."""
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a")["input_ids"])
-    for k in range(len(whole) - len(plain) + 1):
-        if whole[k : k + len(plain)] == plain:
-            return whole[:k]
-    return []
 
 
 def _number(*texts: str) -> int:
