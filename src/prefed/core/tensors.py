@@ -184,20 +184,21 @@ class Tensors(Mapping[str, torch.Tensor]):
             return Tensors(layout, self.flat[slice(*ranges[0])])
         return Tensors.gather(layout, self)
 
-    def replace(self, other: Mapping[str, torch.Tensor]) -> Tensors:
-        """A copy in which the tensors that ``other`` names have its values.
+    def replace(self, *others: Mapping[str, torch.Tensor]) -> Tensors:
+        """A copy in which the tensors that ``others`` name have their values, the last one's where two do.
 
         Raises:
-            KeyError: ``other`` names a tensor that is not here.
+            KeyError: one names a tensor that is not here.
         """
         result = self.clone()
-        if isinstance(other, Tensors) and other.layout.entries:
-            ranges = self.layout.ranges(other.layout.names)
-            if len(ranges) == 1 and self.layout.select(other.layout.names).names == other.layout.names:
-                result.flat[slice(*ranges[0])] = other.flat
-                return result
-        for name, value in other.items():
-            result[name].copy_(value)
+        for other in others:
+            if isinstance(other, Tensors) and other.layout.entries:
+                ranges = self.layout.ranges(other.layout.names)
+                if len(ranges) == 1 and self.layout.select(other.layout.names).names == other.layout.names:
+                    result.flat[slice(*ranges[0])] = other.flat
+                    continue
+            for name, value in other.items():
+                result[name].copy_(value)
         return result
 
     def join(self, other: Tensors) -> Tensors:

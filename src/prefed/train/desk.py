@@ -63,10 +63,7 @@ class Desk:
 
     def assemble(self, *groups: Tensors) -> Tensors:
         """``initial`` with the given tensors put in, later groups over earlier ones."""
-        whole = self.initial
-        for group in groups:
-            whole = whole.replace(group)
-        return whole
+        return self.initial.replace(*groups)
 
     def upload(self, tensors: Mapping[str, Tensors], scalars: Mapping[str, float] | None = None) -> Upload:
         """An upload from this client in this round, weighted by its training pairs."""
