@@ -13,7 +13,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from prefed.report.profiles import profiles_of
-from prefed.report.records import REWARDED, figures_of
 from prefed.report.tables import size
 
 __all__ = ["Terminal", "print_result", "quiet"]
@@ -111,8 +110,8 @@ def print_result(
     columns = [("before", before), ("after", after), ("reward", summary["reward_accuracy"])]
     if "shared_accuracy" in summary:
         columns[1:2] = [("shared model", summary["shared_accuracy"]), ("own model", after)]
-    given = figures_of(summary)
-    columns += [(given[name].label, summary[name]) for name in REWARDED if name in given]
+    if "combined_accuracy" in summary:
+        columns.append(("combined", summary["combined_accuracy"]))
     columns += list((more or {}).items())
     clients = list(after["per_client"])
     shown = sorted(clients, key=lambda c: after["per_client"][c])[:SHOWN] if len(clients) > SHOWN else clients
@@ -143,8 +142,12 @@ def print_result(
             f'{summary["dropped"]} uploads were dropped: see "dropped" in rounds.jsonl', style="yellow"
         )
     if "explicit_margin" in summary:
-        implicit, explicit = summary["margin"], summary["explicit_margin"]
-        console.print(f"mean margin {implicit:.3f} nats, of the reward head {explicit:.3f}")
+        right, agreed = (summary[name]["mean"] for name in ("explicit_accuracy", "agreement"))
+        console.print(
+            f"reward head: right on {right:.1%} of pairs, agrees with the policy on {agreed:.1%}; "
+            f"mean margin {summary['explicit_margin']:.3f}, the policy's {summary['margin']:.3f} nats",
+            soft_wrap=True,
+        )
     for profile in profiles_of(summary).values():
         console.print(f"{profile.label}: mean {profile.ends}", markup=False)
     traffic, parameters = summary["bytes"], summary["parameters"]

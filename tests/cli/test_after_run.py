@@ -80,6 +80,18 @@ def test_evaluate_prints_every_client(place):
     assert "mean margin" in text
 
 
+def test_evaluate_prints_a_reward_heads_figures_beside(place):
+    """In a table of their own, so that names and numbers keep their room on a narrow terminal."""
+    text, before = prefed_("evaluate", place / "fedpdpo"), summary(place / "fedpdpo")
+    assert "reward head" not in prefed_("evaluate", place / "local")
+    table = text.split("fedpdpo: with the reward head")[1]
+    names = ("preference_accuracy", "combined_accuracy", "explicit_accuracy", "agreement")
+    for client in ("left", "right"):
+        values = [f"{before[name]['per_client'][client]:.3f}" for name in names]
+        assert re.search(rf"{client} +4 +{' +'.join(values)}", table)
+    assert f"mean margin of the reward head {before['explicit_margin']:.3f}" in table
+
+
 def test_clients_that_never_took_part_are_judged_apart(place):
     """With 0 steps a newcomer's model is the published one, which is what its export holds."""
     found, before = json.loads(prefed_("evaluate", place / "newcomer", "--json")), summary(place / "newcomer")

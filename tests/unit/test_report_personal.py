@@ -10,13 +10,14 @@ from finished import CLIENTS, write_run
 from prefed.evaluate.accuracy import over_clients
 from prefed.report import plots, read_run
 from prefed.report.page import render
-from prefed.report.tables import comparison_table
+from prefed.report.tables import reward_table
 
 GATES = {"gate": {"ann": {"0": 0.25, "1": 0.5, "11": 1.0}, "cyd": {"0": 0.75, "1": 0.25, "11": 0.0}}}
 HEAD = {
     "combined_accuracy": over_clients({"ann": 0.5, "bob": 1.0, "cyd": 0.75}),
     "explicit_accuracy": over_clients({"ann": 0.25, "bob": 0.5, "cyd": 0.0}),
     "agreement": over_clients(dict.fromkeys(CLIENTS, 0.125)),
+    "margin": 0.5,
     "explicit_margin": 0.4375,
 }
 
@@ -112,9 +113,9 @@ def test_a_run_without_either_says_nothing_of_them(tmp_path):
         assert words not in page
 
 
-def test_a_comparison_has_a_reward_heads_columns_where_one_run_has_one(gated, rewarded):
-    text = printed(comparison_table([gated, rewarded]))
-    assert re.search(r"before +combined +head +agreement", text)
-    assert re.search(r"rewarded +feddpo +2 .* 0.250 +0.750 +0.250 +0.125 +2.0 kB", text)
-    assert re.search(r"gated +feddpo +2 .* 0.250 +2.0 kB", text)
-    assert "agreement" not in printed(comparison_table([gated, gated]))
+def test_a_comparison_sets_reward_heads_side_by_side_where_runs_have_one(gated, rewarded):
+    text = printed(reward_table([gated, rewarded]))
+    assert re.search(r"combined +head +agreement +margin +margin", text)
+    assert re.search(r"rewarded +0.750 +0.250 +0.125 +0.500 +0.438", text)
+    assert "gated" not in text
+    assert reward_table([gated]) is None

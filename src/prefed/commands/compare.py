@@ -22,16 +22,22 @@ def compare(
 
         from prefed.report import plots
         from prefed.report.records import read_run
-        from prefed.report.tables import comparison_table, differences_table, disagreements, labels
+        from prefed.report.tables import (
+            comparison_table,
+            differences_table,
+            disagreements,
+            labels,
+            reward_table,
+        )
 
         if len({run.resolve() for run in runs}) < 2:
             raise ValueError("name at least two different runs")
         records = [read_run(run) for run in dict.fromkeys(runs)]
         console = Console(highlight=False)
         console.print(comparison_table(records))
-        table = differences_table(records)
-        if table is not None:
-            console.print(table)
+        for table in (reward_table(records), differences_table(records)):
+            if table is not None:
+                console.print(table)
         names = labels(records)
         for index, why in disagreements(records).items():
             text = f"* {names[index]} cannot be set beside {names[0]}: {why}"

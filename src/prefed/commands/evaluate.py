@@ -67,13 +67,18 @@ def evaluate(
 
 def _print(judged: Judged, name: str, console: Console) -> None:
     from prefed.evaluate.accuracy import MEANS
-    from prefed.report.records import figures_of
+    from prefed.report.records import REWARDED, figures_of
     from prefed.report.tables import clients_table, unseen_table
 
     if judged.figures:
-        figures = [f for f in figures_of(judged.figures).values() if f.name not in MEANS]
+        held = {n: figure for n, figure in figures_of(judged.figures).items() if n not in MEANS}
         title = f"{name}: share of {judged.what} ordered rightly"
-        console.print(clients_table(title, figures, judged.pairs.get))
+        usual = [figure for n, figure in held.items() if n not in REWARDED]
+        console.print(clients_table(title, usual, judged.pairs.get))
+        rewarded = [held[n] for n in ("preference_accuracy", *REWARDED) if n in held]
+        if len(rewarded) > 1:
+            title = f"{name}: with the reward head"
+            console.print(clients_table(title, rewarded, judged.pairs.get))
         margin, loss = judged.figures["margin"], judged.figures["dpo_loss"]
         console.print(f"mean margin {margin['mean']:.3f} nats, mean DPO loss {loss['mean']:.4f}")
         if "explicit_margin" in judged.figures:

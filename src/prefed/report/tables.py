@@ -22,6 +22,7 @@ __all__ = [
     "disagreements",
     "duration",
     "labels",
+    "reward_table",
     "size",
     "unseen_rows",
     "unseen_table",
@@ -157,8 +158,6 @@ def comparison_table(runs: Sequence[RunRecord]) -> Table:
     """Runs against what they came to and what they cost; a mark where a run was judged on other data."""
     from rich.markup import escape
 
-    rewarded = [name for name in REWARDED if any(name in run.figures for run in runs)]
-    words = [next(run.figures[name].label for run in runs if name in run.figures) for name in rewarded]
     table = _table(
         "share of held-out pairs ordered rightly, over clients; and what it cost",
         "run",
@@ -168,7 +167,6 @@ def comparison_table(runs: Sequence[RunRecord]) -> Table:
         "worst",
         "worst tenth",
         "before",
-        *words,
         "up",
         "down",
         "time",
@@ -187,11 +185,26 @@ def comparison_table(runs: Sequence[RunRecord]) -> Table:
             f"{figure.worst:.3f}",
             f"{figure.worst_decile:.3f}",
             "" if before is None else f"{before:.3f}",
-            *(f"{run.spread(name).mean:.3f}" if name in run.figures else "" for name in rewarded),
             size(run.summary["bytes"]["up"]),
             size(run.summary["bytes"]["down"]),
             duration(run.summary["seconds"]),
         )
+    return table
+
+
+def reward_table(runs: Sequence[RunRecord]) -> Table | None:
+    """What the reward heads of runs come to, means over clients; ``None`` where no run has one."""
+    from rich.markup import escape
+
+    having = [(name, run) for name, run in zip(labels(runs), runs, strict=True) if REWARDED[0] in run.figures]
+    if not having:
+        return None
+    words = [having[0][1].figures[name].label for name in REWARDED]
+    table = _table("explicit reward heads, means over clients", "run", *words, "margin", "its margin")
+    for name, run in having:
+        shares = (run.spread(figure).mean for figure in REWARDED)
+        margins = (run.summary[figure] for figure in ("margin", "explicit_margin"))
+        table.add_row(escape(name), *(f"{value:.3f}" for value in (*shares, *margins)))
     return table
 
 
