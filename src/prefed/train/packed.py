@@ -165,7 +165,12 @@ def top_outputs(backbone: Backbone, packing: Packing, hidden: torch.Tensor) -> t
     final = backbone.final.norm(hidden)
     weight = backbone.causal.get_output_embeddings().weight
     into = weight.grad if weight.requires_grad else None
-    tokens = token_logprobs(final, weight, packing.pick, packing.targets, into)
+    predicting, pick = final, packing.pick
+    if packing.whole:
+        # The reward head looks at every row; the head's products are for those that predict.
+        rows, pick = torch.unique(pick, return_inverse=True)
+        predicting = final[rows]
+    tokens = token_logprobs(predicting, weight, pick, packing.targets, into)
     count = 2 * len(packing.segments)
     sums = torch.zeros(count, device=tokens.device).index_add(0, packing.owner, tokens)
     if not packing.whole:
