@@ -11,8 +11,10 @@ from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core import Key
 from prefed.engines import Silent
+from prefed.evaluate.accuracy import measure
 from prefed.experiment import default_out, open_data
 from prefed.models.tiny import make_tiny
+from prefed.opened import open_run
 from prefed.store import Checkpoint, StoreError
 
 
@@ -128,11 +130,11 @@ def test_local_only_shares_no_model(place, tmp_path):
     assert any(state is not None for state in kept)
 
 
-@pytest.mark.parametrize("method", ["feddpo", "centralized", "fedrep"])
+@pytest.mark.parametrize("method", ["feddpo", "centralized", "fedrep", "fedsdg", "perfedavg"])
 def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
-    """w1 is in no cohort and weighs nothing; with k = 0 it has what was published (and the parts that
-    everybody starts with), so a run without any step of it gives the same figure; k steps change its model,
-    not the run's."""
+    """w1 is in no cohort and weighs nothing; with k = 0 it has what was published and nothing else, not even
+    the steps or the random parts with which a client of the method would predict: its accuracy is the
+    published model's. k steps change its model, not the run's."""
     summaries = {}
     for name, steps in (("none", [0]), ("some", [0, 6])):
         asked = experiment(place, method, evaluate={"unseen": ["w1"], "unseen_steps": steps}, cohort={})
@@ -143,6 +145,10 @@ def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
     assert set(summaries["some"]["unseen_accuracy"]) == {"0", "6"}
     assert summaries["some"]["unseen_accuracy"]["0"] == summaries["none"]["unseen_accuracy"]["0"]
     assert summaries["some"]["preference_accuracy"] == summaries["none"]["preference_accuracy"]
+    opened = open_run(tmp_path / "none", data=True)
+    scores = opened.place.score("w1", opened.shared("w1"), opened.job.split)
+    shared = measure(scores, 0.1)["preference_accuracy"]
+    assert summaries["none"]["unseen_accuracy"]["0"]["per_client"] == {"w1": shared}
 
 
 def test_newcomers_must_exist_and_leave_somebody(place, tmp_path):

@@ -97,11 +97,14 @@ def _judge(job: Job, task: Task) -> Answer:
 
 
 def _newcomer(job: Job, task: Task, visit: Visit, published: Download) -> dict[str, float]:
-    """Number of local steps → accuracy of a client that never took part: what was published, and k steps."""
-    start = job.method.predict(visit, _state(job, task), published)
+    """Number of local steps → accuracy of a client that never took part: what was published, and k steps.
+
+    Before its first step it has the shared part alone: parts of its own that start at random are noise.
+    """
+    start = visit.assemble(*published.tensors.values())
     accuracies = {}
     for steps, phase in job.adaptations.items():
-        own = start if phase is None else visit.train(start, phase).tensors
+        own = job.shared(published) if phase is None else visit.train(start, phase).tensors
         scores = job.workplace.score(task.client, own, job.split)
         accuracies[str(steps)] = measure(scores, job.beta)["preference_accuracy"]
     return accuracies
