@@ -76,9 +76,9 @@ def shape(name: str) -> Any:
         )
     elif name == "distilgpt2":
         config = transformers.GPT2Config(n_layer=6, **quiet)
-    elif name in ("llama", "llama-32k"):
+    elif name in ("llama", "llama-8k"):
         config = transformers.LlamaConfig(
-            vocab_size=8192 if name == "llama" else 32000,
+            vocab_size=32000 if name == "llama" else 8192,
             hidden_size=512,
             intermediate_size=1408,
             num_hidden_layers=8,
@@ -98,7 +98,7 @@ def shape(name: str) -> Any:
             use_cache=False,
         )
     else:
-        raise SystemExit(f"no shape {name!r}: gpt2-small-vocab, distilgpt2, llama, llama-32k, qwen2-0.5b")
+        raise SystemExit(f"no shape {name!r}: gpt2-small-vocab, distilgpt2, llama, llama-8k, qwen2-0.5b")
     config.bos_token_id = config.eos_token_id = 0
     config.pad_token_id = 1
     return transformers.AutoModelForCausalLM.from_config(config)

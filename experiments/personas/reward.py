@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("test", type=Path, nargs="?", default=HERE / "personas.test.jsonl.gz")
     parser.add_argument("--model", default="distilbert/distilgpt2", help="the trunk: a folder or a hub name")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--epochs", type=float, default=0.5)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -192,6 +192,28 @@ def test_split_batches_equal_whole_ones(objective: str) -> None:
     assert results[0].pairs == 12
 
 
+@pytest.mark.parametrize(("objective", "passes"), [("dpo", 1), ("kto_pair", 2)])
+def test_a_split_batch_goes_forward_once_unless_its_loss_needs_it_whole(objective: str, passes: int) -> None:
+    """A step on four pairs in g groups makes g forward passes where a pair's loss is its own, and 2 g where the
+    slope at a pair depends on the others (KTO: its reference point is the batch's mean)."""
+    model = backbone()
+    bench = Bench(model, PAIRS, max_tokens=20)
+    batch = ROWS[:4]
+    groups = bench.groups(batch, rejected=True)
+    calls = []
+    once = bench.forward
+
+    def counted(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(args)
+        return once(*args, **kwargs)  # type: ignore[arg-type]
+
+    bench.prepare(batch)
+    bench.forward = counted  # type: ignore[assignment]
+    bench.gradient(model.initial, Objective(objective, {"beta": 0.5}), batch, Key(5), everything(model))
+    assert len(groups) > 1
+    assert len(calls) == passes * len(groups)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("objective", ["dpo", "pdpo"])
 def test_cached_features_equal_recomputing(

@@ -272,6 +272,16 @@ class Bench:
             values, figures = loss(self._batch(outputs, rows, loss), what.settings)
             mean = values.mean()
             mean.backward()  # type: ignore[no-untyped-call]
+        elif not loss.batch_statistics:
+            # Each pair's loss is its own affair, and so is each group's: forward and back, once.
+            seen = []
+            for number, micro in enumerate(groups):
+                outputs = forward(number)
+                values, _ = loss(self._batch(outputs, micro, loss), what.settings)
+                (values.sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
+                seen.append(outputs.detach())
+            values, figures = loss(self._batch(torch.cat(seen), rows, loss), what.settings)
+            mean = values.mean()
         else:
             # The loss sees the whole batch: its slope at every output first, then a pass for each group.
             with torch.no_grad():
