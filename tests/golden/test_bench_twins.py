@@ -194,8 +194,8 @@ def test_split_batches_equal_whole_ones(objective: str) -> None:
 
 @pytest.mark.parametrize(("objective", "passes"), [("dpo", 1), ("kto_pair", 2)])
 def test_a_split_batch_goes_forward_once_unless_its_loss_needs_it_whole(objective: str, passes: int) -> None:
-    """A step on four pairs in g groups makes g forward passes where a pair's loss is its own, and 2 g where the
-    slope at a pair depends on the others (KTO: its reference point is the batch's mean)."""
+    """A step on four pairs in g groups makes g forward passes where a pair's loss is its own, and 2 g where
+    the slope at a pair depends on the others (KTO: its reference point is the batch's mean)."""
     model = backbone()
     bench = Bench(model, PAIRS, max_tokens=20)
     batch = ROWS[:4]
