@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from prefed.config import ConfigError, Experiment, to_toml
-from prefed.core import Key, Method, Optimizer, Owner, Phase, State, Tensors
+from prefed.core import Key, Owner, State, Tensors
 from prefed.data import Federation, federate
 from prefed.engines import InProcess, Job, Local, Recipe, Silent, Watcher, Workers
 from prefed.engines.local import peak_memory_mb
@@ -178,7 +178,7 @@ def job_on(experiment: Experiment, place: BenchPlace) -> Job:
         beta=judged.beta or float(getattr(settings, "beta", 0.1)),
         keep=getattr(torch, experiment.engine.state_dtype),
         unseen=unseen,
-        adaptations={steps: _adaptation(method, settings, steps) for steps in judged.unseen_steps},
+        unseen_steps=tuple(judged.unseen_steps),
         untouched=backbone.reference,
     )
 
@@ -192,27 +192,6 @@ def _unseen(experiment: Experiment, federation: Federation) -> tuple[str, ...]:
         raise ConfigError(f"[evaluate] unseen = {asked}, but there are {len(names)} clients in all")
     draw = Key(experiment.seed).at("unseen").numpy().choice(len(names), asked, replace=False)
     return tuple(names[index] for index in sorted(draw))
-
-
-def _adaptation(method: Method, settings: TrainingSettings, steps: int) -> Phase | None:
-    """What a newcomer trains in so many steps: all that may move, as the settings say."""
-    names = [
-        name
-        for name in method.parts.names(Owner.SHARED, Owner.PERSONAL)
-        if not name.startswith(f"{lora.RESIDUAL}/")
-    ]
-    if not steps or not names:
-        return None
-    s = settings
-    return Phase(
-        name="newcomer",
-        train=tuple(names),
-        objective=s.goal(),
-        optimizer=Optimizer(s.optimizer, s.lr, s.betas, s.momentum, s.weight_decay, s.clip),
-        batch_size=s.batch_size,
-        accumulate=s.accumulate,
-        steps=steps,
-    )
 
 
 def build_job(text: str) -> Job:

@@ -58,9 +58,10 @@ def test_uniform_and_given_weights() -> None:
     uploads = [reply("a", 1, tensors(PLAIN, 1, 0, 0, 0)), reply("b", 3, tensors(PLAIN, 3, 0, 0, 0))]
     state = merger().init(Tensors.zeros(PLAIN))
     assert model(merger(weights="uniform").merge(state, uploads, now()))[0] == 2
-    assert model(merger().merge(state, uploads, now(), weights={"a": 0.9, "b": 0.1}))[0] == pytest.approx(1.2)
+    given = merger().merge(state, uploads, now(), weigh=lambda updates: {"a": 0.9, "b": 0.1})
+    assert model(given)[0] == pytest.approx(1.2)
     with pytest.raises(ValueError, match="takes no other weights"):
-        merger(weights="mass").merge(state, uploads, now(a=1, b=3), weights={"a": 1, "b": 1})
+        merger(weights="mass").merge(state, uploads, now(a=1, b=3), weigh=lambda updates: {"a": 1, "b": 1})
 
 
 def test_mass_counts_those_who_did_not_reply() -> None:

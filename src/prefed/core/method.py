@@ -123,6 +123,8 @@ class Method:
         publish: server state and client id → what the client needs to use its model.
         predict: the tensors (full layout) with which a client predicts, from its visit, its private
             state and what was published.
+        adapt: a newcomer's visit, what was published and a number of local steps, at least 1 → the tensors
+            (full layout) with which it then predicts; ``None`` where no step can be taken.
         pooled: all training pairs belong to one client (centralised training).
         personal: a client's model differs from the published one.
         reward_weight: a client's private state and a round's number → what the margin of an explicit reward
@@ -140,6 +142,7 @@ class Method:
     exchanges: tuple[Exchange, ...]
     publish: Callable[[State, str], Download]
     predict: Callable[[Visit, State, Download], Tensors]
+    adapt: Callable[[Visit, Download, int], Tensors] | None = None
     pooled: bool = False
     personal: bool = field(default=False)
     reward_weight: Callable[[State, int], float] = lambda private, number: 1.0

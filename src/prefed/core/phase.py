@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
@@ -109,12 +109,12 @@ class Phase:
             raise ValueError(f"phase {self.name!r} would train what is frozen: {', '.join(refused)}")
         return self
 
-    def at_rate(self, factor: float) -> Phase:
-        """This phase with every learning rate multiplied by ``factor``."""
+    def at_rates(self, change: Callable[[float], float]) -> Phase:
+        """This phase with ``change`` of every learning rate in its place."""
         return replace(
             self,
-            optimizer=replace(self.optimizer, lr=self.optimizer.lr * factor),
-            rates={name: rate * factor for name, rate in self.rates.items()},
+            optimizer=replace(self.optimizer, lr=change(self.optimizer.lr)),
+            rates={name: change(rate) for name, rate in self.rates.items()},
         )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
-from prefed.core import Download, Key, Method, Parts, Phase, Round, Tensors, Visit
+from prefed.core import Download, Key, Method, Parts, Round, Tensors, Visit
 from prefed.evaluate.accuracy import PairScores
 
 __all__ = ["POOLED", "Job", "Sizes", "Workplace"]
@@ -76,8 +76,7 @@ class Job:
         beta: of the DPO loss that evaluations report.
         keep: dtype of clients' private tensors on disk; ``None`` for their own.
         unseen: clients that never train; they are judged apart, as newcomers.
-        adaptations: number of local steps → the phase that a newcomer trains before it is judged, or
-            ``None`` for no step.
+        unseen_steps: numbers of local steps after each of which a newcomer is judged.
         untouched: the tensors (full layout) under which the model is the one that nothing was done to;
             ``None`` where clients start from it.
 
@@ -97,7 +96,7 @@ class Job:
     beta: float = 0.1
     keep: torch.dtype | None = None
     unseen: tuple[str, ...] = ()
-    adaptations: Mapping[int, Phase | None] = field(default_factory=dict)
+    unseen_steps: tuple[int, ...] = ()
     untouched: Tensors | None = None
 
     def __post_init__(self) -> None:

@@ -213,7 +213,7 @@ class Local:
         if unseen:
             evaluation["unseen_accuracy"] = {
                 str(steps): over_clients({client: own[str(steps)] for client, own in unseen.items()})
-                for steps in self.job.adaptations
+                for steps in self.job.unseen_steps
             }
         able = sum(bool(getattr(sizes, self.job.split)) for sizes in self.job.workplace.clients.values())
         left_out = len(self.job.workplace.clients) - able

@@ -99,12 +99,13 @@ def _judge(job: Job, task: Task) -> Answer:
 def _newcomer(job: Job, task: Task, visit: Visit, published: Download) -> dict[str, float]:
     """Number of local steps → accuracy of a client that never took part: what was published, and k steps.
 
-    Before its first step it has the shared part alone: parts of its own that start at random are noise.
+    Before its first step, or without a pair to take one on, it has the shared part alone: parts of its own
+    that start at random are noise.
     """
-    start = visit.assemble(*published.tensors.values())
-    accuracies = {}
-    for steps, phase in job.adaptations.items():
-        own = job.shared(published) if phase is None else visit.train(start, phase).tensors
+    adapt, accuracies = job.method.adapt, {}
+    for steps in job.unseen_steps:
+        still = adapt is None or not steps or not visit.size
+        own = job.shared(published) if still or adapt is None else adapt(visit, published, steps)
         scores = job.workplace.score(task.client, own, job.split)
         accuracies[str(steps)] = measure(scores, job.beta)["preference_accuracy"]
     return accuracies

@@ -5,7 +5,7 @@ from prefed.merge.attention import Coefficients, attend, distance_attention, sim
 from prefed.merge.checks import BadUpload, check
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
 from prefed.merge.means import mass_mean, ordered, weighted_mean
-from prefed.merge.merger import FIGURES, Merger
+from prefed.merge.merger import FIGURES, Merger, Weigh
 from prefed.merge.robust import clip_norms, coordinate_median, krum, krum_scores, multi_krum, trimmed_mean
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Merger",
     "ServerOptimizer",
     "Staleness",
+    "Weigh",
     "alignment_weights",
     "attend",
     "check",

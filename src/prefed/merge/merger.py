@@ -14,7 +14,10 @@ from prefed.merge.config import MergeConfig
 from prefed.merge.flat import combine
 from prefed.merge.means import ordered, remainder, shares
 
-__all__ = ["FIGURES", "Merger"]
+__all__ = ["FIGURES", "Merger", "Weigh"]
+
+Weigh = Callable[[Mapping[str, Tensors]], Mapping[str, float]]
+"""Client → update φ_i − φ, as the robust rule leaves them; client → weight of the mean."""
 
 FIGURES = ("merged", "update_norm", "product_error", "truncation_error", "clipped")
 """What a merge may report:
@@ -110,11 +113,11 @@ class Merger:
         uploads: Sequence[Upload],
         now: Round,
         group: str = "model",
-        weights: Mapping[str, float] | None = None,
+        weigh: Weigh | None = None,
     ) -> State:
         """The server's next state.
 
-        In this order: staleness discount, weights, robust rule, LoRA rule, server optimiser. Uploads without
+        In this order: weights and staleness discount, robust rule, LoRA rule, server optimiser. Uploads without
         ``group`` take no part; where none has it the state is returned as it is. Tensors that no upload
         holds keep their values, and so does every residual but for ``fedex``'s own correction.
 
@@ -123,8 +126,8 @@ class Merger:
             uploads: in any order.
             now: the round they are merged in.
             group: which of the uploads' groups to merge into which group of the state.
-            weights: client → weight of the mean, in place of the configured ones (e.g.
-                :func:`prefed.merge.alignment_weights`).
+            weigh: gives weights of the mean in place of the configured ones (e.g.
+                :func:`prefed.merge.alignment_weights`), from the updates that the robust rule let through.
 
         Raises:
             BadUpload: two uploads hold different tensors, or one holds what the state does not.
@@ -135,8 +138,11 @@ class Merger:
         current, values = _aligned(whole, replies, group)
         if not values or not current.layout.entries:
             return state
-        masses = self._weights(replies, now, weights)
-        values, masses, figures = self._robust(current, values, masses)
+        late = [self.config.staleness.discount(max(0, now.number - upload.sent_at)) for upload in replies]
+        chosen, values, figures = self._robust(current, values)
+        replies, late = [replies[k] for k in chosen], [late[k] for k in chosen]
+        raw = self._weights(replies, now) if weigh is None else self._given(weigh, current, replies, values)
+        masses = [weight * discount for weight, discount in zip(raw, late, strict=True)]
         if self.config.weights == "mass":
             values, masses = [current, *values], [remainder(masses), *masses]
         else:
@@ -179,27 +185,28 @@ class Merger:
         found = {name: state.values.get(_value(name, group)) for name in FIGURES}
         return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
-    def _weights(
-        self, replies: Sequence[Upload], now: Round, given: Mapping[str, float] | None
+    def _weights(self, replies: Sequence[Upload], now: Round) -> list[float]:
+        """One weight per reply, as configured; their sum matters for ``mass`` alone."""
+        if self.config.weights == "uniform":
+            return [1.0] * len(replies)
+        total = sum(now.weights.values()) if self.config.weights == "mass" else 1.0
+        return [upload.weight / total for upload in replies]
+
+    def _given(
+        self, weigh: Weigh, current: Tensors, replies: Sequence[Upload], values: Sequence[Tensors]
     ) -> list[float]:
-        """One weight per reply, late ones discounted; their sum matters for ``mass`` alone."""
-        if given is not None:
-            if self.config.weights == "mass":
-                raise ValueError("weights 'mass' follows from the data's sizes; it takes no other weights")
-            raw = [given[upload.client] for upload in replies]
-        elif self.config.weights == "uniform":
-            raw = [1.0] * len(replies)
-        else:
-            total = sum(now.weights.values()) if self.config.weights == "mass" else 1.0
-            raw = [upload.weight / total for upload in replies]
-        late = [max(0, now.number - upload.sent_at) for upload in replies]
-        return [weight * self.config.staleness.discount(lag) for weight, lag in zip(raw, late, strict=True)]
+        """One weight per reply, from its update as the robust rule left it."""
+        if self.config.weights == "mass":
+            raise ValueError("weights 'mass' follows from the data's sizes; it takes no other weights")
+        updates = {upload.client: value - current for upload, value in zip(replies, values, strict=True)}
+        given = weigh(updates)
+        return [given[upload.client] for upload in replies]
 
     def _robust(
-        self, current: Tensors, values: list[Tensors], weights: list[float]
-    ) -> tuple[list[Tensors], list[float], dict[str, float]]:
-        """The uploads that go into the mean, bounded or chosen by the rule, with their weights."""
-        figures: dict[str, float] = {}
+        self, current: Tensors, values: list[Tensors]
+    ) -> tuple[list[int], list[Tensors], dict[str, float]]:
+        """Which uploads go into the mean, and they themselves, bounded or chosen by the rule."""
+        kept, figures = list(range(len(values))), dict[str, float]()
         if self.config.rule == "norm_clip":
             before = values
             values, _ = robust.clip_norms(values, current, self.config.max_norm)
@@ -208,8 +215,8 @@ class Merger:
         elif self.config.rule in ("krum", "multi_krum"):
             keep = 1 if self.config.rule == "krum" else None
             kept = robust.multi_krum(values, current, self.config.liars, keep)
-            values, weights = [values[k] for k in kept], [weights[k] for k in kept]
-        return values, weights, {**figures, "merged": len(values)}
+            values = [values[k] for k in kept]
+        return kept, values, {**figures, "merged": len(values)}
 
     def _centre(self, values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
         if self.config.rule == "median":

@@ -17,6 +17,7 @@ from prefed.core import (
     Owner,
     Parts,
     Phase,
+    Proximal,
     Round,
     State,
     Tensors,
@@ -24,7 +25,7 @@ from prefed.core import (
     Upload,
     Visit,
 )
-from prefed.merge import Merger, lora
+from prefed.merge import Merger, Weigh, lora
 from prefed.methods import schedule
 from prefed.methods.ppo import VALUE
 from prefed.methods.settings import LocalSettings, TrainingSettings
@@ -99,10 +100,10 @@ class Plan:
         server: State,
         uploads: Sequence[Upload],
         now: Round,
-        weights: Mapping[str, float] | None = None,
+        weigh: Weigh | None = None,
     ) -> State:
         """φ ← the merge of the uploaded φ_i; the mean by n_i unless configured or given otherwise."""
-        return schedule.advance(self.merger.merge(server, uploads, now, weights=weights), uploads)
+        return schedule.advance(self.merger.merge(server, uploads, now, weigh=weigh), uploads)
 
     def publish(self, server: State, client: str) -> Download:
         """What predictions need of the server: φ."""
@@ -136,6 +137,28 @@ class Plan:
         """The client's model: the shared tensors as published, and its own."""
         return self.start(visit, private, published)
 
+    def adapt(
+        self, visit: Visit, published: Download, steps: int, *, pull: float = 0.0, **changes: Any
+    ) -> Tensors:
+        """A newcomer's model: what was published, after so many steps of all that may move.
+
+        It is new, so the rates are those of a first round.
+
+        Args:
+            visit: to the newcomer.
+            published: the shared tensors; parts of its own start as everybody's did.
+            steps: optimiser steps, at least 1.
+            pull: strength of a pull towards what was published.
+            changes: other fields of :meth:`phase`.
+        """
+        start = self.start(visit, State(), published)
+        names = self.parts.names(Owner.SHARED, Owner.PERSONAL)
+        train = [name for name in names if self.merger.layout[name].part != lora.RESIDUAL]
+        given = {"goal": None, "lr": None, **changes}
+        if pull:
+            given["proximal"] = Proximal(pull, to=start.select(self.learnt))
+        return visit.train(start, self._phase("newcomer", train, steps=steps, **given)).tensors
+
     # Local training
 
     def movable(self, now: Round, *owners: Owner) -> tuple[str, ...]:
@@ -148,7 +171,7 @@ class Plan:
 
     def rate(self, visit: Visit, download: Download, lr: float) -> float:
         """``lr`` as the schedule has it in this round."""
-        return lr * schedule.factor(self.settings, visit.round, self.rounds, download.scalars)
+        return schedule.rate(lr, self.settings, visit.round, self.rounds, download.scalars)
 
     def steps(self, visit: Visit) -> int:
         """Optimiser steps of a phase as long as the settings say."""
@@ -186,22 +209,27 @@ class Plan:
             epochs: another length than the settings'.
             more: other fields of :class:`~prefed.core.Phase`, e.g. ``proximal``.
         """
-        s = self.settings
         if steps is None and epochs is None:
-            steps, epochs = s.local_steps, s.local_epochs
-        batch_size, accumulate = s.batches()
+            steps, epochs = self.settings.local_steps, self.settings.local_epochs
+        names = self.movable(visit.round) if train is None else tuple(train)
+        more |= {"steps": steps, "epochs": None if epochs is None else self.settings.passes(epochs)}
+        phase = self._phase(name, names, goal=goal, lr=lr, rates=rates or {}, **more)
+        return phase.at_rates(lambda rate: self.rate(visit, download, rate))
+
+    def _phase(
+        self, name: str, train: Iterable[str], *, goal: Objective | None, lr: float | None, **more: Any
+    ) -> Phase:
+        """A phase at the first round's rates."""
+        s, (batch_size, accumulate) = self.settings, self.settings.batches()
         return Phase(
             name=name,
-            train=self.movable(visit.round) if train is None else tuple(train),
+            train=tuple(train),
             objective=goal or s.goal(),
             optimizer=Optimizer(s.optimizer, lr or s.lr, s.betas, s.momentum, s.weight_decay, s.clip),
             batch_size=batch_size,
-            steps=steps,
-            epochs=None if epochs is None else s.passes(epochs),
             accumulate=accumulate,
-            rates=rates or {},
             **more,
-        ).at_rate(schedule.factor(s, visit.round, self.rounds, download.scalars))
+        )
 
     # The whole
 
@@ -216,6 +244,7 @@ class Plan:
             "init_client": self.init_client,
             "publish": self.publish,
             "predict": self.predict,
+            "adapt": self.adapt,
             "personal": any(self.merger.layout[n].part != VALUE for n in self.parts.names(Owner.PERSONAL)),
         }
         return Method(name=name, source=source, parts=self.parts, exchanges=exchanges, **{**usual, **changes})

@@ -10,6 +10,8 @@ Algorithm 1 of arXiv:2012.04221, in every round::
 
 from __future__ import annotations
 
+from functools import partial
+
 from pydantic import Field
 
 from prefed.core import Download, Exchange, Layout, Method, Owner, Proximal, State, Tensors, Upload, Visit
@@ -61,5 +63,6 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
     def predict(visit: Visit, private: State, published: Download) -> Tensors:
         return mine(private, plan.start(visit, private, published))
 
+    adapt = partial(plan.adapt, lr=settings.personal_lr, pull=settings.lam)
     train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method("ditto", SOURCE, train, predict=predict, personal=True)
+    return plan.method("ditto", SOURCE, train, predict=predict, adapt=adapt, personal=True)

@@ -14,6 +14,8 @@ to visit, w_r(t) = 0.5 + (t − 1) / (T − 1).
 
 from __future__ import annotations
 
+from functools import partial
+
 from pydantic import Field
 
 from prefed.core import Download, Exchange, Layout, Method, Objective, State, Upload, Visit
@@ -115,9 +117,11 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         kept = plan.keep(private, trained.tensors).update(values=dict(trained.memory))
         return plan.upload(visit, trained), kept
 
+    rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part in own}
     return plan.method(
         "fedpdpo",
         SOURCE,
         Exchange("train", plan.send, work, plan.merge, figures=plan.figures),
+        adapt=partial(plan.adapt, goal=settings.goal(settings.weight(rounds, rounds)), rates=rates),
         reward_weight=lambda private, number: settings.weight(number, rounds) * scale(private),
     )

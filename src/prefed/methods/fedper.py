@@ -10,6 +10,8 @@ LoRA and an untied language model head the personalisation layers (FedPDPO's bas
 
 from __future__ import annotations
 
+from functools import partial
+
 from pydantic import Field
 
 from prefed.core import Download, Entry, Exchange, Layout, Method, State, Upload, Visit
@@ -49,10 +51,12 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
 
     plan = Plan.of(settings, merger, rounds, personal)
 
+    rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part == "head"}
+
     def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
         start = plan.start(visit, private, download)
-        rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part == "head"}
         trained = visit.train(start, plan.phase(visit, download, rates=rates))
         return plan.upload(visit, trained), plan.keep(private, trained.tensors)
 
-    return plan.method("fedper", SOURCE, Exchange("train", plan.send, work, plan.merge, figures=plan.figures))
+    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
+    return plan.method("fedper", SOURCE, train, adapt=partial(plan.adapt, rates=rates))

@@ -9,6 +9,8 @@ Algorithm 2, in every round::
 
 from __future__ import annotations
 
+from functools import partial
+
 from pydantic import Field
 
 from prefed.core import Download, Exchange, Layout, Method, Proximal, State, Upload, Visit
@@ -42,6 +44,5 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         trained = visit.train(start, plan.phase(visit, download, proximal=pull))
         return plan.upload(visit, trained), plan.keep(private, trained.tensors)
 
-    return plan.method(
-        "fedprox", SOURCE, Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    )
+    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
+    return plan.method("fedprox", SOURCE, train, adapt=partial(plan.adapt, pull=settings.mu))

@@ -9,6 +9,8 @@ Algorithm 1 of arXiv:2102.07078, with the LoRA as representation φ and an untie
 
 from __future__ import annotations
 
+from functools import partial
+
 from pydantic import Field
 
 from prefed.core import Download, Exchange, Layout, Method, State, Upload, Visit
@@ -50,4 +52,6 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         trained = visit.train(fitted.tensors, plan.phase(visit, download, train=rest))
         return plan.upload(visit, trained), plan.keep(private, trained.tensors)
 
-    return plan.method("fedrep", SOURCE, Exchange("train", plan.send, work, plan.merge, figures=plan.figures))
+    rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part == "head"}
+    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
+    return plan.method("fedrep", SOURCE, train, adapt=partial(plan.adapt, rates=rates))

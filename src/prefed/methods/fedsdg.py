@@ -14,8 +14,9 @@ W0 x + s (B_g A_g + m B_p A_p) x. In every round (FedSDG, sections 3.2 and 3.3):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -135,22 +136,25 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
     slow = settings.lr if settings.personal_lr is None else settings.personal_lr
     rates = {entry.name: slow for entry in layout.entries if personal(entry)}
     rates |= dict.fromkeys(logits, settings.gate_lr)
+    beside: dict[str, Any] = {"rates": rates, "penalties": penalties if second else ()}
 
     def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
         start = plan.start(visit, private, download)
-        trained = visit.train(
-            start, plan.phase(visit, download, rates=rates, penalties=penalties if second else ())
-        )
+        trained = visit.train(start, plan.phase(visit, download, **beside))
         return plan.upload(visit, trained), plan.keep(private, trained.tensors)
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         if settings.alignment == "off":
             return plan.merge(server, uploads, now)
-        models = {upload.client: upload.tensors["model"] for upload in uploads}
-        updates = {client: model - server.tensors["model"].select(model) for client, model in models.items()}
-        weights = alignment_weights(updates, leave_one_out=settings.alignment == "leave_one_out")
-        aligned = sum(weight > 0 for weight in weights.values()) / len(weights)
-        return plan.merge(server, uploads, now, weights).update(values={"aligned": aligned})
+        weights: dict[str, float] = {}
+
+        def weigh(updates: Mapping[str, Tensors]) -> Mapping[str, float]:
+            weights.update(alignment_weights(updates, leave_one_out=settings.alignment == "leave_one_out"))
+            return weights
+
+        merged = plan.merge(server, uploads, now, weigh)
+        aligned = sum(weight > 0 for weight in weights.values()) / max(len(weights), 1)
+        return merged.update(values={"aligned": aligned})
 
     def figures(server: State) -> dict[str, float]:
         aligned = server.values.get("aligned")
@@ -158,4 +162,4 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
 
     exchange = Exchange("train", plan.send, work, merge, figures=figures)
     tell = (lambda private: {"gate": gates(private, layout)}) if logits else None
-    return plan.method("fedsdg", SOURCE, exchange, profile=tell)
+    return plan.method("fedsdg", SOURCE, exchange, adapt=partial(plan.adapt, **beside), profile=tell)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -135,4 +136,5 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         return visit.train(w, inner(visit, published, "inner", settings.inner_steps)).tensors
 
     train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method("perfedavg", SOURCE, train, predict=predict, personal=True)
+    adapt = partial(plan.adapt, lr=settings.inner_lr)
+    return plan.method("perfedavg", SOURCE, train, predict=predict, adapt=adapt, personal=True)

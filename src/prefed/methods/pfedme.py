@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from pydantic import Field, model_validator
@@ -107,8 +108,9 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         model, own = plan.start(visit, private, published), private.tensors.get("own")
         return model if own is None else model.replace(own)
 
+    adapt = partial(plan.adapt, pull=settings.lam)
     train = Exchange("train", plan.send, work, merge, figures=plan.figures)
-    return plan.method("pfedme", SOURCE, train, predict=predict, personal=True)
+    return plan.method("pfedme", SOURCE, train, predict=predict, adapt=adapt, personal=True)
 
 
 def _towards(start: Tensors, end: Tensors, share: float) -> Tensors:

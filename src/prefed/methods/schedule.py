@@ -1,4 +1,4 @@
-"""The learning rate over the rounds, as a factor on the first round's."""
+"""Learning rates over the rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from prefed.core import Plain, Round, State, Upload
 from prefed.methods.settings import TrainingSettings
 
-__all__ = ["DECAY", "advance", "announce", "begin", "factor"]
+__all__ = ["DECAY", "advance", "announce", "begin", "rate"]
 
 DECAY = 0.8
 """The plateau schedule's factor."""
@@ -21,26 +21,29 @@ def begin(settings: TrainingSettings) -> dict[str, Plain]:
 
 def announce(server: State) -> dict[str, float]:
     """What the server must tell clients of the schedule: the plateau's factor, else nothing."""
-    rate = server.values.get("rate")
-    return {"rate": rate} if isinstance(rate, float) else {}
+    told = server.values.get("rate")
+    return {"rate": told} if isinstance(told, float) else {}
 
 
-def factor(settings: TrainingSettings, now: Round, rounds: int, scalars: Mapping[str, float]) -> float:
-    """This round's learning rate as a multiple of the first round's.
+def rate(
+    first: float, settings: TrainingSettings, now: Round, rounds: int, scalars: Mapping[str, float]
+) -> float:
+    """This round's learning rate, where the first round's is ``first``.
 
-    Cosine gives (lr_min + ½ (lr − lr_min)(1 + cos(π (t − 1) / T))) / lr in round t of T, so that the
-    first round has lr and a round after the last would have lr_min.
+    Cosine gives lr_min + ½ (first − lr_min)(1 + cos(π (t − 1) / T)) in round t of T, so that the first round
+    has ``first`` and a round after the last would have lr_min; a rate below lr_min stays.
 
     Args:
+        first: the shared tensors' rate, or that of what is personal.
         settings: name the schedule.
         now: the round t.
         rounds: T.
         scalars: those of the download, in which :func:`announce` put the plateau's factor.
     """
     if settings.schedule == "cosine":
-        low = settings.lr_min / settings.lr
-        return low + (1 - low) * (1 + math.cos(math.pi * (now.number - 1) / rounds)) / 2
-    return scalars.get("rate", 1.0)
+        low = min(settings.lr_min, first)
+        return low + (first - low) * (1 + math.cos(math.pi * (now.number - 1) / rounds)) / 2
+    return first * scalars.get("rate", 1.0)
 
 
 def advance(server: State, uploads: Sequence[Upload]) -> State:
@@ -48,11 +51,11 @@ def advance(server: State, uploads: Sequence[Upload]) -> State:
 
     The loss is the mean of the uploads' ``loss`` by n_i, compared with that of the round before.
     """
-    rate, last = server.values.get("rate"), server.values.get("last_loss")
+    told, last = server.values.get("rate"), server.values.get("last_loss")
     # Exact sums: the order in which replies came must not move a bit of what clients are told.
     weight = math.fsum(upload.weight for upload in uploads)
-    if not isinstance(rate, float) or weight <= 0:
+    if not isinstance(told, float) or weight <= 0:
         return server
     loss = math.fsum(upload.weight * upload.scalars["loss"] for upload in uploads) / weight
     rose = isinstance(last, float) and loss > last
-    return server.update(values={"rate": rate * DECAY if rose else rate, "last_loss": loss})
+    return server.update(values={"rate": told * DECAY if rose else told, "last_loss": loss})
