@@ -83,6 +83,12 @@ class Plan:
         shared = self.parts.names(Owner.SHARED)
         return tuple(name for name in shared if self.merger.layout[name].part != lora.RESIDUAL)
 
+    @property
+    def common(self) -> tuple[str, ...]:
+        """All shared tensors, a merge rule's residuals among them: what a model of a client's own consists of,
+        for its factors are worth nothing without the residual they were trained on."""
+        return self.parts.names(Owner.SHARED)
+
     # The server
 
     def init_server(self, initial: Tensors) -> State:

@@ -36,7 +36,8 @@ needs = lora_only
 def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
     """Ditto over ``layout``."""
     plan = Plan.of(settings, merger, rounds)
-    own = (*plan.learnt, *plan.parts.names(Owner.PERSONAL))
+    moving = (*plan.learnt, *plan.parts.names(Owner.PERSONAL))
+    own = (*plan.common, *plan.parts.names(Owner.PERSONAL))
 
     def mine(private: State, common: Tensors) -> Tensors:
         """v_i put into the model ``common``; that itself before the client's first visit."""
@@ -50,7 +51,7 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
             visit,
             download,
             "personal",
-            train=own,
+            train=moving,
             lr=settings.personal_lr,
             steps=steps,
             epochs=epochs,

@@ -55,7 +55,7 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
     """FedALA over ``layout``."""
     plan = Plan.of(settings, merger, rounds)
     width, count = settings.batches()
-    groups = _groups(settings, layout.select(plan.learnt))
+    groups = _groups(settings, layout.select(plan.common))
     each = settings.grain == "element"
 
     def mixed(private: State, received: Tensors) -> Tensors:
@@ -71,7 +71,7 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         """The private state with its weights fitted to the client's pairs."""
         if "own" not in private.tensors:
             return private
-        gap = received.select(plan.learnt) - private.tensors["own"]
+        gap = received.select(plan.common) - private.tensors["own"]
         first = "weighed" not in private.values
         for step in range(settings.first_weight_steps if first else settings.weight_steps):
             slope, _ = visit.gradient(
@@ -86,7 +86,7 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         received = plan.start(visit, private, download)
         private = learn(visit, private, received)
         trained = visit.train(mixed(private, received), plan.phase(visit, download))
-        own = trained.tensors.select(plan.learnt)
+        own = trained.tensors.select(plan.common)
         weights = private.tensors.get("weights", Tensors(own.layout, torch.ones_like(own.flat)))
         kept = plan.keep(private, trained.tensors).update({"own": own, "weights": weights})
         return plan.upload(visit, trained), kept

@@ -116,7 +116,7 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
             strength = settings.lam / download.scalars["alpha"]
             pull = Proximal(strength, to=plan.share(start, visit.round))
         trained = visit.train(start, plan.phase(visit, download, proximal=pull))
-        kept = plan.keep(private, trained.tensors).update({"own": trained.tensors.select(plan.learnt)})
+        kept = plan.keep(private, trained.tensors).update({"own": trained.tensors.select(plan.common)})
         return plan.upload(visit, trained), kept
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:

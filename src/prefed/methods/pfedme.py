@@ -96,7 +96,7 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
             trained = visit.train(theta, plan.phase(visit, download, name, steps=steps, proximal=pull))
             theta, loss = trained.tensors, loss + trained.loss / count
             w = _towards(w, theta.select(moving), settings.outer_lr * settings.lam)
-        kept = plan.keep(private, theta).update({"own": theta.select(plan.learnt)})
+        kept = plan.keep(private, theta).update({"own": theta.select(plan.common)})
         return visit.upload({"model": w}, {"loss": loss}), kept
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
