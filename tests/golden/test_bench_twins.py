@@ -214,6 +214,18 @@ def test_a_split_batch_goes_forward_once_unless_its_loss_needs_it_whole(objectiv
     assert len(calls) == passes * len(groups)
 
 
+@pytest.mark.parametrize(("accumulate", "scale"), [(1, 0.955), (2, 0.91225)])
+def test_statistics_are_of_a_batch_and_not_of_a_step(accumulate: int, scale: float) -> None:
+    """At the reference every implicit margin is 0, and PDPO's s goes towards 0.1, its least: 0.95 + 0.005
+    after a batch, 0.95 * 0.955 + 0.005 after the second of a step."""
+    model = backbone(needs=frozenset({"lora", "bottleneck", "head", "reward"}))
+    bench = Bench(model, PAIRS)
+    what = phase(everything(model), model, "pdpo", batch_size=2, accumulate=accumulate, steps=1, epochs=None)
+    trained = bench.train(model.initial, what, ROWS, Key(5), everything(model))
+    assert trained.memory["scale"] == pytest.approx(scale)
+    assert trained.pairs == 2 * accumulate
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("objective", ["dpo", "pdpo"])
 def test_cached_features_equal_recomputing(

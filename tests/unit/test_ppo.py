@@ -22,6 +22,7 @@ from prefed.data.tokens import Pair
 from prefed.models import ModelConfig, ModelError
 from prefed.models.backbone import wrap
 from prefed.train import Bench, tokenwise
+from prefed.train.ppo import Held
 
 VOCABULARY = 61
 PLAIN = {"kl": 0.0, "trace": 1.0, "entropy": 0.0, "value": 0.0, "scaled": 0.0, "sums": 1.0}
@@ -337,3 +338,23 @@ def test_token_terms_against_full_logits(at_a_time: int, monkeypatch: pytest.Mon
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_visits_second_phase_goes_on_from_the_visits_start() -> None:
+    """π_old is the policy that the visit found: the same batch again stands at ρ ≠ 1 once a step was taken,
+    and at ρ = 1, KL 0, in a visit of its own. A bound that the first phase has passed ends the second before
+    its first step."""
+    bench, tensors, parts = make()
+    work = phase(bench, epochs=1, batch_size=6, settings={"target_kl": 0.0})
+    held = Held()
+    once = bench.train(tensors, work, np.arange(6), Key(4), parts, held)
+    again = bench.train(once.tensors, work, np.arange(6), Key(4), parts, held)
+    alone = bench.train(once.tensors, work, np.arange(6), Key(4), parts)
+    assert once.figures["kl"] == pytest.approx(0, abs=1e-9)
+    assert alone.figures["kl"] == pytest.approx(0, abs=1e-9)
+    assert again.figures["kl"] > 1e-6
+    tight = replace(work, objective=Objective("ppo", {"target_kl": again.figures["kl"] / 3}))
+    ended = bench.train(once.tensors, tight, np.arange(6), Key(4), parts, held)
+    assert (ended.steps, ended.figures["stopped"]) == (0, 1.0)
+    assert ended.loss == pytest.approx(again.loss, rel=1e-5)
+    assert ended.tensors.equal(once.tensors)

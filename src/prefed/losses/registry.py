@@ -33,6 +33,7 @@ class Loss(Recipe):
         needs_reward: it reads the scores of an explicit reward head.
         batch_statistics: one pair's loss depends on the others of its batch, so that splitting a batch
             changes the loss.
+        by_batch: those statistics are of one batch: where several make a step, each has its own.
         memory: values it carries from step to step, with their starts: each is a setting going in and a
             figure of the same name coming out.
     """
@@ -43,6 +44,7 @@ class Loss(Recipe):
     needs_margin: bool = False
     needs_reward: bool = False
     batch_statistics: bool = False
+    by_batch: bool = False
     memory: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,7 @@ OBJECTIVES: Mapping[str, Loss] = MappingProxyType(
                 {"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
                 function=kto_pair,
                 batch_statistics=True,
+                by_batch=True,
             ),
             Loss(
                 "simpo",
@@ -121,6 +124,7 @@ OBJECTIVES: Mapping[str, Loss] = MappingProxyType(
                 function=pdpo,
                 needs_reward=True,
                 batch_statistics=True,
+                by_batch=True,
                 memory={"scale": 1.0},
             ),
         )

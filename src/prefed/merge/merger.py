@@ -117,9 +117,9 @@ class Merger:
     ) -> State:
         """The server's next state.
 
-        In this order: weights and staleness discount, robust rule, LoRA rule, server optimiser. Uploads without
-        ``group`` take no part; where none has it the state is returned as it is. Tensors that no upload
-        holds keep their values, and so does every residual but for ``fedex``'s own correction.
+        In this order: robust rule, weights and staleness discount, LoRA rule, server optimiser. Uploads
+        without ``group`` take no part; where none has it the state is returned as it is. Tensors that no
+        upload holds keep their values, and so does every residual but for ``fedex``'s own correction.
 
         Args:
             state: as :meth:`init` or the last merge gave it.

@@ -85,8 +85,11 @@ class Plan:
 
     @property
     def common(self) -> tuple[str, ...]:
-        """All shared tensors, a merge rule's residuals among them: what a model of a client's own consists of,
-        for its factors are worth nothing without the residual they were trained on."""
+        """All shared tensors, a merge rule's residuals among them.
+
+        A model of a client's own consists of these: factors are worth nothing without the residual that they
+        were trained on.
+        """
         return self.parts.names(Owner.SHARED)
 
     # The server

@@ -20,7 +20,7 @@ from prefed.train.batches import batches
 from prefed.train.forward import Packed, choose_forward
 from prefed.train.optim import FlatOptimizer
 from prefed.train.packing import PairTokens
-from prefed.train.ppo import OfflinePPO
+from prefed.train.ppo import Held, OfflinePPO
 from prefed.train.references import References, Rows
 from prefed.train.rewards import Rewards
 
@@ -66,6 +66,10 @@ class Scores:
     rewards: Floats | None = None
 
 
+def _cut(rows: Rows, size: int) -> list[Rows]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
 class Bench:
     """Trains and scores any client's tensors on a frozen backbone.
 
@@ -97,18 +101,21 @@ class Bench:
         self._references = References(len(tokens), cache, name)
         self._ppo = OfflinePPO(self, rewards)
 
-    def train(self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, parts: Parts) -> Trained:
+    def train(
+        self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, parts: Parts, held: Held | None = None
+    ) -> Trained:
         """Run one phase from ``tensors`` (full layout) on the pairs ``rows``.
 
         Batches are shuffled epoch by epoch at ``key.at("phase", phase.name)``; an epoch's last batch
-        may be smaller, and a client with fewer pairs than a batch takes them all in each step.
+        may be smaller, and a client with fewer pairs than a batch takes them all in each step. ``held`` is
+        handed to all phases of a visit: offline PPO keeps there what it took at the visit's start.
 
         Raises:
             ValueError: the phase trains a frozen tensor, or there are no rows.
         """
         phase.check(parts)
         if phase.objective.name == PPO.name:
-            return self._ppo.train(tensors, phase, rows, key)
+            return self._ppo.train(tensors, phase, rows, key, held or Held())
         loss = objective(phase.objective.name)
         self.prepare(rows, loss)
         backbone = self.backbone
@@ -124,9 +131,15 @@ class Bench:
         with self._training(trunk=trunk):
             for batch in batches(rows, phase, key):
                 backbone.grad.zero_()
-                what = replace(phase.objective, settings={**phase.objective.settings, **memory})
-                figures = self._backward(batch, loss, what, key.at("step", steps), features)
-                memory = {name: figures.pop(name) for name in memory}
+                figures: defaultdict[str, float] = defaultdict(float)
+                at, whole = key.at("step", steps), len(batch) <= phase.batch_size or not loss.by_batch
+                for number, part in enumerate([batch] if whole else _cut(batch, phase.batch_size)):
+                    what = replace(phase.objective, settings={**phase.objective.settings, **memory})
+                    own, share = at if whole else at.at("batch", number), len(part) / len(batch)
+                    found = self._backward(part, loss, what, own, features, share)
+                    memory = {name: found.pop(name) for name in memory}
+                    for name, value in found.items():
+                        figures[name] += share * value
                 optimizer.add()
                 figures["grad_norm"] = optimizer.step()
                 for name, value in figures.items():
@@ -254,8 +267,9 @@ class Bench:
         what: Objective,
         key: Key,
         features: dict[int, torch.Tensor] | None = None,
+        share: float = 1.0,
     ) -> dict[str, float]:
-        """Add the gradient of the mean loss over ``rows`` to the gradient buffer."""
+        """Add ``share`` of the gradient of the mean loss over ``rows`` to the gradient buffer."""
         groups = self.groups(rows, loss.needs_rejected)
 
         def forward(number: int) -> torch.Tensor:
@@ -271,14 +285,14 @@ class Bench:
             outputs = forward(0)
             values, figures = loss(self._batch(outputs, rows, loss), what.settings)
             mean = values.mean()
-            mean.backward()  # type: ignore[no-untyped-call]
+            (share * mean).backward()  # type: ignore[no-untyped-call]
         elif not loss.batch_statistics:
             # Each pair's loss is its own affair, and so is each group's: forward and back, once.
             seen = []
             for number, micro in enumerate(groups):
                 outputs = forward(number)
                 values, _ = loss(self._batch(outputs, micro, loss), what.settings)
-                (values.sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
+                (share * values.sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
                 seen.append(outputs.detach())
             values, figures = loss(self._batch(torch.cat(seen), rows, loss), what.settings)
             mean = values.mean()
@@ -289,7 +303,7 @@ class Bench:
             whole.requires_grad_()
             values, figures = loss(self._batch(whole, rows, loss), what.settings)
             mean = values.mean()
-            (slope,) = torch.autograd.grad(mean, whole)
+            (slope,) = torch.autograd.grad(share * mean, whole)
             start = 0
             for number, micro in enumerate(groups):
                 forward(number).backward(slope[start : start + len(micro)])  # type: ignore[no-untyped-call]

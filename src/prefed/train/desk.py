@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prefed.core import Key, Objective, Parts, Phase, Round, Tensors, Trained, Upload
 from prefed.train.bench import Bench
+from prefed.train.ppo import Held
 from prefed.train.references import Rows
 
 __all__ = ["Desk"]
@@ -25,6 +26,7 @@ class Desk:
         round: where the run stands.
         key: this client's randomness in this exchange.
         parts: who owns which tensor.
+        held: what the visit's phases have in common.
     """
 
     bench: Bench
@@ -34,6 +36,7 @@ class Desk:
     round: Round
     key: Key
     parts: Parts
+    held: Held = field(default_factory=Held, compare=False)
 
     @property
     def size(self) -> int:
@@ -47,7 +50,7 @@ class Desk:
 
     def train(self, tensors: Tensors, phase: Phase) -> Trained:
         """Run ``phase`` from ``tensors``."""
-        return self.bench.train(tensors, phase, self.rows, self.key, self.parts)
+        return self.bench.train(tensors, phase, self.rows, self.key, self.parts, self.held)
 
     def gradient(
         self, tensors: Tensors, objective: Objective, *, batch_size: int, name: str

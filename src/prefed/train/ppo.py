@@ -23,7 +23,7 @@ from prefed.train.tokenwise import TokenView, view
 if TYPE_CHECKING:
     from prefed.train.bench import Bench
 
-__all__ = ["OfflinePPO"]
+__all__ = ["Held", "OfflinePPO"]
 
 Features = dict[int, torch.Tensor]
 
@@ -35,16 +35,21 @@ class _Start:
     Attributes:
         tokens: all completion tokens of the rows.
         where: row → its tokens.
-        features: row → the trunk's output, in a phase that trains nothing inside the trunk.
     """
 
     tokens: Rollout
     where: Mapping[int, torch.Tensor]
-    features: Features | None
 
     def of(self, rows: Rows) -> Rollout:
         """The tokens of ``rows``, in their order."""
         return self.tokens.take(torch.cat([self.where[int(row)] for row in rows]))
+
+
+@dataclass
+class Held:
+    """What a visit's phases have in common: π_old and all that follows from it, once it is there."""
+
+    start: _Start | None = None
 
 
 class OfflinePPO:
@@ -62,11 +67,11 @@ class OfflinePPO:
         self._bench, self._rewards = bench, rewards
         self._reference: dict[int, torch.Tensor] = {}
 
-    def train(self, tensors: Tensors, phase: Phase, rows: Rows, key: Key) -> Trained:
+    def train(self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, held: Held) -> Trained:
         """Run ``phase`` from ``tensors`` on ``rows``; see :meth:`prefed.train.Bench.train`.
 
-        The policy that the phase starts from is π_old. The phase ends early before a step on a batch over
-        which the mean of ρ − 1 − log ρ is above 1.5 times ``target_kl``.
+        The policy that the visit's first phase starts from is π_old, in later ones too. A phase ends early
+        before a step on a batch over which the mean of ρ − 1 − log ρ is above 1.5 times ``target_kl``.
 
         Returns:
             Its figures are means over the steps, save ``stopped``: 1 if it ended early.
@@ -79,8 +84,12 @@ class OfflinePPO:
         backbone, key = self._bench.backbone, key.at("phase", phase.name)
         scores = self._scores(rows)
         plan = list(batches(rows, phase, key))
+        self._load(tensors, rows, settings)
+        # The visit's start goes through all rows, a later phase through those that it takes.
+        wanted = rows if held.start is None else rows[np.isin(rows, np.concatenate(plan))]
         inside = backbone.trains_trunk(phase.train)
-        start = self._begin(tensors, rows, scores, settings, plan, keep=not inside)
+        features = None if inside else self._bench.features(wanted, OBJECTIVES["dpo"])
+        held.start = start = held.start or self._begin(rows, scores, settings, features)
         backbone.train_only(phase.train)
         optimizer = FlatOptimizer(backbone, phase)
         sums: defaultdict[str, float] = defaultdict(float)
@@ -88,11 +97,13 @@ class OfflinePPO:
         stopped = False
         for batch in plan:
             backbone.grad.zero_()
-            figures = self._backward(batch, start, settings)
+            figures = self._backward(batch, start, settings, features)
             bound = PATIENCE * settings["target_kl"]
             # Written so that a mean that is no number stops it too.
             if bound and not figures["kl"] <= bound:
                 stopped = True
+                if not steps:
+                    sums.update(figures)
                 break
             optimizer.add()
             figures["grad_norm"] = optimizer.step()
@@ -115,11 +126,14 @@ class OfflinePPO:
             train: names of the tensors to take the gradient in.
         """
         settings = PPO.resolve(what.settings)
-        start = self._begin(tensors, rows, self._scores(rows), settings, [batch])
+        self._load(tensors, rows, settings)
+        taken = np.isin(rows, batch)
+        scores = self._scores(rows)[torch.from_numpy(taken)]
+        start = self._begin(rows[taken], scores, settings, None)
         backbone = self._bench.backbone
         backbone.train_only(train)
         backbone.grad.zero_()
-        figures = self._backward(batch, start, settings)
+        figures = self._backward(batch, start, settings, None)
         return Tensors(backbone.layout, backbone.grad.to("cpu", copy=True)), figures["loss"]
 
     def loss(self, tensors: Tensors, what: Objective, rows: Rows) -> float:
@@ -136,41 +150,33 @@ class OfflinePPO:
             raise ModelError("objective 'ppo' needs a critic: the model was loaded without the part 'value'")
         return pair_rewards(standardise(torch.from_numpy(self._rewards.get(rows))))
 
-    def _begin(
-        self,
-        tensors: Tensors,
-        rows: Rows,
-        rewards: torch.Tensor,
-        settings: Mapping[str, float],
-        plan: list[Rows],
-        *,
-        keep: bool = False,
-    ) -> _Start:
-        """Have log π_ref of ``rows``, load ``tensors`` and go through what of them ``plan`` takes."""
-        bench, backbone = self._bench, self._bench.backbone
+    def _load(self, tensors: Tensors, rows: Rows, settings: Mapping[str, float]) -> None:
+        """Have log π_ref of ``rows``, and ``tensors`` in the model, nothing of them training yet."""
         if settings["kl"]:
             self._refer(rows)
-        taken = np.isin(rows, np.concatenate(plan))
-        seen = rows[taken]
-        backbone.load(tensors)
-        backbone.train_only(())
-        features = bench.features(seen, OBJECTIVES["dpo"]) if keep else None
-        now = self._views(seen, features)
+        self._bench.backbone.load(tensors)
+        self._bench.backbone.train_only(())
+
+    def _begin(
+        self, rows: Rows, rewards: torch.Tensor, settings: Mapping[str, float], features: Features | None
+    ) -> _Start:
+        """What the model that is loaded, as π_old, says of ``rows`` with rewards ``[n, 2]``."""
+        now = self._views(rows, features)
         reference = now.logprobs
         if settings["kl"]:
-            reference = torch.cat([self._reference[int(row)] for row in seen])
-        lengths = torch.from_numpy(bench.tokens.lengths[seen, 1:].reshape(-1).astype(np.int64))
+            reference = torch.cat([self._reference[int(row)] for row in rows])
+        lengths = torch.from_numpy(self._bench.tokens.lengths[rows, 1:].reshape(-1).astype(np.int64))
         shape = {name: settings[name] for name in ("kl", "discount", "trace", "scaled")}
         tokens = rollout(
             now.logprobs,
             now.values,
             reference,
-            rewards[torch.from_numpy(taken)].reshape(-1),
+            rewards.reshape(-1),
             lengths,
             **shape,
         )
         stretches = torch.split(torch.arange(len(now.logprobs)), lengths.view(-1, 2).sum(1).tolist())
-        return _Start(tokens, dict(zip(seen.tolist(), stretches, strict=True)), features)
+        return _Start(tokens, dict(zip(rows.tolist(), stretches, strict=True)))
 
     def _refer(self, rows: Rows) -> None:
         """Have log π_ref of every token of ``rows``, all computed together if any is missing."""
@@ -197,14 +203,16 @@ class OfflinePPO:
         held = None if features is None else [features[int(row)] for row in rows]
         return view(bench.backbone, bench.forward, bench.pairs(rows), held)
 
-    def _backward(self, rows: Rows, start: _Start, settings: Mapping[str, float]) -> dict[str, float]:
+    def _backward(
+        self, rows: Rows, start: _Start, settings: Mapping[str, float], features: Features | None
+    ) -> dict[str, float]:
         """Add the gradient of the loss over ``rows`` to the gradient buffer."""
         bench = self._bench
         shape = {name: settings[name] for name in ("clip", "value", "entropy")}
         total = int(bench.tokens.lengths[rows, 1:].sum())
         sums: defaultdict[str, float] = defaultdict(float)
         for group in bench.groups(rows, True):
-            now = self._view(group, start.features)
+            now = self._view(group, features)
             then = start.of(group).to(now.logprobs.device)
             losses, figures = ppo(then, now.logprobs, now.values, now.entropies, **shape)
             loss = losses.sum() / (len(rows) if settings["sums"] else total)
