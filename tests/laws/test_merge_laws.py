@@ -17,12 +17,10 @@ from prefed.merge import (
     Merger,
     ServerOptimizer,
     alignment_weights,
-    attend,
     coordinate_median,
     distance_attention,
     similarity_attention,
     trimmed_mean,
-    weighted_mean,
 )
 from prefed.merge.flat import combine
 from prefed.merge.lora import residuals
@@ -145,10 +143,11 @@ def test_equal_updates_give_that_update(
 @given(federations())
 def test_mean_against_plain_arithmetic(federation: tuple[Tensors, list[Upload], Round]) -> None:
     """Σ p_i φ_i in float64, one client at a time; and within the clients' range."""
-    _, uploads, _ = federation
+    model, uploads, now = federation
+    merger = Merger(MergeConfig(), model.layout, 1.0)
     total = sum(upload.weight for upload in uploads)
     plain = sum(upload.weight / total * upload.tensors["model"].flat.double() for upload in uploads)
-    mean = weighted_mean(uploads).flat
+    mean = merger.merge(merger.init(model), uploads, now).tensors["model"].select(SENT.names).flat
     torch.testing.assert_close(mean.double(), plain, rtol=1e-6, atol=1e-7)
     stack = torch.stack([upload.tensors["model"].flat for upload in uploads])
     assert bool(((mean >= stack.amin(0) - 1e-6) & (mean <= stack.amax(0) + 1e-6)).all())
@@ -301,4 +300,6 @@ def test_attention_mixes(federation: tuple[Tensors, list[Upload], Round]) -> Non
     least = min(0.05, 1 / n)
     assert all(weight >= least / (1 + n * least) - 1e-12 for row in seed.values() for weight in row.values())
     equal = dict.fromkeys(models, next(iter(models.values())))
-    assert all(mixed.equal(equal[client]) for client, mixed in attend(seed, equal).items())
+    blend = Merger(MergeConfig(), next(iter(equal.values())).layout, 1.0).blend
+    for client, row in seed.items():
+        assert blend([equal[j] for j in row], list(row.values())).equal(equal[client])

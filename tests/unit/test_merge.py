@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from prefed.core import Entry, Layout, Tensors, Upload
+from prefed.core import Entry, Key, Layout, Round, Tensors, Upload
 from prefed.merge import (
     BadUpload,
     MergeConfig,
+    Merger,
     ServerOptimizer,
     Staleness,
     alignment_weights,
-    attend,
     check,
     clip_norms,
     coordinate_median,
     distance_attention,
     krum,
     krum_scores,
-    mass_mean,
     multi_krum,
     ordered,
     similarity_attention,
     trimmed_mean,
-    weighted_mean,
 )
 from prefed.merge.optimizers import slots, step
 
@@ -42,6 +41,26 @@ def reply(client: str, weight: float, *numbers: float, sent_at: int = 1) -> Uplo
 
 def numbers(tensors: Tensors) -> list[float]:
     return tensors.flat.tolist()
+
+
+def weighted_mean(replies: list[Upload], by: str = "samples") -> Tensors:
+    """What a server that starts from zero makes of ``replies``."""
+    layout = replies[0].tensors["model"].layout
+    merger = Merger(MergeConfig(weights=by), layout, 1.0)
+    now = Round(1, 1, Key(0), {reply.client: reply.weight for reply in replies})
+    return merger.merge(merger.init(Tensors.zeros(layout)), replies, now).tensors["model"]
+
+
+def mass_mean(current: Tensors, replies: list[Upload], total: float) -> Tensors:
+    """What a server at ``current`` makes of them where all clients together hold ``total`` pairs."""
+    merger = Merger(MergeConfig(weights="mass"), current.layout, 1.0)
+    return merger.merge(merger.init(current), replies, Round(1, 1, Key(0), {"all": total})).tensors["model"]
+
+
+def attend(rows: Mapping[str, Mapping[str, float]], models: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """Each receiver's mixture."""
+    merger = Merger(MergeConfig(), next(iter(models.values())).layout, 1.0)
+    return {i: merger.blend([models[j] for j in row], list(row.values())) for i, row in rows.items()}
 
 
 class TestMeans:

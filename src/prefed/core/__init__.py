@@ -3,7 +3,7 @@
 from prefed.core.key import Key
 from prefed.core.method import Exchange, Method, Round, Visit
 from prefed.core.parts import Owner, Parts
-from prefed.core.phase import Objective, Optimizer, Penalty, Phase, Proximal, Trained
+from prefed.core.phase import Moments, Objective, Optimizer, Penalty, Phase, Proximal, Trained
 from prefed.core.state import Download, Plain, State, Upload
 from prefed.core.tensors import Entry, Layout, Tensors
 
@@ -14,6 +14,7 @@ __all__ = [
     "Key",
     "Layout",
     "Method",
+    "Moments",
     "Objective",
     "Optimizer",
     "Owner",

@@ -10,7 +10,7 @@ from typing import Literal
 from prefed.core.parts import Owner, Parts
 from prefed.core.tensors import Tensors
 
-__all__ = ["Objective", "Optimizer", "Penalty", "Phase", "Proximal", "Trained"]
+__all__ = ["Moments", "Objective", "Optimizer", "Penalty", "Phase", "Proximal", "Trained"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,19 @@ class Penalty:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """What an optimiser remembers of the steps it took.
+
+    Attributes:
+        slots: e.g. ``"exp_avg"`` → one number for each that it moved; empty before its first step.
+        steps: how many it took.
+    """
+
+    slots: Mapping[str, Tensors] = field(default_factory=dict)
+    steps: int = 0
+
+
+@dataclass(frozen=True)
 class Phase:
     """One stretch of local training: which tensors, on what loss, for how long, with which optimiser.
 
@@ -72,6 +85,8 @@ class Phase:
         correction: added to the gradient of the tensors it names (SCAFFOLD's c − c_i).
         penalties: norms added to the loss.
         memory: values that the objective carries from step to step (the PDPO loss's ``scale``).
+        moments: where the optimiser goes on from; ``None``: it is new, and what it remembers at the end is
+            not asked for.
 
     Raises:
         ValueError: nothing is trained, or not exactly one of steps and epochs is given.
@@ -90,6 +105,7 @@ class Phase:
     correction: Tensors | None = None
     penalties: tuple[Penalty, ...] = ()
     memory: Mapping[str, float] = field(default_factory=dict)
+    moments: Moments | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -129,6 +145,7 @@ class Trained:
         pairs: preference pairs seen, repeats counted.
         figures: means over the steps of the objective's own figures, e.g. ``margin``.
         memory: what the objective carries on, as :attr:`Phase.memory` takes it.
+        moments: what the optimiser remembers, where the phase asked for it.
     """
 
     tensors: Tensors
@@ -137,3 +154,4 @@ class Trained:
     pairs: int
     figures: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
+    moments: Moments | None = None

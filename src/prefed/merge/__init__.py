@@ -1,10 +1,10 @@
 """Turning uploads into the next model: means, robust rules, LoRA-aware rules, server optimisers."""
 
 from prefed.merge.alignment import alignment_weights
-from prefed.merge.attention import Coefficients, attend, distance_attention, similarity_attention, spread
+from prefed.merge.attention import Coefficients, distance_attention, similarity_attention, spread
 from prefed.merge.checks import BadUpload, check
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
-from prefed.merge.means import mass_mean, ordered, weighted_mean
+from prefed.merge.means import ordered
 from prefed.merge.merger import FIGURES, Merger, Weigh
 from prefed.merge.robust import clip_norms, coordinate_median, krum, krum_scores, multi_krum, trimmed_mean
 
@@ -19,18 +19,15 @@ __all__ = [
     "Staleness",
     "Weigh",
     "alignment_weights",
-    "attend",
     "check",
     "clip_norms",
     "coordinate_median",
     "distance_attention",
     "krum",
     "krum_scores",
-    "mass_mean",
     "multi_krum",
     "ordered",
     "similarity_attention",
     "spread",
     "trimmed_mean",
-    "weighted_mean",
 ]

@@ -1,6 +1,7 @@
 """FedAMP: each client receives its own mixture of all clients' models (Huang et al. 2021, arXiv:2007.03797).
 
-Both forms give coefficients, client → client → weight, each row summing to 1; :func:`attend` applies them.
+Both forms give coefficients, client → client → weight, each row summing to 1;
+:meth:`prefed.merge.Merger.blend` applies them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from prefed.core import Tensors
-from prefed.merge.flat import combine, gram
+from prefed.merge.flat import gram
 
-__all__ = ["Coefficients", "attend", "distance_attention", "similarity_attention", "spread"]
+__all__ = ["Coefficients", "distance_attention", "similarity_attention", "spread"]
 
 Coefficients = Mapping[str, Mapping[str, float]]
 """Receiver → sender → weight."""
@@ -72,14 +73,6 @@ def distance_attention(
             f"{alpha:g} (at most sigma / (N - 1) = {sigma / (n - 1):g} always serves) or raise sigma"
         )
     return _rows(clients, weights + torch.diag(own.clamp(min=0)))
-
-
-def attend(coefficients: Coefficients, models: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """u_i = Σ_j a_ij φ_j for each receiver i."""
-    return {
-        receiver: combine([models[sender] for sender in sorted(row)], [row[sender] for sender in sorted(row)])
-        for receiver, row in coefficients.items()
-    }
 
 
 def spread(models: Mapping[str, Tensors]) -> float:

@@ -1,15 +1,13 @@
-"""Means of uploads. The order in which replies came never changes a bit: they are sorted first."""
+"""Weights of uploads, and their order: in which replies came never changes a bit, they are sorted first."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
 
-from prefed.core import Tensors, Upload
-from prefed.merge.flat import combine
+from prefed.core import Upload
 
-__all__ = ["mass_mean", "ordered", "shares", "weighted_mean"]
+__all__ = ["ordered", "remainder", "shares"]
 
 
 def ordered(uploads: Sequence[Upload]) -> tuple[Upload, ...]:
@@ -37,46 +35,6 @@ def shares(weights: Sequence[float]) -> list[float]:
     if not (total > 0 and min(weights) >= 0):
         raise ValueError(f"weights must be at least 0 and not all 0, got {list(weights)}")
     return [weight / total for weight in weights]
-
-
-def weighted_mean(
-    uploads: Sequence[Upload], by: Literal["samples", "uniform"] = "samples", group: str = "model"
-) -> Tensors:
-    """Σ_i p_i φ_i over the clients that replied: FedAvg's step, and Distributed DPO's (arXiv:2605.20696).
-
-    Args:
-        uploads: at least one.
-        by: p_i = n_i / Σ_j n_j, or 1 / S.
-        group: which of the uploads' groups.
-
-    >>> from prefed.core import Entry, Layout
-    >>> import torch
-    >>> layout = Layout((Entry("a", (1,), "lora"),))
-    >>> def reply(client, size, value):
-    ...     return Upload(client, size, {"model": Tensors(layout, torch.tensor([value]))})
-    >>> weighted_mean([reply("b", 30, 1.0), reply("a", 10, 5.0)])["a"]
-    tensor([2.])
-    """
-    replies = ordered(uploads)
-    weights = [upload.weight if by == "samples" else 1.0 for upload in replies]
-    return combine([upload.tensors[group] for upload in replies], shares(weights))
-
-
-def mass_mean(current: Tensors, uploads: Sequence[Upload], total: float, group: str = "model") -> Tensors:
-    """(1 − Σ_m p_m) φ + Σ_m p_m φ_m: FedBiscuit (ICLR 2025), eq. 6.
-
-    Args:
-        current: the server's φ.
-        uploads: the φ_m of the clients that trained it.
-        total: Σ n over all clients of the federation; p_m = n_m / total.
-        group: which of the uploads' groups.
-
-    Raises:
-        ValueError: the uploads weigh more than ``total``.
-    """
-    replies = ordered(uploads)
-    masses = [upload.weight / total for upload in replies]
-    return combine([current, *(upload.tensors[group] for upload in replies)], [remainder(masses), *masses])
 
 
 def remainder(masses: Sequence[float]) -> float:

@@ -27,6 +27,7 @@ from prefed.core import (
 )
 from prefed.merge import Merger, Weigh, lora
 from prefed.methods import schedule
+from prefed.methods.moments import remembering
 from prefed.methods.ppo import VALUE
 from prefed.methods.settings import LocalSettings, TrainingSettings
 
@@ -256,4 +257,6 @@ class Plan:
             "adapt": self.adapt,
             "personal": any(self.merger.layout[n].part != VALUE for n in self.parts.names(Owner.PERSONAL)),
         }
+        if self.settings.optimizer_state == "kept":
+            exchanges = tuple(remembering(exchange) for exchange in exchanges)
         return Method(name=name, source=source, parts=self.parts, exchanges=exchanges, **{**usual, **changes})

@@ -72,9 +72,7 @@ class Settings(LocalSettings):
         description="the language model head: as pretrained, the same everywhere; or untied, trained, and "
         "sent or kept",
     )
-    optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field(
-        "adam", description="local optimiser, made anew at every visit"
-    )
+    optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("adam", description="local optimiser")
     weight_decay: float = Field(
         0.0, ge=0, description="weight decay of the local optimiser; it draws every gate towards 1/2"
     )

@@ -28,8 +28,11 @@ class TrainingSettings(Strict):
     local_epochs: int | None = Field(
         1, ge=1, description="passes of a visit over the client's pairs; give this or local_steps"
     )
-    optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field(
-        "adamw", description="local optimiser, made anew at every visit"
+    optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("adamw", description="local optimiser")
+    optimizer_state: Literal["new", "kept"] = Field(
+        "new",
+        description="what the optimiser finds at a visit: new, nothing; kept, what it left at the client's "
+        "last visit, which stays on the client's disk",
     )
     betas: tuple[float, float] = Field(
         (0.9, 0.999), description="decay rates of adamw's and adam's moment estimates"

@@ -146,7 +146,8 @@ class Bench:
                     sums[name] += value
                 steps, pairs = steps + 1, pairs + len(batch)
         means = {name: value / steps for name, value in sums.items()}
-        return Trained(backbone.extract(), means.pop("loss"), steps, pairs, means, memory)
+        moments = None if phase.moments is None else optimizer.moments(steps)
+        return Trained(backbone.extract(), means.pop("loss"), steps, pairs, means, memory, moments)
 
     def gradient(
         self, tensors: Tensors, what: Objective, rows: Rows, key: Key, parts: Parts, *, batch_size: int = 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 
-from prefed.core import Phase
+from prefed.core import Moments, Phase, Tensors
 from prefed.models import Backbone
 
 __all__ = ["FlatOptimizer"]
@@ -35,6 +36,8 @@ class FlatOptimizer:
                 slices.append(part)
             groups.append({"params": slices, "lr": rate})
         self._steps = self._make(groups)
+        if phase.moments is not None and phase.moments.steps:
+            self._resume(phase.moments)
         device = backbone.device
         moves = set(phase.train)
         self._proximal, self._correction = [], []
@@ -56,6 +59,36 @@ class FlatOptimizer:
         if o.name == "rmsprop":
             return torch.optim.RMSprop(groups, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
         return torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
+
+    def _slices(self) -> Iterator[tuple[torch.nn.Parameter, slice]]:
+        """The optimiser's parameters, and where each lies in the flat buffer."""
+        origin = self._backbone.flat.storage_offset()
+        for group in self._steps.param_groups:
+            for part in group["params"]:
+                start = part.storage_offset() - origin
+                yield part, slice(start, start + part.numel())
+
+    def _resume(self, moments: Moments) -> None:
+        flat = self._backbone.flat
+        whole = {
+            name: Tensors.zeros(self._backbone.layout).replace(held).flat.to(flat.device)
+            for name, held in moments.slots.items()
+        }
+        for part, span in self._slices():
+            state = self._steps.state[part]
+            state["step"] = torch.tensor(float(moments.steps), device=flat.device)
+            state.update({name: values[span].clone() for name, values in whole.items()})
+
+    def moments(self, steps: int) -> Moments:
+        """What the optimiser remembers, on the CPU, after ``steps`` steps of this phase."""
+        layout, whole = self._backbone.layout, dict[str, torch.Tensor]()
+        for part, span in self._slices():
+            for name, value in self._steps.state[part].items():
+                if isinstance(value, torch.Tensor) and value.shape == part.shape and name != "step":
+                    whole.setdefault(name, torch.zeros(layout.size))[span] = value.cpu()
+        slots = {name: Tensors(layout, flat).select(self._phase.train) for name, flat in whole.items()}
+        before = self._phase.moments.steps if self._phase.moments is not None else 0
+        return Moments(slots, before + steps)
 
     def add(self) -> None:
         """Add the gradients of the proximal term and the penalties, and the correction."""

@@ -111,7 +111,8 @@ class OfflinePPO:
                 sums[name] += value
             steps, pairs = steps + 1, pairs + len(batch)
         means = {name: value / max(steps, 1) for name, value in sums.items()} | {"stopped": float(stopped)}
-        return Trained(backbone.extract(), means.pop("loss", 0.0), steps, pairs, means)
+        moments = None if phase.moments is None else optimizer.moments(steps)
+        return Trained(backbone.extract(), means.pop("loss", 0.0), steps, pairs, means, moments=moments)
 
     def gradient(
         self, tensors: Tensors, what: Objective, rows: Rows, batch: Rows, train: Iterable[str]
