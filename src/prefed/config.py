@@ -85,7 +85,7 @@ class EvaluateConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """Where clients' work is done: only ``threads``, ``max_tokens`` and ``state_dtype`` can change a digit."""
+    """Where clients work; ``threads``, ``max_tokens`` and ``state_dtype`` alone can change a digit."""
 
     name: Literal["local"] = Field("local", description="on this machine")
     workers: int = Field(0, ge=0, description="processes that share the clients' work; 0: this one alone")
