@@ -126,6 +126,8 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         ("a.csv", b"a,a\n1,2\n", r"header names a twice"),
         ("a.csv", b'a,b\n1,"x\n', r"a.csv, row 2: not CSV"),
         ("a.csv", b"a,b\n\xff,2\n", r"row 2: not utf-8 text"),
+        ("a.csv", b'a,b\n1,"x\n\xff"\n', r"row 3: not utf-8 text \(byte 0xff at position 0\)"),
+        ("a.csv", b"a,\xff\n1,2\n", r"a.csv, row 1: not utf-8 text"),
         ("a.jsonl.gz", gzip.compress(lines(ROWS) * 50)[:-20], r"not a whole gzip file"),
         ("a.jsonl.gz", b"plain", r"not a whole gzip file"),
         ("a.parquet", b"PAR1 and no more", r"not a whole Parquet file"),
@@ -137,6 +139,21 @@ def test_a_broken_file_is_named_with_its_row(tmp_path, name, content, message):
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         read(path)
+
+
+def test_a_csv_row_with_an_undecodable_line_goes_as_a_whole(tmp_path):
+    """The quoted field of the first row spans lines 2 to 5, two of them not UTF-8: one row is invalid.
+
+    What follows keeps its own line's number.
+    """
+    path = tmp_path / "a.csv"
+    path.write_bytes(
+        b'prompt,chosen,rejected\nQ1,"Please do\nnot tak\xe9 this\n\xff\nmedicine",no\nQ2,yes,no\n'
+    )
+    problems = Problems(forgiving=True)
+    found = list(files.rows(path, "utf-8", problems))
+    assert [(row["prompt"], where.row) for row, where in found] == [("Q2", 6)]
+    assert problems.count == 1
 
 
 def test_an_encoding_must_exist(tmp_path):

@@ -91,26 +91,26 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _text(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[str, int]]:
-    """Lines with their numbers; a line that cannot be decoded is a problem."""
+def _text(path: Path, encoding: str) -> Iterator[tuple[str, int, str | None]]:
+    """Lines with their numbers, and what is wrong with those that cannot be decoded."""
     if "\n".encode(encoding)[-1:] != b"\n" or len("a".encode(encoding)) != 1:
         yield from _wide_text(path, encoding)
         return
     with _open(path) as stream:
         for number, raw in enumerate(stream, 1):
+            wrong = None
             try:
                 line = raw.decode(encoding)
             except UnicodeDecodeError as error:
-                problems.add(
-                    Where(str(path), number),
+                line = raw.decode(encoding, errors="replace")
+                wrong = (
                     f"not {encoding} text (byte 0x{raw[error.start]:02x} at position {error.start}); "
-                    "set encoding to the file's, e.g. latin-1",
+                    "set encoding to the file's, e.g. latin-1"
                 )
-                continue
-            yield (line.removeprefix("\ufeff") if number == 1 else line), number
+            yield (line.removeprefix("\ufeff") if number == 1 else line), number, wrong
 
 
-def _wide_text(path: Path, encoding: str) -> Iterator[tuple[str, int]]:
+def _wide_text(path: Path, encoding: str) -> Iterator[tuple[str, int, None]]:
     # UTF-16 and its like have newline bytes inside characters, so lines can only be found after decoding.
     import io
 
@@ -118,7 +118,7 @@ def _wide_text(path: Path, encoding: str) -> Iterator[tuple[str, int]]:
         number = 0
         try:
             for number, line in enumerate(text, 1):
-                yield (line.removeprefix("\ufeff") if number == 1 else line), number
+                yield (line.removeprefix("\ufeff") if number == 1 else line), number, None
         except UnicodeDecodeError as error:
             raise DataError(f"{path}, after row {number}: not {encoding} text ({error.reason})") from error
 
@@ -136,10 +136,13 @@ def _called(value: Any) -> str:
 
 
 def _lines(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
-    for line, number in _text(path, encoding, problems):
+    for line, number, wrong in _text(path, encoding):
         if not line.strip():
             continue
         where = Where(str(path), number)
+        if wrong is not None:
+            problems.add(where, wrong)
+            continue
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
@@ -153,7 +156,7 @@ def _lines(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row,
 
 def _json(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
     """A list of objects (read whole), or JSON lines under the name ``.json``."""
-    for first, _ in _text(path, encoding, problems):
+    for first, _, _ in _text(path, encoding):
         if first.strip():
             break
     else:
@@ -179,11 +182,15 @@ def _json(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, 
 def _csv(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
     csv.field_size_limit(_FIELD)
     line = 0
+    # A line that cannot be decoded may be the middle of a quoted field: only its whole row can be left out.
+    undecoded: list[tuple[Where, str]] = []
 
     def lines() -> Iterator[str]:
         nonlocal line
-        for text, number in _text(path, encoding, problems):
+        for text, number, wrong in _text(path, encoding):
             line = number
+            if wrong is not None:
+                undecoded.append((Where(str(path), number), wrong))
             yield text
 
     reader = csv.reader(lines(), strict=True)
@@ -199,7 +206,13 @@ def _csv(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, W
         if not values:
             continue
         where = Where(str(path), before + 1)
-        if header is None:
+        if undecoded:
+            where, wrong = undecoded[0]
+            undecoded.clear()
+            if header is None:
+                raise DataError(f"{where}: {wrong}")
+            problems.add(where, wrong)
+        elif header is None:
             header = values
             repeated = {name for name in header if header.count(name) > 1}
             if repeated:
