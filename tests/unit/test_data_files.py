@@ -18,6 +18,10 @@ ROWS = [
 ]
 
 
+# The header of a gzip file, and then a block of the type that deflate leaves undefined.
+CORRUPT = gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20
+
+
 def lines(rows):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
@@ -96,6 +100,22 @@ def test_parquet_streams_row_groups(tmp_path):
     assert [where.row for _, where in found] == list(range(1, 1201))
 
 
+def test_a_parquet_value_that_python_cannot_hold(tmp_path):
+    """2^62 µs after 1970 is past the year 9999: no value. Text that is not UTF-8 makes its row invalid."""
+    path = tmp_path / "a.parquet"
+    late = pa.array([0, 2**62, 0], pa.timestamp("us"))
+    words = pa.array([b"a", b"b", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"late": late, "word": words}), path)
+    problems = Problems(limit=2)
+    found = list(files.rows(path, "utf-8", problems))
+    assert [(row["word"], row["late"] is None, where.row) for row, where in found] == [
+        ("a", False, 1),
+        ("b", True, 2),
+    ]
+    with pytest.raises(DataError, match=r"a.parquet, row 3: not UTF-8 text"):
+        problems.finish()
+
+
 def test_a_folder_is_its_files_in_order(tmp_path):
     """Sorted by path, hidden files and other kinds left alone."""
     (tmp_path / "sub").mkdir()
@@ -132,6 +152,10 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         ("a.jsonl.gz", b"plain", r"not a whole gzip file"),
         ("a.parquet", b"PAR1 and no more", r"not a whole Parquet file"),
         ("a.jsonl", b"[" * 100_000, r"row 1: not (readable as )?JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}", r"row 2: not readable as JSON: .* 5000 digits"),
+        ("a.json", b"[" * 100_000, r"a.json: not readable as JSON: nested too deeply"),
+        ("a.json", b"[" + b"9" * 5000 + b"]", r"a.json: not readable as JSON: .* 5000 digits$"),
+        ("a.jsonl.gz", CORRUPT, r"a.jsonl.gz: not a whole gzip file"),
     ],
 )
 def test_a_broken_file_is_named_with_its_row(tmp_path, name, content, message):
@@ -202,6 +226,16 @@ def test_missing_columns_are_told_at_the_first_row(tmp_path):
         ({"margin": True}, "row 2: margin is True"),
         ({"client": ["a"]}, r"row 2: client is \['a'\], not a name"),
         ({"split": "training"}, "row 2: split is 'training'"),
+        ({"margin": 10**400}, "row 2: margin is 1000.*000, not a finite number"),
+        ({"margin": 1e39}, "row 2: margin is 1e\\+39, not a finite 32-bit number"),
+        ({"client": "a\ud83d"}, "row 2: client has half a surrogate pair at character 2"),
+        ({"category": "\ud83d"}, "row 2: category has half a surrogate pair"),
+        ({"title": "cut \ud83d"}, "row 2: title has half a surrogate pair at character 5"),
+        ({"cut \ud83d": 1}, "row 2: the name of a column has half a surrogate pair"),
+        (
+            {"chosen": [{"role": ["user"], "content": "a"}], "rejected": [{"role": "user", "content": "b"}]},
+            r"row 2: chosen has a message of role \['user'\]",
+        ),
     ],
 )
 def test_an_unusable_row_is_an_error_or_dropped(tmp_path, row, message):
@@ -209,7 +243,7 @@ def test_an_unusable_row_is_an_error_or_dropped(tmp_path, row, message):
     path = tmp_path / "a.jsonl"
     rows = pairs(3)
     rows[1] |= row
-    path.write_bytes(lines(rows))
+    path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match=message):
         all_records(str(path))
     found, tally, problems = all_records(str(path), invalid="drop")

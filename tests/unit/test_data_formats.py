@@ -332,6 +332,9 @@ def test_generic_rows_use_columns_of_the_record(tmp_path):
         (COMPARISON | {"choice": 2}, "choice of 0 or 1"),
         (COMPARISON | {"summaries": []}, "two summaries"),
         (COMPARISON | {"info": {"id": "x"}}, "neither a post nor an article"),
+        (COMPARISON | {"extra": "8"}, "row 1: extra is not an object"),
+        (COMPARISON | {"info": {"post": "x", "subreddit": ["x"]}}, "row 1: subreddit is .*not a name"),
+        (COMPARISON | {"summaries": ["text", "text"]}, "row 1: malformed: string indices"),
     ],
 )
 def test_a_malformed_row_of_a_known_set(tmp_path, row, message):

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ prompts = st.one_of(
     prompts,
     responses,
     responses,
-    st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32),
     st.none() | responses,
     st.dictionaries(responses, plain, max_size=3),
 )
@@ -44,6 +45,8 @@ def test_written_and_read_again_is_the_same(prompt, chosen, rejected, margin, cl
         ({"rejected": " yes"}, "are the same"),
         ({"margin": math.nan}, "margin is nan"),
         ({"margin": math.inf}, "margin is inf"),
+        ({"margin": -3.41e38}, "margin is -3.41e\\+38, not a finite 32-bit number"),
+        ({"domain": "\udc00"}, "domain has half a surrogate pair"),
         ({"split": "training"}, "split is one of"),
         ({"chosen": "half \ud83d"}, "chosen has half a surrogate pair at character 6"),
         ({"prompt": "\udc00"}, "prompt has half a surrogate pair"),
@@ -53,6 +56,13 @@ def test_written_and_read_again_is_the_same(prompt, chosen, rejected, margin, cl
 def test_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
         Record(**({"prompt": "Q", "chosen": " yes", "rejected": " no"} | fields))
+
+
+def test_the_largest_margin_is_the_largest_32_bit_float():
+    largest = float(np.finfo(np.float32).max)
+    assert Record("Q", "a", "b", margin=-largest).margin == -largest
+    with pytest.raises(ValueError, match="not a finite"):
+        Record("Q", "a", "b", margin=np.nextafter(largest, math.inf))
 
 
 def test_a_message_has_a_known_role():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -16,6 +15,8 @@ Split: TypeAlias = Literal["train", "validation", "test"]
 
 _ROLES = ("system", "user", "assistant")
 _SPLITS = ("train", "validation", "test")
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest 32-bit float: columns keep margins as such."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Record:
         extra: the source's other plain columns, by name.
 
     Raises:
-        ValueError: a response is blank, both are the same, a text is no Unicode, or the margin is not finite.
+        ValueError: a response is blank, both are the same, a text is no Unicode, or the margin is not finite
+            in 32 bits.
 
     >>> record = Record("Name a colour.", " Blue.", " A dog.", margin=0.8, extra={"worker": 7})
     >>> Record.from_json(record.to_json()) == record
@@ -85,14 +87,17 @@ class Record:
             if not response.strip():
                 raise ValueError(f"{name} is empty")
             _unicode(name, response)
-        if isinstance(self.prompt, str):
-            _unicode("prompt", self.prompt)
-        for turn in () if isinstance(self.prompt, str) else self.prompt:
-            _unicode("prompt", turn.content)
+        for text in [self.prompt] if isinstance(self.prompt, str) else [m.content for m in self.prompt]:
+            _unicode("prompt", text)
+        for name in ("client", "category", "domain"):
+            _unicode(name, getattr(self, name) or "")
+        for name, value in self.extra.items():
+            _unicode("the name of a column", name)
+            _unicode(name, value if isinstance(value, str) else "")
         if self.chosen == self.rejected:
             raise ValueError("chosen and rejected are the same")
-        if self.margin is not None and not math.isfinite(self.margin):
-            raise ValueError(f"margin is {self.margin}, not a finite number")
+        if self.margin is not None and not abs(self.margin) <= _LARGEST:
+            raise ValueError(f"margin is {self.margin}, not a finite 32-bit number")
         if self.split is not None and self.split not in _SPLITS:
             raise ValueError(f"split is one of {', '.join(_SPLITS)}, not {self.split!r}")
 

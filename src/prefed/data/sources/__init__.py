@@ -70,6 +70,10 @@ def records(
         except ValueError as error:
             problems.add(where, str(error))
             continue
+        except (TypeError, AttributeError, OverflowError) as error:
+            # A value of a kind that the format's reader did not think of.
+            problems.add(where, f"malformed: {error}")
+            continue
         if record is not None:
             yield record, where
 

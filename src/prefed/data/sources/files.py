@@ -6,6 +6,7 @@ import csv
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -71,7 +72,7 @@ def rows(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, W
     reader = {"lines": _lines, "json": _json, "csv": _csv, "parquet": _parquet}[kind(path) or "lines"]
     try:
         yield from reader(path, encoding, problems)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: not a whole gzip file ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
@@ -148,10 +149,17 @@ def _lines(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row,
         except json.JSONDecodeError as error:
             problems.add(where, f"not JSON: {error.msg} at character {error.pos + 1}")
             continue
-        except RecursionError:
-            problems.add(where, "not readable as JSON: nested too deeply")
+        except (ValueError, RecursionError) as error:
+            problems.add(where, _unreadable(error))
             continue
         yield from _object(value, where, problems)
+
+
+def _unreadable(error: ValueError | RecursionError) -> str:
+    """What is wrong with JSON that follows the grammar and is more than Python reads."""
+    # A whole number of thousands of digits; after the semicolon Python says how to allow it.
+    reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+    return f"not readable as JSON: {reason}"
 
 
 def _json(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
@@ -175,6 +183,8 @@ def _json(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, 
         ) from error
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: {_unreadable(error)}") from error
     for number, value in enumerate(values, 1):
         yield from _object(value, Where(str(path), number), problems)
 
@@ -232,10 +242,30 @@ def _parquet(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Ro
     try:
         with pq.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=_BATCH):
-                for row in batch.to_pylist():
+                try:
+                    found = batch.to_pylist()
+                except (ValueError, OverflowError):
+                    found = [None] * len(batch)
+                for k, row in enumerate(found):
                     number += 1
-                    yield row, Where(str(path), number)
+                    where = Where(str(path), number)
+                    try:
+                        if row is None:
+                            columns = zip(batch.schema.names, batch.columns, strict=True)
+                            row = {name: _value(column[k]) for name, column in columns}
+                    except UnicodeDecodeError as error:
+                        problems.add(where, f"not UTF-8 text ({error.reason})")
+                        continue
+                    yield row, where
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}, after row {number}: not a whole Parquet file ({error})") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, after row {number}: not UTF-8 text ({error.reason})") from error
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, OverflowError):
+        # A time that Python cannot hold. No column that is read may be a time, so it is as good as absent.
+        return None

@@ -79,17 +79,19 @@ def _summaries(row: Row) -> Draft:
     choice, summaries, info = (value(row, name) for name in ("choice", "summaries", "info"))
     if not isinstance(summaries, list) or len(summaries) != 2 or choice not in (0, 1):
         raise RowError("a comparison has two summaries and a choice of 0 or 1")
-    if not isinstance(info, Mapping):
-        raise RowError("info is not an object")
+    more = row.get("extra") or {}
+    for name, item in (("info", info), ("extra", more)):
+        if not isinstance(item, Mapping):
+            raise RowError(f"{name} is not an object")
     better, worse = (" " + text(summaries[k], "text").lstrip() for k in (choice, 1 - choice))
     split = row.get("split")
-    confidence = (row.get("extra") or {}).get("confidence")
+    confidence = more.get("confidence")
     return Draft(
         _post(info),
         better,
         worse,
         client=label(row.get("worker"), "worker"),
-        category=info.get("subreddit") or info.get("site"),
+        category=label(info.get("subreddit") or info.get("site"), "subreddit"),
         # "valid1" chose models while training and "valid2" was kept for the final figures.
         split=split_name({"valid1": "validation", "valid2": "test"}.get(str(split), split)),
         extra={

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from prefed.data.config import Columns
 from prefed.data.errors import RowError
@@ -149,10 +150,10 @@ def number(item: Any, name: str) -> float | None:
         return None
     try:
         result = math.nan if isinstance(item, bool) else float(item)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         result = math.nan
     if not math.isfinite(result):
-        raise RowError(f"{name} is {item!r}, not a finite number")
+        raise RowError(f"{name} is {reprlib.repr(item)}, not a finite number")
     return result
 
 
@@ -266,11 +267,11 @@ def messages(item: Any, name: str) -> tuple[Message, ...]:
             raise RowError(f"{name} holds {type(turn).__name__} where a message is expected")
         role = turn.get("role", turn.get("from"))
         content = turn.get("content", turn.get("value"))
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise RowError(f"{name} has a message of role {role!r}; known are {', '.join(_ROLES)}")
         if not isinstance(content, str):
             raise RowError(f"{name} has a message whose content is not text")
-        found.append(Message(_ROLES[cast(str, role)], content))
+        found.append(Message(_ROLES[role], content))
     return tuple(found)
 
 
