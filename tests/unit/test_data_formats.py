@@ -238,6 +238,16 @@ def reply(content):
     return [{"role": "assistant", "content": content}]
 
 
+def turns(*lines):
+    """Messages from lines like ``u:Hi``."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return tuple(Message(roles[line[0]], line[2:]) for line in lines)
+
+
+def said(*lines):
+    return [{"role": turn.role, "content": turn.content} for turn in turns(*lines)]
+
+
 @pytest.mark.parametrize(
     ("prompt", "chosen", "rejected", "expected"),
     [
@@ -261,6 +271,43 @@ def reply(content):
             TURNS + reply("b"),
             (user("Hi", "S"), "a", "b"),
         ),
+        # What is given and what is shared are joined where they overlap: nothing is lost, nothing said twice.
+        (said("s:S", "u:Q"), said("u:Q", "a:A"), said("u:Q", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
+        (said("u:Q"), said("s:S", "u:Q", "a:A"), said("s:S", "u:Q", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
+        (
+            said("u:1", "a:2", "u:1"),
+            said("u:1", "a:2", "u:3", "a:A"),
+            said("u:1", "a:2", "u:3", "a:B"),
+            (turns("u:1", "a:2", "u:1", "a:2", "u:3"), "A", "B"),
+        ),
+        # A text prompt is asked last, unless the shared turns ask it.
+        ("Q", said("s:S", "a:A"), said("s:S", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
+        (
+            "Q",
+            said("u:1", "a:2", "a:A"),
+            said("u:1", "a:2", "a:B"),
+            (turns("u:1", "a:2", "u:Q"), "A", "B"),
+        ),
+        (
+            "1",
+            said("u:1", "a:2", "u:3", "a:A"),
+            said("u:1", "a:2", "u:3", "a:B"),
+            (turns("u:1", "a:2", "u:3"), "A", "B"),
+        ),
+        (
+            "Q ",
+            said("u:By the way, Q", "a:A"),
+            said("u:By the way, Q", "a:B"),
+            (turns("u:By the way, Q"), "A", "B"),
+        ),
+        (
+            "System: S. User: Q",
+            said("s:S", "u:Q", "a:A"),
+            said("s:S", "u:Q", "a:B"),
+            (turns("s:S", "u:Q"), "A", "B"),
+        ),
+        ("", said("s:S", "a:A"), said("s:S", "a:B"), (turns("s:S"), "A", "B")),
+        ("S then Q", said("s:S", "a:A"), said("s:S", "a:B"), (turns("s:S", "u:S then Q"), "A", "B")),
         # Only where both repeat it is the prompt cut off.
         ("Hi", "Hi a", "Hi b", ("Hi", " a", " b")),
         ("Hi", "Hi a", "Ho b", ("Hi", "Hi a", "Ho b")),

@@ -195,8 +195,8 @@ def separate(draft: Draft) -> tuple[str | tuple[Message, ...], str, str, bool]:
     - Two texts and a prompt: as they are; where both responses repeat the prompt, they lose it.
     - Two texts alone: they are whole dialogues and are split at the last common ``"\n\nAssistant:"``, or
       where there is none at the last blank before they differ.
-    - Two lists of messages: the common beginning is the prompt (unless the prompt is given), and each goes on
-      with one assistant message.
+    - Two lists of messages: the common beginning, joined to the prompt where one is given, is the prompt, and
+      each goes on with one assistant message.
 
     Raises:
         RowError: neither.
@@ -281,17 +281,33 @@ def _conversation(
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
-    if prompt is None or shared:
-        start = chosen[:shared]
-    else:
-        start = (Message("user", prompt),) if isinstance(prompt, str) else messages(prompt, "prompt")
     for name, rest in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
         if len(rest) != 1 or rest[0].role != "assistant":
             raise RowError(
                 f"{name} is not one assistant message after what both dialogues share "
                 f"(it goes on with {', '.join(turn.role for turn in rest)})"
             )
-    if not isinstance(prompt, str) and prompt is not None and shared:
-        given = messages(prompt, "prompt")
-        start = start if start[: len(given)] == given else given + start
+    start = chosen[:shared]
+    if isinstance(prompt, str):
+        if not start or not _asks(start, prompt.strip()):
+            start = (*start, Message("user", prompt))
+    elif prompt is not None:
+        start = _join(messages(prompt, "prompt"), start)
     return start, chosen[-1].content, rejected[-1].content
+
+
+def _asks(turns: tuple[Message, ...], question: str) -> bool:
+    """Whether turns that both dialogues share hold the prompt, so that it is not asked twice."""
+    told = [turn.content.strip() for turn in turns]
+    if not question or question in told:
+        return True
+    # The last question may hold the prompt and more; or the prompt may be all the turns, written as one text.
+    return turns[-1].role == "user" and (question in told[-1] or all(text in question for text in told))
+
+
+def _join(given: tuple[Message, ...], shared: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Given turns and those that both dialogues share, without repeating those that are in both."""
+    if any(shared[k : k + len(given)] == given for k in range(len(shared))):
+        return shared
+    both = next(n for n in range(len(given), -1, -1) if given[len(given) - n :] == shared[:n])
+    return given + shared[both:]
