@@ -158,6 +158,15 @@ def test_evaluate_a_file_that_names_no_client(place, tmp_path):
     assert "no row's 'worker' is a client of the run (left, right)" in refused
 
 
+def test_evaluate_refuses_a_file_with_pairs_beyond_the_context(place, tmp_path):
+    """The model has 64 positions, and the run's max_length is 512."""
+    row = rows(place / "test.jsonl")[0]
+    (tmp_path / "long.jsonl").write_text(json.dumps(row | {"prompt": "Case 1: " * 64}))
+    refused = prefed_("evaluate", place / "feddpo", "--test", tmp_path / "long.jsonl", code=1)
+    assert "has a context of 64 tokens" in refused
+    assert "max_length = 64" in refused
+
+
 def test_evaluate_makes_deleted_data_again_and_refuses_other_data(place, tmp_path):
     for name in ("train.jsonl", "test.jsonl"):
         shutil.copy(place / name, tmp_path / name)

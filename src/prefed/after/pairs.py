@@ -14,6 +14,7 @@ from prefed.engines import Task, attend
 from prefed.evaluate.accuracy import Accuracy, measure, over_clients
 from prefed.opened import OpenRun
 from prefed.train import Bench
+from prefed.train.workplace import check_lengths
 from prefed.wire import encode
 
 __all__ = ["Judged", "judge", "judge_file"]
@@ -118,6 +119,7 @@ def judge_file(
     Raises:
         RunError: there is no such client.
         DataError: the file cannot be used, or no row of it belongs to a client of the run.
+        ModelError: a pair is longer than the model's context.
     """
     asked = [run.check(client) for client in clients] if clients else None
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as folder:
@@ -129,6 +131,7 @@ def judge_file(
             rows = {client: rows[client] for client in asked if client in rows}
         if not rows:
             raise ValueError(f"{file}: none of its rows belongs to {', '.join(asked or ())}")
+        check_lengths(run.backbone, pairs.tokens.lengths)
         bench = Bench(
             run.backbone,
             pairs.tokens,

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from prefed.core import Key, Parts, Round, Tensors
 from prefed.data import ClientData, Federation
-from prefed.models import Backbone
+from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
 from prefed.train.bench import Bench, Scores
 from prefed.train.desk import Desk
 from prefed.train.rewards import Rewards
 
-__all__ = ["BenchPlace"]
+__all__ = ["BenchPlace", "check_lengths"]
+
+_log = logging.getLogger("prefed")
 
 POOLED = "pooled"
 
@@ -58,6 +62,9 @@ class BenchPlace:
         fast: use the bench's fast paths.
         unseen: clients whose pairs no method trains on, pooled or not.
         reward_model: a folder or hub name of what scores responses, for offline PPO.
+
+    Raises:
+        ModelError: the model has no positions for the longest pair of a client.
     """
 
     def __init__(
@@ -72,6 +79,10 @@ class BenchPlace:
         reward_model: str | None = None,
     ) -> None:
         self.backbone, self.federation, self._unseen = backbone, federation, frozenset(unseen)
+        held = [
+            part for data in federation.clients.values() for part in (data.train, data.validation, data.test)
+        ]
+        check_lengths(backbone, federation.tokens.lengths[np.concatenate(held)])
         rewards = None
         if reward_model is not None:
             rewards = Rewards(reward_model, federation.tokens, cache, backbone.device)
@@ -122,6 +133,30 @@ class BenchPlace:
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:
         """Write ``tensors`` as an adapter folder that PEFT loads."""
         save_adapter(self.backbone, tensors, folder)
+
+
+def check_lengths(backbone: Backbone, lengths: npt.NDArray[np.int32]) -> None:
+    """See that the longest pair is within the model's context; rotary positions go on beyond it, untrained.
+
+    Args:
+        backbone: the model.
+        lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
+
+    Raises:
+        ModelError: it is not, and the model has no further positions.
+    """
+    config = backbone.causal.config
+    window = getattr(config, "max_position_embeddings", None)
+    longest = int((lengths[:, 0] + lengths[:, 1:].max(axis=1)).max(initial=0))
+    if window is None or longest <= window:
+        return
+    message = (
+        f"[model] name = {backbone.config.name!r} has a context of {window} tokens, and the longest prompt "
+        f"with its response has {longest}: set [data] max_length = {window}, or shorten such pairs"
+    )
+    if not hasattr(config, "rope_parameters"):
+        raise ModelError(message)
+    _log.warning("%s; the model may not have been trained on positions beyond its context", message)
 
 
 def _digest(backbone: Backbone) -> str:
