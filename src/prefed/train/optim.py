@@ -40,7 +40,7 @@ class FlatOptimizer:
             self._resume(phase.moments)
         device = backbone.device
         moves = set(phase.train)
-        self._proximal, self._correction = [], []
+        self._proximal, self._correction, self._penalties = [], [], []
         if phase.proximal is not None:
             to = phase.proximal.to
             for name in (n for n in to if n in moves):
@@ -49,6 +49,8 @@ class FlatOptimizer:
             for name in (n for n in phase.correction if n in moves):
                 span = slice(*layout.span(name))
                 self._correction.append((span, phase.correction[name].reshape(-1).to(device)))
+        for penalty in phase.penalties:
+            self._penalties.append((penalty, layout.ranges(moves.intersection(penalty.names))))
 
     def _make(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         o = self._phase.optimizer
@@ -98,8 +100,8 @@ class FlatOptimizer:
             grad[span] += phase.proximal.strength * (flat[span] - to)
         for span, correction in self._correction:
             grad[span] += correction
-        for penalty in phase.penalties:
-            for start, stop in self._backbone.layout.ranges(penalty.names):
+        for penalty, ranges in self._penalties:
+            for start, stop in ranges:
                 values = flat[start:stop]
                 if penalty.kind == "l2":
                     slope = 2 * values
