@@ -38,10 +38,14 @@ def append(path: Path, data: bytes) -> None:
     """Add ``data`` to the end of ``path``, creating it, and have it on the disk."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
+        # An empty file may be one whose creator was killed before its name was on the disk.
+        empty = os.fstat(handle).st_size == 0
         _all(handle, data)
         os.fsync(handle)
     finally:
         os.close(handle)
+    if empty:
+        sync(path.parent)
 
 
 def truncate(path: Path, size: int) -> None:
