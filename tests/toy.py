@@ -232,6 +232,8 @@ def misbehave(upload: Upload, tensors: Tensors, fault: str | None) -> Upload:
             return replace(upload, scalars={"loss": float("inf")})
         case "heavy":
             return replace(upload, weight=1e6)
+        case "light":
+            return replace(upload, weight=1.0)
         case "shape":
             layout = Layout((Entry("lora/0/A", (3, 2), "lora", 0, "A"),))
             return replace(upload, tensors={"model": Tensors(layout, model["lora/0/A"].reshape(-1))})

@@ -207,6 +207,7 @@ def test_a_cohort_larger_than_the_federation_is_refused():
         ("number", "does not declare: first_prompt_length"),
         ("infinite", "'loss' is inf"),
         ("heavy", "weighs 1000000"),
+        ("light", r"weighs 1\.0, not its \d+ training pairs"),
         ("shape", r"lora/0/A in group 'model' has shape \(3, 2\), not \(2, 3\)"),
         ("stranger", "calls itself 'somebody else'"),
     ],
