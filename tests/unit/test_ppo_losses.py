@@ -40,11 +40,12 @@ LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 def test_standardise_golden() -> None:
     """Scores 0, 2, 4, 6: mean 3, σ = √5. One a among 49 zeros lies (49/50) / √(49/2500) = 7 σ up, cut
-    to 5; the zeros lie 1/7 σ down."""
+    to 5; the zeros lie 1/7 σ down. Turned over, one −a lies 7 σ down, cut to −5, and the zeros 1/7 σ up."""
     close(standardise(t(0, 2, 4, 6).view(2, 2)), t(-3, -1, 1, 3).view(2, 2) / math.sqrt(5))
     lone = torch.zeros(25, 2, dtype=torch.float64)
     lone[3, 1] = 9.0
     close(standardise(lone)[3], t(-1 / 7, 5))
+    close(standardise(-lone)[3], t(1 / 7, -5))
     assert not standardise(torch.full((3, 2), 0.1)).any()
 
 
