@@ -16,7 +16,7 @@ from prefed.losses.ppo import (
     policy_loss,
     ppo,
     rollout,
-    standardise,
+    standardize,
     token_rewards,
     value_loss,
 )
@@ -41,19 +41,19 @@ LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 def test_standardise_golden() -> None:
     """Scores 0, 2, 4, 6: mean 3, σ = √5. One a among 49 zeros lies (49/50) / √(49/2500) = 7 σ up, cut
     to 5; the zeros lie 1/7 σ down. Turned over, one −a lies 7 σ down, cut to −5, and the zeros 1/7 σ up."""
-    close(standardise(t(0, 2, 4, 6).view(2, 2)), t(-3, -1, 1, 3).view(2, 2) / math.sqrt(5))
+    close(standardize(t(0, 2, 4, 6).view(2, 2)), t(-3, -1, 1, 3).view(2, 2) / math.sqrt(5))
     lone = torch.zeros(25, 2, dtype=torch.float64)
     lone[3, 1] = 9.0
-    close(standardise(lone)[3], t(-1 / 7, 5))
-    close(standardise(-lone)[3], t(1 / 7, -5))
-    assert not standardise(torch.full((3, 2), 0.1)).any()
+    close(standardize(lone)[3], t(-1 / 7, 5))
+    close(standardize(-lone)[3], t(1 / 7, -5))
+    assert not standardize(torch.full((3, 2), 0.1)).any()
 
 
 @given(SEEDS, st.floats(0.01, 100), st.floats(-100, 100))
 def test_standardised_scores_know_no_unit(seed: int, scale: float, shift: float) -> None:
     """A reward model's zero and unit are arbitrary: a r + b, a > 0, gives the same."""
     scores = normal(seed, 6, 2)
-    torch.testing.assert_close(standardise(scale * scores + shift), standardise(scores), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(standardize(scale * scores + shift), standardize(scores), rtol=1e-6, atol=1e-6)
 
 
 def test_pair_rewards_golden() -> None:

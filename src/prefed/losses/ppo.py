@@ -26,7 +26,7 @@ __all__ = [
     "policy_loss",
     "ppo",
     "rollout",
-    "standardise",
+    "standardize",
     "token_rewards",
     "value_loss",
 ]
@@ -36,13 +36,13 @@ PATIENCE = 1.5
 """A visit stops where the mean :func:`drift` of a batch is above this many times ``target_kl``."""
 
 
-def standardise(scores: Tensor) -> Tensor:
+def standardize(scores: Tensor) -> Tensor:
     """A reward model's scores less their mean, over their standard deviation, clipped to ±5.
 
     Args:
         scores: ``[n, 2]`` scores of a client's training pairs; where all are the same the result is 0.
 
-    >>> standardise(torch.tensor([[1.0, 3.0], [3.0, 1.0]]))
+    >>> standardize(torch.tensor([[1.0, 3.0], [3.0, 1.0]]))
     tensor([[-1.,  1.],
             [ 1., -1.]])
     """

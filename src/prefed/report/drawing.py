@@ -28,7 +28,7 @@ __all__ = [
     "LIGHT",
     "Theme",
     "canvas",
-    "colour_of",
+    "color_of",
     "draw_bars",
     "draw_distribution",
     "draw_line",
@@ -143,7 +143,7 @@ def canvas(
     return figure, list(grid.flat)
 
 
-def colour_of(theme: Theme, index: int, of: int) -> Any:
+def color_of(theme: Theme, index: int, of: int) -> Any:
     """The colour of curve ``index`` of so many: the theme's own as long as they last."""
     if of <= len(theme.lines):
         return theme.lines[index]
@@ -159,12 +159,12 @@ def draw_line(
     rounds: Sequence[int],
     values: Sequence[float],
     *,
-    colour: Any,
+    color: Any,
     look: str = "-",
     label: str | None = None,
 ) -> None:
     """A curve, its points marked where there are few enough to tell them apart."""
-    axes.plot(rounds, values, look, color=colour, marker="o" if len(rounds) <= BARS else "", label=label)
+    axes.plot(rounds, values, look, color=color, marker="o" if len(rounds) <= BARS else "", label=label)
 
 
 def draw_bars(
@@ -173,9 +173,9 @@ def draw_bars(
     """Horizontal bars, one group per client, the first client at the top."""
     thick = 0.8 / len(groups)
     at = np.arange(len(clients))[::-1]
-    for index, (label, colour, values) in enumerate(groups):
+    for index, (label, color, values) in enumerate(groups):
         y = at + 0.4 - (index + 0.5) * thick
-        axes.barh(y, [v or 0.0 for v in values], thick * 0.9, color=colour, label=label)
+        axes.barh(y, [v or 0.0 for v in values], thick * 0.9, color=color, label=label)
         if len(groups) <= 3:
             for place, value in zip(y, values, strict=True):
                 if value is not None:
@@ -189,10 +189,10 @@ def draw_bars(
     percent_axis(axes, "x")
 
 
-def draw_distribution(axes: Axes, per_client: Mapping[str, float], colour: Any, label: str) -> None:
+def draw_distribution(axes: Axes, per_client: Mapping[str, float], color: Any, label: str) -> None:
     """The share of clients that have at most so much, as steps."""
     values = np.sort(np.array(list(per_client.values()), dtype=np.float64))
-    axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", color=colour, label=label)
+    axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", color=color, label=label)
 
 
 def short(name: str, most: int = 28) -> str:

@@ -14,7 +14,7 @@ from prefed.report.drawing import (
     LIGHT,
     Theme,
     canvas,
-    colour_of,
+    color_of,
     draw_bars,
     draw_distribution,
     draw_line,
@@ -62,7 +62,7 @@ def accuracy(run: RunRecord, theme: Theme) -> Figure:
     _accuracy(axes, run, theme.lines[0], "")
     shared = run.curve("shared_accuracy")
     if shared[0]:
-        draw_line(axes, *shared, colour=theme.lines[1], label="shared model, mean")
+        draw_line(axes, *shared, color=theme.lines[1], label="shared model, mean")
     axes.set(xlabel="round", ylabel="share of pairs ordered rightly")
     percent_axis(axes, "y")
     round_axis(axes)
@@ -73,7 +73,7 @@ def accuracy(run: RunRecord, theme: Theme) -> Figure:
 def loss(run: RunRecord, theme: Theme) -> Figure:
     """The training loss over rounds, a mean over clients weighted by their pairs."""
     figure, (axes,) = canvas(7.2, 2.6)
-    draw_line(axes, *run.curve("loss"), colour=theme.lines[2])
+    draw_line(axes, *run.curve("loss"), color=theme.lines[2])
     axes.set(xlabel="round", ylabel="training loss")
     round_axis(axes)
     return figure
@@ -83,8 +83,8 @@ def reward_head(run: RunRecord, theme: Theme) -> Figure:
     """What an explicit reward head comes to over rounds, means over clients."""
     figure, (axes,) = canvas(7.2, 3.0)
     names = [name for name in REWARDED if name in run.figures]
-    for name, colour in zip(names, theme.lines, strict=False):
-        draw_line(axes, *run.curve(name), colour=colour, label=run.figures[name].label)
+    for name, color in zip(names, theme.lines, strict=False):
+        draw_line(axes, *run.curve(name), color=color, label=run.figures[name].label)
     axes.set(xlabel="round", ylabel="share of pairs")
     percent_axis(axes, "y")
     round_axis(axes)
@@ -102,10 +102,10 @@ def blocks(run: RunRecord, name: str, theme: Theme) -> Figure:
     if len(profile.clients) > BARS:
         figure, (axes,) = canvas(7.2, 3.0)
         low, quarter, median, most, high = np.nanquantile(values, (0, 0.25, 0.5, 0.75, 1), axis=0)
-        colour = theme.lines[0]
-        axes.fill_between(numbers, low, high, color=colour, alpha=0.15, linewidth=0, label="all clients")
-        axes.fill_between(numbers, quarter, most, color=colour, alpha=0.35, linewidth=0, label="middle half")
-        draw_line(axes, numbers.tolist(), median.tolist(), colour=colour, label="median client")
+        color = theme.lines[0]
+        axes.fill_between(numbers, low, high, color=color, alpha=0.15, linewidth=0, label="all clients")
+        axes.fill_between(numbers, quarter, most, color=color, alpha=0.35, linewidth=0, label="middle half")
+        draw_line(axes, numbers.tolist(), median.tolist(), color=color, label="median client")
         axes.set(ylabel=profile.label)
         legend(axes)
     else:
@@ -120,7 +120,7 @@ def blocks(run: RunRecord, name: str, theme: Theme) -> Figure:
 def clients(run: RunRecord, theme: Theme) -> Figure:
     """Every judged client before and after; of more than :data:`BARS`, how the accuracies are spread."""
     names = [n for n in ("baseline_accuracy", "shared_accuracy", "preference_accuracy") if n in run.figures]
-    colours = dict(zip(("baseline_accuracy", "shared_accuracy", "preference_accuracy"),
+    colors = dict(zip(("baseline_accuracy", "shared_accuracy", "preference_accuracy"),
                        (theme.quiet, theme.lines[1], theme.lines[0]), strict=True))  # fmt: skip
     held = run.figures["preference_accuracy"].values["per_client"]
     order = sorted(run.clients, key=lambda c: held[c])
@@ -128,7 +128,7 @@ def clients(run: RunRecord, theme: Theme) -> Figure:
         figure, (axes,) = canvas(7.2, 3.4)
         for name in names:
             label = run.figures[name].label
-            draw_distribution(axes, run.figures[name].values["per_client"], colours[name], label)
+            draw_distribution(axes, run.figures[name].values["per_client"], colors[name], label)
         axes.set(xlabel="share of pairs ordered rightly", ylabel="clients with at most so much")
         percent_axis(axes, "x")
         percent_axis(axes, "y")
@@ -136,7 +136,7 @@ def clients(run: RunRecord, theme: Theme) -> Figure:
         return figure
     figure, (axes,) = canvas(7.2, 0.9 + (0.16 + 0.16 * len(names)) * len(order))
     groups = [
-        (run.figures[n].label, colours[n], [run.figures[n].values["per_client"].get(c) for c in order])
+        (run.figures[n].label, colors[n], [run.figures[n].values["per_client"].get(c) for c in order])
         for n in names
     ]
     draw_bars(axes, order, groups)
@@ -147,14 +147,14 @@ def clients(run: RunRecord, theme: Theme) -> Figure:
 def cost(run: RunRecord, theme: Theme) -> Figure:
     """What has travelled up and down by each round, and how long each round took."""
     figure, (left, right) = canvas(7.2, 2.6, 1, 2)
-    for name, label, colour in (("bytes_up", "up", theme.lines[0]), ("bytes_down", "down", theme.lines[1])):
+    for name, label, color in (("bytes_up", "up", theme.lines[0]), ("bytes_down", "down", theme.lines[1])):
         rounds, values = run.curve(name)
         sums = [0.0, *np.cumsum(values).tolist()]
-        draw_line(left, [0, *rounds], sums, colour=colour, look="-" if label == "up" else "--", label=label)
+        draw_line(left, [0, *rounds], sums, color=color, look="-" if label == "up" else "--", label=label)
     left.set(xlabel="round", title="sent so far")
     size_axis(left, "y")
     legend(left)
-    draw_line(right, *run.curve("seconds"), colour=theme.lines[2])
+    draw_line(right, *run.curve("seconds"), color=theme.lines[2])
     right.set(xlabel="round", title="seconds a round")
     right.set_ylim(bottom=0)
     for axes in (left, right):
@@ -182,7 +182,7 @@ def figures(run: RunRecord, theme: Theme) -> Figure | None:
         for index, name in enumerate(names):
             label = name.partition("/")[2]
             rounds, values = run.curve(name)
-            draw_line(axes, rounds, values, colour=colour_of(theme, index, len(names)), label=label)
+            draw_line(axes, rounds, values, color=color_of(theme, index, len(names)), label=label)
             if all(value.is_integer() for value in values):
                 axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set(title=title.replace("_", " "), xlabel="round")
@@ -197,14 +197,14 @@ def figures(run: RunRecord, theme: Theme) -> Figure | None:
 def comparison(runs: Sequence[RunRecord], theme: Theme) -> Figure:
     """Runs against each other: accuracy over rounds, clients at the end, what travelled."""
     names = [name + (" *" if i in disagreements(runs) else "") for i, name in enumerate(labels(runs))]
-    colours = [colour_of(theme, index, len(runs)) for index in range(len(runs))]
+    colors = [color_of(theme, index, len(runs)) for index in range(len(runs))]
     everybody = sorted({client for run in runs for client in run.clients})
     few = len(everybody) <= BARS and len(everybody) * len(runs) <= 4 * BARS
     height = 0.9 + (0.16 + 0.15 * len(runs)) * len(everybody) if few else 3.4
     below = 0.7 + 0.3 * len(runs)
     figure, (curves, bars, bytes_) = canvas(8.0, 4.2 + height + below, 3, 1, [4.2, height, below])
-    for run, name, colour in zip(runs, names, colours, strict=True):
-        _accuracy(curves, run, colour, name)
+    for run, name, color in zip(runs, names, colors, strict=True):
+        _accuracy(curves, run, color, name)
     curves.set(xlabel="round", ylabel="share of pairs ordered rightly")
     curves.set_title("over rounds: mean over clients, and the worst client dashed")
     percent_axis(curves, "y")
@@ -217,19 +217,19 @@ def comparison(runs: Sequence[RunRecord], theme: Theme) -> Figure:
         draw_bars(
             bars,
             order,
-            [(n, k, [h.get(c) for c in order]) for n, k, h in zip(names, colours, held, strict=True)],
+            [(n, k, [h.get(c) for c in order]) for n, k, h in zip(names, colors, held, strict=True)],
         )
     else:
-        for name, colour, values in zip(names, colours, held, strict=True):
-            draw_distribution(bars, values, colour, name)
+        for name, color, values in zip(names, colors, held, strict=True):
+            draw_distribution(bars, values, color, name)
         bars.set(xlabel="share of pairs ordered rightly", ylabel="clients with at most so much")
         percent_axis(bars, "x")
         percent_axis(bars, "y")
     bars.set_title("clients at the end" + (", * on other data or models" if disagreements(runs) else ""))
     at = np.arange(len(runs))[::-1]
     up, down = ([run.summary["bytes"][way] for run in runs] for way in ("up", "down"))
-    bytes_.barh(at, up, color=colours)
-    bytes_.barh(at, down, left=up, color=colours, alpha=0.45)
+    bytes_.barh(at, up, color=colors)
+    bytes_.barh(at, down, left=up, color=colors, alpha=0.45)
     for y, (u, d) in zip(at, zip(up, down, strict=True), strict=True):
         bytes_.annotate(f" {size(u)} up, {size(d)} down", (u + d, y), va="center", fontsize=8)
     bytes_.set_yticks(at, names)
@@ -248,9 +248,9 @@ def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
     within = bool(np.nanmin(values) >= 0 and np.nanmax(values) <= 1)
     low, high = (0.0, 1.0) if within else (float(np.nanmin(values)), float(np.nanmax(values)))
     # Of more colours the scale beside it would be an image, and a page's plots are drawn in lines alone.
-    colours = colormaps["cividis"].resampled(40)
+    colors = colormaps["cividis"].resampled(40)
     rows, columns = (np.arange(count + 1) - 0.5 for count in values.shape)
-    mesh = axes.pcolormesh(columns, rows, values, cmap=colours, vmin=low, vmax=high)
+    mesh = axes.pcolormesh(columns, rows, values, cmap=colors, vmin=low, vmax=high)
     if values.size <= WRITTEN:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
@@ -270,7 +270,7 @@ def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
     figure.colorbar(mesh, ax=axes, label=profile.label, pad=0.02, aspect=30)
 
 
-def _accuracy(axes: Axes, run: RunRecord, colour: Any, name: str) -> None:
+def _accuracy(axes: Axes, run: RunRecord, color: Any, name: str) -> None:
     """The mean, drawn through, and the worst client, dashed; round 0 is the untouched model."""
     for of, look, label in (("mean", "-", "mean"), ("worst", "--", "worst client")):
         rounds, values = run.curve("preference_accuracy", of)
@@ -281,4 +281,4 @@ def _accuracy(axes: Axes, run: RunRecord, colour: Any, name: str) -> None:
             value = before.values["mean"] if of == "mean" else before.values["worst"]
             rounds, values = [0, *rounds], [value, *values]
         shown = {"": label, "-": name, "--": None}[look if name else ""]
-        draw_line(axes, rounds, values, colour=colour, look=look, label=shown)
+        draw_line(axes, rounds, values, color=color, look=look, label=shown)

@@ -59,13 +59,13 @@ class _TokenLogprobs(torch.autograd.Function):
             peak = top
         own = weight[targets].to(hidden.dtype)
         score = (hidden[pick].float() * own.float()).sum(1)
-        normaliser = (peak + total.log())[:, 0]
+        normalizer = (peak + total.log())[:, 0]
         if mean is not None:
             mean.div_(total)
         if want_hidden or want_weight:
             ctx.save_for_backward(hidden, weight, pick, targets)
-            ctx.mean, ctx.own, ctx.kept, ctx.normaliser, ctx.into = mean, own, kept, normaliser, into
-        return score - normaliser[pick]
+            ctx.mean, ctx.own, ctx.kept, ctx.normalizer, ctx.into = mean, own, kept, normalizer, into
+        return score - normalizer[pick]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -83,10 +83,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 part = slice(start, start + BLOCK)
                 if ctx.kept:
                     scaled, top = ctx.kept[number]
-                    share = (top[:, 0] - ctx.normaliser).exp_()
+                    share = (top[:, 0] - ctx.normalizer).exp_()
                 else:
                     scaled = (hidden @ weight[part].to(hidden.dtype).t()).float()
-                    scaled.sub_(ctx.normaliser[:, None]).exp_()
+                    scaled.sub_(ctx.normalizer[:, None]).exp_()
                     share = torch.ones_like(weights)
                 # The factor goes onto the short side of the product.
                 torch.mul(hidden, (-weights * share)[:, None], out=rows)

@@ -12,7 +12,7 @@ import torch
 
 from prefed.core import Key, Objective, Phase, Tensors, Trained
 from prefed.losses import OBJECTIVES, PPO
-from prefed.losses.ppo import PATIENCE, Rollout, pair_rewards, ppo, rollout, standardise
+from prefed.losses.ppo import PATIENCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.models import ModelError
 from prefed.train.batches import batches
 from prefed.train.optim import FlatOptimizer
@@ -149,7 +149,7 @@ class OfflinePPO:
             raise ModelError("objective 'ppo' needs a reward model: give its folder as [method] reward_model")
         if "value/weight" not in self._bench.backbone.layout:
             raise ModelError("objective 'ppo' needs a critic: the model was loaded without the part 'value'")
-        return pair_rewards(standardise(torch.from_numpy(self._rewards.get(rows))))
+        return pair_rewards(standardize(torch.from_numpy(self._rewards.get(rows))))
 
     def _load(self, tensors: Tensors, rows: Rows, settings: Mapping[str, float]) -> None:
         """Have log π_ref of ``rows``, and ``tensors`` in the model, nothing of them training yet."""

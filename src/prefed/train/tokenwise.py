@@ -57,21 +57,21 @@ class _TokenTerms(torch.autograd.Function):
             total = fade * total + share.sum(1, keepdim=True)
             moment += share.mul_(z).sum(1, keepdim=True)
             peak = top
-        normaliser, entropy = peak + total.log(), total.log() - moment / total
+        normalizer, entropy = peak + total.log(), total.log() - moment / total
         own = (hidden.float() * weight[targets].float()).sum(1)
-        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        return own - normaliser[:, 0], entropy[:, 0]
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        return own - normalizer[:, 0], entropy[:, 0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         to_logprob, to_entropy = (grad[:, None] for grad in grads)
         dtype = hidden.dtype
         grad_hidden = to_logprob * weight[targets].float() if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(weight), BLOCK):
             block = weight[start : start + BLOCK].to(dtype)
-            slope = (hidden @ block.t()).float().sub_(normaliser)
+            slope = (hidden @ block.t()).float().sub_(normalizer)
             share = slope.exp()
             slope = slope.add_(entropy).mul_(-to_entropy).sub_(to_logprob).mul_(share).to(dtype)
             if grad_hidden is not None:
