@@ -346,6 +346,11 @@ LAYOUT = Layout((Entry("x", (2,), "lora"), Entry("y", (1,), "lora")))
             Upload("w", 1.0, {"model": Tensors(LAYOUT, torch.zeros(3, dtype=torch.int32))}),
             "x in group 'model' holds torch.int32",
         ),
+        # 1e300 is finite here and infinite as the model's float32.
+        (
+            Upload("w", 1.0, {"model": vector(1.0, 1e300, dtype=torch.float64)}),
+            "x in group 'model' holds torch.float64, not torch.float32",
+        ),
     ],
 )
 def test_bad_uploads(upload: Upload, message: str) -> None:

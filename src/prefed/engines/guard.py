@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefed.core import Exchange, Layout, Owner, Parts, Round, Upload
+from prefed.core import Exchange, Owner, Parts, Round, Tensors, Upload
 from prefed.merge import BadUpload, check
 
 __all__ = ["refusal", "undeclared"]
@@ -23,7 +23,7 @@ def undeclared(upload: Upload, exchange: Exchange, parts: Parts) -> str:
     return ""
 
 
-def refusal(upload: Upload, client: str, exchange: Exchange, parts: Parts, layout: Layout, now: Round) -> str:
+def refusal(upload: Upload, client: str, exchange: Exchange, parts: Parts, model: Tensors, now: Round) -> str:
     """Why a server does not merge ``upload``; empty if it does.
 
     Args:
@@ -31,7 +31,7 @@ def refusal(upload: Upload, client: str, exchange: Exchange, parts: Parts, layou
         client: who was asked for it.
         exchange: the exchange it answers.
         parts: the method's.
-        layout: the model's.
+        model: what every client starts from (full layout).
         now: the current round.
     """
     if upload.client != client:
@@ -44,10 +44,10 @@ def refusal(upload: Upload, client: str, exchange: Exchange, parts: Parts, layou
     if reason:
         return reason
     try:
-        check(upload, layout)
+        check(upload, model.layout, model.flat.dtype)
     except BadUpload as error:
         return error.reason
     for group, tensors in upload.tensors.items():
-        if tensors.layout != layout.select(tensors.layout.names):
+        if tensors.layout != model.layout.select(tensors.layout.names):
             return f"group {group!r} is laid out otherwise than the model"
     return ""

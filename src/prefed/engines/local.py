@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prefed.core import Exchange, Round, State, Upload
+import torch
+
+from prefed.core import Exchange, Round, State, Tensors, Upload
 from prefed.engines.crew import Crew
 from prefed.engines.guard import refusal
 from prefed.engines.job import Job
@@ -146,14 +148,8 @@ class Local:
                     self.store.stage(answer.client, answer.state)
             self.watcher.step(exchange.name, done, len(asked))
         uploads.sort(key=lambda upload: upload.client)
-        while uploads:
-            try:
-                merged = exchange.merge(server, uploads, now)
-                break
-            except BadUpload as error:
-                # It passed on its own, but does not fit the others.
-                uploads = [upload for upload in uploads if upload.client != error.client]
-                dropped.append({"client": error.client, "exchange": exchange.name, "reason": error.reason})
+        merged, uploads, late = _merge(server, uploads, exchange, now)
+        dropped += [{"client": c, "exchange": exchange.name, "reason": reason} for c, reason in late]
         for drop in sorted(dropped, key=lambda drop: drop["client"]):
             tally.dropped.append(drop)
             text = f"dropped an upload of {drop['client']!r}: {drop['reason']}"
@@ -173,12 +169,12 @@ class Local:
         """What arrived, or why it is not merged."""
         if answer.withheld:
             return None, answer.withheld
-        parts, layout = self.job.method.parts, self.job.workplace.initial.layout
+        parts, model = self.job.method.parts, self.job.workplace.initial
         try:
             upload = decode_upload(answer.message)
         except WireError as error:
             return None, str(error)
-        reason = refusal(upload, answer.client, exchange, parts, layout, now)
+        reason = refusal(upload, answer.client, exchange, parts, model, now)
         return (None, reason) if reason else (upload, "")
 
     def evaluate(self, server: State, number: int) -> dict[str, Any]:
@@ -250,6 +246,49 @@ class Local:
             "dropped": before.get("dropped", 0) + len(tally.dropped),
             "peak_memory_mb": max(before.get("peak_memory_mb", 0.0), peak_memory_mb()),
         }
+
+
+def _merge(
+    server: State, uploads: list[Upload], exchange: Exchange, now: Round
+) -> tuple[State, list[Upload], list[tuple[str, str]]]:
+    """The server's next state, the uploads it is made of, and who had to be left out for what reason.
+
+    Each upload passed on its own; it may still not fit the others, or be finite and merge to infinity.
+    """
+    dropped: list[tuple[str, str]] = []
+    while uploads:
+        try:
+            merged = exchange.merge(server, uploads, now)
+        except BadUpload as error:
+            dropped.append((error.client, error.reason))
+        else:
+            broken = _broken(server, merged)
+            if broken is None:
+                return merged, uploads, dropped
+            lengths = {upload.client: _length(upload, server) for upload in uploads}
+            client = max(lengths, key=lengths.__getitem__)
+            reason = f"merged with it, the server's {broken!r} is NaN or infinite; its update is the largest"
+            dropped.append((client, f"{reason}, of length {lengths[client]:.3g}"))
+        uploads = [upload for upload in uploads if upload.client != dropped[-1][0]]
+    return server, [], dropped
+
+
+def _broken(before: State, after: State) -> str | None:
+    """The first group of tensors that a merge changed and that is not finite."""
+    changed = (name for name, group in after.tensors.items() if group is not before.tensors.get(name))
+    return next((name for name in changed if not after.tensors[name].isfinite()), None)
+
+
+def _length(upload: Upload, server: State) -> float:
+    """Euclidean length of the largest of an upload's groups, as a step from the server's where it has one."""
+    lengths = [0.0]
+    for name, group in upload.tensors.items():
+        held = server.tensors.get(name, Tensors.empty())
+        step = group.to(torch.float64)
+        if all(tensor in held for tensor in group):
+            step = step - held.select(group).to(torch.float64)
+        lengths.append(step.norm())
+    return max(lengths)
 
 
 def _weighted_mean(uploads: Sequence[Upload], name: str) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from prefed.core import Layout, Upload
 
 __all__ = ["BadUpload", "check"]
@@ -23,14 +25,13 @@ class BadUpload(ValueError):  # noqa: N818
         self.reason = reason
 
 
-def check(upload: Upload, layout: Layout) -> None:
-    """Confirm that ``upload`` can be merged into a model of ``layout``.
+def check(upload: Upload, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
+    """Confirm that ``upload`` can be merged into a model of ``layout`` whose numbers are of ``dtype``.
 
     Raises:
         BadUpload: its weight is not a number above 0, it holds a NaN or an infinity, a tensor that the model
-            does not have, or one of another shape or of integers.
+            does not have, or one of another shape or dtype.
 
-    >>> import torch
     >>> from prefed.core import Entry, Tensors
     >>> layout = Layout((Entry("lora/0/q/A", (2,), "lora", 0, "A"),))
     >>> check(Upload("d7", 3, {"model": Tensors(layout, torch.tensor([1.0, torch.nan]))}), layout)
@@ -51,8 +52,9 @@ def check(upload: Upload, layout: Layout) -> None:
             right = layout[entry.name].shape
             if entry.shape != right:
                 raise BadUpload(upload.client, f"{where} has shape {entry.shape}, not {right}")
-            if not tensors.flat.is_floating_point():
-                raise BadUpload(upload.client, f"{where} holds {tensors.flat.dtype}")
+            # A number that is finite in a wider dtype may be infinite once it is the model's.
+            if tensors.flat.dtype != dtype:
+                raise BadUpload(upload.client, f"{where} holds {tensors.flat.dtype}, not {dtype}")
         if not tensors.isfinite():
             name = next(name for name in tensors if not bool(tensors[name].isfinite().all()))
             raise BadUpload(upload.client, f"{name} in group {group!r} holds NaN or infinity")

@@ -1,0 +1,107 @@
+"""Clients that send what they should not: a run names them and goes on."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import toy
+from prefed.core import State, Tensors
+from prefed.engines import InProcess, Job, Local, Silent
+from prefed.merge import MergeConfig, Merger
+from prefed.methods import METHODS
+from prefed.store import Checkpoint, Store
+from prefed.wire import decode_upload, encode
+
+BAD = "Client 2/ü"
+
+
+class Forging(InProcess):
+    """Changes the uploads of one client on their way, past the client's own guard."""
+
+    def __init__(self, job, forge, client=BAD):
+        super().__init__(job)
+        self.forge, self.client = forge, client
+
+    def work(self, tasks):
+        for answer in super().work(tasks):
+            if answer.client == self.client and answer.message.find(b'"upload') + 1:
+                answer = replace(answer, message=self.forge(answer.message))
+            yield answer
+
+
+class Ear(Silent):
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+def scaled(factor):
+    """A forgery: the upload's tensors made so many times as large."""
+
+    def forge(message):
+        upload = decode_upload(message)
+        return encode(replace(upload, tensors={n: t * factor for n, t in upload.tensors.items()}))
+
+    return forge
+
+
+def job(name="feddpo", merge=None, clients=5, rounds=2, untrained=(), **settings):
+    """A real method on the toy's clients, all asked in every round."""
+    place = toy.ToyWorkplace(toy.options(clients=clients, untrained=list(untrained)))
+    merger = Merger(MergeConfig(**(merge or {})), toy.LAYOUT, 2.0)
+    chosen = METHODS[name].Settings(lr=0.05, local_steps=2, batch_size=2, **settings)
+    return Job(place, METHODS[name].build(chosen, toy.LAYOUT, merger, rounds), 7, rounds)
+
+
+def play(path, job, crew=None):
+    """Run ``job``: the server's state, the rounds' records, and what was warned of."""
+    ear = Ear()
+    with Store(path) as store, crew or InProcess(job) as hands:
+        store.begin(encode(job.method.init_server(job.workplace.initial)), job.workplace.fingerprint)
+        server = Local(job, store, hands, ear).run()
+    return server, Checkpoint(path).rounds(), ear.warnings
+
+
+def same(left: State, right: State) -> bool:
+    return all(group.equal(right.tensors[name]) for name, group in left.tensors.items())
+
+
+def test_a_finite_upload_that_merges_to_infinity_is_dropped(tmp_path):
+    """1e200 is a finite float64 and its square, FedAdam's second moment, is not: each round merges what it
+    would have merged without that client."""
+    merge = {"optimizer": {"name": "fedadam"}}
+    bad = job(merge=merge)
+    server, rounds, _ = play(tmp_path / "bad", bad, Forging(bad, scaled(1e200)))
+    for record in rounds:
+        (drop,) = record["dropped"]
+        assert drop["client"] == BAD
+        assert "is NaN or infinite; its update is the largest" in drop["reason"]
+    without, _, _ = play(tmp_path / "without", job(merge=merge, untrained=[BAD]))
+    assert same(server, without)
+
+
+def test_if_every_upload_merges_to_infinity_the_server_keeps_its_state(tmp_path):
+    one = job(merge={"optimizer": {"name": "fedadam"}}, clients=1, rounds=1)
+    only = "Client 0/ü"
+    server, (record,), warnings = play(tmp_path / "run", one, Forging(one, scaled(1e200), only))
+    assert same(server, one.method.init_server(one.workplace.initial))
+    assert [drop["client"] for drop in record["dropped"]] == [only]
+    assert "the server keeps its state" in warnings[-1]
+
+
+def test_an_upload_of_another_dtype_is_refused(tmp_path):
+    """What is finite in a wider dtype need not be in the model's: here the model has float64."""
+
+    def narrowed(message):
+        upload = decode_upload(message)
+        return encode(replace(upload, tensors={n: t.to(torch.float32) for n, t in upload.tensors.items()}))
+
+    whole = job(rounds=1)
+    _, (record,), _ = play(tmp_path / "run", whole, Forging(whole, narrowed))
+    (drop,) = record["dropped"]
+    assert drop["client"] == BAD
+    assert "holds torch.float32, not torch.float64" in drop["reason"]
