@@ -18,7 +18,8 @@ from prefed.data import Federation, federate
 from prefed.engines import InProcess, Job, Local, Recipe, Silent, Watcher, Workers
 from prefed.engines.local import peak_memory_mb
 from prefed.evaluate.accuracy import MEANS, SHARES
-from prefed.merge import Merger, lora
+from prefed.merge import Merger, TooFewUploads, lora
+from prefed.merge.robust import enough
 from prefed.methods import TrainingSettings
 from prefed.methods.ppo import BaselineSettings
 from prefed.models import ModelError, load_backbone
@@ -161,12 +162,16 @@ def open_place(
 
 
 def job_on(experiment: Experiment, place: BenchPlace) -> Job:
-    """Build the experiment's method on a place that :func:`open_place` gave."""
+    """Build the experiment's method on a place that :func:`open_place` gave.
+
+    Raises:
+        ConfigError: the cohort is too small for the merge rule.
+    """
     settings, judged, backbone = experiment.method.settings, experiment.evaluate, place.backbone
     merger = Merger(experiment.merge, backbone.layout, backbone.scaling)
     method = experiment.method.kind.build(settings, backbone.layout, merger, experiment.rounds)
     unseen = _unseen(experiment, place.federation)
-    return Job(
+    job = Job(
         workplace=place,
         method=method,
         seed=experiment.seed,
@@ -181,6 +186,22 @@ def job_on(experiment: Experiment, place: BenchPlace) -> Job:
         unseen_steps=tuple(judged.unseen_steps),
         untouched=backbone.reference,
     )
+    _enough(experiment, job)
+    return job
+
+
+def _enough(experiment: Experiment, job: Job) -> None:
+    """Refuse a merge rule that every round's cohort would be too small for."""
+    merge, asked = experiment.merge, len(job.sample(job.round(1)))
+    if not job.method.parts.names(Owner.SHARED):
+        return
+    try:
+        enough(merge.rule, asked, liars=merge.liars, trim=merge.trim)
+    except TooFewUploads as error:
+        raise ConfigError(
+            f"[merge] rule = {merge.rule!r} does not serve a cohort of {asked} clients, of {len(job.members)} "
+            f"that train ([cohort] size): {error}"
+        ) from error
 
 
 def _unseen(experiment: Experiment, federation: Federation) -> tuple[str, ...]:

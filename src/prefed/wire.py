@@ -113,7 +113,7 @@ def _open(data: bytes, kind: str) -> tuple[dict[str, Any], dict[str, Tensors]]:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["prefed"])
         buffers = safetensors.torch.load(data)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"not a prefed message ({len(data)} bytes): {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise WireError(f"a message of another format than {FORMAT}: written by another version of prefed")
@@ -130,7 +130,7 @@ def _open(data: bytes, kind: str) -> tuple[dict[str, Any], dict[str, Tensors]]:
             if dtype not in _FLOATING and dtype != _text(buffers[name].dtype):
                 raise ValueError(f"unexpected dtype {dtype}")
             groups[name] = Tensors(layout, buffers[name].to(getattr(torch, dtype)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise WireError(f"damaged message: group {name!r}: {error}") from error
     return header, groups
 

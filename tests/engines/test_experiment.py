@@ -12,7 +12,7 @@ from prefed.config import ConfigError
 from prefed.core import Key
 from prefed.engines import Silent
 from prefed.evaluate.accuracy import measure
-from prefed.experiment import default_out, open_data
+from prefed.experiment import default_out, open_data, open_job
 from prefed.models.tiny import make_tiny
 from prefed.opened import open_run
 from prefed.store import Checkpoint, StoreError
@@ -156,6 +156,16 @@ def test_newcomers_must_exist_and_leave_somebody(place, tmp_path):
         run(experiment(place, evaluate={"unseen": ["w7"]}), tmp_path / "a")
     with pytest.raises(ConfigError, match="there are 3 clients in all"):
         run(experiment(place, evaluate={"unseen": 3}), tmp_path / "b")
+
+
+def test_a_rule_that_no_cohort_can_serve_is_refused_before_the_first_round(place, tmp_path):
+    """The median withstands a liar among 3, not among 2; 3 clients there are. Nobody merges in ``local``."""
+    folder, two, median = tmp_path / "cache", {"size": 2}, {"rule": "median"}
+    with pytest.raises(ConfigError, match=r"rule = 'median' .*\[cohort\] size.* at least 3") as caught:
+        open_job(experiment(place, cohort=two, merge=median), folder)
+    assert "a cohort of 2 clients, of 3 that train" in str(caught.value)
+    assert open_job(experiment(place, cohort={}, merge=median), folder).members == ("w0", "w1", "w2")
+    assert open_job(experiment(place, "local", cohort=two, merge=median), folder).cohort == 2
 
 
 def test_what_no_adapter_can_hold_is_said(place, tmp_path):

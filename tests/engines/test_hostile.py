@@ -1,13 +1,12 @@
 """Clients that send what they should not: a run names them and goes on."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 import toy
-from prefed.core import State, Tensors
+from prefed.core import State
 from prefed.engines import InProcess, Job, Local, Silent
 from prefed.merge import MergeConfig, Merger
 from prefed.methods import METHODS
@@ -105,3 +104,30 @@ def test_an_upload_of_another_dtype_is_refused(tmp_path):
     (drop,) = record["dropped"]
     assert drop["client"] == BAD
     assert "holds torch.float32, not torch.float64" in drop["reason"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "clients"), [("krum", 5), ("multi_krum", 5), ("median", 3), ("trimmed_mean", 3)]
+)
+def test_too_few_uploads_for_the_rule_keep_the_servers_state(tmp_path, rule, clients):
+    """As many clients as the rule needs (2 f + 3, 2 f + 1, more than twice ⌈0.3 n⌉), and one sends NaN."""
+    short = job(merge={"rule": rule, "liars": 1, "trim": 0.3}, clients=clients)
+    server, rounds, warnings = play(tmp_path / "run", short, Forging(short, scaled(float("nan"))))
+    assert same(server, short.method.init_server(short.workplace.initial))
+    assert [record["loss"] for record in rounds] == [None, None]
+    assert [[drop["client"] for drop in record["dropped"]] for record in rounds] == [[BAD], [BAD]]
+    kept = [text for text in warnings if "the server keeps its state" in text]
+    assert len(kept) == 2
+    assert f"{clients - 1} uploads" in kept[0]
+
+
+def test_a_number_of_400_digits_is_refused(tmp_path):
+    """JSON allows it; no float holds it."""
+
+    def long(message):
+        upload = decode_upload(message)
+        return encode(replace(upload, scalars={"loss": 10**400}))
+
+    whole = job(rounds=1)
+    _, (record,), _ = play(tmp_path / "run", whole, Forging(whole, long))
+    assert [drop["client"] for drop in record["dropped"]] == [BAD]

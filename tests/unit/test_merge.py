@@ -336,6 +336,7 @@ LAYOUT = Layout((Entry("x", (2,), "lora"), Entry("y", (1,), "lora")))
         (Upload("w", 0.0), "its weight is 0.0"),
         (Upload("w", math.nan), "its weight is nan"),
         (Upload("w", 1.0, {}, {"loss": math.inf}), "the number 'loss' is inf"),
+        (Upload("w", 1.0, {}, {"loss": 10**400}), "the number 'loss' is 1000"),
         (Upload("w", 1.0, {"model": vector(1.0, math.nan)}), "x in group 'model' holds NaN or infinity"),
         (Upload("w", 1.0, {"model": vector(1.0)}), r"x in group 'model' has shape \(1,\), not \(2,\)"),
         (

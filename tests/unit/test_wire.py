@@ -127,6 +127,28 @@ def test_damage_never_gives_another_error(data):
         decode_upload(bytes(whole[: data.draw(st.integers(0, len(whole) - 1))]))
 
 
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ('"groups":', '"groups":' + "[" * 200_000),  # deeper than a parser's stack
+        ("[3]", "[Infinity]"),
+        ("[3]", f"[{'9' * 400}]"),  # beyond every float, and every tensor
+        ('"weight":2.0', f'"weight":{"9" * 5000}'),
+        ('"loss":0.5', '"loss":true'),
+    ],
+)
+def test_a_hostile_header_is_no_message(text, instead):
+    """What JSON allows and no message has: each is refused as a WireError, as any damage is."""
+    whole = encode(Upload("c", 2.0, {"model": model()}, {"loss": 0.5}, 1))
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    assert text in header["__metadata__"]["prefed"]
+    header["__metadata__"]["prefed"] = header["__metadata__"]["prefed"].replace(text, instead)
+    forged = json.dumps(header).encode()
+    with pytest.raises(WireError):
+        decode_upload(len(forged).to_bytes(8, "little") + forged + whole[8 + length :])
+
+
 def test_a_message_of_another_kind_is_named():
     with pytest.raises(WireError, match="kind 'upload', found 'state'"):
         decode_upload(encode(State({"m": model()})))

@@ -18,7 +18,7 @@ from prefed.engines.guard import refusal
 from prefed.engines.job import Job
 from prefed.engines.visit import Answer, Task
 from prefed.evaluate.accuracy import MEANS, SHARES, over_clients
-from prefed.merge import BadUpload
+from prefed.merge import BadUpload, TooFewUploads
 from prefed.store import Store
 from prefed.wire import WireError, decode_state, decode_upload, encode
 
@@ -148,15 +148,19 @@ class Local:
                     self.store.stage(answer.client, answer.state)
             self.watcher.step(exchange.name, done, len(asked))
         uploads.sort(key=lambda upload: upload.client)
-        merged, uploads, late = _merge(server, uploads, exchange, now)
+        late: list[tuple[str, str]] = []
+        why = f"nothing to merge in {exchange.name!r}"
+        try:
+            merged, uploads = _merge(server, uploads, exchange, now, late)
+        except TooFewUploads as error:
+            merged, uploads, why = server, [], str(error)
         dropped += [{"client": c, "exchange": exchange.name, "reason": reason} for c, reason in late]
         for drop in sorted(dropped, key=lambda drop: drop["client"]):
             tally.dropped.append(drop)
             text = f"dropped an upload of {drop['client']!r}: {drop['reason']}"
             self.watcher.warn(f"round {now.number}: {text}")
         if not uploads:
-            text = f"nothing to merge in {exchange.name!r}; the server keeps its state"
-            self.watcher.warn(f"round {now.number}: {text}")
+            self.watcher.warn(f"round {now.number}: {why}; the server keeps its state")
             return server
         tally.sent = max(tally.sent, *(sum(t.layout.size for t in u.tensors.values()) for u in uploads))
         for name in sorted(exchange.scalars):
@@ -249,13 +253,15 @@ class Local:
 
 
 def _merge(
-    server: State, uploads: list[Upload], exchange: Exchange, now: Round
-) -> tuple[State, list[Upload], list[tuple[str, str]]]:
-    """The server's next state, the uploads it is made of, and who had to be left out for what reason.
+    server: State, uploads: list[Upload], exchange: Exchange, now: Round, dropped: list[tuple[str, str]]
+) -> tuple[State, list[Upload]]:
+    """The server's next state and the uploads it is made of; ``dropped`` gains the others and why.
 
     Each upload passed on its own; it may still not fit the others, or be finite and merge to infinity.
+
+    Raises:
+        TooFewUploads: the merge rule needs more.
     """
-    dropped: list[tuple[str, str]] = []
     while uploads:
         try:
             merged = exchange.merge(server, uploads, now)
@@ -264,13 +270,13 @@ def _merge(
         else:
             broken = _broken(server, merged)
             if broken is None:
-                return merged, uploads, dropped
+                return merged, uploads
             lengths = {upload.client: _length(upload, server) for upload in uploads}
             client = max(lengths, key=lengths.__getitem__)
             reason = f"merged with it, the server's {broken!r} is NaN or infinite; its update is the largest"
             dropped.append((client, f"{reason}, of length {lengths[client]:.3g}"))
         uploads = [upload for upload in uploads if upload.client != dropped[-1][0]]
-    return server, [], dropped
+    return server, []
 
 
 def _broken(before: State, after: State) -> str | None:

@@ -2,7 +2,7 @@
 
 from prefed.merge.alignment import alignment_weights
 from prefed.merge.attention import Coefficients, distance_attention, similarity_attention, spread
-from prefed.merge.checks import BadUpload, check
+from prefed.merge.checks import BadUpload, TooFewUploads, check
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
 from prefed.merge.means import ordered
 from prefed.merge.merger import FIGURES, Merger, Weigh
@@ -17,6 +17,7 @@ __all__ = [
     "Merger",
     "ServerOptimizer",
     "Staleness",
+    "TooFewUploads",
     "Weigh",
     "alignment_weights",
     "check",

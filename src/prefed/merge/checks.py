@@ -8,7 +8,7 @@ import torch
 
 from prefed.core import Layout, Upload
 
-__all__ = ["BadUpload", "check"]
+__all__ = ["BadUpload", "TooFewUploads", "check"]
 
 
 class BadUpload(ValueError):  # noqa: N818
@@ -25,6 +25,10 @@ class BadUpload(ValueError):  # noqa: N818
         self.reason = reason
 
 
+class TooFewUploads(ValueError):  # noqa: N818
+    """Fewer uploads than a rule needs to keep its promise; the message says how many it needs."""
+
+
 def check(upload: Upload, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
     """Confirm that ``upload`` can be merged into a model of ``layout`` whose numbers are of ``dtype``.
 
@@ -39,10 +43,10 @@ def check(upload: Upload, layout: Layout, dtype: torch.dtype = torch.float32) ->
     ...
     prefed.merge.checks.BadUpload: upload of client 'd7': lora/0/q/A in group 'model' holds NaN or infinity
     """
-    if not (math.isfinite(upload.weight) and upload.weight > 0):
+    if not (_finite(upload.weight) and upload.weight > 0):
         raise BadUpload(upload.client, f"its weight is {upload.weight}, not a number above 0")
     for name, number in upload.scalars.items():
-        if not math.isfinite(number):
+        if not _finite(number):
             raise BadUpload(upload.client, f"the number {name!r} is {number}")
     for group, tensors in upload.tensors.items():
         for entry in tensors.layout.entries:
@@ -58,3 +62,11 @@ def check(upload: Upload, layout: Layout, dtype: torch.dtype = torch.float32) ->
         if not tensors.isfinite():
             name = next(name for name in tensors if not bool(tensors[name].isfinite().all()))
             raise BadUpload(upload.client, f"{name} in group {group!r} holds NaN or infinity")
+
+
+def _finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        # An integer, which JSON allows any length, beyond the floats.
+        return False

@@ -14,9 +14,42 @@ import torch
 from torch import Tensor
 
 from prefed.core import Tensors
+from prefed.merge.checks import TooFewUploads
 from prefed.merge.flat import combine, gram, pieces
 
-__all__ = ["clip_norms", "coordinate_median", "krum", "krum_scores", "multi_krum", "trimmed_mean"]
+__all__ = [
+    "clip_norms",
+    "coordinate_median",
+    "enough",
+    "krum",
+    "krum_scores",
+    "multi_krum",
+    "trimmed_mean",
+]
+
+
+def enough(rule: str, uploads: int, *, liars: int = 0, trim: float = 0.0) -> None:
+    """Confirm that ``rule``, as ``[merge]`` names it, can serve over so many uploads.
+
+    Raises:
+        TooFewUploads: it cannot; the message says what it needs.
+
+    >>> enough("krum", 5, liars=1)
+    >>> enough("median", 2, liars=1)
+    Traceback (most recent call last):
+    ...
+    prefed.merge.checks.TooFewUploads: median over 2 uploads does not withstand 1 liars: it needs at least 3
+    """
+    if rule == "trimmed_mean" and uploads <= 2 * _cut(uploads, trim):
+        raise TooFewUploads(
+            f"trimming {_cut(uploads, trim)} of {uploads} uploads at either end leaves none: "
+            "use a smaller trim or a larger cohort"
+        )
+    least = {"median": 2 * liars + 1, "krum": 2 * liars + 3, "multi_krum": 2 * liars + 3}.get(rule, 0)
+    if uploads < least:
+        raise TooFewUploads(
+            f"{rule} over {uploads} uploads does not withstand {liars} liars: it needs at least {least}"
+        )
 
 
 def coordinate_median(values: Sequence[Tensors], liars: int = 0) -> Tensors:
@@ -26,13 +59,10 @@ def coordinate_median(values: Sequence[Tensors], liars: int = 0) -> Tensors:
     within the range of the honest uploads' as long as these are more than half.
 
     Raises:
-        ValueError: there are too few uploads to outvote ``liars``.
+        TooFewUploads: there are too few uploads to outvote ``liars``.
     """
     n = len(values)
-    if n < 2 * liars + 1:
-        raise ValueError(
-            f"the median of {n} uploads does not withstand {liars} liars: it needs at least {2 * liars + 1}"
-        )
+    enough("median", n, liars=liars)
     flat = torch.empty_like(values[0].flat)
     for columns, rows in pieces(values):
         ranked = _ranked(rows)
@@ -49,14 +79,11 @@ def trimmed_mean(values: Sequence[Tensors], trim: float) -> Tensors:
         trim: share dropped at either end, above 0 and below ½; it withstands that share of liars.
 
     Raises:
-        ValueError: nothing would be left.
+        TooFewUploads: nothing would be left.
     """
     n = len(values)
-    cut = math.ceil(trim * n - 1e-9)
-    if n <= 2 * cut:
-        raise ValueError(
-            f"trimming {cut} of {n} uploads at either end leaves none: use a smaller trim or a larger cohort"
-        )
+    enough("trimmed_mean", n, trim=trim)
+    cut = _cut(n, trim)
     flat = torch.empty_like(values[0].flat)
     for columns, rows in pieces(values):
         kept = _ranked(rows)[cut : n - cut]
@@ -74,13 +101,10 @@ def krum_scores(values: Sequence[Tensors], current: Tensors, liars: int) -> Tens
         liars: f.
 
     Raises:
-        ValueError: n < 2 f + 3, where the rule's guarantee ends.
+        TooFewUploads: n < 2 f + 3, where the rule's guarantee ends.
     """
     n = len(values)
-    if n < 2 * liars + 3:
-        raise ValueError(
-            f"krum over {n} uploads does not withstand {liars} liars: it needs at least {2 * liars + 3}"
-        )
+    enough("krum", n, liars=liars)
     inner = gram(values, current)
     squares = inner.diagonal()
     distances = (squares[:, None] + squares[None, :] - 2 * inner).clamp(min=0)
@@ -121,6 +145,10 @@ def clip_norms(
         for value, norm in zip(values, norms, strict=True)
     ]
     return clipped, norms
+
+
+def _cut(uploads: int, trim: float) -> int:
+    return math.ceil(trim * uploads - 1e-9)
 
 
 def _ranked(rows: Tensor) -> Tensor:
