@@ -199,8 +199,8 @@ def _enough(experiment: Experiment, job: Job) -> None:
         enough(merge.rule, asked, liars=merge.liars, trim=merge.trim)
     except TooFewUploads as error:
         raise ConfigError(
-            f"[merge] rule = {merge.rule!r} does not serve a cohort of {asked} clients, of {len(job.members)} "
-            f"that train ([cohort] size): {error}"
+            f"[merge] rule = {merge.rule!r} does not serve a cohort of {asked} clients, of the "
+            f"{len(job.members)} that train ([cohort] size): {error}"
         ) from error
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["append", "remove", "sync", "truncate", "write"]
+__all__ = ["append", "move", "remove", "sync", "truncate", "write"]
 
 TEMPORARY = ".partial"
 """How the name of a file that is still being written ends."""
@@ -60,6 +60,11 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def move(path: Path, to: Path) -> None:
+    """Give ``path`` another name in its folder, in the place of what has it."""
+    os.replace(path, to)  # noqa: PTH105
 
 
 def remove(path: Path) -> None:

@@ -24,7 +24,7 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -144,6 +144,7 @@ class Store:
         self.path = Path(path)
         self._folder = self.path / "checkpoint"
         self._clients = self._folder / "clients"
+        self._aside: set[str] = set()
         self._staged: set[str] = set()
         self._versions: dict[str, int] = {}
         self._refuse_foreign(resume)
@@ -210,19 +211,34 @@ class Store:
         return _path(self._folder, "server", self.round).read_bytes()
 
     def client(self, client: str) -> bytes | None:
-        """A client's private state: staged, else committed; ``None`` if it still has its first."""
+        """A client's private state: accepted in this round, else committed; ``None`` if it still has its first."""
         name = client_file(client)
         version = self.round + 1 if name in self._staged else self._versions.get(name)
         return None if version is None else _path(self._clients, name, version).read_bytes()
 
     def stage(self, client: str, state: bytes) -> None:
-        """Write a client's next private state, to count from the next commit on."""
+        """Write a client's next private state; it counts for nothing until it is accepted."""
         name = client_file(client)
-        files.write(_path(self._clients, name, self.round + 1), state, durable=False, mode=0o600)
-        self._staged.add(name)
+        files.write(self._aside_path(name), state, durable=False, mode=0o600)
+        self._aside.add(name)
+
+    def accept(self, clients: Iterable[str]) -> None:
+        """Keep what was staged for ``clients``, to be committed with the round, and drop the rest."""
+        accepted = {client_file(client) for client in clients}
+        for name in sorted(self._aside):
+            if name in accepted:
+                files.move(self._aside_path(name), _path(self._clients, name, self.round + 1))
+                self._staged.add(name)
+            else:
+                files.remove(self._aside_path(name))
+        self._aside = set()
+
+    def _aside_path(self, name: str) -> Path:
+        path = _path(self._clients, name, self.round + 1)
+        return path.with_name(f"{path.name}.aside{files.TEMPORARY}")
 
     def finish_round(self, server: bytes, record: Mapping[str, Any], totals: Mapping[str, float]) -> None:
-        """Commit the next round: ``server``, every staged state, the round's record and the totals."""
+        """Commit the next round: ``server``, every accepted state, the round's record and the totals."""
         assert self.commit is not None, "begin() comes first"
         self._publish(Commit(self.round + 1, dict(totals), self.commit.fingerprint), server, record)
 

@@ -163,7 +163,7 @@ def test_a_rule_that_no_cohort_can_serve_is_refused_before_the_first_round(place
     folder, two, median = tmp_path / "cache", {"size": 2}, {"rule": "median"}
     with pytest.raises(ConfigError, match=r"rule = 'median' .*\[cohort\] size.* at least 3") as caught:
         open_job(experiment(place, cohort=two, merge=median), folder)
-    assert "a cohort of 2 clients, of 3 that train" in str(caught.value)
+    assert "a cohort of 2 clients, of the 3 that train" in str(caught.value)
     assert open_job(experiment(place, cohort={}, merge=median), folder).members == ("w0", "w1", "w2")
     assert open_job(experiment(place, "local", cohort=two, merge=median), folder).cohort == 2
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import toy
-from prefed.core import State
+from prefed.core import Download, State, Tensors
 from prefed.engines import InProcess, Job, Local, Silent
+from prefed.engines.visit import Task, attend
 from prefed.merge import MergeConfig, Merger
 from prefed.methods import METHODS
 from prefed.store import Checkpoint, Store
@@ -131,3 +132,38 @@ def test_a_number_of_400_digits_is_refused(tmp_path):
     whole = job(rounds=1)
     _, (record,), _ = play(tmp_path / "run", whole, Forging(whole, long))
     assert [drop["client"] for drop in record["dropped"]] == [BAD]
+
+
+def test_a_private_state_that_explodes_is_not_kept(tmp_path):
+    """Plain SGD at a rate of 1e200 squares its way out of the floats: five steps of Ditto's own model give
+    (1e200)^5. The visit is withheld, so that the client has the state it had, and the reason says why."""
+    wild = job("ditto", clients=3, personal_lr=1e200, optimizer="sgd", clip=0, rounds=1)
+    _, (record,), _ = play(tmp_path / "run", wild)
+    assert len(record["dropped"]) == 3
+    assert all("NaN or infinity in 'own'" in drop["reason"] for drop in record["dropped"])
+    assert all("lower the rate" in drop["reason"] for drop in record["dropped"])
+    assert all(Checkpoint(tmp_path / "run").client(client) is None for client in wild.members)
+
+
+def test_a_private_state_must_be_finite_as_it_is_kept():
+    """70,000 is no float16, whose largest number is 65,504."""
+    one = job("ditto", clients=1, rounds=1)
+    start = Tensors(toy.LAYOUT, torch.full((toy.LAYOUT.size,), 7e4, dtype=torch.float64))
+    message = encode(Download({"model": start}))
+    for dtype, reason in ((torch.float16, "infinity in 'own'"), (torch.bfloat16, "")):
+        answer = attend(replace(one, keep=dtype), Task("visit", "Client 0/ü", 1, "train", message, None))
+        assert reason in answer.withheld
+        assert bool(answer.withheld) == bool(reason)
+
+
+def test_a_client_left_out_of_the_merge_keeps_the_private_state_it_had(tmp_path):
+    """SCAFFOLD's server has c = Σ p_i c_i over all clients; it would not, if the one whose upload merges to
+    infinity had moved its c_i all the same. Its upload is an honest one made 1e200 times as large on its way."""
+    bad = job("scaffold", rounds=1, merge={"optimizer": {"name": "fedadam"}})
+    server, (record,), _ = play(tmp_path / "run", bad, Forging(bad, scaled(1e200)))
+    assert [drop["client"] for drop in record["dropped"]] == [BAD]
+    left, total = Checkpoint(tmp_path / "run"), sum(bad.weights.values())
+    assert left.client(BAD) is None
+    kept = {client: left.client(client) for client in bad.members if client != BAD}
+    mean = sum(kept[client].tensors["control"].flat * (bad.weights[client] / total) for client in kept)
+    assert torch.allclose(server.tensors["control"].flat, mean, rtol=0, atol=1e-12)

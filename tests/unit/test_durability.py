@@ -124,6 +124,7 @@ def play(run: Path, resume: bool = False) -> None:
         for number in range(store.round + 1, ROUNDS + 1):
             store.stage("both", state(number))
             store.stage("odd" if number % 2 else "even", state(number))
+            store.accept(["both", "odd", "even"])
             store.finish_round(state(number), {"round": number}, {})
 
 

@@ -34,6 +34,8 @@ def play(path, rounds, resume=False):
         for number in range(store.round + 1, rounds + 1):
             store.stage("both", state(number))
             store.stage("odd" if number % 2 else "even", state(number))
+            store.stage("refused", state(number))
+            store.accept(["both", "odd", "even"])
             store.finish_round(state(number), {"round": number}, {"bytes_up": 2 * number})
         store.write_summary({"rounds": rounds})
 

@@ -155,6 +155,8 @@ class Local:
         except TooFewUploads as error:
             merged, uploads, why = server, [], str(error)
         dropped += [{"client": c, "exchange": exchange.name, "reason": reason} for c, reason in late]
+        # A client whose upload came to nothing goes on from where it was, as the server does.
+        self.store.accept(upload.client for upload in uploads)
         for drop in sorted(dropped, key=lambda drop: drop["client"]):
             tally.dropped.append(drop)
             text = f"dropped an upload of {drop['client']!r}: {drop['reason']}"

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from prefed.core import Download, State, Visit
 from prefed.engines.guard import undeclared
 from prefed.engines.job import Job
@@ -74,6 +76,10 @@ def _visit(job: Job, task: Task) -> Answer:
     reason = undeclared(upload, exchange, job.method.parts)
     if reason:
         return Answer(task.client, b"", None, reason)
+    broken = _broken(after, job.keep)
+    if broken is not None:
+        reason = f"its private state would hold NaN or infinity in {broken!r}, and stays as it was"
+        return Answer(task.client, b"", None, f"{reason}: lower the rate at which its own parts train")
     state = encode(after, job.keep)
     unchanged = state == (encode(before, job.keep) if task.state is None else task.state)
     return Answer(task.client, encode(upload), None if unchanged else state)
@@ -109,6 +115,15 @@ def _newcomer(job: Job, task: Task, visit: Visit, published: Download) -> dict[s
         scores = job.workplace.score(task.client, own, job.split)
         accuracies[str(steps)] = measure(scores, job.beta)["preference_accuracy"]
     return accuracies
+
+
+def _broken(state: State, keep: torch.dtype | None) -> str | None:
+    """The first group of tensors that is not finite as it would be kept."""
+    for name, group in state.tensors.items():
+        kept = group if keep is None or not group.flat.is_floating_point() else group.to(keep)
+        if not kept.isfinite():
+            return name
+    return None
 
 
 def _state(job: Job, task: Task) -> State:
