@@ -211,7 +211,7 @@ class Store:
         return _path(self._folder, "server", self.round).read_bytes()
 
     def client(self, client: str) -> bytes | None:
-        """A client's private state: accepted in this round, else committed; ``None`` if it still has its first."""
+        """A client's private state, this round's if one was accepted; ``None`` if it has its first."""
         name = client_file(client)
         version = self.round + 1 if name in self._staged else self._versions.get(name)
         return None if version is None else _path(self._clients, name, version).read_bytes()

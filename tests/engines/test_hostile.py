@@ -1,12 +1,13 @@
 """Clients that send what they should not: a run names them and goes on."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 import toy
-from prefed.core import Download, State, Tensors
+from prefed.core import Download, Entry, Layout, State, Tensors
 from prefed.engines import InProcess, Job, Local, Silent
 from prefed.engines.visit import Task, attend
 from prefed.merge import MergeConfig, Merger
@@ -158,7 +159,7 @@ def test_a_private_state_must_be_finite_as_it_is_kept():
 
 def test_a_client_left_out_of_the_merge_keeps_the_private_state_it_had(tmp_path):
     """SCAFFOLD's server has c = Σ p_i c_i over all clients; it would not, if the one whose upload merges to
-    infinity had moved its c_i all the same. Its upload is an honest one made 1e200 times as large on its way."""
+    infinity had moved its c_i all the same. Its upload is made 1e200 times as large on its way."""
     bad = job("scaffold", rounds=1, merge={"optimizer": {"name": "fedadam"}})
     server, (record,), _ = play(tmp_path / "run", bad, Forging(bad, scaled(1e200)))
     assert [drop["client"] for drop in record["dropped"]] == [BAD]
@@ -167,3 +168,46 @@ def test_a_client_left_out_of_the_merge_keeps_the_private_state_it_had(tmp_path)
     kept = {client: left.client(client) for client in bad.members if client != BAD}
     mean = sum(kept[client].tensors["control"].flat * (bad.weights[client] / total) for client in kept)
     assert torch.allclose(server.tensors["control"].flat, mean, rtol=0, atol=1e-12)
+
+
+RENAMED = Layout((Entry("lora/0/A", (2, 3), "Mr X", 0, "A"),))
+SECRET = "Mr X of ward 7 takes 5 mg"
+WIDE = Tensors(Layout((Entry("lora/0/A", (5,), "lora", 0, "A"),)), torch.zeros(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("leak", "reason"),
+    [
+        (lambda u: {"scalars": {"loss": [0.1, SECRET]}}, "under 'loss' a list, not a number"),
+        (lambda u: {"scalars": {"loss": True}}, "under 'loss' a bool"),
+        (lambda u: {"scalars": {SECRET: 1.0}}, f"does not declare: a text of {len(SECRET)} characters"),
+        (lambda u: {"client": SECRET}, "calls itself somebody else"),
+        (lambda u: {"tensors": {SECRET: u.tensors["model"]}}, "groups that the exchange does not declare"),
+        (lambda u: {"weight": 3.14159}, "weighs 3.14159"),
+        (lambda u: {"weight": SECRET}, "weighs a str"),
+        (lambda u: {"sent_at": SECRET}, "started from round a str"),
+        (lambda u: {"sent_at": 2}, "started from round 2"),
+        (lambda u: {"tensors": {"model": WIDE}}, r"lora/0/A in group 'model' has shape \(5,\)"),
+        (lambda u: {"tensors": {"model": u.tensors["model"].to(torch.float32)}}, "holds torch.float32"),
+        (
+            lambda u: {"tensors": {"model": Tensors(RENAMED, u.tensors["model"].select(RENAMED.names).flat)}},
+            "laid out otherwise than the model",
+        ),
+    ],
+)
+def test_what_is_not_declared_never_becomes_bytes(leak, reason):
+    """A method that puts a client's text, or numbers of its own choice, in any place an upload has: the
+    client's side withholds it, and the reason, which goes to the round log, does not quote the text."""
+    one = job(clients=3, rounds=1)
+    (exchange,) = one.method.exchanges
+
+    def work(visit, private, download):
+        upload, after = exchange.work(visit, private, download)
+        return replace(upload, **leak(upload)), after
+
+    leaky = replace(one, method=replace(one.method, exchanges=(replace(exchange, work=work),)))
+    message = encode(exchange.send(one.method.init_server(one.workplace.initial), BAD))
+    answer = attend(leaky, Task("visit", BAD, 1, "train", message, None))
+    assert answer.message == b""
+    assert re.search(reason, answer.withheld)
+    assert SECRET not in answer.withheld

@@ -209,7 +209,7 @@ def test_a_cohort_larger_than_the_federation_is_refused():
         ("heavy", "weighs 1000000"),
         ("light", r"weighs 1\.0, not its \d+ training pairs"),
         ("shape", r"lora/0/A in group 'model' has shape \(3, 2\), not \(2, 3\)"),
-        ("stranger", "calls itself 'somebody else'"),
+        ("stranger", "calls itself somebody else than 'Client 2/ü'"),
     ],
 )
 def test_a_bad_upload_is_dropped_and_named(tmp_path, fault, reason):

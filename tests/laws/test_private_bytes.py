@@ -1,5 +1,7 @@
 """What is private leaves no trace in any message: every private number is made one recognisable bit pattern.
 
+Every upload of every method passes the guard besides, which lets only declared names, shapes and numbers out.
+
 The mark stands for whatever a private tensor may hold. It is put into every tensor that must stay, at the
 start, and into all of a client's private state before each visit; training leaves marked numbers as they are.
 Then the eight bytes of the mark, and its decimal digits, must be in no encoded message of any exchange.
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from prefed.core import Download, Key, Layout, Method, Owner, Parts, Phase, Round, State, Tensors, Trained
+from prefed.engines.guard import refusal
 from prefed.merge import MergeConfig, Merger
 from prefed.methods import METHODS
 from prefed.wire import encode
@@ -100,6 +103,7 @@ def messages(method: Method, layout: Layout, private: tuple[str, ...]) -> Iterat
                 visit = MarkedVisit(client, data, now, now.key.at("client", client), method.parts, start)
                 upload, kept[client] = exchange.work(visit, secret(method.name, kept[client]), download)
                 yield encode(upload)
+                assert not refusal(upload, client, exchange, method.parts, start, now)
                 uploads.append(upload)
             server = exchange.merge(server, uploads, now)
         for client in clients:

@@ -96,6 +96,7 @@ class Exchange:
         work: what the client does: returns its upload and its next private state.
         merge: the server's next state, from the uploads sorted by client id.
         scalars: names of the numbers an upload of this exchange may carry.
+        groups: names of the groups of tensors it may carry.
         figures: server state after the merge → the method's own figures for the round log.
     """
 
@@ -106,6 +107,7 @@ class Exchange:
     to: Literal["cohort", "all"] = "cohort"
     due: Callable[[int], bool] = lambda number: True
     scalars: frozenset[str] = frozenset({"loss"})
+    groups: frozenset[str] = frozenset({"model"})
     figures: Callable[[State], Mapping[str, float]] = lambda state: {}
 
 

@@ -1,33 +1,24 @@
-"""What may leave a client, and what a server lets in."""
+"""What may leave a client, and what a server lets in: one rule, asked on both sides."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 from prefed.core import Exchange, Owner, Parts, Round, Tensors, Upload
 from prefed.merge import BadUpload, check
 
-__all__ = ["refusal", "undeclared"]
-
-
-def undeclared(upload: Upload, exchange: Exchange, parts: Parts) -> str:
-    """Why ``upload`` must not leave its client; empty if it may.
-
-    It may hold tensors that the method shares and numbers that the exchange declares: nothing else.
-    """
-    shared = set(parts.names(Owner.SHARED))
-    kept = sorted({name for group in upload.tensors.values() for name in group} - shared)
-    if kept:
-        return f"holds what is not shared: {', '.join(kept)}"
-    numbers = sorted(set(upload.scalars) - exchange.scalars)
-    if numbers:
-        return f"holds numbers that the exchange does not declare: {', '.join(numbers)}"
-    return ""
+__all__ = ["refusal"]
 
 
 def refusal(upload: Upload, client: str, exchange: Exchange, parts: Parts, model: Tensors, now: Round) -> str:
-    """Why a server does not merge ``upload``; empty if it does.
+    """Why ``upload`` must not leave its client, and why a server does not merge it; empty if all is well.
+
+    It may hold tensors that the method shares, laid out as the model's, in groups that the exchange declares,
+    and numbers that it declares: nothing else. The reason quotes no free text of the upload's.
 
     Args:
-        upload: as it arrived.
+        upload: as it was made, or as it arrived.
         client: who was asked for it.
         exchange: the exchange it answers.
         parts: the method's.
@@ -35,14 +26,23 @@ def refusal(upload: Upload, client: str, exchange: Exchange, parts: Parts, model
         now: the current round.
     """
     if upload.client != client:
-        return f"calls itself {upload.client!r}"
-    if upload.weight != now.weights[client]:
-        return f"weighs {upload.weight}, not its {now.weights[client]:g} training pairs"
-    if not 0 <= upload.sent_at <= now.number:
-        return f"started from round {upload.sent_at}"
-    reason = undeclared(upload, exchange, parts)
-    if reason:
-        return reason
+        return f"calls itself somebody else than {client!r}"
+    size = now.weights[client]
+    if not _number(upload.weight) or upload.weight != size:
+        return f"weighs {_said(upload.weight)}, not its {size:g} training pairs"
+    if not isinstance(upload.sent_at, int) or not 0 <= upload.sent_at <= now.number:
+        return f"started from round {_said(upload.sent_at)}"
+    held = {name for group in upload.tensors.values() for name in group}
+    for what, kept in (
+        ("what is not shared", held - set(parts.names(Owner.SHARED))),
+        ("groups that the exchange does not declare", set(upload.tensors) - exchange.groups),
+        ("numbers that the exchange does not declare", set(upload.scalars) - exchange.scalars),
+    ):
+        if kept:
+            return f"holds {what}: {_names(kept)}"
+    odd = [name for name, value in upload.scalars.items() if not _number(value)]
+    if odd:
+        return f"holds under {odd[0]!r} a {type(upload.scalars[odd[0]]).__name__}, not a number"
     try:
         check(upload, model.layout, model.flat.dtype)
     except BadUpload as error:
@@ -51,3 +51,18 @@ def refusal(upload: Upload, client: str, exchange: Exchange, parts: Parts, model
         if tensors.layout != model.layout.select(tensors.layout.names):
             return f"group {group!r} is laid out otherwise than the model"
     return ""
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _said(value: object) -> str:
+    return str(value) if _number(value) else f"a {type(value).__name__}"
+
+
+def _names(found: Iterable[object]) -> str:
+    """Names as code has them; anything longer may be a client's text, and reasons go to the round log."""
+    texts = sorted(str(name) for name in found)
+    said = (t if re.fullmatch(r"[\w./-]{1,80}", t) else f"a text of {len(t)} characters" for t in texts)
+    return ", ".join(said)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from prefed.core import Download, State, Visit
-from prefed.engines.guard import undeclared
+from prefed.engines.guard import refusal
 from prefed.engines.job import Job
 from prefed.evaluate.accuracy import measure
 from prefed.wire import decode_download, decode_state, encode
@@ -73,7 +73,7 @@ def _visit(job: Job, task: Task) -> Answer:
     before = _state(job, task)
     upload, after = exchange.work(visit, before, decode_download(task.message))
     # Nothing may follow between this look and the bytes: what it refuses never becomes a message.
-    reason = undeclared(upload, exchange, job.method.parts)
+    reason = refusal(upload, task.client, exchange, job.method.parts, job.workplace.initial, now)
     if reason:
         return Answer(task.client, b"", None, reason)
     broken = _broken(after, job.keep)

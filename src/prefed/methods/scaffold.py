@@ -89,5 +89,6 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
             control = control.replace(control.select(change) + change)
         return plan.merge(server, uploads, now).update({"control": control})
 
-    train = Exchange("train", send, work, merge, figures=plan.figures)
+    sent = frozenset({"model", "control"})
+    train = Exchange("train", send, work, merge, groups=sent, figures=plan.figures)
     return plan.method("scaffold", SOURCE, train, init_server=init_server, init_client=init_client)
