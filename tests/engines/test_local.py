@@ -295,6 +295,20 @@ def test_pooled_is_one_client_on_all_pairs(tmp_path):
     assert len(record["evaluation"]["preference_accuracy"]["per_client"]) == 6
 
 
+def test_no_client_may_have_the_name_of_all(tmp_path):
+    """Its pairs would be taken for everybody's. Where methods do not pool it is a name like any other."""
+
+    class Named(toy.ToyWorkplace):
+        def __init__(self, options):
+            super().__init__(options)
+            self.clients = {POOLED: self.clients.pop("Client 0/ü"), **self.clients}
+
+    options = toy.options(pooled=True)
+    with pytest.raises(ValueError, match="a client of the data has that name: rename it"):
+        Job(Named(options), toy.toy_method(options), 7, 4)
+    assert POOLED in Job(Named(options), toy.toy_method(toy.options()), 7, 4).members
+
+
 def test_pooling_one_client_changes_nothing(tmp_path):
     """Law: one client ≡ centralised."""
     one = toy.run(tmp_path / "one", clients=1, cohort=None, personal=False)

@@ -82,7 +82,7 @@ class Job:
 
     Raises:
         ValueError: the parts do not cover the model, nobody has a training pair, the cohort is larger
-            than the federation, or nobody has a pair to be judged on.
+            than the federation, nobody has a pair to be judged on, or a client has the name of all clients.
     """
 
     workplace: Workplace
@@ -101,6 +101,12 @@ class Job:
 
     def __post_init__(self) -> None:
         self.method.parts.check(self.workplace.initial.layout)
+        if self.method.pooled and POOLED in self.workplace.clients and len(self.workplace.clients) > 1:
+            # Its pairs would be taken for everybody's.
+            raise ValueError(
+                f"[method] {self.method.name} trains on all clients' pairs as one client named {POOLED!r}, "
+                "and a client of the data has that name: rename it"
+            )
         if not self.weights:
             raise ValueError("no client has a training pair")
         if self.cohort is not None and not self.method.pooled and self.cohort > len(self.members):
