@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -321,10 +323,17 @@ def _watcher(progress: bool | Watcher) -> Watcher:
 def _settle(experiment: Experiment, store: Store) -> Experiment:
     """The experiment to run: with the number of threads filled in, and equal to the stored one.
 
+    Before the first commit another experiment takes the stored one's place.
+
     Raises:
         ConfigError: the stored experiment is another one.
     """
     held = store.config()
+    if held is not None and store.commit is None:
+        asked = tomllib.loads(to_toml(experiment))
+        if any(held.get(name) != asked.get(name) for name in ("seed", "data", "model")):
+            shutil.rmtree(store.path / "cache", ignore_errors=True)
+        held = None
     stored = Experiment.model_validate(held) if held is not None else None
     engine = experiment.engine
     if engine.threads is None:

@@ -134,7 +134,8 @@ class Store:
 
     Args:
         path: the run directory; created if it is not there.
-        resume: go on with the run in ``path``. Without it ``path`` must be empty.
+        resume: go on with the run in ``path``. Without it ``path`` must be empty, or hold no more than a
+            start that failed left there.
 
     Raises:
         StoreError: ``path`` is in use by another process, not empty, no run, or damaged.
@@ -298,7 +299,8 @@ class Store:
 
     def _refuse_foreign(self, resume: bool) -> None:
         found = _contents(self.path)
-        if not found:
+        # The lock says that the experiment beside it is a run's and not somebody's only copy.
+        if not found or (found <= {"config.toml", "cache"} and (self._folder / "LOCK").exists()):
             return
         if not resume:
             raise StoreError(

@@ -191,6 +191,27 @@ def test_other_data_or_settings_are_not_resumed(place, tmp_path):
         run(experiment(place, seed=4), tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_start_that_failed_is_repaired_as_its_error_says(place, tmp_path, resume):
+    """Rows are named, then a key, then a model; each repaired in turn, the last start runs. A cache of the
+    tokens of other data is not taken for this one's."""
+    lines = (place / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "broken.jsonl").write_text("".join([*lines[:-1], '{"prompt": "Hello"}\n']))
+    data = experiment(place).data.model_dump(exclude_none=True)
+    broken = {**data, "train": str(tmp_path / "broken.jsonl")}
+    few = {**data, "limit": 5}
+    for asked, error in (
+        (experiment(place, data=broken), "row 60"),
+        (experiment(place, data=few, merge={"rule": "median"}), "needs at least 3"),
+        (experiment(place, model={"name": str(tmp_path / "nowhere")}), "nowhere"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            run(asked, tmp_path / "run", resume=resume)
+    run(experiment(place), tmp_path / "run", resume=resume)
+    run(experiment(place), tmp_path / "whole")
+    assert left(tmp_path / "run") == left(tmp_path / "whole")
+
+
 def test_where_a_run_goes(place):
     assert str(default_out(experiment(place), "first try")) == "runs/first try-feddpo-seed3"
     assert str(default_out(experiment(place), "feddpo")) == "runs/feddpo-seed3"

@@ -155,6 +155,21 @@ def test_somebody_elses_directory_is_left_alone(tmp_path):
     assert list((tmp_path / "letters").iterdir()) == [tmp_path / "letters/dear.txt"]
 
 
+def test_a_start_that_failed_may_be_started_again(tmp_path):
+    """Before the first commit there is an experiment and a cache; an experiment file alone may be anybody's."""
+    for resume in (False, True):
+        run = tmp_path / str(resume)
+        with Store(run) as store:
+            store.write_config("seed = 2\n")
+        (run / "cache").mkdir()
+        play(run, 1, resume)
+        assert Checkpoint(run).config() == {"seed": 1}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.toml").write_text("seed = 2\n")
+    with pytest.raises(StoreError, match="not empty"):
+        Store(tmp_path / "mine")
+
+
 def test_resuming_nothing_starts(tmp_path):
     play(tmp_path / "run", 1, resume=True)
     assert Checkpoint(tmp_path / "run").commit.round == 1
