@@ -156,7 +156,7 @@ def test_somebody_elses_directory_is_left_alone(tmp_path):
 
 
 def test_a_start_that_failed_may_be_started_again(tmp_path):
-    """Before the first commit there is an experiment and a cache; an experiment file alone may be anybody's."""
+    """Before the first commit there is an experiment and a cache; an experiment alone may be anybody's."""
     for resume in (False, True):
         run = tmp_path / str(resume)
         with Store(run) as store:

@@ -22,6 +22,7 @@ from prefed.data.errors import DataError, Problems
 from prefed.data.federation import CLIENTS, Federation, Report
 from prefed.data.sources import Tally, origin, records
 from prefed.data.templates import Template, Tokenizer
+from prefed.data.tokens import MANIFEST
 from prefed.data.writer import TokenWriter, tokenizer_digest
 
 __all__ = ["federate"]
@@ -153,6 +154,8 @@ def _build(
         writer.close()
     held.astype("<i8").tofile(folder / "held.i64")
     bounds.astype("<i8").tofile(folder / "bounds.i64")
+    for name in ("held.i64", "bounds.i64", MANIFEST):
+        files.sync(folder / name)
     digest = hashlib.sha256(json.dumps([fingerprint, ids]).encode() + held.tobytes() + bounds.tobytes())
     report = Report(
         read=tally.read,

@@ -118,11 +118,15 @@ class Federation:
             held = json.loads((folder / CLIENTS).read_text(encoding="utf-8"))
             ids = tuple(held["ids"])
             rows = np.fromfile(folder / "held.i64", dtype="<i8").astype(np.int64, copy=False)
-            bounds = (
-                np.fromfile(folder / "bounds.i64", dtype="<i8")
-                .reshape(len(ids), 4)
-                .astype(np.int64, copy=False)
-            )
+            ends = np.fromfile(folder / "bounds.i64", dtype="<i8").astype(np.int64, copy=False)
+            if len(ends) != 4 * len(ids):
+                raise ValueError(f"bounds.i64 has {len(ends):,} numbers for {len(ids):,} clients, not 4 each")
+            bounds = ends.reshape(-1, 4)
+            ends = np.append(0, bounds[:, 3])
+            if not np.array_equal(bounds[:, 0], ends[:-1]) or len(rows) != ends[-1]:
+                raise ValueError(f"held.i64 and bounds.i64 differ: {len(rows):,} rows, not {ends[-1]:,}")
+            if len(rows) and not (rows.min() >= 0 and rows.max() < len(tokens)):
+                raise ValueError(f"held.i64 has rows beyond the {len(tokens):,} that there are")
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
                 f"{folder} holds no whole federation ({error}); delete it to have it made again"

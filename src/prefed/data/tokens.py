@@ -108,6 +108,8 @@ class TokenSet:
         self._rows: NDArray[np.int32] = self._column("rows")
         self._offsets: NDArray[np.int64] = self._column("offsets")
         self._lines: NDArray[np.int64] = self._column("lines")
+        self._whole(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
+        self._whole(RECORDS, int(self._lines[-1]) if self._length else 0)
         self._ids = _Reader(folder / IDS)
         self._records = _Reader(folder / RECORDS)
 
@@ -120,11 +122,22 @@ class TokenSet:
         """
         return cls(Path(folder))
 
+    def _whole(self, name: str, size: int) -> None:
+        """Refuse a file that lost or gained bytes: reads beyond its end would give fewer tokens."""
+        path = self.folder / name
+        found = path.stat().st_size if path.exists() else 0
+        if found != size:
+            raise DataError(
+                f"{path} is damaged ({found:,} bytes in the place of {size:,}); "
+                f"delete {self.folder} to have it made again"
+            )
+
     def _column(self, name: str, width: int = 1) -> Any:
         path = place(self.folder, name)
         count = (self._length + (name in ("offsets", "lines"))) * width
         if count == 0:
             return np.empty(0, dtype=COLUMNS[name])
+        self._whole(path.name, count * np.dtype(COLUMNS[name]).itemsize)
         try:
             return np.memmap(path, dtype=COLUMNS[name], mode="r", shape=(count,))
         except (OSError, ValueError) as error:

@@ -14,7 +14,10 @@ Rows = npt.NDArray[np.int64]
 
 
 class References:
-    """log π_ref of both responses of every record, NaN where not computed yet.
+    """log π_ref of both responses of every record, NaN or 0 where not computed yet.
+
+    A file system may give back zeros for a page that was lost with the power. A response that is certain, the
+    one of which 0 is true, is computed anew each time it is asked for.
 
     Args:
         records: number of records.
@@ -36,11 +39,14 @@ class References:
 
     def missing(self, rows: Rows) -> bool:
         """Whether any of ``rows`` is not computed yet."""
-        return bool(np.isnan(self._values[rows]).any())
+        values = self._values[rows]
+        return bool((np.isnan(values) | (values == 0)).any())
 
     def put(self, rows: Rows, values: npt.NDArray[np.float32]) -> None:
-        """Keep ``values [len(rows), 2]``."""
+        """Keep ``values [len(rows), 2]``, on the disk if there is a folder."""
         self._values[rows] = values
+        if isinstance(self._values, np.memmap):
+            self._values.flush()
 
     def get(self, rows: Rows) -> npt.NDArray[np.float32]:
         """``[len(rows), 2]``, chosen then rejected."""
