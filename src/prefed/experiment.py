@@ -8,6 +8,7 @@ import shutil
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from prefed.merge.robust import enough
 from prefed.methods import TrainingSettings
 from prefed.methods.ppo import BaselineSettings
 from prefed.models import ModelError, load_backbone
-from prefed.store import Store
+from prefed.store import Checkpoint, Store
 from prefed.train.workplace import BenchPlace
 from prefed.wire import decode_state, encode
 
@@ -39,7 +40,6 @@ class Result:
     Attributes:
         path: its directory.
         summary: what ``summary.json`` holds.
-        rounds: what ``rounds.jsonl`` holds, one record per round.
         server: the server's state after the last round.
         adapter: the folder of the shared adapter; ``None`` if the method shares no model, or one that
             no adapter can hold.
@@ -47,9 +47,13 @@ class Result:
 
     path: Path
     summary: Mapping[str, Any]
-    rounds: list[dict[str, Any]]
     server: State
     adapter: Path | None
+
+    @cached_property
+    def rounds(self) -> list[dict[str, Any]]:
+        """What ``rounds.jsonl`` holds, one record per round; read when asked for."""
+        return Checkpoint(self.path).rounds()
 
 
 def default_out(experiment: Experiment, name: str = "") -> Path:
@@ -93,7 +97,6 @@ def run(
         return Result(
             path,
             json.loads(summary.read_text("utf-8")),
-            store.records(),
             decode_state(store.server()),
             _adapter(path) if _adapter(path).exists() else None,
         )
@@ -252,8 +255,9 @@ def _carry_out(experiment: Experiment, store: Store, watcher: Watcher) -> None:
 
 
 def _summary(job: Job, store: Store, profiles: Mapping[str, Any]) -> dict[str, Any]:
-    last, totals = store.records()[-1], store.commit.totals if store.commit else {}
-    evaluation = last["evaluation"]
+    assert store.last is not None
+    assert store.commit is not None
+    last, totals, evaluation = store.last, store.commit.totals, store.last["evaluation"]
     layout, parts = job.workplace.initial.layout, job.method.parts
     moving = (layout[name] for name in parts.names(Owner.SHARED, Owner.PERSONAL))
     names = (*SHARES, "unseen_accuracy", *MEANS, "split", "left_out")

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,12 @@ def test_other_data_is_not_resumed(tmp_path):
         ("checkpoint/COMMIT.json", lambda p: p.write_text("{"), "damaged"),
         ("checkpoint/COMMIT.json", lambda p: p.write_text('{"format": 99}'), "another version"),
         ("checkpoint/server@000002.safetensors", Path.unlink, "server's state of round 2 is missing"),
+        # The odd client was last visited in round 1; without its state it would start over.
+        (
+            "checkpoint/clients/odd@000001.safetensors",
+            Path.unlink,
+            r"private state of round 1 is missing; put back .*/odd@000001.safetensors",
+        ),
     ],
 )
 def test_damage_is_named(tmp_path, file, damage, words):
@@ -235,6 +242,68 @@ def test_damage_is_named(tmp_path, file, damage, words):
     damage(tmp_path / "run" / file)
     with pytest.raises(StoreError, match=words):
         Store(tmp_path / "run", resume=True)
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path):
+    """Its commit does not say who has a private state: what is there counts, and the next says so."""
+    play(tmp_path / "run", 2)
+    path = tmp_path / "run/checkpoint/COMMIT.json"
+    commit = json.loads(path.read_text())
+    assert commit.pop("private") == {"both": 2, "odd": 1, "even": 2}
+    path.write_text(json.dumps(commit))
+    assert Checkpoint(tmp_path / "run").client("odd").values["value"] == 1
+    assert Checkpoint(tmp_path / "run").client("nobody") is None
+    play(tmp_path / "run", 3, resume=True)
+    assert json.loads(path.read_text())["private"] == {"both": 3, "odd": 3, "even": 2}
+
+
+def test_damage_takes_nothing_else_away(tmp_path):
+    """What is left is left for whoever repairs it; put back, the run goes on."""
+    play(tmp_path / "run", 2)
+    lost = tmp_path / "run/checkpoint/clients/even@000002.safetensors"
+    data, before = lost.read_bytes(), content(tmp_path / "run")
+    lost.rename(lost.with_name("even@000001.safetensors"))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="put back"):
+            Store(tmp_path / "run", resume=True)
+    assert lost.with_name("even@000001.safetensors").read_bytes() == data
+    with pytest.raises(StoreError, match=r"even@000002.safetensors is missing"):
+        Checkpoint(tmp_path / "run").client("even")
+    lost.write_bytes(data)
+    Store(tmp_path / "run", resume=True).close()
+    assert content(tmp_path / "run") == before
+
+
+def test_a_reader_follows_a_run_that_goes_on(tmp_path):
+    """Versions that it knows of are deleted under it: it reads the newer ones."""
+    play(tmp_path / "run", 2)
+    seen = Checkpoint(tmp_path / "run")
+    play(tmp_path / "run", 5, resume=True)
+    assert seen.client("both").values["value"] == 5
+    assert seen.client("even").values["value"] == 4
+    assert seen.server().values["value"] == 5
+
+
+def test_one_record_is_in_memory_at_a_time(tmp_path):
+    """40 records of some 25 kB, of which an open store holds the last alone: far less than their 1 MB."""
+    with Store(tmp_path / "run") as store:
+        store.begin(state(0), {})
+        for number in range(1, 41):
+            store.finish_round(state(number), {"round": number, "figures": [0.1 + number] * 5000}, {})
+        assert store.last["round"] == 40
+    tracemalloc.start()
+    with Store(tmp_path / "run", resume=True) as store:
+        most = tracemalloc.get_traced_memory()[1]
+        assert store.last["round"] == 40
+    tracemalloc.stop()
+    assert (tmp_path / "run/rounds.jsonl").stat().st_size > 800_000
+    assert most < 500_000
+
+
+def test_a_client_is_found_without_listing_the_folder(tmp_path, monkeypatch):
+    play(tmp_path / "run", 2)
+    monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"{path} is listed"))
+    assert Checkpoint(tmp_path / "run").client("odd").values["value"] == 1
 
 
 @given(st.lists(st.text(max_size=300), unique=True, min_size=2, max_size=5))
