@@ -240,17 +240,6 @@ def test_an_export_needs_neither_cache_nor_data(place, tmp_path):
     assert not (tmp_path / "run/cache").exists()
 
 
-def test_an_export_leaves_other_folders_alone(place, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/precious.txt").write_text("keep")
-    refused = prefed_("export", place / "feddpo", "--out", tmp_path / "mine", code=1)
-    assert "is there already; choose another --out, or --force" in refused
-    assert (tmp_path / "mine/precious.txt").exists()
-    prefed_("export", place / "feddpo", "--out", tmp_path / "mine", "--force")
-    assert (tmp_path / "mine/adapter_config.json").exists()
-    prefed_("export", place / "feddpo")
-
-
 def test_a_method_that_shares_nothing_asks_for_a_client(place):
     for words in (["export", place / "local"], ["generate", place / "local", "--prompt", "a"]):
         assert "local shares no model: name a client with --client" in prefed_(*words, code=1)
