@@ -21,7 +21,7 @@ from prefed.evaluate.accuracy import MEANS, SHARES
 from prefed.merge import Merger, lora
 from prefed.methods import TrainingSettings
 from prefed.methods.ppo import BaselineSettings
-from prefed.models import ModelError, load_backbone
+from prefed.models import ModelError, load_backbone, not_loaded
 from prefed.store import Store
 from prefed.train.workplace import BenchPlace
 from prefed.wire import decode_state, encode
@@ -109,7 +109,7 @@ def open_data(experiment: Experiment, folder: Path) -> Federation:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name, revision=model.revision)
     except (OSError, ValueError) as error:
-        raise ModelError(f"[model] name = {model.name!r}: no tokenizer could be loaded: {error}") from error
+        raise not_loaded("[model] name", model.name, "tokenizer", error) from error
     return federate(experiment.data, tokenizer, Key(experiment.seed).at("data"), folder)
 
 
