@@ -54,17 +54,14 @@ def init(
     """Write a commented starting file for a method."""
     with reported():
         from prefed import files
-        from prefed.config_errors import nearest
-        from prefed.methods import METHODS
+        from prefed.config import method_kind
         from prefed.starter import starting_file
 
-        if method not in METHODS:
-            raise ValueError(
-                f"no method is called {method!r}{nearest(method, METHODS)} (methods: {', '.join(METHODS)})"
-            )
+        method_kind(method)
         path = out or Path(f"{method}.toml")
         if path.exists() and not force:
             raise ValueError(f"{path} exists; choose another --out, or --force")
+        path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, starting_file(method).encode())
         typer.echo(f"wrote {path}; next: set [data] and [model] in it, then `prefed run {path}`")
 
@@ -141,6 +138,8 @@ def _run(file: Path, overrides: list[str], out: Path | None, resume: bool) -> No
         quiet()
         experiment = load(file, overrides)
         path = out or default_out(experiment, file.stem)
+        if path.is_file():
+            raise ValueError(f"{path} is a file, not a folder; choose another --out")
         told.append(path)
         console.print(f"{experiment.method.name}, {experiment.rounds} rounds → {path}", markup=False)
         result = run_experiment(experiment, path, resume=resume, progress=Terminal(console))
