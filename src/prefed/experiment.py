@@ -254,7 +254,7 @@ def _summary(job: Job, store: Store, profiles: Mapping[str, Any]) -> dict[str, A
     evaluation = last["evaluation"]
     layout, parts = job.workplace.initial.layout, job.method.parts
     moving = (layout[name] for name in parts.names(Owner.SHARED, Owner.PERSONAL))
-    names = (*SHARES, "unseen_accuracy", *MEANS, "split", "left_out")
+    names = (*SHARES, "unseen_accuracy", *MEANS, "split", "left_out", "not_finite")
     return {
         "method": job.method.name,
         "rounds": store.round,

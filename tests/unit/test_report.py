@@ -413,3 +413,8 @@ def test_importing_reports_loads_neither_matplotlib_nor_transformers():
     code = "import sys, prefed.report.page; print({'matplotlib', 'transformers'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_a_page_says_which_models_diverged(tmp_path):
+    page = render(read_run(write_run(tmp_path / "run", not_finite={"ann": 4, "cyd": 1})))
+    assert "The models of 2 clients diverged: 5 pairs have no finite log-probability" in page

@@ -236,7 +236,7 @@ def _runs(folder: Path) -> list[str]:
 
 
 def _per_client(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value.get("per_client"))
+    return isinstance(value, Mapping) and isinstance(value.get("per_client"), Mapping)
 
 
 def _words(name: str, personal: bool) -> tuple[str, str]:
