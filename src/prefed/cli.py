@@ -54,17 +54,14 @@ def init(
     """Write a commented starting file for a method."""
     with reported():
         from prefed import files
-        from prefed.config_errors import nearest
-        from prefed.methods import METHODS
+        from prefed.config import method_kind
         from prefed.starter import starting_file
 
-        if method not in METHODS:
-            raise ValueError(
-                f"no method is called {method!r}{nearest(method, METHODS)} (methods: {', '.join(METHODS)})"
-            )
+        method_kind(method)
         path = out or Path(f"{method}.toml")
         if path.exists() and not force:
             raise ValueError(f"{path} exists; choose another --out, or --force")
+        path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, starting_file(method).encode())
         typer.echo(f"wrote {path}; next: set [data] and [model] in it, then `prefed run {path}`")
 
@@ -73,16 +70,20 @@ def init(
 def methods() -> None:
     """List the methods, where they come from and what is personal in them."""
     with reported():
-        from rich.console import Console
+        from rich import box
         from rich.table import Table
 
         from prefed.methods import METHODS
+        from prefed.progress import standard_output
 
-        table = Table("method", "what it is", "clients end with", "source")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("method", "what it is", "clients end with"):
+            table.add_column(name, no_wrap=name == "method")
+        table.add_column("source", overflow="fold", min_width=20)
         for kind in METHODS.values():
             ends = "models of their own" if kind.personal else "one model"
             table.add_row(kind.name, kind.title, ends, kind.source)
-        Console().print(table)
+        standard_output().print(table)
 
 
 @app.command()
@@ -91,17 +92,15 @@ def data(file: File, overrides: Overrides = None) -> None:
     with reported():
         from tempfile import TemporaryDirectory
 
-        from rich.console import Console
-
         from prefed.config import load
         from prefed.data.survey import print_survey, survey
         from prefed.experiment import open_data
-        from prefed.progress import quiet
+        from prefed.progress import quiet, standard_output
 
         quiet()
         experiment = load(file, overrides or [])
         with TemporaryDirectory(prefix="prefed-data-") as folder:
-            print_survey(survey(open_data(experiment, Path(folder) / "data")), Console())
+            print_survey(survey(open_data(experiment, Path(folder) / "data")), standard_output())
 
 
 @app.callback(invoke_without_command=True)
@@ -126,9 +125,9 @@ def main() -> None:
 
 
 def _run(file: Path, overrides: list[str], out: Path | None, resume: bool) -> None:
-    from rich.console import Console
+    from prefed.progress import standard_output
 
-    console = Console(highlight=False)
+    console = standard_output()
     words = ["prefed", "run", str(file), *(word for text in overrides for word in ("--set", text))]
     with _interruptible(words) as told:
         from prefed.config import load
@@ -139,6 +138,8 @@ def _run(file: Path, overrides: list[str], out: Path | None, resume: bool) -> No
         quiet()
         experiment = load(file, overrides)
         path = out or default_out(experiment, file.stem)
+        if path.is_file():
+            raise ValueError(f"{path} is a file, not a folder; choose another --out")
         told.append(path)
         console.print(f"{experiment.method.name}, {experiment.rounds} rounds → {path}", markup=False)
         result = run_experiment(experiment, path, resume=resume, progress=Terminal(console))

@@ -32,6 +32,7 @@ __all__ = [
     "Experiment",
     "MethodConfig",
     "load",
+    "method_kind",
     "to_toml",
 ]
 
@@ -98,6 +99,19 @@ class EngineConfig(Strict):
     )
 
 
+def method_kind(name: str) -> MethodKind:
+    """The method's entry in the registry.
+
+    Raises:
+        ValueError: there is none; the message has the nearest name.
+    """
+    if name not in METHODS:
+        raise ValueError(
+            f"no method is called {name!r}{nearest(name, METHODS)} (methods: {', '.join(METHODS)})"
+        )
+    return METHODS[name]
+
+
 class MethodConfig(BaseModel):
     """A method by name, with its own settings.
 
@@ -123,12 +137,8 @@ class MethodConfig(BaseModel):
         name = given.get("name")
         if not isinstance(name, str):
             raise ValueError(f"name says which method to run: {', '.join(METHODS)}")
-        if name not in METHODS:
-            raise ValueError(
-                f"no method is called {name!r}{nearest(name, METHODS)} (methods: {', '.join(METHODS)})"
-            )
         settings = {key: value for key, value in given.items() if key != "name"}
-        return {"name": name, "settings": METHODS[name].Settings.model_validate(settings)}
+        return {"name": name, "settings": method_kind(name).Settings.model_validate(settings)}
 
     @model_serializer
     def _together(self) -> dict[str, Any]:

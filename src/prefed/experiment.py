@@ -25,7 +25,7 @@ from prefed.merge import Merger, TooFewUploads, lora
 from prefed.merge.robust import enough
 from prefed.methods import TrainingSettings
 from prefed.methods.ppo import BaselineSettings
-from prefed.models import ModelError, load_backbone
+from prefed.models import ModelError, load_backbone, not_loaded
 from prefed.store import Checkpoint, Store
 from prefed.train.workplace import BenchPlace
 from prefed.wire import decode_state, encode
@@ -115,7 +115,7 @@ def open_data(experiment: Experiment, folder: Path) -> Federation:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name, revision=model.revision)
     except (OSError, ValueError) as error:
-        raise ModelError(f"[model] name = {model.name!r}: no tokenizer could be loaded: {error}") from error
+        raise not_loaded("[model] name", model.name, "tokenizer", error) from error
     return federate(experiment.data, tokenizer, Key(experiment.seed).at("data"), folder)
 
 
@@ -260,7 +260,7 @@ def _summary(job: Job, store: Store, profiles: Mapping[str, Any]) -> dict[str, A
     last, totals, evaluation = store.last, store.commit.totals, store.last["evaluation"]
     layout, parts = job.workplace.initial.layout, job.method.parts
     moving = (layout[name] for name in parts.names(Owner.SHARED, Owner.PERSONAL))
-    names = (*SHARES, "unseen_accuracy", *MEANS, "split", "left_out")
+    names = (*SHARES, "unseen_accuracy", *MEANS, "split", "left_out", "not_finite")
     return {
         "method": job.method.name,
         "rounds": store.round,

@@ -15,10 +15,13 @@ from rich.table import Table
 from prefed.report.profiles import profiles_of
 from prefed.report.tables import size
 
-__all__ = ["Terminal", "print_result", "quiet"]
+__all__ = ["Terminal", "print_result", "quiet", "standard_output"]
 
 SHOWN = 40
 """Clients that a table lists at most."""
+
+UNSEEN_WIDTH = 120
+"""Columns of an output that is no terminal, such as a pipe or a log: tables keep their names whole there."""
 
 
 def quiet() -> None:
@@ -32,6 +35,14 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\b")
 
 
+def standard_output() -> Console:
+    """Where commands write: as wide as the terminal, or as ``COLUMNS`` says."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = max(console.width, UNSEEN_WIDTH)
+    return console
+
+
 class Terminal:
     """A :class:`~prefed.engines.Watcher` for people.
 
@@ -40,7 +51,7 @@ class Terminal:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or standard_output()
         self._rounds = 0
         self._bar: Progress | None = None
 
@@ -119,10 +130,10 @@ def print_result(
         f"{summary['method']}, {summary['rounds']} rounds: share of {summary['split']} pairs ordered rightly"
     )
     table = Table(title=title, title_justify="left")
-    table.add_column("client")
-    table.add_column("pairs", justify="right")
-    for name, _ in columns:
-        table.add_column(name, justify="right")
+    table.add_column("client", overflow="fold", min_width=12)
+    for name in ("pairs", *dict(columns)):
+        name = name.replace(" ", "\n") if console.width < 100 else name
+        table.add_column(name, justify="right", no_wrap=True)
     for client in shown:
         pairs = summary["clients"][client][summary["split"]]
         figures = [f"{values['per_client'][client]:.3f}" for _, values in columns]

@@ -108,6 +108,20 @@ def test_clients_that_never_took_part_are_judged_apart(place):
     assert "Clients that never took part" in (place / "newcomer/report.html").read_text()
 
 
+def test_models_that_diverged_are_told_of(place, tmp_path):
+    """One step at a rate of 1e30 leaves no finite number: of each client, all of its 4 pairs are counted."""
+    tree = small_experiment(place)
+    tree["rounds"] = 1
+    tree["method"] |= {"name": "local", "lr": 1e30, "local_steps": 1}
+    run_experiment(Experiment.model_validate(tree), tmp_path / "run")
+    assert summary(tmp_path / "run")["not_finite"] == {"left": 4, "right": 4}
+    assert "not_finite" not in summary(place / "local")
+    said = "4 of 4 pairs of client 'left' have no finite log-probability, and so it is with 1 more"
+    assert said in prefed_("evaluate", tmp_path / "run")
+    assert said in prefed_("evaluate", tmp_path / "run", "--test", place / "test.jsonl")
+    prefed_("report", tmp_path / "run")
+
+
 def test_evaluate_other_pairs_of_the_run(place):
     found = json.loads(
         prefed_("evaluate", place / "feddpo", "--split", "train", "--client", "left", "--json")
@@ -247,17 +261,6 @@ def test_an_export_needs_neither_cache_nor_data(place, tmp_path):
     ours = tmp_path / "run/adapters/client-left" / name
     assert ours.read_bytes() == (tmp_path / "it" / name).read_bytes()
     assert not (tmp_path / "run/cache").exists()
-
-
-def test_an_export_leaves_other_folders_alone(place, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/precious.txt").write_text("keep")
-    refused = prefed_("export", place / "feddpo", "--out", tmp_path / "mine", code=1)
-    assert "is there already; choose another --out, or --force" in refused
-    assert (tmp_path / "mine/precious.txt").exists()
-    prefed_("export", place / "feddpo", "--out", tmp_path / "mine", "--force")
-    assert (tmp_path / "mine/adapter_config.json").exists()
-    prefed_("export", place / "feddpo")
 
 
 def test_a_method_that_shares_nothing_asks_for_a_client(place):

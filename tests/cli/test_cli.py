@@ -221,6 +221,24 @@ def test_every_method_can_be_begun_with(place):
     assert "no method is called 'scafold'; did you mean 'scaffold'?" in prefed_("init", "scafold", code=1)
 
 
+def test_a_starting_file_gets_its_folder(place):
+    assert "wrote no/such/x.toml" in prefed_("init", "feddpo", "--out", "no/such/x.toml")
+    assert (place / "no/such/x.toml").exists()
+
+
+def test_a_file_is_no_run_directory(place):
+    (place / "notes").write_text("mine")
+    output = prefed_("run", "exp.toml", "--out", "notes", code=1)
+    assert output.splitlines()[-1] == "error: notes is a file, not a folder; choose another --out"
+    assert (place / "notes").read_text() == "mine"
+
+
+def test_the_demo_looks_at_the_method_first(place):
+    output = prefed_("demo", "--method", "fedpo", "--out", "demo", code=1)
+    assert output.startswith("error: no method is called 'fedpo'; did you mean 'feddpo'?")
+    assert not (place / "demo").exists()
+
+
 def test_the_methods_are_listed(place):
     from prefed.methods import METHODS
 

@@ -155,6 +155,33 @@ def test_a_reward_heads_margin_weighs_as_the_method_says():
     assert figures["agreement"] == 0
 
 
+def test_models_that_diverged_are_named(tmp_path):
+    """From round 2 on all pairs of two clients have no number: each such evaluation warns once and says
+    whose, and their accuracy is 0; of round 1, where all is well, the record has no such key."""
+
+    class Diverging(toy.ToyWorkplace):
+        def score(self, client, tensors, split):
+            found = super().score(client, tensors, split)
+            gone = client in ("Client 2/ü", "Client 4/ü") and self.now > 1
+            return replace(found, policy=found.policy * np.nan) if gone else found
+
+        def visit(self, client, now, key, parts):
+            self.now = now.number
+            return super().visit(client, now, key, parts)
+
+    place, listener = Diverging(toy.options()), Listener()
+    job = Job(place, toy.toy_method(toy.options()), 7, 3, 3)
+    toy.run(tmp_path / "run", rounds=3, crew=InProcess(job), watcher=listener)
+    first, second, third = (record["evaluation"] for record in records(tmp_path / "run"))
+    held = {client: len(place.data[client].targets) for client in ("Client 2/ü", "Client 4/ü")}
+    assert second["not_finite"] == third["not_finite"] == held
+    assert "not_finite" not in first
+    assert third["preference_accuracy"]["per_client"]["Client 4/ü"] == 0
+    words = f"{held['Client 2/ü']} of {held['Client 2/ü']} pairs of client 'Client 2/ü'"
+    words += " have no finite log-probability, and so it is with 1 more; lower method.lr"
+    assert listener.warnings == [f"round {k}: {words}" for k in (2, 3)]
+
+
 def test_clients_without_test_pairs_are_left_out_and_counted(tmp_path):
     toy.run(tmp_path / "run", rounds=1, untested=["Client 0/ü", "Client 3/ü"])
     evaluation = records(tmp_path / "run")[0]["evaluation"]
@@ -164,7 +191,7 @@ def test_clients_without_test_pairs_are_left_out_and_counted(tmp_path):
 
 def test_no_test_pair_at_all_is_an_error():
     everybody = [f"Client {number}/ü" for number in range(6)]
-    with pytest.raises(ValueError, match="no client has a pair in its test split"):
+    with pytest.raises(ValueError, match=r"its test split.* set data.test_fraction or data.test, or"):
         toy.build(json.dumps(toy.options(untested=everybody)))
 
 

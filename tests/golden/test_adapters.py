@@ -118,12 +118,26 @@ def test_loading_refuses_another_layout(base: Path) -> None:
         model.load(tensors)
 
 
-def test_unknown_names_are_refused(base: Path) -> None:
+def test_unknown_names_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such part of a model: wings"):
         opened(base, "wings")
-    with pytest.raises(ModelError, match="no causal language model"):
-        load_backbone(ModelConfig(name="/nowhere/at/all"), Key(0))
+    for name in ("/nowhere/at/all", "./nowhere", "~/nowhere", "nowhere/at/all"):
+        with pytest.raises(ModelError, match=rf"\[model\] name = '{name}': no such folder; give one with"):
+            load_backbone(ModelConfig(name=name), Key(0))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="no causal language model could be loaded from there"):
+        load_backbone(ModelConfig(name=str(tmp_path / "empty")), Key(0))
     with pytest.raises(ModelError, match="targets"):
         load_backbone(
             ModelConfig.model_validate({"name": str(base), "lora": {"targets": ["nothing"]}}), Key(0)
         )
+
+
+@pytest.mark.parametrize(("device", "module"), [("cuda", "torch.cuda"), ("mps", "torch.backends.mps")])
+def test_a_device_that_is_not_there_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch, device: str, module: str
+) -> None:
+    monkeypatch.setattr(f"{module}.is_available", lambda: False)
+    config = ModelConfig.model_validate({"name": str(base), "device": device})
+    with pytest.raises(ModelError, match=rf"\[model\] device = '{device}': .*; use auto or cpu"):
+        load_backbone(config, Key(0))

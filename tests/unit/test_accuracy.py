@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefed.evaluate.accuracy import measure, over_clients
+from prefed.evaluate.accuracy import measure, not_finite, over_clients
 
 
 @dataclass
@@ -106,3 +106,14 @@ def test_the_order_of_clients_changes_nothing(values, draw):
     figure = over_clients(values)
     assert figure == over_clients(dict(shuffled))
     assert figure["worst"] <= figure["worst_decile"] <= figure["mean"] + 1e-15
+
+
+def test_pairs_without_finite_log_probabilities_are_counted_and_wrong():
+    """Of four pairs one is NaN on one side, one infinite on both; the other two are right. Where all are
+    finite there is no such figure; the untouched model's numbers do not count."""
+    nan, inf = math.nan, math.inf
+    reference = [[-1, -2]] * 4
+    figures = measure(scores([[-1, -2], [nan, -2], [-inf, -inf], [-3, -4]], reference), 0.1)
+    assert figures["not_finite"] == 2
+    assert figures["preference_accuracy"] == 0.5
+    assert not_finite({"a": figures, "b": measure(scores(reference, reference), 0.1)}) == {"a": 2}

@@ -57,6 +57,8 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("method.lr=inf", "--set method.lr=inf: method.lr = inf: should be a finite number"),
+        ("evaluate.beta=nan", "--set evaluate.beta=nan: evaluate.beta = nan: should be a finite number"),
         ("method.lrr=1", "--set method.lrr=1: method.lrr: no such key; did you mean 'lr'?"),
         ("modell.name=x", "modell: no such key; did you mean 'model'?"),
         ("model.lora.rnk=4", "model.lora.rnk: no such key; did you mean 'rank'?"),

@@ -120,8 +120,10 @@ def test_whatever_has_a_value_for_every_client_is_a_figure(tmp_path):
     [
         (lambda path: (path / "summary.json").unlink(), "is not finished: it stands before its first round"),
         (lambda path: (path / "config.toml").unlink(), "is not a run directory: it holds no config.toml"),
-        (lambda path: (path / "summary.json").write_text("{"), "is damaged"),
-        (lambda path: (path / "rounds.jsonl").unlink(), "is damaged"),
+        (
+            lambda path: (path / "rounds.jsonl").unlink(),
+            "rounds.jsonl is damaged: it is not there; put a copy",
+        ),
     ],
 )
 def test_a_directory_that_holds_no_finished_run_is_refused(tmp_path, damage, said):
@@ -129,6 +131,61 @@ def test_a_directory_that_holds_no_finished_run_is_refused(tmp_path, damage, sai
     damage(path)
     with pytest.raises(RunError, match=said):
         read_run(path)
+
+
+def cut(name, share):
+    """Leave the first ``share`` of a file, as a full disk would."""
+
+    def damage(path):
+        text = (path / name).read_text()
+        (path / name).write_text(text[: int(len(text) * share)])
+
+    return damage
+
+
+def put(name, old, new):
+    return lambda path: (path / name).write_text((path / name).read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut("summary.json", 0.5), "summary.json is damaged: .*line 1 column"),
+        (cut("summary.json", 0), "summary.json is damaged: Expecting value"),
+        (cut("rounds.jsonl", 0.9), "rounds.jsonl is damaged: line 2: .*column"),
+        (cut("rounds.jsonl", 0.5), "rounds.jsonl is damaged: "),
+        (cut("rounds.jsonl", 0), "rounds.jsonl is damaged: it holds 0 of 2 rounds; put a copy"),
+        (
+            put("rounds.jsonl", '"round": 2', '"round": null'),
+            "line 2.round: should be a valid integer, and is",
+        ),
+        (cut("config.toml", 0.05), "config.toml is damaged: .*; put a copy of it back"),
+        (put("config.toml", "[method]", "[mothed]"), "config.toml is damaged: method: field required"),
+        (put("summary.json", '"seconds"', '"minutes"'), "summary.json is damaged: seconds: field required"),
+        (
+            put("summary.json", '"bytes": {"up": 2000, "down": 4000}', '"bytes": 3'),
+            "summary.json is damaged: bytes: should be an object, and is 3; put a copy of it back",
+        ),
+        (
+            put("summary.json", '"up": 2000', '"up": "much"'),
+            "bytes.up: should be a valid number, and is 'much'",
+        ),
+        (
+            put("summary.json", '"per_client": {"ann"', '"each": {"ann"'),
+            "preference_accuracy.per_client: field",
+        ),
+        (
+            lambda path: (path / "summary.json").write_text("[]"),
+            "summary.json is damaged: all of it: should be",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_is_wrong_in_it(tmp_path, damage, said):
+    path = write_run(tmp_path / "run")
+    damage(path)
+    with pytest.raises(RunError, match=said) as refused:
+        read_run(path)
+    assert str(refused.value).startswith(str(path))
 
 
 def test_an_unfinished_run_is_told_how_to_go_on(tmp_path):
@@ -356,3 +413,8 @@ def test_importing_reports_loads_neither_matplotlib_nor_transformers():
     code = "import sys, prefed.report.page; print({'matplotlib', 'transformers'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_a_page_says_which_models_diverged(tmp_path):
+    page = render(read_run(write_run(tmp_path / "run", not_finite={"ann": 4, "cyd": 1})))
+    assert "The models of 2 clients diverged: 5 pairs have no finite log-probability" in page

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from prefed.after.outside import EVERYBODY, read_pairs
 from prefed.engines import Task, attend
-from prefed.evaluate.accuracy import Accuracy, measure, over_clients
+from prefed.evaluate.accuracy import Accuracy, diverged, measure, not_finite, over_clients
 from prefed.opened import OpenRun
 from prefed.train import Bench
 from prefed.train.workplace import check_lengths
@@ -92,6 +92,7 @@ def judge(
     if len(able) < len(asked):
         notes.append(f"{len(asked) - len(able):,} clients have no pair in their {split} split")
     pairs = {client: getattr(run.place.clients[client], split) for client in able}
+    notes += _diverged(seen, pairs)
     return Judged(f"{split} pairs", pairs, _over(seen), _over(unseen), tuple(notes))
 
 
@@ -152,9 +153,14 @@ def judge_file(
                 found[client]["shared_accuracy"] = measure(scores, run.job.beta)["preference_accuracy"]
             tell(len(found), len(rows))
     counts = {client: len(held) for client, held in rows.items()}
-    return Judged(f"pairs of {file}", counts, _over(found), {}, pairs.notes)
+    return Judged(f"pairs of {file}", counts, _over(found), {}, (*pairs.notes, *_diverged(found, counts)))
+
+
+def _diverged(found: Mapping[str, Mapping[str, float]], pairs: Mapping[str, int]) -> list[str]:
+    broken = not_finite(found)
+    return [diverged(broken, pairs)] if broken else []
 
 
 def _over(found: Mapping[str, Mapping[str, float]]) -> dict[str, Accuracy]:
-    names = next(iter(found.values()), {})
+    names = [name for name in next(iter(found.values()), {}) if name != "not_finite"]
     return {name: over_clients({client: own[name] for client, own in found.items()}) for name in names}

@@ -18,8 +18,7 @@ def compare(
     from prefed.reported import reported
 
     with reported():
-        from rich.console import Console
-
+        from prefed.progress import standard_output
         from prefed.report import plots
         from prefed.report.records import read_run
         from prefed.report.tables import (
@@ -33,7 +32,7 @@ def compare(
         if len({run.resolve() for run in runs}) < 2:
             raise ValueError("name at least two different runs")
         records = [read_run(run) for run in dict.fromkeys(runs)]
-        console = Console(highlight=False)
+        console = standard_output()
         console.print(comparison_table(records))
         for table in (reward_table(records), differences_table(records)):
             if table is not None:

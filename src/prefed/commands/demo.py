@@ -63,19 +63,18 @@ def demo(
 def _demo(out: Path, method: str) -> None:
     import os
 
-    from rich.console import Console
-
     from prefed import files
-    from prefed.config import load
+    from prefed.config import load, method_kind
     from prefed.core import Key
     from prefed.data import synthetic
     from prefed.experiment import run
-    from prefed.progress import print_result, quiet
+    from prefed.progress import print_result, quiet, standard_output
     from prefed.report import read_run
     from prefed.report.page import write_page
 
     quiet()
-    console = Console(highlight=False)
+    method_kind(method)
+    console = standard_output()
     out.mkdir(parents=True, exist_ok=True)
     key = Key(SEED)
     tastes = synthetic.tastes(key, CLIENTS)

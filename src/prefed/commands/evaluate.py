@@ -43,11 +43,10 @@ def evaluate(
         if everyone and test is None:
             raise ValueError("--everyone belongs to --test FILE")
         import torch
-        from rich.console import Console
 
         from prefed.after.pairs import judge, judge_file
         from prefed.opened import open_run
-        from prefed.progress import quiet
+        from prefed.progress import quiet, standard_output
         from prefed.store import plain
 
         quiet()
@@ -62,7 +61,7 @@ def evaluate(
         if as_json:
             typer.echo(json.dumps(plain(judged.plain()), indent=2, ensure_ascii=False))
         else:
-            _print(judged, opened.record.name, Console(highlight=False))
+            _print(judged, opened.record.name, standard_output())
 
 
 def _print(judged: Judged, name: str, console: Console) -> None:

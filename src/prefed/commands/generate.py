@@ -75,11 +75,12 @@ def _example(opened: OpenRun) -> Prompt | None:
 
 def _print(prompt: str, base: str, aligned: str, name: str) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from prefed.progress import standard_output
+
+    console = standard_output()
     if prompt:
         console.print(Text(prompt.strip(), style="bold"))
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)

@@ -223,27 +223,50 @@ def survey(federation: Federation) -> Survey:
 
 def print_survey(survey: Survey, console: Console) -> None:
     """Tables for people: one line per client (the first 40), then the federation as a whole."""
+    from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"{len(survey.clients)} clients", title_justify="left")
-    for name in ("client", "train", "val.", "test", "prompt", "response", "category", "JSD cat.", "JSD tok."):
-        table.add_column(name, justify="left" if name in ("client", "category") else "right")
+    title = f"{len(survey.clients)} clients"
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
+    # What may fold, and how far; the others are whole.
+    least = {"client": 10, "prompt": 9, "response": 9, "category": 10}
+    for name in (
+        "client",
+        "train",
+        "val.",
+        "test",
+        "prompt",
+        "response",
+        "category",
+        "JSD\ncat.",
+        "JSD\ntok.",
+    ):
+        table.add_column(
+            name,
+            justify="left" if name in ("client", "category") else "right",
+            overflow="fold",
+            min_width=least.get(name),
+            no_wrap=name not in least,
+        )
     for client in survey.clients[:_SHOWN]:
         table.add_row(
-            client.id + (" (flipped)" if client.flipped else ""),
+            escape(client.id) + (" (flipped)" if client.flipped else ""),
             f"{client.train:,}",
             f"{client.validation:,}",
             f"{client.test:,}",
             _spread(client.prompt),
             _spread(client.response),
-            _top(client.categories),
+            escape(_top(client.categories)),
             "–" if client.category_distance is None else f"{client.category_distance:.2f}",
             f"{client.token_distance:.2f}",
         )
     if len(survey.clients) > _SHOWN:
         table.add_row(f"… and {len(survey.clients) - _SHOWN:,} more", *[""] * 8)
     table.caption = (
-        "prompt, response: tokens, median / 95% / largest. JSD: distance from all clients together, 0 to 1."
+        "prompt, response: tokens, median/95%/largest. JSD: distance from all clients together, 0 to 1."
     )
     console.print(table)
     whole = Table(show_header=False, title="all clients", title_justify="left")
@@ -309,7 +332,7 @@ def _against(value: float | None, dealt: float | None) -> str:
 
 
 def _spread(lengths: Lengths) -> str:
-    return f"{lengths.median:.0f} / {lengths.p95:.0f} / {lengths.max}"
+    return f"{lengths.median:.0f}/{lengths.p95:.0f}/{lengths.max}"
 
 
 def _top(categories: dict[str, int], most: int = 2) -> str:

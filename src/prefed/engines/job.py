@@ -117,7 +117,10 @@ class Job:
         if strangers:
             raise ValueError(f"[evaluate] unseen: there is no client {strangers[0]!r}")
         if not self.judges:
-            raise ValueError(f"no client has a pair in its {self.split} split: nothing to evaluate on")
+            raise ValueError(
+                f"no client has a pair in its {self.split} split: nothing to evaluate on; set "
+                f"data.{self.split}_fraction or data.{self.split}, or another evaluate.split"
+            )
 
     @cached_property
     def weights(self) -> Mapping[str, float]:

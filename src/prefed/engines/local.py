@@ -17,7 +17,7 @@ from prefed.engines.crew import Crew
 from prefed.engines.guard import refusal
 from prefed.engines.job import Job
 from prefed.engines.visit import Answer, Task
-from prefed.evaluate.accuracy import MEANS, SHARES, over_clients
+from prefed.evaluate.accuracy import MEANS, SHARES, diverged, not_finite, over_clients
 from prefed.merge import BadUpload, TooFewUploads
 from prefed.store import Store
 from prefed.wire import WireError, decode_state, decode_upload, encode
@@ -191,7 +191,8 @@ class Local:
             :class:`~prefed.evaluate.accuracy.Accuracy`, and the others' means over clients; for a personal
             method ``shared_accuracy``, of the published model alone; ``unseen_accuracy``, one for each number
             of local steps, where there are newcomers; ``clients`` and ``left_out``: how many were judged, how
-            many have no pair in the split.
+            many have no pair in the split; ``not_finite``: client → pairs without a finite log-probability,
+            where there are any.
         """
         asked = (*self.job.judges, *self.job.newcomers)
 
@@ -217,9 +218,14 @@ class Local:
                 str(steps): over_clients({client: own[str(steps)] for client, own in unseen.items()})
                 for steps in self.job.unseen_steps
             }
-        able = sum(bool(getattr(sizes, self.job.split)) for sizes in self.job.workplace.clients.values())
-        left_out = len(self.job.workplace.clients) - able
-        return evaluation | {"split": self.job.split, "clients": len(figures), "left_out": left_out}
+        clients, split = self.job.workplace.clients, self.job.split
+        pairs = {client: int(getattr(sizes, split)) for client, sizes in clients.items()}
+        broken = not_finite(figures)
+        if broken:
+            evaluation["not_finite"] = broken
+            self.watcher.warn(f"round {number}: {diverged(broken, pairs)}")
+        left_out = sum(not count for count in pairs.values())
+        return evaluation | {"split": split, "clients": len(figures), "left_out": left_out}
 
     def profiles(self) -> dict[str, dict[str, dict[str, float]]]:
         """What private states tell of the model's blocks: figure → client → block → number.

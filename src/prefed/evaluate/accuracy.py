@@ -9,7 +9,7 @@ from typing import Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MEANS", "SHARES", "Accuracy", "PairScores", "measure", "over_clients"]
+__all__ = ["MEANS", "SHARES", "Accuracy", "PairScores", "diverged", "measure", "not_finite", "over_clients"]
 
 SHARES = (
     "preference_accuracy",
@@ -74,7 +74,9 @@ def measure(scores: PairScores, beta: float, weight: float = 1.0) -> dict[str, f
         ``normalized_accuracy``: as the first, per token; ``margin``: mean Δ_ir in nats; ``dpo_loss``: mean
         −log σ(β Δ_ir). Where there is a reward head also ``combined_accuracy``: with
         Δ_ir + weight · Δ_er > 0; ``explicit_accuracy``: with Δ_er > 0; ``agreement``: with both margins
-        above 0 or both below; ``explicit_margin``: mean Δ_er. A tie counts as wrong.
+        above 0 or both below; ``explicit_margin``: mean Δ_er. A tie counts as wrong, and so does a pair
+        with a log-probability under π_θ that is not finite: where there are any, ``not_finite`` says how
+        many.
 
     Raises:
         ValueError: there are no pairs.
@@ -83,9 +85,9 @@ def measure(scores: PairScores, beta: float, weight: float = 1.0) -> dict[str, f
         raise ValueError("no pairs to measure")
     policy, reference = scores.policy.astype(np.float64), scores.reference.astype(np.float64)
     per_token = policy / scores.lengths
-    gain = policy - reference
-    margin = gain[:, 0] - gain[:, 1]
     with np.errstate(invalid="ignore"):
+        gain = policy - reference
+        margin = gain[:, 0] - gain[:, 1]
         losses = np.logaddexp(0.0, -beta * margin)
     figures: dict[str, npt.NDArray[np.float64 | np.bool_]] = {
         "preference_accuracy": policy[:, 0] > policy[:, 1],
@@ -104,7 +106,28 @@ def measure(scores: PairScores, beta: float, weight: float = 1.0) -> dict[str, f
             "agreement": margin * explicit > 0,
             "explicit_margin": explicit,
         }
-    return {name: float(values.mean()) for name, values in figures.items()}
+    means = {name: float(values.mean()) for name, values in figures.items()}
+    broken = float((~np.isfinite(policy).all(1)).sum())
+    return means | ({"not_finite": broken} if broken else {})
+
+
+def not_finite(figures: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
+    """Client → its pairs without a finite log-probability, of what :func:`measure` gave, where it has any."""
+    return {
+        client: int(figures[client]["not_finite"]) for client in figures if "not_finite" in figures[client]
+    }
+
+
+def diverged(broken: Mapping[str, int], pairs: Mapping[str, int]) -> str:
+    """What to say of models that :func:`not_finite` found; ``pairs``: client → pairs it was judged on.
+
+    >>> diverged({"b": 3, "a": 12}, {"a": 12, "b": 4})
+    "12 of 12 pairs of client 'a' have no finite log-probability, and so it is with 1 more; lower method.lr"
+    """
+    first = min(broken)
+    more = f", and so it is with {len(broken) - 1:,} more" if broken.keys() - {first} else ""
+    start = f"{broken[first]} of {pairs[first]} pairs of client {first!r}"
+    return f"{start} have no finite log-probability{more}; lower method.lr"
 
 
 def over_clients(values: Mapping[str, float]) -> Accuracy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import os
 import shutil
@@ -18,24 +19,51 @@ from prefed.models.backbone import Backbone, ModelError, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused import lora_factors
 
-__all__ = ["load_client", "save_adapter", "save_client", "save_merged", "whole_folder"]
+__all__ = ["load_client", "save_adapter", "save_client", "save_merged", "strangers", "whole_folder"]
 
 FORMAT = 1
 ABOUT, TENSORS = "prefed.json", "client.safetensors"
+WRITTEN = (
+    *("adapter_config.json", "adapter_model*.safetensors", ABOUT, TENSORS, "README.md"),
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+    "chat_template.*",
+)
+"""Names of the files that folders of this module hold, PEFT's and transformers' own among them."""
+
+
+def strangers(folder: Path) -> list[str]:
+    """What lies in ``folder`` and no export writes, sorted: such a folder is not to be replaced."""
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if not (entry.is_file() and any(fnmatch.fnmatchcase(entry.name, name) for name in WRITTEN))
+    )
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that takes ``folder``'s place when the block ends well, and vanishes if not."""
+    """A temporary folder that takes ``folder``'s place when the block ends well, and vanishes if not.
+
+    Killed at any moment, it leaves what was there, under its own name or one that ends in ``.old``.
+    """
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
         if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -149,7 +177,8 @@ def _fits(name: str, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str,
 def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     """Write a plain Hugging Face model: W + s·BA, gated branches and residual merged, own head and norms.
 
-    A reward head and a critic are no part of a language model and are left out.
+    A reward head and a critic are no part of a language model and are left out. So are a bottleneck and a
+    head that are as they started, for then they are the base model's.
 
     Args:
         backbone: its model is loaded with ``tensors`` and left unmerged.
@@ -159,7 +188,8 @@ def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     Raises:
         ModelError: the model has a bottleneck, for which a plain model has no place.
     """
-    if backbone.final is not None and backbone.final.encode is not None:
+    moved = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}
+    if "bottleneck" in moved:
         raise ModelError(
             "a bottleneck cannot be merged into a plain model; export the client's folder instead "
             "and load it with prefed.models.load_client"
@@ -181,14 +211,13 @@ def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
         if name in deltas:
             weight = (weight.float() + deltas[name]).to(value.dtype)
         state[name.replace(".base_layer.", ".")] = weight
-    untied = any(entry.part == "head" for entry in tensors.layout.entries)
     with whole_folder(folder) as partial:
-        _plain_copy(causal, state, untied).save_pretrained(partial)
+        _plain_copy(causal, state, untied="head" in moved).save_pretrained(partial)
         if backbone.tokenizer is not None:
             backbone.tokenizer.save_pretrained(partial)
 
 
-def _plain_copy(causal: Any, state: dict[str, torch.Tensor], untied: bool) -> Any:
+def _plain_copy(causal: Any, state: dict[str, torch.Tensor], *, untied: bool) -> Any:
     """A fresh model of ``causal``'s class with ``state`` as its weights."""
     config = copy.deepcopy(causal.config)
     config._attn_implementation = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ TRUNK = frozenset({"lora", "residual", "personal_lora", "gate", "norm"})
 _FLAGS = frozenset({"outputs", "factors"})
 """What a method may ask for besides parts: LoRA on output projections alone; FedSDG's factor space."""
 
-__all__ = ["TRUNK", "Backbone", "ModelError", "load_backbone", "wrap"]
+__all__ = ["TRUNK", "Backbone", "ModelError", "load_backbone", "not_loaded", "wrap"]
 
 
 class ModelError(ValueError):
@@ -125,11 +126,27 @@ class Backbone:
 
 
 def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(device for device, able in there.items() if able)
+    if not there[name]:
+        raise ModelError(f"[model] device = {name!r}: PyTorch finds none on this machine; use auto or cpu")
+    return torch.device(name)
+
+
+def not_loaded(key: str, name: str, what: str, error: Exception) -> ModelError:
+    """What to say where the ``name`` at a ``key`` gave no ``what``.
+
+    A name that no hub has can only be meant as a folder: what the hub client says of it would mislead.
+    """
+    if (name[:1] in ("/", ".", "~") or name.count("/") > 1) and not Path(name).is_dir():
+        return ModelError(
+            f"{key} = {name!r}: no such folder; give one with config.json, weights and tokenizer"
+        )
+    return ModelError(
+        f"{key} = {name!r}: no {what} could be loaded from there "
+        f"(a folder with config.json, weights and tokenizer, or a hub name): {error}"
+    )
 
 
 def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozenset({"lora"})) -> Backbone:
@@ -150,10 +167,7 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
         tokenizer = AutoTokenizer.from_pretrained(config.name, revision=config.revision)
         model = AutoModelForCausalLM.from_pretrained(config.name, revision=config.revision, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"[model] name = {config.name!r}: no causal language model could be loaded from there "
-            f"(a folder with config.json, weights and tokenizer, or a hub name): {error}"
-        ) from error
+        raise not_loaded("[model] name", config.name, "causal language model", error) from error
     return wrap(model, tokenizer, config, key, needs)
 
 

@@ -87,6 +87,12 @@ def _warnings(run: RunRecord) -> str:
     said = []
     if run.summary.get("left_out"):
         said.append(f"{run.summary['left_out']:,} clients have no {run.split} pair and were not judged.")
+    if run.summary.get("not_finite"):
+        broken = run.summary["not_finite"]
+        said.append(
+            f"The models of {len(broken):,} clients diverged: {sum(broken.values()):,} pairs have no finite "
+            "log-probability and count as not right; a lower method.lr may do."
+        )
     dropped = [(record["round"], drop) for record in run.rounds for drop in record.get("dropped", ())]
     if dropped:
         number, first = dropped[0]

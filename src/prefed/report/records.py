@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +14,7 @@ from typing import Any
 from prefed.evaluate.accuracy import Accuracy
 from prefed.evaluate.fairness import Spread, spread
 from prefed.report.profiles import Profile, profiles_of
+from prefed.report.shapes import read_config, read_rounds, read_summary
 from prefed.store import Checkpoint, StoreError
 
 __all__ = [
@@ -186,13 +185,10 @@ def read_run(path: str | Path) -> RunRecord:
         again = shlex.join(["prefed", "run", str(config), "--out", str(path), "--resume"])
         raise RunError(f"{path} is not finished: it stands {stood}; go on with it: {again}")
     try:
-        settings = tomllib.loads(config.read_text("utf-8"))
-        summary = json.loads((path / "summary.json").read_text("utf-8"))
-        lines = (path / "rounds.jsonl").read_text("utf-8").splitlines()
-        rounds = tuple(json.loads(line) for line in lines[: int(summary["rounds"])])
-        summary["preference_accuracy"]["per_client"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged: {error!r}") from error
+        settings, summary = read_config(config), read_summary(path / "summary.json")
+        rounds = read_rounds(path / "rounds.jsonl", summary["rounds"])
+    except ValueError as error:
+        raise RunError(str(error)) from error
     return RunRecord(path, settings, rounds, summary, fingerprint)
 
 
@@ -240,7 +236,7 @@ def _runs(folder: Path) -> list[str]:
 
 
 def _per_client(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value.get("per_client"))
+    return isinstance(value, Mapping) and isinstance(value.get("per_client"), Mapping)
 
 
 def _words(name: str, personal: bool) -> tuple[str, str]:

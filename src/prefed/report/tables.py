@@ -292,7 +292,7 @@ def _table(title: str, first: str, *others: str) -> Table:
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
     )
-    table.add_column(escape(first), overflow="fold")
+    table.add_column(escape(first), overflow="fold", min_width=10)
     for name in others:
         table.add_column(escape(name).replace(" ", "\n"), justify="right", no_wrap=True)
     return table

@@ -14,7 +14,7 @@ import torch
 
 from prefed.data import Record
 from prefed.data.templates import Template
-from prefed.models import ModelError
+from prefed.models import ModelError, not_loaded
 from prefed.train.references import References, Rows
 
 __all__ = ["Records", "RewardModel", "Rewards"]
@@ -60,7 +60,7 @@ class RewardModel:
                 name, dtype=torch.float32, output_loading_info=True
             )
         except (OSError, ValueError) as error:
-            raise _refused(name, error) from error
+            raise not_loaded("[method] reward_model", name, "sequence classification model", error) from error
         missing = set(report["missing_keys"]) & {key for key, _ in self.model.named_parameters()}
         if missing:
             raise ModelError(
@@ -144,7 +144,9 @@ class Rewards:
         try:
             config: Any = AutoConfig.from_pretrained(self._name)
         except (OSError, ValueError) as error:
-            raise _refused(self._name, error) from error
+            raise not_loaded(
+                "[method] reward_model", self._name, "sequence classification model", error
+            ) from error
         folder = Path(self._name)
         if not folder.is_dir():
             commit = getattr(config, "_commit_hash", None)
@@ -201,10 +203,3 @@ class Rewards:
 def _blocks(rows: Rows) -> list[Rows]:
     """Few enough records at a time for their token ids to be no matter."""
     return [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
-
-
-def _refused(name: str, error: Exception) -> ModelError:
-    return ModelError(
-        f"[method] reward_model = {name!r}: no sequence classification model could be loaded from there "
-        f"(a folder with config.json, weights and tokenizer, or a hub name): {error}"
-    )

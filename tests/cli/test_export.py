@@ -1,0 +1,147 @@
+"""``prefed export`` on a base that is stored in bfloat16: what its lines load, and what it replaces."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from finished import logprobs, small_experiment, small_place
+from prefed import Experiment
+from prefed import run as run_experiment
+from prefed.cli import app
+from prefed.models.adapters import whole_folder
+from prefed.opened import open_run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Runs in float32 over a base stored in bfloat16: one without and two with parts of clients' own."""
+    folder = small_place(tmp_path_factory.mktemp("place"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    for method in ("feddpo", "fedpdpo", "fedper"):
+        tree = small_experiment(folder)
+        tree["method"]["name"] = method
+        run_experiment(Experiment.model_validate(tree), folder / method)
+    return folder
+
+
+def prefed_(*words, code=0):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "client", "merge"),
+    [
+        *(("feddpo", client, merge) for client in (None, "left") for merge in (False, True)),
+        *((method, None, merge) for method in ("fedpdpo", "fedper") for merge in (False, True)),
+        ("fedpdpo", "left", False),
+        ("fedper", "left", True),
+    ],
+)
+def test_the_printed_lines_load_the_model_that_was_judged(place, tmp_path, method, client, merge):
+    """The lines, run as they are printed, against the bench: loaded in bfloat16 the base's own rounding of
+    about 2⁻⁸ would show, a thousand times what is allowed here."""
+    words = ["--client", client] if client else []
+    words += ["--merge"] if merge else []
+    printed = prefed_("export", place / method, "--out", tmp_path / "it", *words)
+    loaded = {}
+    exec(re.sub("^ +", "", printed.partition("to load it:\n")[2], flags=re.MULTILINE), loaded)
+    run = open_run(place / method, data=True)
+    data = run.place.federation.clients["left"].test
+    expected = run.place.bench.score(run.model(client) if client else run.published, data).policy
+    found = logprobs(loaded["model"].eval(), run.place.federation.tokens, data)
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
+
+
+@pytest.mark.parametrize("method", ["fedpdpo", "fedper"])
+def test_what_all_share_is_an_adapter_as_the_run_itself_writes_it(place, tmp_path, method):
+    """File for file what the run left in adapters/shared: no bottleneck, no copy of the head; and merged,
+    the base model's tensors, no head of its own among them."""
+    shutil.copytree(place / method, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (place / method / "adapters/shared").iterdir()}
+    prefed_("export", tmp_path / "run")
+    after = {path.name: path.read_bytes() for path in (tmp_path / "run/adapters/shared").iterdir()}
+    assert after == before
+    assert "client.safetensors" not in after
+    prefed_("export", tmp_path / "run", "--merge")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/merged/shared")
+    assert merged.config.tie_word_embeddings
+    assert merged.lm_head.weight is merged.transformer.wte.weight
+
+
+def test_a_revision_is_in_the_printed_lines(place, tmp_path):
+    """The base is read from a folder here, where a revision is not looked at."""
+    shutil.copytree(place / "feddpo", tmp_path / "run")
+    config = (tmp_path / "run/config.toml").read_text()
+    (tmp_path / "run/config.toml").write_text(config.replace("[model]\n", '[model]\nrevision = "v1"\n'))
+    assert "revision='v1', dtype='float32')" in prefed_("export", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("run", "run holds the run; choose another --out"),
+        (".", "holds the run; choose another --out"),
+        ("model", "holds the run's base model; choose another --out"),
+        ("run/checkpoint", "holds 'COMMIT.json', which no export writes: it is not replaced"),
+        ("run/adapters", "holds 'shared', which no export writes: it is not replaced"),
+        ("mine", "holds 'tokenizer', which no export writes: it is not replaced"),
+        ("run/config.toml", "config.toml is a file, not a folder; choose another --out"),
+    ],
+)
+@pytest.mark.parametrize("force", [True, False])
+def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, out, said, force):
+    """Run, base model and other people's folders are as they were, --force or not."""
+    for name in ("feddpo", "model"):
+        shutil.copytree(place / name, tmp_path / ("run" if name == "feddpo" else name))
+    config = (tmp_path / "run/config.toml").read_text()
+    (tmp_path / "run/config.toml").write_text(config.replace(str(place / "model"), str(tmp_path / "model")))
+    (tmp_path / "mine/tokenizer").mkdir(parents=True)
+    (tmp_path / "mine/config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    words = ["--force"] if force else []
+    refused = prefed_("export", tmp_path / "run", "--out", tmp_path / out, *words, code=1)
+    assert said in refused
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("first", [[], ["--merge"], ["--client", "left"]])
+def test_an_earlier_export_of_any_kind_is_replaced(place, tmp_path, first):
+    """Whole: none of its files is left beside the new ones."""
+    method = "fedpdpo" if "--client" in first else "feddpo"
+    prefed_("export", place / method, "--out", tmp_path / "it", *first)
+    refused = prefed_("export", place / "feddpo", "--out", tmp_path / "it", code=1)
+    assert "is there already; choose another --out, or --force to replace it" in refused
+    prefed_("export", place / "feddpo", "--out", tmp_path / "it", "--force")
+    names = {path.name for path in (place / "feddpo/adapters/shared").iterdir()}
+    assert {path.name for path in (tmp_path / "it").iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == {"it"}
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_folder_is_somewhere_whole_whenever_its_replacement_ends(tmp_path, monkeypatch, renames):
+    """Stopped in the first rename, the old one aside, or in the second, the new one in: nothing is deleted
+    before both are done, and where the second fails the old one comes back."""
+    folder = tmp_path / "it"
+    folder.mkdir()
+    (folder / "config.json").write_text("old")
+    calls, rename = [], type(folder).rename
+
+    def stopped(path, target):
+        calls.append(path)
+        if len(calls) == renames + 1:
+            assert "old" in {file.read_text() for file in tmp_path.rglob("config.json")}
+            raise OSError("no space left")
+        return rename(path, target)
+
+    monkeypatch.setattr(type(folder), "rename", stopped)
+    with pytest.raises(OSError, match="no space left"), whole_folder(folder) as partial:
+        (partial / "config.json").write_text("new")
+    assert {path.name: (path / "config.json").read_text() for path in tmp_path.iterdir()} == {"it": "old"}

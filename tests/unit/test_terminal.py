@@ -1,0 +1,104 @@
+"""Tables on a narrow terminal, and what goes into a pipe: names whole, numbers whole."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from finished import write_run
+from prefed.cli import app
+from prefed.data.survey import print_survey, survey
+from prefed.progress import print_result, standard_output
+from prefed.report import read_run
+from prefed.report.tables import clients_table, comparison_table
+
+NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
+
+
+def narrow(show, width=80):
+    """What ``show(console)`` prints, and the first column's cells put together again."""
+    file = io.StringIO()
+    show(Console(file=file, width=width, highlight=False))
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines if line[:1] in "│┃ ")
+    start = next(line for line in lines if re.match(r"\W*(client|run)\b", line))
+    edge = re.match(r"\W*\w+ +", start).end()
+    return file.getvalue(), re.sub(r"[│┃ ]", "", "".join(line[:edge] for line in lines))
+
+
+def figure(value):
+    return {"mean": value, "worst": value, "worst_decile": value, "per_client": dict.fromkeys(NAMES, value)}
+
+
+def test_a_result_in_80_columns():
+    """Seven columns of figures and long ids: ids fold, letter for letter, and every figure is there."""
+    names = ("baseline", "preference", "reward", "shared", "combined")
+    summary = {f"{name}_accuracy": figure(0.111 * k) for k, name in enumerate(names, 1)}
+    summary |= {
+        "method": "fedpdpo",
+        "rounds": 1,
+        "split": "test",
+        "left_out": 0,
+        "dropped": 0,
+        "seconds": 1.0,
+    }
+    summary |= {"bytes": {"up": 1, "down": 1}, "parameters": {"trainable": 1, "communicated": 1}}
+    summary |= {"peak_memory_mb": 1.0, "clients": {name: {"test": 1234} for name in NAMES}}
+    text, first = narrow(lambda console: print_result(summary, console, {"oracle": figure(0.666)}))
+    assert all(name.replace(" ", "") in first for name in NAMES)
+    assert text.count("1,234") == 3
+    for value in ("0.111", "0.222", "0.333", "0.444", "0.555", "0.666"):
+        assert text.count(value) == 6
+
+
+def test_a_survey_in_80_columns(tmp_path):
+    """Headers and lengths of four digits whole beside long ids and categories."""
+    from tests.unit.test_data_survey import build
+
+    rows = [
+        {"prompt": f"{'p' * 1500}{k}", "chosen": f"{'c' * 1200}{k}", "rejected": "r", "worker": name}
+        | {"category": "information seeking"}
+        for k, name in enumerate(NAMES * 3)
+    ]
+    found = survey(build(tmp_path, rows, max_length=4096))
+    text, first = narrow(lambda console: print_survey(found, console))
+    assert all(name.replace(" ", "") in first for name in NAMES)
+    for word in ("train", "val.", "test", "prompt", "response", "category", "JSD", "cat.", "tok."):
+        assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text), word
+    assert "…" not in text
+
+
+def test_runs_and_clients_in_80_columns(tmp_path):
+    long = "distilgpt2-harmless-from-helpful-fedpdpo-seed"
+    clients = dict.fromkeys(NAMES, (0.25, 0.5, 0.75))
+    runs = [read_run(write_run(tmp_path / f"{long}{k}", clients)) for k in (42, 43)]
+    text, first = narrow(lambda console: console.print(comparison_table(runs)))
+    assert all(f"{long}{k}" in first for k in (42, 43))
+    assert text.count("4.0 kB") == 2
+    figures = list(runs[0].figures.values()) * 3
+    text, first = narrow(lambda console: console.print(clients_table("title", figures, runs[0].pairs)))
+    assert all(name.replace(" ", "") in first for name in NAMES)
+    assert "…" not in text
+
+
+def test_every_paper_of_the_methods_is_whole(monkeypatch):
+    from prefed.methods import METHODS
+
+    monkeypatch.setenv("COLUMNS", "80")
+    words = CliRunner().invoke(app, ["methods"]).stdout
+    assert "…" not in words
+    numbers = [number for kind in METHODS.values() for number in re.findall(r"arXiv:[\d.]+\d", kind.source)]
+    assert len(numbers) > 10
+    assert all(number in words for number in numbers)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 120), ("70", 70), ("200", 200)])
+def test_a_pipe_is_120_wide_unless_it_is_told_otherwise(monkeypatch, columns, width):
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert standard_output().width == width
