@@ -328,3 +328,14 @@ def test_private_states_are_their_owners_to_read(tmp_path):
     play(tmp_path / "run", 1)
     for file in (tmp_path / "run/checkpoint").rglob("*.safetensors"):
         assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_run_that_lost_its_commit_is_damaged_and_not_begun_again(tmp_path):
+    """Round 0 is committed before the first line of the log: a log without a commit was not left by a kill."""
+    play(tmp_path / "run", 2)
+    before = content(tmp_path / "run")
+    (tmp_path / "run/checkpoint/COMMIT.json").unlink()
+    with pytest.raises(StoreError, match=r"COMMIT\.json is missing; put it back"):
+        Store(tmp_path / "run", resume=True)
+    before.pop("checkpoint/COMMIT.json")
+    assert content(tmp_path / "run") == before

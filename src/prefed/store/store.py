@@ -185,6 +185,14 @@ class Store:
         for folder in (self.path, self._folder, self._clients):
             for path in folder.glob(f"*{files.TEMPORARY}"):
                 files.remove(path)
+        log = self.path / "rounds.jsonl"
+        if self.commit is None and log.exists() and log.stat().st_size:
+            raise StoreError(
+                f"{self.path} is damaged: rounds were run, and {self._folder / 'COMMIT.json'} is missing; "
+                "put it back, or start a new run with another --out"
+            )
+        # Before anything older goes: the commit's own name may not be safe yet.
+        files.sync(self._folder)
         live: dict[str, int] = {}
         if self.commit:
             live = {"server": self.round}
