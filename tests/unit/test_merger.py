@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefed.core import Entry, Key, Layout, Owner, Round, State, Tensors, Upload
-from prefed.merge import BadUpload, MergeConfig, Merger, ServerOptimizer, Staleness
+from prefed.merge import BadUpload, MergeConfig, Merger, ServerOptimizer, Staleness, alignment_weights
 
 A = Entry("lora/0/q/A", (1, 1), "lora", 0, "A")
 B = Entry("lora/0/q/B", (1, 1), "lora", 0, "B")
@@ -254,3 +254,15 @@ def test_uploads_that_do_not_fit(second: Tensors, message: str | None) -> None:
     else:
         with pytest.raises(BadUpload, match=message):
             merger().merge(state, uploads, now())
+
+
+@pytest.mark.parametrize("rule", ["norm_clip", "multi_krum"])
+def test_alignment_weighs_what_the_robust_rule_lets_through(rule: str) -> None:
+    """Five updates of +0.1 and one of −10. Clipped to the median length, 0.1, or left out, the sixth does not
+    decide what the common direction is: FedSDG's α is 1 for the five and 0 for it, and the model moves
+    by 0.1. By raw updates the mean is (0.5 − 10) / 6 < 0, and the sixth alone would count."""
+    uploads = [reply(f"c{k}", 1, tensors(PLAIN, 0.1, 0, 0, 0)) for k in range(5)]
+    uploads.append(reply("liar", 1, tensors(PLAIN, -10.0, 0, 0, 0)))
+    robust = merger(rule=rule)
+    after = robust.merge(robust.init(Tensors.zeros(PLAIN)), uploads, now(), weigh=alignment_weights)
+    assert model(after) == pytest.approx([0.1, 0, 0, 0], abs=1e-6)

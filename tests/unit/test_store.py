@@ -331,7 +331,7 @@ def test_private_states_are_their_owners_to_read(tmp_path):
 
 
 def test_a_run_that_lost_its_commit_is_damaged_and_not_begun_again(tmp_path):
-    """Round 0 is committed before the first line of the log: a log without a commit was not left by a kill."""
+    """Round 0 is committed before the log's first line: a log without a commit was not left by a kill."""
     play(tmp_path / "run", 2)
     before = content(tmp_path / "run")
     (tmp_path / "run/checkpoint/COMMIT.json").unlink()
