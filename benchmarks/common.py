@@ -48,6 +48,11 @@ class Pairs:
 
 def load_pairs(path: Path, tokenizer: Path, max_length: int, limit: int | None = None) -> Pairs:
     """HH-RLHF rows as ids; an over-long prompt keeps its end, a response that cannot fit drops its pair."""
+    if not path.exists():
+        raise SystemExit(
+            f"{path}: no such file; give --data (experiments/hh_harmless/prepare.py writes one) and "
+            "--tokenizer (a folder or a hub name)"
+        )
     encode = transformers.AutoTokenizer.from_pretrained(tokenizer)
     end = encode.eos_token_id
     pairs = []
