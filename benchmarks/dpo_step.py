@@ -45,7 +45,14 @@ class Trl:
     """TRL's trainer, driven a step at a time."""
 
     def __init__(
-        self, model: Any, targets: list[str], pairs: Pairs, *, reference: Any, compact: bool
+        self,
+        model: Any,
+        targets: list[str],
+        pairs: Pairs,
+        *,
+        tokenizer: Path,
+        reference: Any,
+        compact: bool,
     ) -> None:
         self.pairs, self.reference, self.compact = pairs, reference, compact
         config = DPOConfig(
@@ -69,9 +76,9 @@ class Trl:
             task_type="CAUSAL_LM",
         )
         text = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * BATCH)
-        tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+        encode = AutoTokenizer.from_pretrained(tokenizer)
         self.trainer = DPOTrainer(
-            model, args=config, train_dataset=text, processing_class=tokenizer, peft_config=lora
+            model, args=config, train_dataset=text, processing_class=encode, peft_config=lora
         )
         self.trainer.precompute_ref_logps = reference is not None
         self.trainer.current_gradient_accumulation_steps = 1
@@ -148,7 +155,14 @@ def main() -> None:
     reference = first.score(first.backbone.initial, everything).reference
     initial = first.backbone.initial
     peers = {
-        name: Trl(copy.deepcopy(base), targets, pairs, reference=cached, compact=compact)
+        name: Trl(
+            copy.deepcopy(base),
+            targets,
+            pairs,
+            tokenizer=args.tokenizer,
+            reference=cached,
+            compact=compact,
+        )
         for name, cached, compact in (
             ("trl", None, False),
             ("trl, reference precomputed", reference, False),
