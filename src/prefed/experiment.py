@@ -17,7 +17,7 @@ import torch
 
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core import Key, Owner, State, Tensors
-from prefed.data import Federation, federate
+from prefed.data import Federation, OtherDataError, federate
 from prefed.engines import InProcess, Job, Local, Recipe, Silent, Watcher, Workers
 from prefed.engines.local import peak_memory_mb
 from prefed.evaluate.accuracy import MEANS, SHARES
@@ -231,7 +231,13 @@ def build_job(text: str) -> Job:
 
 def _carry_out(experiment: Experiment, store: Store, watcher: Watcher) -> None:
     folder = store.path / "cache"
-    job = open_job(experiment, folder)
+    try:
+        job = open_job(experiment, folder)
+    except OtherDataError:
+        if store.round:
+            raise
+        _start_again(store)
+        job = open_job(experiment, folder)
     store.begin(encode(job.method.init_server(job.workplace.initial)), job.workplace.fingerprint)
     store.reopen()
     threads = experiment.engine.threads or 1
@@ -327,17 +333,19 @@ def _watcher(progress: bool | Watcher) -> Watcher:
 def _settle(experiment: Experiment, store: Store) -> Experiment:
     """The experiment to run: with the number of threads filled in, and equal to the stored one.
 
-    Before the first commit another experiment takes the stored one's place.
+    Before the first round another experiment takes the stored one's place.
 
     Raises:
         ConfigError: the stored experiment is another one.
     """
     held = store.config()
-    if held is not None and store.commit is None:
-        asked = tomllib.loads(to_toml(experiment))
-        if any(held.get(name) != asked.get(name) for name in ("seed", "data", "model")):
-            shutil.rmtree(store.path / "cache", ignore_errors=True)
-        held = None
+    if held is not None and store.round == 0:
+        before, asked = dict(_leaves(held)), dict(_leaves(tomllib.loads(to_toml(experiment))))
+        changed = {name for name in {*before, *asked} if before.get(name) != asked.get(name)}
+        if changed - {"engine.threads", "engine.workers"}:
+            kept_apart = {"rounds", "cohort", "evaluate", "engine", "merge"}
+            _start_again(store, cache={name.partition(".")[0] for name in changed} <= kept_apart)
+            held = None
     stored = Experiment.model_validate(held) if held is not None else None
     engine = experiment.engine
     if engine.threads is None:
@@ -350,6 +358,13 @@ def _settle(experiment: Experiment, store: Store) -> Experiment:
     if stored is None or to_toml(stored) != text:
         store.write_config(text)
     return experiment
+
+
+def _start_again(store: Store, *, cache: bool = False) -> None:
+    """Leave nothing of a start that came to no round, or with ``cache`` the tokens and the like."""
+    store.forget()
+    if not cache:
+        shutil.rmtree(store.path / "cache", ignore_errors=True)
 
 
 def _same(stored: Experiment, asked: Experiment, store: Store) -> None:

@@ -16,7 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from prefed.core import Download, Entry, Layout, Plain, State, Tensors, Upload
+from prefed.core import OPTIMIZER, Download, Entry, Layout, Plain, State, Tensors, Upload
 
 __all__ = ["WireError", "decode_download", "decode_state", "decode_upload", "encode"]
 
@@ -36,7 +36,8 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
     Args:
         message: a state, a download or an upload.
         keep: store floating-point tensors in this dtype; they come back in their own dtype, rounded.
-            Left out, every bit is kept.
+            Left out, every bit is kept, as what optimisers remember always is: squares of gradients
+            vanish in fewer bits.
 
     Raises:
         WireError: a plain value is not one that JSON keeps.
@@ -68,7 +69,7 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
     for name, tensors in message.tensors.items():
         flat = tensors.flat.cpu().contiguous()
         groups[name] = [_text(flat.dtype), [_row(entry) for entry in tensors.layout.entries]]
-        if keep is not None and flat.is_floating_point():
+        if keep is not None and flat.is_floating_point() and not name.startswith(OPTIMIZER):
             flat = flat.to(keep)
         # safetensors refuses tensors that share memory, as two groups of one state may.
         if flat.untyped_storage().data_ptr() in storages:

@@ -13,6 +13,7 @@ from prefed.core import Key
 from prefed.engines import Silent
 from prefed.evaluate.accuracy import measure
 from prefed.experiment import default_out, open_data, open_job
+from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
 from prefed.opened import open_run
 from prefed.store import Checkpoint, StoreError
@@ -221,3 +222,24 @@ def test_the_data_of_an_experiment(place, tmp_path):
     federation = open_data(experiment(place), tmp_path / "data")
     assert sorted(federation.clients) == ["w0", "w1", "w2"]
     assert len(federation.clients["w0"].train) > 10
+
+
+def test_a_start_that_came_to_no_round_is_started_again(place, tmp_path):
+    """Neither a setting that shows itself wrong in the first visit nor a file that is repaired where it lies
+    blocks the run that follows: it ends as one in a folder of its own does."""
+    wrong = {"name": "feddpo", "local_steps": 2, "objective": "ppo", "reward_model": "no/such/model"}
+    tree = experiment(place).model_dump(exclude_none=True)
+    with pytest.raises(ModelError, match="no/such/model"):
+        run(Experiment.model_validate({**tree, "method": wrong}), tmp_path / "again")
+    run(experiment(place), tmp_path / "again")
+    run(experiment(place), tmp_path / "fresh")
+    assert left(tmp_path / "again") == left(tmp_path / "fresh")
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_bytes((place / f"{name}.jsonl").read_bytes())
+    data = {**experiment(place).data.model_dump(exclude_none=True), "train": str(tmp_path / "train.jsonl")}
+    with pytest.raises(ValueError, match="no client 'zz'"):
+        run(experiment(place, data=data, evaluate={"unseen": ["zz"]}), tmp_path / "edited")
+    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[:-3]))
+    result = run(experiment(place, data=data), tmp_path / "edited")
+    assert sum(sizes["train"] for sizes in result.summary["clients"].values()) == 57

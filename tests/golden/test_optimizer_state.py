@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from tests.small_models import Pairs, backbone
 
-from prefed.core import Download, Key, Round, State, Tensors
+from prefed.core import Download, Entry, Key, Layout, Round, State, Tensors
 from prefed.merge import MergeConfig, Merger
 from prefed.methods import METHODS
 from prefed.train import Bench
 from prefed.train.desk import Desk
+from prefed.wire import decode_state, encode
 
 PAIRS = Pairs(6)
 
 
-def visits(steps: list[int], **settings: object) -> tuple[Tensors, State]:
+def visits(steps: list[int], rule: str = "fedit", **settings: object) -> tuple[Tensors, State]:
     """A client that is visited again and again, finding each time the model that it sent: what it sends in
     the end, and what it keeps. A step takes all of its pairs."""
     model = backbone()
     bench = Bench(model, PAIRS)
     kind = METHODS["feddpo"]
     received, private = model.initial, State()
-    for count in steps:
+    for number, count in enumerate(steps, 1):
         chosen = kind.Settings(lr=1e-2, batch_size=6, local_steps=count, weight_decay=0.0, **settings)
-        merger = Merger(MergeConfig(), model.layout, 2.0)
+        merger = Merger(MergeConfig(lora=rule), model.layout, 2.0)
         method = kind.build(chosen, model.layout, merger, 3)
         (exchange,) = method.exchanges
         rows = np.arange(6)
-        desk = Desk(bench, "a", rows, rows, Round(1, 3, Key(0), {"a": 6.0}), Key(1), method.parts)
+        desk = Desk(bench, "a", rows, rows, Round(number, 9, Key(0), {"a": 6.0}), Key(1), method.parts)
         upload, private = exchange.work(desk, private, Download({"model": received}))
-        received = upload.tensors["model"]
+        received = received.replace(upload.tensors["model"])
     return received, private
 
 
@@ -58,3 +60,25 @@ def test_two_visits_with_a_kept_optimiser_are_one_visit_of_as_many_steps(
     assert set(private.tensors) == {f"optimizer.train.{slot}" for slot in slots}
     assert private.values == {"optimizer.train": 4}
     assert none == State()
+
+
+def test_rolora_has_an_optimiser_for_each_factor() -> None:
+    """Visits train B, A, B, A in turn, 1, 2, 3 and 4 steps: two optimisers, of 4 and 6 steps, each of its own
+    factor alone."""
+    _, private = visits([1, 2, 3, 4], "rolora", optimizer_state="kept")
+    assert private.values == {"optimizer.train": 4, "optimizer.train+2": 6}
+    factors = {
+        name: {tensor.rpartition("/")[2] for tensor in group} for name, group in private.tensors.items()
+    }
+    assert sorted(factors.values(), key=str) == [{"A"}, {"A"}, {"B"}, {"B"}]
+    assert factors["optimizer.train.exp_avg"] != factors["optimizer.train+2.exp_avg"]
+
+
+def test_what_optimisers_remember_keeps_its_digits() -> None:
+    """(1e-4)² = 1e-8 is 0 in 16 bits, and Adam would divide by it; all else is stored as asked."""
+    layout = Layout((Entry("lora/0/q/A", (1,), "lora", 0, "A"),))
+    small = Tensors(layout, torch.tensor([1e-8]))
+    kept = State({"optimizer.train.exp_avg_sq": small, "personal": small})
+    back = decode_state(encode(kept, torch.float16)).tensors
+    assert back["optimizer.train.exp_avg_sq"].equal(small)
+    assert back["personal"].flat.item() == 0

@@ -4,10 +4,11 @@ from prefed.core.key import Key
 from prefed.core.method import Exchange, Method, Round, Visit
 from prefed.core.parts import Owner, Parts
 from prefed.core.phase import Moments, Objective, Optimizer, Penalty, Phase, Proximal, Trained
-from prefed.core.state import Download, Plain, State, Upload
+from prefed.core.state import OPTIMIZER, Download, Plain, State, Upload
 from prefed.core.tensors import Entry, Layout, Tensors
 
 __all__ = [
+    "OPTIMIZER",
     "Download",
     "Entry",
     "Exchange",

@@ -9,7 +9,10 @@ from typing import TypeAlias, TypeVar
 
 from prefed.core.tensors import Tensors
 
-__all__ = ["Download", "Plain", "State", "Upload"]
+__all__ = ["OPTIMIZER", "Download", "Plain", "State", "Upload"]
+
+OPTIMIZER = "optimizer."
+"""How groups of a private state begin that hold what optimisers remember; they keep their own dtype."""
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """Values that JSON keeps without loss."""

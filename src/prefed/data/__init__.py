@@ -2,7 +2,7 @@
 
 from prefed.data.build import federate
 from prefed.data.config import Columns, DataConfig, Partition, Source, resolve
-from prefed.data.errors import DataError
+from prefed.data.errors import DataError, OtherDataError
 from prefed.data.federation import ClientData, Federation, Report
 from prefed.data.record import Message, Prompt, Record
 from prefed.data.sources import FORMATS
@@ -18,6 +18,7 @@ __all__ = [
     "DataError",
     "Federation",
     "Message",
+    "OtherDataError",
     "Pair",
     "Partition",
     "Prompt",

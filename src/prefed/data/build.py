@@ -18,7 +18,7 @@ from prefed.core.key import Key
 from prefed.data import splits
 from prefed.data.assign import ROLES, Assignment, Rows, assign, label, natural
 from prefed.data.config import DataConfig
-from prefed.data.errors import DataError, Problems
+from prefed.data.errors import DataError, OtherDataError, Problems
 from prefed.data.federation import CLIENTS, Federation, Report
 from prefed.data.sources import Tally, origin, records
 from prefed.data.templates import Template, Tokenizer
@@ -64,7 +64,7 @@ def federate(
             name for name in inputs.keys() | before.keys() if inputs.get(name) != before.get(name)
         )
         if changed:
-            raise DataError(
+            raise OtherDataError(
                 f"{folder} holds data made from other {' and '.join(changed)}; "
                 "use another folder, or delete this one"
             )

@@ -11,6 +11,10 @@ class DataError(ValueError):
     """Data that cannot be used, or that cannot be divided as asked. The message says where and what to do."""
 
 
+class OtherDataError(DataError):
+    """A folder of kept data was made from other sources, or in another way."""
+
+
 class RowError(ValueError):
     """One row that does not give a preference pair. The reader adds the file and the row."""
 

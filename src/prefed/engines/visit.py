@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from prefed.core import Download, State, Visit
+from prefed.core import OPTIMIZER, Download, State, Visit
 from prefed.engines.guard import refusal
 from prefed.engines.job import Job
 from prefed.evaluate.accuracy import measure
@@ -120,7 +120,8 @@ def _newcomer(job: Job, task: Task, visit: Visit, published: Download) -> dict[s
 def _broken(state: State, keep: torch.dtype | None) -> str | None:
     """The first group of tensors that is not finite as it would be kept."""
     for name, group in state.tensors.items():
-        kept = group if keep is None or not group.flat.is_floating_point() else group.to(keep)
+        whole = keep is None or not group.flat.is_floating_point() or name.startswith(OPTIMIZER)
+        kept = group if whole or keep is None else group.to(keep)
         if not kept.isfinite():
             return name
     return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, cast
 
-from prefed.core import Download, Exchange, Moments, Phase, State, Tensors, Trained, Upload, Visit
+from prefed.core import OPTIMIZER, Download, Exchange, Moments, Phase, State, Tensors, Trained, Upload, Visit
 
 __all__ = ["remembering"]
 
@@ -13,8 +14,8 @@ __all__ = ["remembering"]
 class _Desk:
     """A visit whose phases start with what their optimisers left, and leave what they then hold.
 
-    Phases ``inner/0``, ``inner/1`` share one optimiser. Where what trains is not what trained before, as
-    under RoLoRA, there is nothing to go on from.
+    Phases ``inner/0``, ``inner/1`` share one optimiser. Where a phase trains now these tensors and now those,
+    as under RoLoRA, it has one for each set.
     """
 
     def __init__(self, visit: Visit, private: State) -> None:
@@ -24,30 +25,32 @@ class _Desk:
         return getattr(self._visit, name)
 
     def train(self, tensors: Tensors, phase: Phase) -> Trained:
-        name = f"optimizer.{phase.name.partition('/')[0]}"
-        held = self._held(name, phase)
+        name, held = self._held(phase)
         trained = self._visit.train(tensors, replace(phase, moments=held))
         if trained.moments is not None:
             groups = {f"{name}.{slot}": value for slot, value in trained.moments.slots.items()}
             self._private = self._private.update(groups, {name: trained.moments.steps})
         return trained
 
-    def _held(self, name: str, phase: Phase) -> Moments:
-        steps, slots = self._private.values.get(name), {}
-        for group, value in self._private.tensors.items():
-            owner, _, slot = group.rpartition(".")
-            if owner == name:
-                if set(value) != set(phase.train):
-                    return Moments()
-                slots[slot] = value
-        return Moments(slots, steps) if isinstance(steps, int) else Moments()
+    def _held(self, phase: Phase) -> tuple[str, Moments]:
+        """What the optimiser of ``phase`` is called, and what it remembers."""
+        first = OPTIMIZER + phase.name.partition("/")[0]
+        for number in itertools.count(1):
+            name = first if number == 1 else f"{first}+{number}"
+            steps = self._private.values.get(name)
+            if not isinstance(steps, int):
+                break
+            groups = self._private.tensors.items()
+            slots = {g.rpartition(".")[2]: value for g, value in groups if g.rpartition(".")[0] == name}
+            if all(set(value) == set(phase.train) for value in slots.values()):
+                return name, Moments(slots, steps)
+        return name, Moments()
 
     def keep(self, state: State) -> State:
         """``state`` with what the optimisers hold, which the client alone sees."""
-        mine = "optimizer."
         return state.update(
-            {name: group for name, group in self._private.tensors.items() if name.startswith(mine)},
-            {name: value for name, value in self._private.values.items() if name.startswith(mine)},
+            {name: group for name, group in self._private.tensors.items() if name.startswith(OPTIMIZER)},
+            {name: value for name, value in self._private.values.items() if name.startswith(OPTIMIZER)},
         )
 
 

@@ -112,6 +112,13 @@ class Store:
                 "put back what it was, or start a new run with another --out"
             )
 
+    def forget(self) -> None:
+        """Undo the start of a run that has no round yet: another may begin in its place."""
+        if self.commit is not None and self.round == 0:
+            files.remove(self._folder / "COMMIT.json")
+            files.remove(path_of(self._folder, "server", 0))
+            self.commit = None
+
     def server(self) -> bytes:
         """The server's state after the last committed round."""
         return path_of(self._folder, "server", self.round).read_bytes()
@@ -220,7 +227,8 @@ class Store:
     def _refuse_foreign(self, resume: bool) -> None:
         found = _contents(self.path)
         # The lock says that the experiment beside it is a run's and not somebody's only copy.
-        if not found or (found <= {"config.toml", "cache"} and (self._folder / "LOCK").exists()):
+        start = {"config.toml", "cache", "checkpoint/COMMIT.json", "checkpoint/server@000000.safetensors"}
+        if not found or (found <= start and (self._folder / "LOCK").exists()):
             return
         if not resume:
             raise StoreError(
