@@ -197,7 +197,7 @@ def job_on(experiment: Experiment, place: BenchPlace) -> Job:
 
 def _enough(experiment: Experiment, job: Job) -> None:
     """Refuse a merge rule that every round's cohort would be too small for."""
-    merge, asked = experiment.merge, len(job.sample(job.round(1)))
+    merge, asked = experiment.merge, job.asked
     if not job.method.parts.names(Owner.SHARED):
         return
     try:
@@ -340,11 +340,10 @@ def _settle(experiment: Experiment, store: Store) -> Experiment:
     """
     held = store.config()
     if held is not None and store.round == 0:
-        before, asked = dict(_leaves(held)), dict(_leaves(tomllib.loads(to_toml(experiment))))
-        changed = {name for name in {*before, *asked} if before.get(name) != asked.get(name)}
+        changed = _differing(dict(_leaves(held)), dict(_leaves(tomllib.loads(to_toml(experiment)))))
         if changed - {"engine.threads", "engine.workers"}:
-            kept_apart = {"rounds", "cohort", "evaluate", "engine", "merge"}
-            _start_again(store, cache={name.partition(".")[0] for name in changed} <= kept_apart)
+            beside = {"rounds", "cohort", "evaluate", "engine", "merge"}
+            _start_again(store, keep_cache={name.partition(".")[0] for name in changed} <= beside)
             held = None
     stored = Experiment.model_validate(held) if held is not None else None
     engine = experiment.engine
@@ -360,18 +359,17 @@ def _settle(experiment: Experiment, store: Store) -> Experiment:
     return experiment
 
 
-def _start_again(store: Store, *, cache: bool = False) -> None:
-    """Leave nothing of a start that came to no round, or with ``cache`` the tokens and the like."""
+def _start_again(store: Store, *, keep_cache: bool = False) -> None:
+    """Leave nothing of a start that came to no round, or no more than its tokens and the like."""
     store.forget()
-    if not cache:
+    if not keep_cache:
         shutil.rmtree(store.path / "cache", ignore_errors=True)
 
 
 def _same(stored: Experiment, asked: Experiment, store: Store) -> None:
     before = dict(_leaves(stored.model_dump(mode="json", exclude_none=True)))
     after = dict(_leaves(asked.model_dump(mode="json", exclude_none=True)))
-    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
-    changed -= {"engine.workers"}
+    changed = _differing(before, after) - {"engine.workers"}
     if asked.rounds >= max(stored.rounds, store.round):
         changed -= {"rounds"}
     if changed:
@@ -382,6 +380,11 @@ def _same(stored: Experiment, asked: Experiment, store: Store) -> None:
             + "\nresume it with its own (rounds may be raised, engine.workers may change), "
             "or start another with --out"
         )
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """The names under which two flat trees differ."""
+    return {name for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 
 from prefed.core import OPTIMIZER, Download, Entry, Layout, Plain, State, Tensors, Upload
 
-__all__ = ["WireError", "decode_download", "decode_state", "decode_upload", "encode"]
+__all__ = ["WireError", "decode_download", "decode_state", "decode_upload", "encode", "stored_dtype"]
 
 FORMAT = 1
 _FLOATING = {"float32", "float64", "float16", "bfloat16"}
@@ -69,8 +69,7 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
     for name, tensors in message.tensors.items():
         flat = tensors.flat.cpu().contiguous()
         groups[name] = [_text(flat.dtype), [_row(entry) for entry in tensors.layout.entries]]
-        if keep is not None and flat.is_floating_point() and not name.startswith(OPTIMIZER):
-            flat = flat.to(keep)
+        flat = flat.to(stored_dtype(name, flat.dtype, keep))
         # safetensors refuses tensors that share memory, as two groups of one state may.
         if flat.untyped_storage().data_ptr() in storages:
             flat = flat.clone()
@@ -80,6 +79,13 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
     text = json.dumps(header, separators=(",", ":"))
     data: bytes = safetensors.torch.save(buffers, {"prefed": text})
     return data
+
+
+def stored_dtype(group: str, dtype: torch.dtype, keep: torch.dtype | None) -> torch.dtype:
+    """What :func:`encode` stores the numbers of a group in, which are of ``dtype``."""
+    if keep is None or not dtype.is_floating_point or group.startswith(OPTIMIZER):
+        return dtype
+    return keep
 
 
 def decode_state(data: bytes) -> State:

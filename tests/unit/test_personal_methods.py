@@ -10,7 +10,6 @@ from prefed.core import Download, Key, Method, Objective, Owner, Phase, Round, S
 from prefed.losses import OBJECTIVES, PPO
 from prefed.merge import MergeConfig, Merger, lora
 from prefed.methods import METHODS, fedsdg
-from prefed.methods.settings import TwoPhaseSettings
 from quadratic import Quadratic, QuadraticVisit, Run, crowd, federate, initial
 
 BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
@@ -110,7 +109,7 @@ def test_how_long_the_personal_phase_is(name):
     assert lengths(local_steps=4, personal_epochs=2) == [(None, 2)]
     assert lengths(local_epochs=3, personal_steps=5) == [(5, None)]
     assert "not both" in refusal(name, personal_steps=1, personal_epochs=1)
-    assert TwoPhaseSettings(local_steps=4).personal_length() == (4, None)
+    assert METHODS["ditto"].Settings(local_steps=4).personal_length() == (4, None)
 
 
 # FedPer, FedRep, FedBN

@@ -1,7 +1,7 @@
 """The nouns: tensors, owners, keys, phases, messages, methods. Imports nothing else of prefed."""
 
 from prefed.core.key import Key
-from prefed.core.method import Exchange, Method, Round, Visit
+from prefed.core.method import POOLED, Exchange, Method, Round, Visit
 from prefed.core.parts import Owner, Parts
 from prefed.core.phase import Moments, Objective, Optimizer, Penalty, Phase, Proximal, Trained
 from prefed.core.state import OPTIMIZER, Download, Plain, State, Upload
@@ -9,6 +9,7 @@ from prefed.core.tensors import Entry, Layout, Tensors
 
 __all__ = [
     "OPTIMIZER",
+    "POOLED",
     "Download",
     "Entry",
     "Exchange",

@@ -12,7 +12,10 @@ from prefed.core.phase import Objective, Phase, Trained
 from prefed.core.state import Download, State, Upload
 from prefed.core.tensors import Tensors
 
-__all__ = ["Exchange", "Method", "Round", "Visit"]
+__all__ = ["POOLED", "Exchange", "Method", "Round", "Visit"]
+
+POOLED = "pooled"
+"""The one client of a method that trains on everybody's pairs."""
 
 
 @dataclass(frozen=True)

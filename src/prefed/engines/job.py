@@ -10,13 +10,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from prefed.core import Download, Key, Method, Parts, Round, Tensors, Visit
+from prefed.core import POOLED, Download, Key, Method, Parts, Round, Tensors, Visit
 from prefed.evaluate.accuracy import PairScores
 
 __all__ = ["POOLED", "Job", "Sizes", "Workplace"]
-
-POOLED = "pooled"
-"""The one client of a method that trains on everybody's pairs."""
 
 
 class Sizes(Protocol):
@@ -139,6 +136,11 @@ class Job:
         """The clients that train, sorted."""
         return tuple(self.weights)
 
+    @property
+    def asked(self) -> int:
+        """How many members a round's cohort has."""
+        return len(self.members) if self.cohort is None or self.method.pooled else self.cohort
+
     @cached_property
     def judges(self) -> tuple[str, ...]:
         """The clients that evaluations ask, sorted: those that have pairs in the split."""
@@ -175,6 +177,5 @@ class Job:
 
     def sample(self, now: Round) -> tuple[str, ...]:
         """The round's cohort, sorted: a function of the seed and the round alone."""
-        size = len(self.members) if self.cohort is None or self.method.pooled else self.cohort
-        draw = now.key.at("cohort").numpy().choice(len(self.members), size, replace=False)
+        draw = now.key.at("cohort").numpy().choice(len(self.members), self.asked, replace=False)
         return tuple(self.members[index] for index in sorted(draw))

@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 
-from prefed.core import OPTIMIZER, Download, State, Visit
+from prefed.core import Download, State, Visit
 from prefed.engines.guard import refusal
 from prefed.engines.job import Job
 from prefed.evaluate.accuracy import measure
-from prefed.wire import decode_download, decode_state, encode
+from prefed.wire import decode_download, decode_state, encode, stored_dtype
 
 __all__ = ["Answer", "Task", "attend"]
 
@@ -110,8 +110,10 @@ def _newcomer(job: Job, task: Task, visit: Visit, published: Download) -> dict[s
     """
     adapt, accuracies = job.method.adapt, {}
     for steps in job.unseen_steps:
-        still = adapt is None or not steps or not visit.size
-        own = job.shared(published) if still or adapt is None else adapt(visit, published, steps)
+        if adapt is not None and steps and visit.size:
+            own = adapt(visit, published, steps)
+        else:
+            own = job.shared(published)
         scores = job.workplace.score(task.client, own, job.split)
         accuracies[str(steps)] = measure(scores, job.beta)["preference_accuracy"]
     return accuracies
@@ -120,9 +122,7 @@ def _newcomer(job: Job, task: Task, visit: Visit, published: Download) -> dict[s
 def _broken(state: State, keep: torch.dtype | None) -> str | None:
     """The first group of tensors that is not finite as it would be kept."""
     for name, group in state.tensors.items():
-        whole = keep is None or not group.flat.is_floating_point() or name.startswith(OPTIMIZER)
-        kept = group if whole or keep is None else group.to(keep)
-        if not kept.isfinite():
+        if not group.to(stored_dtype(name, group.flat.dtype, keep)).isfinite():
             return name
     return None
 

@@ -26,11 +26,11 @@ def combine(values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     >>> combine([low, high], [0.25, 0.75])["a"]
     tensor([3.0000, 0.1000])
     """
-    centre = max(range(len(values)), key=lambda k: weights[k])
-    base = values[centre].flat.double()
+    center = max(range(len(values)), key=lambda k: weights[k])
+    base = values[center].flat.double()
     total = torch.zeros_like(base)
     for k, (value, weight) in enumerate(zip(values, weights, strict=True)):
-        if k != centre and weight:
+        if k != center and weight:
             total.add_(value.flat.double() - base, alpha=weight)
     return Tensors(values[0].layout, (base + total).to(values[0].flat.dtype))
 

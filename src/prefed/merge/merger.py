@@ -147,7 +147,7 @@ class Merger:
             values, masses = [current, *values], [remainder(masses), *masses]
         else:
             masses = shares(masses)
-        merged = self._centre(values, masses)
+        merged = self._center(values, masses)
         changes = self._lora(whole, merged, values, masses, figures)
         merged = merged.replace({name: value for name, value in changes.items() if name in merged})
         memory = {
@@ -218,7 +218,7 @@ class Merger:
             values = [values[k] for k in kept]
         return kept, values, {**figures, "merged": len(values)}
 
-    def _centre(self, values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
+    def _center(self, values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
         if self.config.rule == "median":
             return robust.coordinate_median(values, self.config.liars)
         if self.config.rule == "trimmed_mean":

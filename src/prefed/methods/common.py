@@ -81,8 +81,7 @@ class Plan:
     @property
     def learnt(self) -> tuple[str, ...]:
         """The shared tensors that clients train in some round: all but a merge rule's residuals."""
-        shared = self.parts.names(Owner.SHARED)
-        return tuple(name for name in shared if self.merger.layout[name].part != lora.RESIDUAL)
+        return tuple(name for name in self.common if self.merger.layout[name].part != lora.RESIDUAL)
 
     @property
     def common(self) -> tuple[str, ...]:
@@ -162,8 +161,7 @@ class Plan:
             changes: other fields of :meth:`phase`.
         """
         start = self.start(visit, State(), published)
-        names = self.parts.names(Owner.SHARED, Owner.PERSONAL)
-        train = [name for name in names if self.merger.layout[name].part != lora.RESIDUAL]
+        train = (*self.learnt, *self.parts.names(Owner.PERSONAL))
         given = {"goal": None, "lr": None, **changes}
         if pull:
             given["proximal"] = Proximal(pull, to=start.select(self.learnt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -65,9 +66,9 @@ class TrainingSettings(Strict):
             raise ValueError(f"the cosine schedule falls: lr_min {self.lr_min:g} is above lr {self.lr:g}")
         return self
 
+    @abstractmethod
     def goal(self) -> Objective:
         """The loss that clients minimise."""
-        raise NotImplementedError
 
     def batches(self) -> tuple[int, int]:
         """Pairs in a batch, and batches that make an optimiser step."""
@@ -92,7 +93,8 @@ class PersonalSettings(TrainingSettings):
 class TwoPhaseSettings(PersonalSettings):
     """A visit that trains what is personal and what is shared one after the other.
 
-    >>> TwoPhaseSettings(local_steps=3).personal_length(), TwoPhaseSettings(local_epochs=3).personal_length()
+    >>> from prefed.methods.ditto import Settings
+    >>> Settings(local_steps=3).personal_length(), Settings(local_epochs=3).personal_length()
     ((3, None), (None, 1))
     """
 

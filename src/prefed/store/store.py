@@ -218,7 +218,7 @@ class Store:
                 for path in paths:
                     if name not in named or path != path_of(folder, name, named[name]):
                         files.remove(path)
-        log, kept = self.path / "rounds.jsonl", 0
+        kept = 0
         for record, size in records_in(log, self.round):
             self.last, kept = record, kept + size
         if log.exists() and log.stat().st_size > kept:

@@ -60,7 +60,7 @@ class RewardModel:
                 name, dtype=torch.float32, output_loading_info=True
             )
         except (OSError, ValueError) as error:
-            raise not_loaded("[method] reward_model", name, "sequence classification model", error) from error
+            raise _refused(name, error) from error
         missing = set(report["missing_keys"]) & {key for key, _ in self.model.named_parameters()}
         if missing:
             raise ModelError(
@@ -144,9 +144,7 @@ class Rewards:
         try:
             config: Any = AutoConfig.from_pretrained(self._name)
         except (OSError, ValueError) as error:
-            raise not_loaded(
-                "[method] reward_model", self._name, "sequence classification model", error
-            ) from error
+            raise _refused(self._name, error) from error
         folder = Path(self._name)
         if not folder.is_dir():
             commit = getattr(config, "_commit_hash", None)
@@ -203,3 +201,7 @@ class Rewards:
 def _blocks(rows: Rows) -> list[Rows]:
     """Few enough records at a time for their token ids to be no matter."""
     return [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
+
+
+def _refused(name: str, error: Exception) -> ModelError:
+    return not_loaded("[method] reward_model", name, "sequence classification model", error)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed.core import Key, Parts, Round, Tensors
+from prefed.core import POOLED, Key, Parts, Round, Tensors
 from prefed.data import ClientData, Federation
 from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
@@ -24,8 +24,6 @@ from prefed.train.rewards import Rewards
 __all__ = ["BenchPlace", "check_lengths"]
 
 _log = logging.getLogger("prefed")
-
-POOLED = "pooled"
 
 
 class _Sizes(NamedTuple):
