@@ -43,13 +43,13 @@ from common import HERE, SHARED, TOKENIZER
 
 from prefed import files
 from prefed.config import load
-from prefed.core import Tensors, Upload
-from prefed.engines import Answer, InProcess, Job, Local, Silent, Task
-from prefed.experiment import job_on, open_data, open_place
+from prefed.core import Callback, Tensors, Upload
+from prefed.engines import InProcess, Job, ServerRounds, Task, TaskResult
 from prefed.merge import MergeConfig
-from prefed.progress import quiet
-from prefed.store import Store
-from prefed.train.workplace import BenchPlace
+from prefed.runs.build import build_data, build_trainers, job_over
+from prefed.store import RunWriter
+from prefed.trackers.terminal import quiet
+from prefed.train.trainer_factory import PairTrainerFactory
 from prefed.wire import decode_download, decode_upload, encode
 
 BASE = HERE.parent / "experiments" / "personas" / "base.toml"
@@ -102,7 +102,7 @@ class Liars(InProcess):
         super().__init__(job)
         self.liars, self.forge = liars, forge
 
-    def work(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+    def work(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
         """The answers, when all have come: some lies take what the others sent."""
         downloads: dict[str, bytes] = {}
 
@@ -168,13 +168,13 @@ def swapped(train: Path, folder: Path) -> Path:
 
 
 @cache
-def place(model: str, train: str, test: str, seed: int, flipped: bool) -> BenchPlace:
+def place(model: str, train: str, test: str, seed: int, flipped: bool) -> PairTrainerFactory:
     """Data and model of a seed, which all of its cells have in common; one for each process."""
     folder = Path(tempfile.mkdtemp(prefix="byzantine-"))
     source = swapped(Path(train), folder) if flipped else Path(train)
     chosen = [*FIXED, f"seed={seed}", f"model.name={model}", f"data.train={source}", f"data.test={test}"]
     experiment = load(BASE, chosen)
-    return open_place(experiment, open_data(experiment, folder / "data"), None)
+    return build_trainers(experiment, build_data(experiment, folder / "data"), None)
 
 
 def fill(cell: Cell) -> None:
@@ -185,12 +185,12 @@ def fill(cell: Cell) -> None:
     # Where the data lie has no say beyond this point, but an experiment names them.
     given = [f"model.name={cell.model}", f"data.train={cell.train}", f"data.test={cell.test}"]
     chosen = [*FIXED, *given, f"seed={cell.seed}", f"merge.rule={cell.rule}"]
-    job = job_on(load(BASE, chosen), ground)
+    job = job_over(load(BASE, chosen), ground)
     liars, forge = liars_of(Path(cell.train)), FORGERIES[cell.attack]
-    crew = InProcess(job) if forge is None else Liars(job, liars, forge)
-    with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "run") as store, crew:
-        store.begin(encode(job.method.init_server(job.workplace.initial)), job.workplace.fingerprint)
-        Local(job, store, crew, Silent()).run()
+    backend = InProcess(job) if forge is None else Liars(job, liars, forge)
+    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder) / "run") as store, backend:
+        store.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
+        ServerRounds(job, store, backend, Callback()).run()
         assert store.last is not None
         found = store.last["evaluation"]["reward_accuracy"]["per_client"]
         totals = store.commit.totals if store.commit else {}

@@ -46,13 +46,13 @@ class Spent:
 def rounds_of(folder: Path, args: argparse.Namespace, spent: Spent) -> list[tuple[float, float, int]]:
     """Each round's CPU milliseconds, those of its digests, and the bytes that these were of."""
     from prefed import Experiment, run
-    from prefed.engines import Silent
+    from prefed.core import Callback
 
-    class Clock(Silent):
-        def begin(self, done: int, rounds: int) -> None:
+    class Clock(Callback):
+        def on_run_begin(self, done: int, rounds: int) -> None:
             self.marks = [self.mark()]
 
-        def round(self, record: dict[str, Any]) -> None:
+        def on_round_end(self, record: dict[str, Any]) -> None:
             self.marks.append(self.mark())
 
         def mark(self) -> tuple[float, float, int]:
@@ -74,7 +74,7 @@ def rounds_of(folder: Path, args: argparse.Namespace, spent: Spent) -> list[tupl
         "evaluate": {"every": 0, "clients": 1},
         "engine": {"threads": 1, "max_tokens": 2048, "state_dtype": args.state_dtype},
     }
-    run(Experiment.model_validate(tree), folder / "run", progress=clock)
+    run(Experiment.model_validate(tree), folder / "run", callbacks=[clock])
     return [
         (end[0] - begin[0], end[1] - begin[1], end[2] - begin[2])
         for begin, end in zip(clock.marks, clock.marks[1:], strict=False)
@@ -84,12 +84,12 @@ def rounds_of(folder: Path, args: argparse.Namespace, spent: Spent) -> list[tupl
 def commit_of(folder: Path, clients: int, cohort: int) -> tuple[float, float, int, int]:
     """CPU milliseconds of writing ``COMMIT.json`` with digests and without, and its bytes each way."""
     from prefed import files
-    from prefed.store import Store
-    from prefed.store.checkpoint import write_commit
+    from prefed.store import RunWriter
+    from prefed.store.reader import write_commit
 
     sync, files.sync = files.sync, lambda path: None
     names = [f"client-{number:06d}" for number in range(clients)]
-    with Store(folder / "store") as store:
+    with RunWriter(folder / "store") as store:
         store.begin(b"", {"data": 64 * "0", "model": 64 * "0"})
         for part in (names, names[:cohort]):
             for name in part:

@@ -34,9 +34,9 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from prefed.core import Key, Objective, Optimizer, Owner, Parts, Phase
+from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.models import LoraSettings, ModelConfig, wrap
-from prefed.train import Bench
+from prefed.train import PairTrainer
 
 BATCH, BETA, LR = 4, 0.1, 1e-4
 
@@ -139,14 +139,14 @@ def main() -> None:
     base = shape(args.shape)
     lora = LoraSettings(rank=8, alpha=16, dropout=0.0)
 
-    def bench(dtype: str) -> Bench:
+    def pair_trainer(dtype: str) -> PairTrainer:
         model = copy.deepcopy(base).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         backbone = wrap(model, None, ModelConfig(name=args.shape, lora=lora, dtype=dtype), Key(0))
-        return Bench(backbone, pairs)
+        return PairTrainer(backbone, pairs)
 
-    ours = {"prefed": bench("float32")}
+    ours = {"prefed": pair_trainer("float32")}
     if args.bf16:
-        ours["prefed, bf16"] = bench("bfloat16")
+        ours["prefed, bf16"] = pair_trainer("bfloat16")
     first = ours["prefed"]
     targets = list(first.backbone.family.targets)  # type: ignore[union-attr]
     everything = np.arange(len(pairs))
@@ -177,7 +177,7 @@ def main() -> None:
             blocks = first.backbone.family.blocks  # type: ignore[union-attr]
             path = next(n for n in state if f".{blocks}.{block}.{module}.lora_{factor}." in n)
             state[path].data.copy_(initial[name])
-    parts = Parts.of(initial.layout, lambda entry: Owner.SHARED)
+    parts = Ownership.of(initial.layout, lambda entry: Owner.SHARED)
     phase = Phase(
         "bench",
         parts.names(Owner.SHARED),

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from common import DATA, TOKENIZER, cpu_ms, load_pairs, matmul_peak, shape
 
-import prefed.train.bench as bench_module
-from prefed.core import Key, Objective, Optimizer, Owner, Parts, Phase
+import prefed.train.pair_trainer as bench_module
+from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.losses import objective
 from prefed.models import LoraSettings, ModelConfig, wrap
-from prefed.train import Bench
+from prefed.train import PairTrainer
 from prefed.train.logprobs import token_logprobs
 
 NEEDS = frozenset({"lora", "bottleneck", "head", "reward"})
@@ -58,10 +58,10 @@ def main() -> None:
         ("padded, recomputed", False),
     ):
         backbone = wrap(copy.deepcopy(base), None, config.model_copy(update={"fast": fast}), Key(0), NEEDS)
-        ways[name] = Bench(backbone, pairs, fast=fast)
+        ways[name] = PairTrainer(backbone, pairs, fast=fast)
         ways[name].refer(rows, rows)
     layout = ways["cached features"].backbone.layout
-    parts = Parts.of(layout, lambda entry: Owner.SHARED if entry.part == "lora" else Owner.PERSONAL)
+    parts = Ownership.of(layout, lambda entry: Owner.SHARED if entry.part == "lora" else Owner.PERSONAL)
     phase = Phase(
         "personal",
         parts.names(Owner.PERSONAL),
@@ -74,12 +74,12 @@ def main() -> None:
     results = {}
     most = bench_module.FEATURES
     for repeat in range(args.repeats + 1):
-        for name, bench in ways.items():
+        for name, pair_trainer in ways.items():
             bench_module.FEATURES = most if name == "cached features" else 0
 
-            def work(bench: Bench = bench, name: str = name) -> None:
-                start = bench.backbone.initial
-                results[name] = bench.train(start, phase, rows, Key(1), parts)
+            def work(pair_trainer: PairTrainer = pair_trainer, name: str = name) -> None:
+                start = pair_trainer.backbone.initial
+                results[name] = pair_trainer.train(start, phase, rows, Key(1), parts)
 
             spent = cpu_ms(work)
             if repeat:

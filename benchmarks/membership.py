@@ -35,9 +35,9 @@ from common import SHARED, TOKENIZER
 from prefed.config import Experiment
 from prefed.core import Key, Objective, Tensors
 from prefed.engines import Job
-from prefed.engines.visit import Task, attend
-from prefed.experiment import open_job
-from prefed.progress import quiet
+from prefed.engines.tasks import Task, run_task
+from prefed.runs.build import build_job
+from prefed.trackers.terminal import quiet
 from prefed.wire import decode_upload, encode
 
 DATA = SHARED / "data" / "personas.train.jsonl.gz"
@@ -92,16 +92,16 @@ def clients(args: argparse.Namespace, pairs: int, steps: int, seed: int) -> Iter
         }
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        job = open_job(experiment, Path(folder))
+        job = build_job(experiment, Path(folder))
         for client in job.members:
             yield attack(job, client, args.others, experiment.method.settings.goal())
 
 
 def attack(job: Job, client: str, others: int, goal: Objective) -> list[float]:
     """What the server makes of one client's first upload."""
-    method, place = job.method, job.workplace
+    method, place = job.method, job.trainers
     sent = method.exchanges[0].send(method.init_server(place.initial), client)
-    answer = attend(job, Task("visit", client, 1, "train", encode(sent), None))
+    answer = run_task(job, Task("visit", client, 1, "train", encode(sent), None))
     before = place.initial.replace(*sent.tensors.values())
     after = before.replace(*decode_upload(answer.message).tensors.values())
     update = (after - before).flat.double()
@@ -119,7 +119,7 @@ def score(
     job: Job, client: str, row: int, before: Tensors, after: Tensors, update: torch.Tensor, goal: Objective
 ) -> tuple[float, float]:
     """How far the update goes down the loss of one candidate: in slope, and in the loss itself."""
-    visit = job.workplace.visit(client, job.round(1), Key(0), job.method.parts)
+    visit = job.trainers.trainer(client, job.round(1), Key(0), job.method.ownership)
     alone = replace(visit, rows=np.array([row]))
     slope, loss = alone.gradient(before, goal, batch_size=0, name="candidate")
     flat = slope.flat.double()

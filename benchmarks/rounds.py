@@ -48,7 +48,7 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from trl import DPOConfig, DPOTrainer
 
 from prefed import Experiment, run
-from prefed.engines import Silent
+from prefed.core import Callback
 
 PAIRS, CLIENTS, COHORT, STEPS, BATCH = 2308, 5, 3, 3, 4
 BETA, LR, RANK, ALPHA, MODULES = 0.1, 5e-4, 8, 16, ["q_proj", "v_proj"]
@@ -137,7 +137,7 @@ def show(what: str, ours: float, theirs: float) -> None:
     print(f"  {what:<22}{ours:9.2f}{theirs:9.2f}{theirs / ours:7.2f}x", flush=True)
 
 
-class Turns(Silent):
+class Turns(Callback):
     """CPU seconds of each round, a round of the other side after each of ours; loading is in the first."""
 
     def __init__(self, folder: Path, *, checkpointing: bool) -> None:
@@ -151,7 +151,7 @@ class Turns(Silent):
         self.times[name].append(time.process_time() - self.mark)
         self.mark = time.process_time()
 
-    def round(self, record: dict[str, Any]) -> None:
+    def on_round_end(self, record: dict[str, Any]) -> None:
         """A round of ours is committed: the other's turn."""
         self._lap("prefed")
         self.losses.append(record["loss"])
@@ -201,7 +201,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     imports = {
-        "prefed": importing("import prefed, prefed.experiment"),
+        "prefed": importing("import prefed, prefed.runs.run"),
         "anew": importing("import datasets, peft, transformers; from trl import DPOTrainer"),
     }
     print(
@@ -241,7 +241,7 @@ def main() -> None:
             }
         )
         turns = Turns(folder, checkpointing=args.checkpointing)
-        run(experiment, folder / "run", progress=turns)
+        run(experiment, folder / "run", callbacks=[turns])
         # What is written after the last round belongs to it.
         turns.times["prefed"][-1] += time.process_time() - turns.mark
     assert turns.peer is not None

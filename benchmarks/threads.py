@@ -24,14 +24,14 @@ RUN = """
 import json, sys, time
 from pathlib import Path
 from prefed import Experiment, run
-from prefed.engines import Silent
+from prefed.core import Callback
 
 folder, out, threads, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 
-class Clocks(Silent):
+class Clocks(Callback):
     def __init__(self):
         self.at = []
-    def round(self, record):
+    def on_round_end(self, record):
         self.at.append((time.process_time(), time.perf_counter()))
 
 clocks = Clocks()
@@ -44,7 +44,7 @@ experiment = Experiment.model_validate({
     "evaluate": {"every": 0},
     "engine": {"threads": threads},
 })
-run(experiment, out, progress=clocks)
+run(experiment, out, callbacks=[clocks])
 first, last, count = clocks.at[0], clocks.at[-2], rounds - 2  # the last round ends with an evaluation
 print(json.dumps([(last[clock] - first[clock]) / count for clock in (0, 1)]))
 """

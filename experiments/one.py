@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from sweep import Run, finished, judged
 
-from prefed.progress import quiet
+from prefed.trackers.terminal import quiet
 
 
 def main() -> None:

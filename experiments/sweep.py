@@ -200,7 +200,7 @@ def finished(run: Run) -> None:
     """Carry a run out, or resume it, or take it as it is; the commit of its code is kept beside it."""
     note = begun(run.out)
     if not (run.out / "summary.json").exists():
-        from prefed.experiment import run as carry_out
+        from prefed.runs.run import run as carry_out
 
         run.out.parent.mkdir(parents=True, exist_ok=True)
         # A run that was killed may be resumed by other code, and then has both to name. The run directory
@@ -229,10 +229,10 @@ def judged(out: Path, split: Literal["validation", "test"]) -> dict[str, dict[st
     """Mean and worst client of each accuracy on ``split``; kept beside the run."""
     kept = held(out, split)
     if kept is None:
-        from prefed.after.pairs import judge
-        from prefed.opened import open_run
+        from prefed.runs.evaluate import judge
+        from prefed.runs.loaded import load_run
 
-        figures = judge(open_run(out, data=True), split).figures
+        figures = judge(load_run(out, data=True), split).figures
         there = [name for name in ACCURACIES if name in figures]
         kept = {name: {k: figures[name][k] for k in ("mean", "worst")} for name in there}
         files.write(out / f"judged-{split}.json", json.dumps(kept, indent=1).encode())
@@ -364,7 +364,7 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    from prefed.progress import quiet
+    from prefed.trackers.terminal import quiet
 
     quiet()
     torch.set_num_threads(1)

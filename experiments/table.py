@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from prefed.config import load
-from prefed.experiment import run
-from prefed.progress import quiet
+from prefed.runs.run import run
+from prefed.trackers.terminal import quiet
 
 HERE = Path(__file__).resolve().parent
 SELECTED = "best round, selected on test"

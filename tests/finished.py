@@ -11,7 +11,7 @@ import tomli_w
 import torch
 
 from prefed.core import Key
-from prefed.evaluate.accuracy import over_clients
+from prefed.metrics.accuracy import over_clients
 from prefed.models.tiny import make_tiny
 
 CLIENTS = {"ann": (0.25, 0.5, 0.75), "bob": (0.5, 0.75, 1.0), "cyd": (0.0, 0.25, 0.25)}

@@ -22,12 +22,12 @@ from prefed.core import (
     Method,
     Moments,
     Objective,
-    Parts,
+    Ownership,
     Phase,
+    PhaseResult,
     Round,
     State,
     Tensors,
-    Trained,
     Upload,
 )
 
@@ -96,7 +96,7 @@ class Quadratic:
 
 @dataclass
 class QuadraticVisit:
-    """A :class:`prefed.core.Visit` over a :class:`Quadratic`. ``phases`` keeps what was trained.
+    """A :class:`prefed.core.ClientTrainer` over a :class:`Quadratic`. ``phases`` keeps what was trained.
 
     What an objective carries from step to step grows by 1 with every step here.
     """
@@ -105,7 +105,7 @@ class QuadraticVisit:
     data: Quadratic
     round: Round
     key: Key
-    parts: Parts
+    ownership: Ownership
     initial: Tensors
     phases: list[Phase] = field(default_factory=list)
 
@@ -113,8 +113,8 @@ class QuadraticVisit:
     def size(self) -> int:
         return self.data.size
 
-    def train(self, tensors: Tensors, phase: Phase) -> Trained:
-        phase.check(self.parts)
+    def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
+        phase.check(self.ownership)
         self.phases.append(phase)
         tensors = tensors.clone()
         moving = {name: torch.nn.Parameter(tensors[name].clone()) for name in phase.train}
@@ -136,7 +136,9 @@ class QuadraticVisit:
             tensors = tensors.replace({name: parameter.detach() for name, parameter in moving.items()})
         memory = {name: value + len(losses) for name, value in phase.memory.items()}
         moments = None if phase.moments is None else _moments(phase, tensors, step, moving, len(losses))
-        return Trained(tensors, sum(losses) / len(losses), len(losses), pairs, memory=memory, moments=moments)
+        return PhaseResult(
+            tensors, sum(losses) / len(losses), len(losses), pairs, memory=memory, moments=moments
+        )
 
     def gradient(
         self, tensors: Tensors, objective: Objective, *, batch_size: int, name: str
@@ -145,7 +147,7 @@ class QuadraticVisit:
         rows = order[: batch_size or None]
         gradient = Tensors(tensors.layout, self.data.gradient(tensors.flat, rows))
         frozen = {
-            n: torch.zeros_like(t) for n, t in gradient.items() if self.parts.owners[n].value == "frozen"
+            n: torch.zeros_like(t) for n, t in gradient.items() if self.ownership.owners[n].value == "frozen"
         }
         return gradient.replace(frozen), self.data.loss(tensors.flat, rows)
 
@@ -240,7 +242,7 @@ class Run:
         seen = Round(self.round, self.round, Key(0), {c: float(q.size) for c, q in clients.items()})
         return {
             client: method.predict(
-                QuadraticVisit(client, data, seen, Key(0).at("client", client), method.parts, initial),
+                QuadraticVisit(client, data, seen, Key(0).at("client", client), method.ownership, initial),
                 self.private[client],
                 method.publish(self.server, client),
             )
@@ -248,7 +250,7 @@ class Run:
         }
 
 
-def federate(
+def simulate(
     method: Method,
     clients: Mapping[str, Quadratic],
     initial: Tensors,
@@ -266,7 +268,7 @@ def federate(
     if method.pooled and len(clients) > 1:
         first = next(iter(clients.values()))
         clients = {"pooled": Quadratic(torch.cat([q.targets for q in clients.values()]), first.curvature)}
-    method.parts.check(initial.layout)
+    method.ownership.check(initial.layout)
     run = run or Run(
         method.init_server(initial), {client: method.init_client(initial, client) for client in clients}
     )
@@ -282,11 +284,11 @@ def federate(
                 client = str(client)
                 download = exchange.send(run.server, client)
                 where = now.key.at("exchange", exchange.name).at("client", client)
-                visit = QuadraticVisit(client, clients[client], now, where, method.parts, initial)
-                upload, run.private[client] = exchange.work(visit, run.private[client], download)
+                trainer = QuadraticVisit(client, clients[client], now, where, method.ownership, initial)
+                upload, run.private[client] = exchange.work(trainer, run.private[client], download)
                 uploads.append(upload)
                 run.downloads.append(download)
-                run.phases += visit.phases
+                run.phases += trainer.phases
             run.server = exchange.merge(run.server, uploads, now)
             run.uploads += uploads
         run.round = number

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from prefed.core import (
+    Callback,
+    ClientTrainer,
     Download,
     Entry,
     Exchange,
@@ -29,17 +31,16 @@ from prefed.core import (
     Objective,
     Optimizer,
     Owner,
-    Parts,
+    Ownership,
     Phase,
     Privacy,
     Round,
     State,
     Tensors,
     Upload,
-    Visit,
 )
-from prefed.engines import POOLED, InProcess, Job, Local, Silent
-from prefed.store import Store
+from prefed.engines import POOLED, InProcess, Job, ServerRounds
+from prefed.store import RunWriter
 from prefed.wire import encode
 from quadratic import Quadratic, QuadraticVisit
 
@@ -113,7 +114,7 @@ class ToyWorkplace:
         self.fingerprint = {"data": str(options["clients"]), "model": "toy"}
         self.adapters: list[Path] = []
 
-    def visit(self, client: str, now: Round, key: Key, parts: Parts) -> Visit:
+    def trainer(self, client: str, now: Round, key: Key, parts: Ownership) -> ClientTrainer:
         time.sleep(self.options["pause"])
         match self.options["faults"].get(client):
             case "die":
@@ -151,7 +152,7 @@ def owner(entry: Entry, personal: bool = True) -> Owner:
 
 def toy_method(options: Mapping[str, Any]) -> Method:
     """Averages what is shared; ``faults`` (client → kind) make clients misbehave."""
-    parts = Parts.of(LAYOUT, lambda entry: owner(entry, options["personal"]))
+    parts = Ownership.of(LAYOUT, lambda entry: owner(entry, options["personal"]))
     faults = options["faults"]
 
     def init_server(initial: Tensors) -> State:
@@ -163,8 +164,8 @@ def toy_method(options: Mapping[str, Any]) -> Method:
     def send(server: State, client: str) -> Download:
         return Download({"model": server.tensors["model"]}, {"merges": server.values["merges"]})
 
-    def train(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = visit.assemble(*download.tensors.values(), *private.tensors.values())
+    def train(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = trainer.assemble(*download.tensors.values(), *private.tensors.values())
         phase = Phase(
             "train",
             parts.names(Owner.SHARED, Owner.PERSONAL),
@@ -173,20 +174,20 @@ def toy_method(options: Mapping[str, Any]) -> Method:
             batch_size=2,
             epochs=1,
         )
-        trained = visit.train(start, phase)
+        trained = trainer.train(start, phase)
         shared = parts.select(trained.tensors, Owner.SHARED)
-        upload = visit.upload({"model": shared}, {"loss": trained.loss})
+        upload = trainer.upload({"model": shared}, {"loss": trained.loss})
         if options["personal"]:
             own = parts.select(trained.tensors, Owner.PERSONAL)
             visits = private.values.get("visits", 0)
             private = State({"personal": own}, {"visits": visits + 1})
-        return misbehave(upload, trained.tensors, faults.get(visit.client)), private
+        return misbehave(upload, trained.tensors, faults.get(trainer.client)), private
 
-    def score(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        loss = visit.loss(visit.assemble(*download.tensors.values()), Objective("dpo"), "validation")
+    def score(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        loss = trainer.loss(trainer.assemble(*download.tensors.values()), Objective("dpo"), "validation")
         if options["personal"]:
-            private = private.update(values={"scored": visit.round.number})
-        return visit.upload({}, {"score": loss}), private
+            private = private.update(values={"scored": trainer.round.number})
+        return trainer.upload({}, {"score": loss}), private
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         total = sum(upload.weight for upload in uploads)
@@ -203,13 +204,13 @@ def toy_method(options: Mapping[str, Any]) -> Method:
         """Of those that may tell."""
         return ((u.client, u.scalars["score"]) for u in uploads if "score" in u.scalars)
 
-    def predict(visit: Visit, private: State, published: Download) -> Tensors:
-        return visit.assemble(*published.tensors.values(), *private.tensors.values())
+    def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        return trainer.assemble(*published.tensors.values(), *private.tensors.values())
 
     return Method(
         name="toy",
         source="a test",
-        parts=parts,
+        ownership=parts,
         init_server=init_server,
         init_client=init_client,
         exchanges=(
@@ -267,7 +268,7 @@ def build(text: str) -> Job:
     """The job that ``text`` (options as JSON) describes."""
     chosen = json.loads(text)
     return Job(
-        workplace=ToyWorkplace(chosen),
+        trainers=ToyWorkplace(chosen),
         method=toy_method(chosen),
         seed=chosen["seed"],
         rounds=chosen["rounds"],
@@ -279,7 +280,7 @@ def build(text: str) -> Job:
 
 
 def of_experiment(experiment: Any, folder: Path) -> Job:
-    """In the place of :func:`prefed.experiment.open_job`: the toy, at the experiment's seed and length.
+    """In the place of :func:`prefed.runs.run.build_job`: the toy, at the experiment's seed and length.
 
     ``data.limit``, which the toy has no other use for, is the pause of a visit in milliseconds.
     """
@@ -294,12 +295,14 @@ def of_experiment(experiment: Any, folder: Path) -> Job:
     )
 
 
-def run(path: Path, *, resume: bool = False, crew: Any = None, watcher: Any = None, **changes: Any) -> State:
+def run(
+    path: Path, *, resume: bool = False, backend: Any = None, callback: Any = None, **changes: Any
+) -> State:
     """Run the toy in ``path`` to its end."""
     job = build(json.dumps(options(**changes)))
-    with Store(path, resume=resume) as store, crew or InProcess(job) as hands:
-        store.begin(encode(job.method.init_server(job.workplace.initial)), job.workplace.fingerprint)
-        return Local(job, store, hands, watcher or Silent()).run()
+    with RunWriter(path, resume=resume) as store, backend or InProcess(job) as hands:
+        store.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
+        return ServerRounds(job, store, hands, callback or Callback()).run()
 
 
 def outcome(path: Path) -> dict[str, Any]:

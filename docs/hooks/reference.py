@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 from pydantic import BaseModel
 
-from prefed.starter import describe
+from prefed.config.starting import describe
 
 _MARK = re.compile(
     r"^```.*?^```|^<!-- (settings: \S+(?: beyond \S+)?|methods|objectives|formats|commands) -->$",

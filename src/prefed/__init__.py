@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefed.config import Experiment
-    from prefed.experiment import Result, run
+    from prefed.runs.run import RunResult, run
 
-__all__ = ["Experiment", "Result", "run"]
+__all__ = ["Experiment", "RunResult", "run"]
 
 # OpenMP reads this when PyTorch is loaded. Its own way is to spin where threads wait for each other, which
 # beside other work on the machine costs several times the CPU time. What a user has set stays.
@@ -30,10 +30,10 @@ def __getattr__(name: str) -> Any:
         from prefed.config import Experiment
 
         return Experiment
-    if name in ("Result", "run"):
-        from prefed import experiment
+    if name in ("RunResult", "run"):
+        from prefed.runs import run as module
 
-        return getattr(experiment, name)
+        return getattr(module, name)
     raise AttributeError(f"module 'prefed' has no attribute {name!r}")
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import safetensors
 
 from prefed.core import OPTIMIZER, Download, Entry, Layout, Plain, State, Tensors, Upload
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 
 __all__ = [
     "WireError",

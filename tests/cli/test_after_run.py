@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from finished import logprobs, small_experiment, small_place
 from prefed import Experiment
 from prefed import run as run_experiment
-from prefed.after.pairs import judge
 from prefed.cli import app
-from prefed.opened import open_run
 from prefed.report import RunError
+from prefed.runs.evaluate import judge
+from prefed.runs.loaded import load_run
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy")
 
@@ -36,7 +36,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def opened(place):
-    return open_run(place / "feddpo", data=True)
+    return load_run(place / "feddpo", data=True)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_clients_that_never_took_part_are_judged_apart(place):
     text = prefed_("evaluate", place / "newcomer", "--client", "right")
     assert "clients that never took part" in text
     assert re.search(r"2 +1 +\d\.\d\d\d", text)
-    run = open_run(place / "newcomer")
+    run = load_run(place / "newcomer")
     assert run.model("right").equal(run.published)
     prefed_("report", place / "newcomer")
     assert "Clients that never took part" in (place / "newcomer/report.html").read_text()
@@ -222,9 +222,9 @@ def test_an_export_gives_the_same_log_probabilities(place, tmp_path, method, cli
     words += ["--client", client] if client else []
     text = prefed_(*words, *(["--merge"] if merge else []))
     assert f"from_pretrained({'' if merge else 'base, '}'{tmp_path / 'it'}')" in text
-    run = open_run(place / method, data=True)
+    run = load_run(place / method, data=True)
     data = run.place.federation.clients[client or "left"].test
-    expected = run.place.bench.score(run.model(client) if client else run.published, data)
+    expected = run.place.pair_trainer.score(run.model(client) if client else run.published, data)
     if merge:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "it")
         assert not any("lora" in name for name, _ in model.named_parameters())
@@ -245,9 +245,9 @@ def test_an_export_of_more_than_an_adapter_loads_with_one_call(place, tmp_path):
     assert "(adapter, bottleneck, head, reward)" in text
     assert "  from prefed.models import load_client\n" in text
     assert f"  model = load_client('{tmp_path / 'it'}').model\n" in text
-    run = open_run(place / "fedpdpo", data=True)
+    run = load_run(place / "fedpdpo", data=True)
     data = run.place.federation.clients["left"].test
-    expected = run.place.bench.score(run.model("left"), data).policy
+    expected = run.place.pair_trainer.score(run.model("left"), data).policy
     found = logprobs(load_client(tmp_path / "it").model, run.place.federation.tokens, data)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
     refused = prefed_("export", place / "fedpdpo", "--client", "left", "--merge", code=1)
@@ -258,9 +258,9 @@ def test_a_personal_head_merges_into_a_plain_model(place, tmp_path):
     from transformers import AutoModelForCausalLM
 
     prefed_("export", place / "fedper", "--client", "right", "--merge", "--out", tmp_path / "it")
-    run = open_run(place / "fedper", data=True)
+    run = load_run(place / "fedper", data=True)
     data = run.place.federation.clients["right"].test
-    expected = run.place.bench.score(run.model("right"), data).policy
+    expected = run.place.pair_trainer.score(run.model("right"), data).policy
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "it").eval()
     found = logprobs(model, run.place.federation.tokens, data)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
@@ -360,7 +360,7 @@ def test_another_base_model_under_the_same_name_is_refused(place):
     try:
         save_file(weights, path, metadata={"format": "pt"})
         with pytest.raises(RunError, match=r"the base model .* changed since the run"):
-            open_run(place / "feddpo")
+            load_run(place / "feddpo")
     finally:
         path.write_bytes(before)
 

@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import prefed.config
-import prefed.experiment
+import prefed.runs.run
 import toy
 from prefed.cli import app
 from prefed.files import WriteError
-from prefed.store import Checkpoint
+from prefed.store import RunReader
 
 FILE = """
 rounds = 4
@@ -37,7 +37,7 @@ name = "feddpo"
 def place(tmp_path, monkeypatch):
     """A working folder with an experiment file, and the toy behind it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefed.experiment, "open_job", toy.of_experiment)
+    monkeypatch.setattr(prefed.runs.run, "build_job", toy.of_experiment)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "exp.toml").write_text(FILE)
     return tmp_path
@@ -200,10 +200,10 @@ def test_changed_data_are_not_resumed(place, monkeypatch):
 
     def other(experiment, folder):
         job = toy.of_experiment(experiment, folder)
-        job.workplace.fingerprint = {"data": "other", "model": "toy"}
+        job.trainers.fingerprint = {"data": "other", "model": "toy"}
         return job
 
-    monkeypatch.setattr(prefed.experiment, "open_job", other)
+    monkeypatch.setattr(prefed.runs.run, "build_job", other)
     output = prefed_("run", "exp.toml", "--out", "a", "--resume", code=1)
     assert "its data changed since it began" in output
 
@@ -221,7 +221,7 @@ def test_interrupted_it_says_how_to_go_on(place, number, code):
     assert errors.strip().splitlines()[-1].strip() == (
         "prefed run exp.toml --set data.limit=20 --out 'my runs/a' --resume"
     )
-    assert Checkpoint(place / "my runs/a").commit.round < 4
+    assert RunReader(place / "my runs/a").commit.round < 4
     prefed_(*words, "--resume")
     prefed_("run", "exp.toml", "--set", "data.limit=20", "--out", "whole")
     assert toy.outcome(place / "my runs/a") == toy.outcome(place / "whole")

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prefed.cli import app
-from prefed.commands import demo
+from prefed.cli import app, demo
 from prefed.config import load
 
 

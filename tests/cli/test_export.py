@@ -18,7 +18,7 @@ from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.cli import app
 from prefed.models.adapters import whole_folder
-from prefed.opened import open_run
+from prefed.runs.loaded import load_run
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def test_the_printed_lines_load_the_model_that_was_judged(place, tmp_path, metho
     printed = prefed_("export", place / method, "--out", tmp_path / "it", *words)
     loaded = {}
     exec(re.sub("^ +", "", printed.partition("to load it:\n")[2], flags=re.MULTILINE), loaded)
-    run = open_run(place / method, data=True)
+    run = load_run(place / method, data=True)
     data = run.place.federation.clients["left"].test
-    expected = run.place.bench.score(run.model(client) if client else run.published, data).policy
+    expected = run.place.pair_trainer.score(run.model(client) if client else run.published, data).policy
     found = logprobs(loaded["model"].eval(), run.place.federation.tokens, data)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from prefed.cli import app
 from prefed.config import Experiment
+from prefed.config.starting import PAIRS, example_file, example_pairs
 from prefed.core import Key
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
-from prefed.starter import PAIRS, example_file, example_pairs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -13,17 +13,17 @@ import pytest
 import toy
 from prefed import Experiment, run
 from prefed.config import ConfigError, to_toml
-from prefed.core import Key
-from prefed.engines import Silent
-from prefed.evaluate.accuracy import measure
-from prefed.experiment import default_out, open_data, open_job
+from prefed.core import Callback, Key
+from prefed.metrics.accuracy import measure
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
-from prefed.opened import open_run
 from prefed.report.page import render
-from prefed.report.records import RunError, read_run
-from prefed.store import Checkpoint, StoreError
-from prefed.train.references import References
+from prefed.runs.build import build_data, build_job
+from prefed.runs.loaded import load_run
+from prefed.runs.record import RunError, read_run
+from prefed.runs.run import default_out
+from prefed.store import RunReader, StoreError
+from prefed.train.pair_cache import PairCache
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +72,11 @@ def left(path):
     return {name: value for name, value in toy.outcome(path).items() if not name.startswith("cache/")}
 
 
-class StopsAt(Silent):
+class StopsAt(Callback):
     def __init__(self, steps):
         self.left = steps
 
-    def step(self, what, done, of):
+    def on_task_end(self, what, done, of):
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt
@@ -88,7 +88,7 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
     judged = experiment(place, rounds=2, evaluate={"clients": 1}, cohort={"size": 3})
     run(judged, tmp_path / "run")
     folder = tmp_path / "run/cache"
-    job, data = open_job(judged, folder), open_data(judged, folder / "data")
+    job, data = build_job(judged, folder), build_data(judged, folder / "data")
     (client,) = job.judges
 
     def kept(*, training):
@@ -97,7 +97,7 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
             for path in (folder / "reference").glob("reference-*.f32")
             if path.stem.endswith("-training") == training
         )
-        values = References(len(data.tokens), folder / "reference", path.stem)
+        values = PairCache(len(data.tokens), folder / "reference", path.stem)
         return {row for row in range(len(data.tokens)) if not values.missing(np.array([row]))}
 
     assert kept(training=False) == set(data.clients[client].test.tolist())
@@ -117,7 +117,7 @@ def test_a_run_leaves_what_it_returns(place, tmp_path):
     assert result.summary["left_out"] == 1
     assert result.summary["parameters"]["trainable"] == result.server.tensors["model"].layout.size
     assert result.summary["bytes"]["up"] > 2 * 3 * 4 * result.summary["parameters"]["communicated"]
-    seen = Checkpoint(tmp_path / "run")
+    seen = RunReader(tmp_path / "run")
     assert seen.server().tensors["model"].equal(result.server.tensors["model"])
 
     from peft import PeftModel
@@ -137,7 +137,7 @@ def test_interrupted_and_resumed_it_ends_the_same(place, tmp_path, steps):
     """Stopped in the first round, between evaluations, and later; dropout and batches are drawn alike."""
     run(experiment(place), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(experiment(place), tmp_path / "parts", progress=StopsAt(steps))
+        run(experiment(place), tmp_path / "parts", callbacks=[StopsAt(steps)])
     run(experiment(place), tmp_path / "parts", resume=True)
     assert left(tmp_path / "parts") == left(tmp_path / "whole")
 
@@ -171,7 +171,7 @@ def test_local_only_shares_no_model(place, tmp_path):
     assert result.adapter is None
     assert result.summary["parameters"]["communicated"] == 0
     assert result.summary["shared_accuracy"] == result.summary["baseline_accuracy"]
-    kept = [Checkpoint(tmp_path / "run").client(client) for client in ("w0", "w1", "w2")]
+    kept = [RunReader(tmp_path / "run").client(client) for client in ("w0", "w1", "w2")]
     assert any(state is not None for state in kept)
 
 
@@ -190,7 +190,7 @@ def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
     assert set(summaries["some"]["unseen_accuracy"]) == {"0", "6"}
     assert summaries["some"]["unseen_accuracy"]["0"] == summaries["none"]["unseen_accuracy"]["0"]
     assert summaries["some"]["preference_accuracy"] == summaries["none"]["preference_accuracy"]
-    opened = open_run(tmp_path / "none", data=True)
+    opened = load_run(tmp_path / "none", data=True)
     scores = opened.place.score("w1", opened.shared("w1"), opened.job.split)
     shared = measure(scores, 0.1)["preference_accuracy"]
     assert summaries["none"]["unseen_accuracy"]["0"]["per_client"] == {"w1": shared}
@@ -207,23 +207,23 @@ def test_a_rule_that_no_cohort_can_serve_is_refused_before_the_first_round(place
     """The median withstands a liar among 3, not among 2; 3 clients there are. Nobody merges in ``local``."""
     folder, two, median = tmp_path / "cache", {"size": 2}, {"rule": "median"}
     with pytest.raises(ConfigError, match=r"rule = 'median' .*\[cohort\] size.* at least 3") as caught:
-        open_job(experiment(place, cohort=two, merge=median), folder)
+        build_job(experiment(place, cohort=two, merge=median), folder)
     assert "a cohort of 2 clients, of the 3 that train" in str(caught.value)
-    assert open_job(experiment(place, cohort={}, merge=median), folder).members == ("w0", "w1", "w2")
-    assert open_job(experiment(place, "local", cohort=two, merge=median), folder).cohort == 2
+    assert build_job(experiment(place, cohort={}, merge=median), folder).members == ("w0", "w1", "w2")
+    assert build_job(experiment(place, "local", cohort=two, merge=median), folder).cohort == 2
 
 
 def test_what_no_adapter_can_hold_is_said(place, tmp_path):
     """FedEx-LoRA changes base weights: the run ends well, and warns."""
 
-    class Listener(Silent):
+    class Listener(Callback):
         warnings = ()
 
-        def warn(self, text):
+        def on_warning(self, text):
             self.warnings = (*self.warnings, text)
 
     listener = Listener()
-    result = run(experiment(place, merge={"lora": "fedex"}, rounds=1), tmp_path / "run", progress=listener)
+    result = run(experiment(place, merge={"lora": "fedex"}, rounds=1), tmp_path / "run", callbacks=[listener])
     assert result.adapter is None
     assert any("no adapter is saved" in text for text in listener.warnings)
 
@@ -268,7 +268,7 @@ def test_settings_that_are_no_experiment_are_named(place, tmp_path):
     with pytest.raises(StoreError, match=r"run/config.toml: other: no such key(.|\n)*put a copy of it back"):
         run(experiment(place, rounds=2), tmp_path / "run", resume=True)
     with pytest.raises(RunError, match=r"run/config.toml: other: no such key(.|\n)*put a copy of it back"):
-        open_run(tmp_path / "run")
+        load_run(tmp_path / "run")
     file.write_text("rounds =")
     with pytest.raises(StoreError, match=r"run/config.toml is damaged: .*; put a copy of it back"):
         run(experiment(place, rounds=2), tmp_path / "run", resume=True)
@@ -290,7 +290,7 @@ def test_a_start_that_was_interrupted_stays_to_be_gone_on_with(place, tmp_path, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("prefed.experiment.open_place", stopped)
+        patch.setattr("prefed.runs.build.build_trainers", stopped)
         with pytest.raises(KeyboardInterrupt):
             run(experiment(place, rounds=1), tmp_path / "run")
     assert (tmp_path / "run/cache/data").is_dir()
@@ -340,7 +340,7 @@ def test_where_a_run_goes(place):
 
 
 def test_the_data_of_an_experiment(place, tmp_path):
-    federation = open_data(experiment(place), tmp_path / "data")
+    federation = build_data(experiment(place), tmp_path / "data")
     assert sorted(federation.clients) == ["w0", "w1", "w2"]
     assert len(federation.clients["w0"].train) > 10
 
@@ -366,11 +366,11 @@ def test_a_start_that_came_to_no_round_is_started_again(place, tmp_path):
     assert sum(sizes["train"] for sizes in result.summary["clients"].values()) == 57
 
 
-class Hears(Silent):
+class Hears(Callback):
     def __init__(self):
         self.said = []
 
-    def warn(self, text):
+    def on_warning(self, text):
         self.said.append(text)
 
 
@@ -379,7 +379,7 @@ def test_a_loss_that_does_not_move_is_warned_of(place, tmp_path, method, told):
     """At a rate that AdamW trains at, SCAFFOLD's plain SGD stays at log 2 = 0.6931, where DPO starts. The
     run's page says so too."""
     hears = Hears()
-    result = run(experiment(place, method), tmp_path / "run", progress=hears)
+    result = run(experiment(place, method), tmp_path / "run", callbacks=[hears])
     page = unescape(render(read_run(result.path)))
     if told:
         (said,) = hears.said

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import toy
-from prefed.core import Download, Layout, State, Tensors
-from prefed.engines import InProcess, Job, Local, Silent
-from prefed.engines.visit import Task, attend
-from prefed.merge import MergeConfig, Merger
+from prefed.core import Callback, Download, Layout, State, Tensors
+from prefed.engines import InProcess, Job, ServerRounds
+from prefed.engines.tasks import Task, run_task
+from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from prefed.store import Checkpoint, Store
+from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_upload, encode
 
 BAD = "Client 2/ü"
@@ -33,11 +33,11 @@ class Forging(InProcess):
             yield answer
 
 
-class Ear(Silent):
+class Ear(Callback):
     def __init__(self):
         self.warnings = []
 
-    def warn(self, text):
+    def on_warning(self, text):
         self.warnings.append(text)
 
 
@@ -54,18 +54,18 @@ def scaled(factor):
 def job(name="feddpo", merge=None, clients=5, rounds=2, untrained=(), **settings):
     """A real method on the toy's clients, all asked in every round."""
     place = toy.ToyWorkplace(toy.options(clients=clients, untrained=list(untrained)))
-    merger = Merger(MergeConfig(**(merge or {})), toy.LAYOUT, 2.0)
+    aggregator = Aggregator(MergeConfig(**(merge or {})), toy.LAYOUT, 2.0)
     chosen = METHODS[name].Settings(lr=0.05, local_steps=2, batch_size=2, **settings)
-    return Job(place, METHODS[name].build(chosen, toy.LAYOUT, merger, rounds), 7, rounds)
+    return Job(place, METHODS[name].build(chosen, toy.LAYOUT, aggregator, rounds), 7, rounds)
 
 
-def play(path, job, crew=None):
+def play(path, job, backend=None):
     """Run ``job``: the server's state, the rounds' records, and what was warned of."""
     ear = Ear()
-    with Store(path) as store, crew or InProcess(job) as hands:
-        store.begin(encode(job.method.init_server(job.workplace.initial)), job.workplace.fingerprint)
-        server = Local(job, store, hands, ear).run()
-    return server, Checkpoint(path).rounds(), ear.warnings
+    with RunWriter(path) as store, backend or InProcess(job) as hands:
+        store.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
+        server = ServerRounds(job, store, hands, ear).run()
+    return server, RunReader(path).rounds(), ear.warnings
 
 
 def same(left: State, right: State) -> bool:
@@ -90,7 +90,7 @@ def test_if_every_upload_merges_to_infinity_the_server_keeps_its_state(tmp_path)
     one = job(merge={"optimizer": {"name": "fedadam"}}, clients=1, rounds=1)
     only = "Client 0/ü"
     server, (record,), warnings = play(tmp_path / "run", one, Forging(one, scaled(1e200), only))
-    assert same(server, one.method.init_server(one.workplace.initial))
+    assert same(server, one.method.init_server(one.trainers.initial))
     assert [drop["client"] for drop in record["dropped"]] == [only]
     assert "the server keeps its state" in warnings[-1]
 
@@ -116,7 +116,7 @@ def test_too_few_uploads_for_the_rule_keep_the_servers_state(tmp_path, rule, cli
     """As many clients as the rule needs (2 f + 3, 2 f + 1, more than twice ⌈0.3 n⌉), and one sends NaN."""
     short = job(merge={"rule": rule, "liars": 1, "trim": 0.3}, clients=clients)
     server, rounds, warnings = play(tmp_path / "run", short, Forging(short, scaled(float("nan"))))
-    assert same(server, short.method.init_server(short.workplace.initial))
+    assert same(server, short.method.init_server(short.trainers.initial))
     assert [record["loss"] for record in rounds] == [None, None]
     assert [[drop["client"] for drop in record["dropped"]] for record in rounds] == [[BAD], [BAD]]
     kept = [text for text in warnings if "the server keeps its state" in text]
@@ -144,7 +144,7 @@ def test_a_private_state_that_explodes_is_not_kept(tmp_path):
     assert len(record["dropped"]) == 3
     assert all("NaN or infinity in 'own'" in drop["reason"] for drop in record["dropped"])
     assert all("lower the rate" in drop["reason"] for drop in record["dropped"])
-    assert all(Checkpoint(tmp_path / "run").client(client) is None for client in wild.members)
+    assert all(RunReader(tmp_path / "run").client(client) is None for client in wild.members)
 
 
 def test_a_private_state_must_be_finite_as_it_is_kept():
@@ -153,7 +153,7 @@ def test_a_private_state_must_be_finite_as_it_is_kept():
     start = Tensors(toy.LAYOUT, torch.full((toy.LAYOUT.size,), 7e4, dtype=torch.float64))
     message = encode(Download({"model": start}))
     for dtype, reason in ((torch.float16, "infinity in 'own'"), (torch.bfloat16, "")):
-        answer = attend(replace(one, keep=dtype), Task("visit", "Client 0/ü", 1, "train", message, None))
+        answer = run_task(replace(one, keep=dtype), Task("visit", "Client 0/ü", 1, "train", message, None))
         assert reason in answer.withheld
         assert bool(answer.withheld) == bool(reason)
 
@@ -164,7 +164,7 @@ def test_a_client_left_out_of_the_merge_keeps_the_private_state_it_had(tmp_path)
     bad = job("scaffold", rounds=1, merge={"optimizer": {"name": "fedadam"}})
     server, (record,), _ = play(tmp_path / "run", bad, Forging(bad, scaled(1e200)))
     assert [drop["client"] for drop in record["dropped"]] == [BAD]
-    left, total = Checkpoint(tmp_path / "run"), sum(bad.weights.values())
+    left, total = RunReader(tmp_path / "run"), sum(bad.weights.values())
     assert left.client(BAD) is None
     kept = {client: left.client(client) for client in bad.members if client != BAD}
     mean = sum(kept[client].tensors["control"].flat * (bad.weights[client] / total) for client in kept)
@@ -221,8 +221,8 @@ def test_what_is_not_declared_never_becomes_bytes(leak, reason):
         return replace(upload, **leak(upload)), after
 
     leaky = replace(one, method=replace(one.method, exchanges=(replace(exchange, work=work),)))
-    message = encode(exchange.send(one.method.init_server(one.workplace.initial), BAD))
-    answer = attend(leaky, Task("visit", BAD, 1, "train", message, None))
+    message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD))
+    answer = run_task(leaky, Task("visit", BAD, 1, "train", message, None))
     assert answer.message == b""
     assert re.search(reason, answer.withheld)
     assert not any(secret in answer.withheld for secret in (SECRET, UNSPACED))
@@ -367,8 +367,8 @@ def test_whatever_a_merge_raises_is_the_doing_of_uploads(tmp_path, count):
         return replace(whole, method=method)
 
     whole = delicate(job(clients=6))
-    crew = Forging(whole, altered(lambda u: {"scalars": {"loss": 60.0}}), set(bad))
-    server, rounds, _ = play(tmp_path / "bad", whole, crew)
+    backend = Forging(whole, altered(lambda u: {"scalars": {"loss": 60.0}}), set(bad))
+    server, rounds, _ = play(tmp_path / "bad", whole, backend)
     for record in rounds:
         assert [drop["client"] for drop in record["dropped"]] == bad
         assert all("the merge fails with ZeroDivisionError" in drop["reason"] for drop in record["dropped"])

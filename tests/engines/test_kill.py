@@ -59,11 +59,11 @@ def test_interrupted_in_the_middle_of_a_round(tmp_path):
     toy.run(tmp_path / "whole", **OPTIONS)
     wanted = toy.outcome(tmp_path / "whole")
 
-    class Impatient(toy.Silent):
+    class Impatient(toy.Callback):
         def __init__(self, left):
             self.left = left
 
-        def step(self, what, done, of):
+        def on_task_end(self, what, done, of):
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
@@ -71,7 +71,7 @@ def test_interrupted_in_the_middle_of_a_round(tmp_path):
     for after in range(1, 30, 4):
         run = tmp_path / str(after)
         try:
-            toy.run(run, watcher=Impatient(after), **OPTIONS)
+            toy.run(run, callback=Impatient(after), **OPTIONS)
         except KeyboardInterrupt:
             toy.run(run, resume=True, **OPTIONS)
         assert toy.outcome(run) == wanted

@@ -10,25 +10,25 @@ import pytest
 import torch
 
 import toy
-from prefed.core import Key, Owner, State
-from prefed.engines import POOLED, InProcess, Job, Local, Silent
-from prefed.engines.visit import Task, attend
-from prefed.store import Checkpoint, Store
+from prefed.core import Callback, Key, Owner, State
+from prefed.engines import POOLED, InProcess, Job, ServerRounds
+from prefed.engines.tasks import Task, run_task
+from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_upload, encode
-from quadratic import Quadratic, federate
+from quadratic import Quadratic, simulate
 
 
-class Listener(Silent):
+class Listener(Callback):
     def __init__(self):
         self.warnings, self.records, self.steps = [], [], []
 
-    def warn(self, text):
+    def on_warning(self, text):
         self.warnings.append(text)
 
-    def round(self, record):
+    def on_round_end(self, record):
         self.records.append(record)
 
-    def step(self, what, done, of):
+    def on_task_end(self, what, done, of):
         self.steps.append((what, done, of))
 
 
@@ -43,10 +43,10 @@ def test_the_engine_agrees_with_the_plain_one(tmp_path):
     options = toy.options(rounds=5)
     place = toy.ToyWorkplace(options)
     method = toy.toy_method(options)
-    plain = federate(method, place.data, place.initial, 5, cohort=3, seed=7)
+    plain = simulate(method, place.data, place.initial, 5, cohort=3, seed=7)
     assert server.tensors["model"].equal(plain.server.tensors["model"])
     assert server.values == plain.server.values
-    seen = Checkpoint(tmp_path / "run")
+    seen = RunReader(tmp_path / "run")
     for client, private in plain.private.items():
         kept = seen.client(client) or method.init_client(place.initial, client)
         assert kept.tensors["personal"].equal(private.tensors["personal"])
@@ -61,7 +61,7 @@ def test_the_record_of_a_round(tmp_path):
     the number they carry, which is why the sums are recomputed by attending the same tasks.
     """
     listener = Listener()
-    toy.run(tmp_path / "run", rounds=2, watcher=listener)
+    toy.run(tmp_path / "run", rounds=2, callback=listener)
     first, second = records(tmp_path / "run")
     assert list(first)[:9] == [
         "round", "loss", "preference_accuracy", "reward_accuracy", "evaluation",
@@ -71,13 +71,13 @@ def test_the_record_of_a_round(tmp_path):
     assert second["score"] > 0
     job = toy.build(json.dumps(toy.options(rounds=2)))
     method, now = job.method, job.round(1)
-    server = method.init_server(job.workplace.initial)
+    server = method.init_server(job.trainers.initial)
     down = [len(encode(method.exchanges[1].send(server, client))) for client in first["cohort"]]
     assert first["bytes_down"] == sum(down)
     up, losses, weights = 0, [], []
     for client in job.sample(now):
         message = encode(method.exchanges[1].send(server, client))
-        answer = attend(job, Task("visit", client, 1, "train", message, None))
+        answer = run_task(job, Task("visit", client, 1, "train", message, None))
         upload = decode_upload(answer.message)
         up += len(answer.message)
         losses.append(upload.scalars["loss"])
@@ -88,7 +88,7 @@ def test_the_record_of_a_round(tmp_path):
     )
     assert second["bytes_down"] == 3 * first["bytes_down"]
     assert [step for step in listener.steps if step[0] == "score"] == [("score", k, 6) for k in range(1, 7)]
-    totals = Checkpoint(tmp_path / "run").commit.totals
+    totals = RunReader(tmp_path / "run").commit.totals
     assert totals["bytes_up"] == first["bytes_up"] + second["bytes_up"]
     assert totals["communicated"] == 12
 
@@ -103,7 +103,7 @@ def test_an_evaluation(tmp_path):
     assert [("evaluation" in record) for record in found] == [False, False, True]
     options = toy.options()
     place = toy.ToyWorkplace(options)
-    seen, evaluation = Checkpoint(tmp_path / "run"), found[-1]["evaluation"]
+    seen, evaluation = RunReader(tmp_path / "run"), found[-1]["evaluation"]
     for client, data in place.data.items():
         shared = place.initial.replace(server.tensors["model"])
         private = seen.client(client)
@@ -141,7 +141,7 @@ def test_a_reward_heads_margin_weighs_as_the_method_says():
     moved = State({"model": server.tensors["model"] + 0.5}, server.values)
     private = method.init_client(place.initial, client).update(values={"visits": 2})
     task = Task("judge", client, 3, "", encode(method.publish(moved, client)), encode(private))
-    figures = json.loads(attend(job, task).message)
+    figures = json.loads(run_task(job, task).message)
     own = place.initial.replace(moved.tensors["model"]).replace(private.tensors["personal"])
     found = place.score(client, own, "test")
     positive = (found.policy - found.reference) @ [1, -1] > 0
@@ -161,13 +161,13 @@ def test_models_that_diverged_are_named(tmp_path):
             gone = client in ("Client 2/ü", "Client 4/ü") and self.now > 1
             return replace(found, policy=found.policy * np.nan) if gone else found
 
-        def visit(self, client, now, key, parts):
+        def trainer(self, client, now, key, ownership):
             self.now = now.number
-            return super().visit(client, now, key, parts)
+            return super().trainer(client, now, key, ownership)
 
     place, listener = Diverging(toy.options()), Listener()
     job = Job(place, toy.toy_method(toy.options()), 7, 3, 3)
-    toy.run(tmp_path / "run", rounds=3, crew=InProcess(job), watcher=listener)
+    toy.run(tmp_path / "run", rounds=3, backend=InProcess(job), callback=listener)
     first, second, third = (record["evaluation"] for record in records(tmp_path / "run"))
     held = {client: len(place.data[client].targets) for client in ("Client 2/ü", "Client 4/ü")}
     assert second["not_finite"] == third["not_finite"] == held
@@ -238,7 +238,7 @@ def test_a_cohort_larger_than_the_federation_is_refused():
 def test_a_bad_upload_is_dropped_and_named(tmp_path, fault, reason):
     """A round with a bad client merges what the round without it would have merged."""
     bad, listener = "Client 2/ü", Listener()
-    toy.run(tmp_path / "bad", rounds=1, cohort=None, faults={bad: fault}, watcher=listener)
+    toy.run(tmp_path / "bad", rounds=1, cohort=None, faults={bad: fault}, callback=listener)
     (record,) = records(tmp_path / "bad")
     (drop,) = record["dropped"]
     assert (drop["client"], drop["exchange"]) == (bad, "train")
@@ -246,7 +246,7 @@ def test_a_bad_upload_is_dropped_and_named(tmp_path, fault, reason):
     assert len(listener.warnings) == 1
     assert bad in listener.warnings[0]
     toy.run(tmp_path / "without", rounds=1, cohort=None, untrained=[bad])
-    left, right = Checkpoint(tmp_path / "bad"), Checkpoint(tmp_path / "without")
+    left, right = RunReader(tmp_path / "bad"), RunReader(tmp_path / "without")
     assert left.server().tensors["model"].equal(right.server().tensors["model"])
     assert left.client(bad) is None  # a visit that came to nothing leaves no private state
     assert left.commit.totals["dropped"] == 1
@@ -256,8 +256,8 @@ def test_what_must_not_leave_never_becomes_bytes():
     """The client's own side withholds: the refused upload is not encoded at all."""
     client = "Client 2/ü"
     job = toy.build(json.dumps(toy.options(faults={client: "leak"})))
-    message = encode(job.method.exchanges[1].send(job.method.init_server(job.workplace.initial), client))
-    answer = attend(job, Task("visit", client, 1, "train", message, None))
+    message = encode(job.method.exchanges[1].send(job.method.init_server(job.trainers.initial), client))
+    answer = run_task(job, Task("visit", client, 1, "train", message, None))
     assert answer.message == b""
     assert answer.state is None
     assert "head" in answer.withheld
@@ -274,10 +274,10 @@ def test_no_personal_value_is_in_any_byte_that_leaves(tmp_path):
                 yield answer
 
     job = toy.build(json.dumps(toy.options()))
-    toy.run(tmp_path / "run", crew=Wiretap(job))
+    toy.run(tmp_path / "run", backend=Wiretap(job))
     wires = b"".join(sent)
-    seen, searched = Checkpoint(tmp_path / "run"), 0
-    for client in job.workplace.clients:
+    seen, searched = RunReader(tmp_path / "run"), 0
+    for client in job.trainers.clients:
         private = seen.client(client)
         if private is not None and "personal" in private.tensors:
             for value in private.tensors["personal"].flat:
@@ -292,9 +292,9 @@ def test_no_personal_value_is_in_any_byte_that_leaves(tmp_path):
 def test_if_nothing_can_be_merged_the_server_keeps_its_state(tmp_path):
     listener = Listener()
     everybody = {f"Client {number}/ü": "nan" for number in range(6)}
-    server = toy.run(tmp_path / "run", rounds=3, faults=everybody, watcher=listener)
+    server = toy.run(tmp_path / "run", rounds=3, faults=everybody, callback=listener)
     job = toy.build(json.dumps(toy.options()))
-    assert server.tensors["model"].equal(job.method.init_server(job.workplace.initial).tensors["model"])
+    assert server.tensors["model"].equal(job.method.init_server(job.trainers.initial).tensors["model"])
     assert sum("server keeps its state" in warning for warning in listener.warnings) == 3
     assert [record["loss"] for record in records(tmp_path / "run")] == [None] * 3
 
@@ -311,7 +311,7 @@ def test_pooled_is_one_client_on_all_pairs(tmp_path):
     options = toy.options(pooled=True, personal=False)
     place, method = toy.ToyWorkplace(options), toy.toy_method(options)
     whole = {POOLED: Quadratic(torch.cat([place.data[name].targets for name in sorted(place.data)]))}
-    plain = federate(method, whole, place.initial, 4, seed=7)
+    plain = simulate(method, whole, place.initial, 4, seed=7)
     assert server.tensors["model"].equal(plain.server.tensors["model"])
     (record, *_) = records(tmp_path / "run")
     assert record["cohort"] == [POOLED]
@@ -342,16 +342,16 @@ def test_pooling_one_client_changes_nothing(tmp_path):
 def test_private_states_can_be_kept_in_bfloat16(tmp_path):
     """Kept rounded they are half the size or less, and a resumed run still equals the whole one."""
     job = toy.build(json.dumps(toy.options()))
-    half = Job(job.workplace, job.method, 7, 4, 3, keep=torch.bfloat16)
+    half = Job(job.trainers, job.method, 7, 4, 3, keep=torch.bfloat16)
     for name, stops in (("whole", [4]), ("stopped", [2, 4])):
         for number in stops:
-            at = Job(job.workplace, job.method, 7, number, 3, keep=torch.bfloat16)
+            at = Job(job.trainers, job.method, 7, number, 3, keep=torch.bfloat16)
             out = tmp_path / name
-            with Store(out, resume=out.exists()) as store, InProcess(half) as crew:
-                store.begin(encode(job.method.init_server(job.workplace.initial)), {})
-                Local(at, store, crew, Silent()).run()
-    left, right = Checkpoint(tmp_path / "whole"), Checkpoint(tmp_path / "stopped")
-    for client in job.workplace.clients:
+            with RunWriter(out, resume=out.exists()) as store, InProcess(half) as backend:
+                store.begin(encode(job.method.init_server(job.trainers.initial)), {})
+                ServerRounds(at, store, backend, Callback()).run()
+    left, right = RunReader(tmp_path / "whole"), RunReader(tmp_path / "stopped")
+    for client in job.trainers.clients:
         mine, other = left.client(client), right.client(client)
         assert (mine is None) == (other is None)
         if mine is not None and "personal" in mine.tensors:
@@ -362,13 +362,13 @@ def test_private_states_can_be_kept_in_bfloat16(tmp_path):
 
 def test_an_exception_in_a_visit_carries_its_place(tmp_path):
     class Broken(toy.ToyWorkplace):
-        def visit(self, *arguments):
+        def trainer(self, *arguments):
             raise RuntimeError("no such file")
 
     job = toy.build(json.dumps(toy.options()))
     broken = Job(Broken(toy.options()), job.method, 7, 4)
     with pytest.raises(RuntimeError) as caught:
-        attend(broken, Task("visit", "Client 1/ü", 3, "train", b"", None))
+        run_task(broken, Task("visit", "Client 1/ü", 3, "train", b"", None))
     assert caught.value.__notes__ == ["(client 'Client 1/ü', round 3, train)"]
 
 
@@ -378,9 +378,9 @@ def test_parts_must_cover_the_model():
     class Bare(toy.ToyWorkplace):
         def __init__(self, options):
             super().__init__(options)
-            self.initial = self.initial.select(job.method.parts.names(Owner.SHARED))
+            self.initial = self.initial.select(job.method.ownership.names(Owner.SHARED))
 
-    with pytest.raises(ValueError, match="in the parts alone: head, norm"):
+    with pytest.raises(ValueError, match="in the ownership alone: head, norm"):
         Job(Bare(toy.options()), job.method, 7, 4)
 
 

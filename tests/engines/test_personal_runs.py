@@ -13,13 +13,13 @@ from rich.console import Console
 
 from finished import logprobs, small_experiment, small_place
 from prefed import Experiment, run
-from prefed.after.pairs import judge, judge_file
-from prefed.engines import Task, attend
-from prefed.opened import open_run
-from prefed.progress import print_result
+from prefed.engines import Task, run_task
 from prefed.report import read_run
 from prefed.report.page import render
-from prefed.store import Checkpoint
+from prefed.report.result import print_result
+from prefed.runs.evaluate import evaluate_file, judge
+from prefed.runs.loaded import load_run
+from prefed.store import RunReader
 from prefed.wire import encode
 
 CLIENTS = ("left", "right")
@@ -73,7 +73,7 @@ def test_the_shared_model_of_fedsdg_is_the_base_with_the_shared_lora_alone(place
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    opened = open_run(place / branch, data=True)
+    opened = load_run(place / branch, data=True)
     rows = opened.place.federation.clients["left"].test
     alone = with_shared_alone(place, opened)
     want = logprobs(alone, opened.place.federation.tokens, rows)
@@ -81,19 +81,19 @@ def test_the_shared_model_of_fedsdg_is_the_base_with_the_shared_lora_alone(place
     adapted = PeftModel.from_pretrained(base, place / branch / "adapters/shared").eval()
     tolerance = 1e-6 * np.abs(want).max()
     for found in (
-        opened.place.bench.score(opened.shared("left"), rows).policy,
-        opened.place.bench.score(opened.published, rows).policy,
+        opened.place.pair_trainer.score(opened.shared("left"), rows).policy,
+        opened.place.pair_trainer.score(opened.published, rows).policy,
         logprobs(adapted, opened.place.federation.tokens, rows),
     ):
         assert np.abs(found - want).max() < tolerance
     start = opened.backbone.initial.replace(opened.server.tensors["model"])
-    assert np.abs(opened.place.bench.score(start, rows).policy - want).max() > 20 * tolerance
+    assert np.abs(opened.place.pair_trainer.score(start, rows).policy - want).max() > 20 * tolerance
 
 
 @pytest.mark.parametrize("branch", ["products", "factors"])
 def test_the_run_judges_that_shared_model(place, branch, monkeypatch):
     """An evaluation scores a client's own model and then the shared one, tensor for tensor that above."""
-    opened, scored = open_run(place / branch, data=True), []
+    opened, scored = load_run(place / branch, data=True), []
     score = opened.place.score
 
     def spy(client, tensors, split):
@@ -102,7 +102,7 @@ def test_the_run_judges_that_shared_model(place, branch, monkeypatch):
 
     monkeypatch.setattr(opened.place, "score", spy)
     message = encode(opened.method.publish(opened.server, "left"))
-    answer = attend(opened.job, Task("judge", "left", 1, "", message, None))
+    answer = run_task(opened.job, Task("judge", "left", 1, "", message, None))
     own, shared = scored
     assert shared.equal(opened.published)
     personal = [name for name in own if name.startswith("personal_lora/")]
@@ -116,12 +116,12 @@ REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
 
 def test_a_reward_heads_figures_come_from_its_scores(place):
     """From each client's scores and the s that it keeps; w_r is 1.5 in the last of the rounds."""
-    opened = open_run(place / "fedpdpo", data=True)
+    opened = load_run(place / "fedpdpo", data=True)
     summary = summary_of(place / "fedpdpo")
     explicit = []
     for client in CLIENTS:
         data = opened.place.federation.clients[client].test
-        scores = opened.place.bench.score(opened.model(client), data)
+        scores = opened.place.pair_trainer.score(opened.model(client), data)
         implicit = (scores.policy - scores.reference).astype(np.float64) @ [1, -1]
         given = scores.rewards.astype(np.float64) @ [1, -1]
         scale = opened.checkpoint.client(client).values["scale"]
@@ -139,16 +139,16 @@ def test_a_reward_heads_figures_come_from_its_scores(place):
 
 
 def test_judging_again_and_on_other_pairs_gives_the_same(place):
-    opened = open_run(place / "fedpdpo", data=True)
+    opened = load_run(place / "fedpdpo", data=True)
     summary = summary_of(place / "fedpdpo")
-    for judged in (judge(opened), judge_file(opened, str(place / "test.jsonl"))):
+    for judged in (judge(opened), evaluate_file(opened, str(place / "test.jsonl"))):
         for name in REWARDED:
             assert judged.figures[name] == summary[name]
         assert judged.figures["explicit_margin"]["mean"] == pytest.approx(summary["explicit_margin"])
     # Where the head's margin outweighs all, with its sign turned, the sum is right where the head is wrong.
     turned = replace(opened.method, reward_weight=lambda private, number: -1e9)
     opened = replace(opened, job=replace(opened.job, method=turned))
-    for judged in (judge(opened), judge_file(opened, str(place / "test.jsonl"))):
+    for judged in (judge(opened), evaluate_file(opened, str(place / "test.jsonl"))):
         for client in CLIENTS:
             combined, head = (judged.figures[name]["per_client"][client] for name in REWARDED[:2])
             assert combined == 1 - head
@@ -158,9 +158,9 @@ def test_judging_again_and_on_other_pairs_gives_the_same(place):
 def test_the_summary_has_the_gates_that_private_states_hold(place, branch):
     """m = 1 / (1 + e^−a) of each block's logit a on the client's disk; who never took part has none. Every
     digit gives the logit back, so the summary has two, and the whole is its owner's alone to read."""
-    (record,) = Checkpoint(place / branch).rounds()
+    (record,) = RunReader(place / branch).rounds()
     (client,) = record["cohort"]
-    own = Checkpoint(place / branch).client(client).tensors["personal"]
+    own = RunReader(place / branch).client(client).tensors["personal"]
     logits = {name.split("/")[1]: float(own[name]) for name in own if name.startswith("gate/")}
     assert sorted(logits) == ["0", "1"]
     assert all(abs(a) > 1e-3 for a in logits.values())
@@ -178,7 +178,7 @@ def test_the_summary_has_fedalas_weights(place):
     assert sorted(told) == list(CLIENTS)
     shown = {client: {b: round(w, 2) for b, w in blocks.items()} for client, blocks in told.items()}
     assert summary_of(place / "fedala")["personal"]["weight"] == shown
-    seen = Checkpoint(place / "fedala")
+    seen = RunReader(place / "fedala")
     for client in CLIENTS:
         weights = seen.client(client).tensors["weights"]
         for name in weights:

@@ -13,11 +13,10 @@ from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassificatio
 
 import toy
 from prefed import Experiment, run
-from prefed.core import Key
-from prefed.engines import Silent
+from prefed.core import Callback, Key
 from prefed.models.tiny import make_tiny
-from prefed.opened import open_run
-from prefed.store import Checkpoint
+from prefed.runs.loaded import load_run
+from prefed.store import RunReader
 
 METHODS = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
 
@@ -67,7 +66,7 @@ def test_every_baseline_runs_on_it(place: Path, tmp_path: Path, method: str) -> 
     """The critic moved, is each client's own and nothing of the server's; scores are kept with the run."""
     result = run(experiment(place, method), tmp_path / "run")
     assert all(np.isfinite(record["loss"]) for record in result.rounds)
-    left = Checkpoint(tmp_path / "run")
+    left = RunReader(tmp_path / "run")
     critics = []
     for client in ("w0", "w1"):
         state = left.client(client)
@@ -82,11 +81,11 @@ def test_every_baseline_runs_on_it(place: Path, tmp_path: Path, method: str) -> 
     assert np.isfinite(np.fromfile(scores[0], np.float32)).any()
 
 
-class StopsAt(Silent):
+class StopsAt(Callback):
     def __init__(self, steps: int) -> None:
         self.left = steps
 
-    def step(self, what: str, done: int, of: int) -> None:
+    def on_task_end(self, what: str, done: int, of: int) -> None:
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt
@@ -97,7 +96,7 @@ def test_interrupted_and_resumed_it_ends_the_same(place: Path, tmp_path: Path, s
     """The reference's tokens are computed anew in the second process, to the same bits."""
     run(experiment(place), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(experiment(place), tmp_path / "parts", progress=StopsAt(steps))
+        run(experiment(place), tmp_path / "parts", callbacks=[StopsAt(steps)])
     run(experiment(place), tmp_path / "parts", resume=True)
     assert toy.outcome(tmp_path / "parts") == toy.outcome(tmp_path / "whole")
 
@@ -105,7 +104,7 @@ def test_interrupted_and_resumed_it_ends_the_same(place: Path, tmp_path: Path, s
 def test_a_finished_run_predicts_after_steps_of_it(place: Path, tmp_path: Path) -> None:
     """Per-FedAvg takes inner steps before it predicts, here on PPO: an opened run finds its reward model."""
     run(experiment(place, "perfedavg"), tmp_path / "run")
-    opened = open_run(tmp_path / "run", data=True)
+    opened = load_run(tmp_path / "run", data=True)
     adapted, shared = opened.model("w0"), opened.shared("w0")
     lora = [name for name in shared if name.startswith("lora")]
     assert not adapted.select(lora).equal(shared.select(lora))

@@ -9,9 +9,9 @@ from tests.engines.test_hostile import BAD, Forging, job, play
 import toy
 from prefed.core import Privacy
 from prefed.engines import InProcess
-from prefed.engines.visit import Task, attend
+from prefed.engines.tasks import Task, run_task
 from prefed.methods import METHODS
-from prefed.store import Checkpoint
+from prefed.store import RunReader
 from prefed.wire import decode_upload, encode
 
 SIZES = {name: data.size for name, data in toy.ToyWorkplace(toy.options()).data.items()}
@@ -45,14 +45,14 @@ def test_a_client_with_few_pairs_sends_no_mean_over_them(tmp_path):
     for least in (0, 5):
         options = {"cohort": None, "minimum_pairs": least}
         crews[least] = Eavesdropper(toy.build(json.dumps(toy.options(**options))))
-        toy.run(tmp_path / str(least), crew=crews[least], **options)
+        toy.run(tmp_path / str(least), backend=crews[least], **options)
     free, bound = crews[0].uploads, crews[5].uploads
     assert len(free) == len(bound) == 6 * (4 + 2)
     for one, other in zip(free, bound, strict=True):
         assert len(one.scalars) == 1
         assert other.scalars == ({} if one.client in SMALL else one.scalars)
         assert all(group.equal(other.tensors[name]) for name, group in one.tensors.items())
-    runs = [Checkpoint(tmp_path / str(least)) for least in (0, 5)]
+    runs = [RunReader(tmp_path / str(least)) for least in (0, 5)]
     left, right = (seen.server().tensors["model"] for seen in runs)
     assert left.equal(right)
     for number, record in enumerate(runs[1].rounds(), 1):
@@ -66,7 +66,7 @@ def test_a_client_judged_on_few_pairs_is_in_means_alone(tmp_path):
     """The mean is that of the run without the bound; worst, worst tenth and list are the other clients'."""
     for least in (0, 5):
         toy.run(tmp_path / str(least), minimum_pairs=least)
-    for free, bound in zip(*(Checkpoint(tmp_path / str(n)).rounds() for n in (0, 5)), strict=True):
+    for free, bound in zip(*(RunReader(tmp_path / str(n)).rounds() for n in (0, 5)), strict=True):
         for name in ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "shared_accuracy"):
             before, after = free["evaluation"][name], bound["evaluation"][name]
             rest = {client: x for client, x in before["per_client"].items() if client not in SMALL}
@@ -82,7 +82,7 @@ def test_a_mean_that_would_give_one_small_client_away_leaves_it_out(tmp_path):
     """One client alone is below the bound: the mean over all, less the listed ones, would be its figure."""
     _, *others = sorted(SMALL)
     toy.run(tmp_path / "run", rounds=1, minimum_pairs=5, untested=others)
-    (record,) = Checkpoint(tmp_path / "run").rounds()
+    (record,) = RunReader(tmp_path / "run").rounds()
     figure = record["evaluation"]["preference_accuracy"]
     assert figure["left_out"] == 1
     assert figure["mean"] == pytest.approx(sum(figure["per_client"].values()) / len(SIZES.keys() - SMALL))
@@ -128,7 +128,7 @@ def test_an_undeclared_number_of_a_small_client_is_still_refused():
         return replace(upload, scalars={**upload.scalars, "length": 17.0}), after
 
     leaky = replace(one, method=replace(one.method, exchanges=(replace(exchange, work=work),)))
-    message = encode(exchange.send(one.method.init_server(one.workplace.initial), BAD))
-    answer = attend(leaky, Task("visit", BAD, 1, "train", message, None))
+    message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD))
+    answer = run_task(leaky, Task("visit", BAD, 1, "train", message, None))
     assert answer.message == b""
     assert "numbers that the exchange does not expect: length" in answer.withheld

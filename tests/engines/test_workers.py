@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import toy
-from prefed.engines import InProcess, Recipe, WorkerError, Workers
-from prefed.engines.crew import peak_memory_mb
+from prefed.engines import InProcess, JobFactory, WorkerError, WorkerProcesses
+from prefed.engines.backend import peak_memory_mb
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -18,9 +18,9 @@ import json, sys
 from pathlib import Path
 sys.path.append({tests!r})
 import toy
-from prefed.engines import InProcess, Recipe, Workers
+from prefed.engines import InProcess, JobFactory, WorkerProcesses
 changes = {changes!r}
-crew = Workers(Recipe("toy:build", json.dumps(toy.options(**changes))), 2)
+crew = WorkerProcesses(JobFactory("toy:build", json.dumps(toy.options(**changes))), 2)
 print("here", flush=True)
 toy.run(Path({out!r}), crew=crew, **changes)
 """
@@ -28,7 +28,7 @@ toy.run(Path({out!r}), crew=crew, **changes)
 
 
 def workers(count, timeout=0.0, builder="toy:build", **changes):
-    return Workers(Recipe(builder, json.dumps(toy.options(**changes))), count, timeout=timeout)
+    return WorkerProcesses(JobFactory(builder, json.dumps(toy.options(**changes))), count, timeout=timeout)
 
 
 def script(folder, cwd, **changes):
@@ -47,7 +47,7 @@ def test_a_workers_death_is_named_and_the_run_resumes(tmp_path):
     with pytest.raises(
         WorkerError, match=r"died \(killed by SIGKILL\) during the visit of client 'Client 4/ü'"
     ):
-        toy.run(tmp_path / "run", crew=workers(2, faults=faults))
+        toy.run(tmp_path / "run", backend=workers(2, faults=faults))
     toy.run(tmp_path / "run", resume=True)
     toy.run(tmp_path / "whole")
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
@@ -57,7 +57,7 @@ def test_a_workers_exception_arrives_with_its_place(tmp_path):
     """A client is asked whose data the workers' builder does not have."""
     place = r"KeyError: 'Client 5/ü'\n\(client 'Client 5/ü', round 1, train\)"
     with pytest.raises(WorkerError, match=place):
-        toy.run(tmp_path / "run", cohort=6, crew=workers(1, clients=5, cohort=5))
+        toy.run(tmp_path / "run", cohort=6, backend=workers(1, clients=5, cohort=5))
 
 
 def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(WorkerError, match=r"killed by SIGKILL\) during the visit of client .* out of memory"):
-        toy.run(tmp_path / "run", crew=workers(2, builder="torn:build"))
+        toy.run(tmp_path / "run", backend=workers(2, builder="torn:build"))
     toy.run(tmp_path / "run", resume=True)
     toy.run(tmp_path / "whole")
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
@@ -88,7 +88,7 @@ def test_a_worker_that_hangs_is_ended_and_the_run_resumes(tmp_path, fault):
     """Computing for ever, or stopped as by a debugger: the client is named, whole rounds are kept."""
     late = r"visit of client 'Client 4/ü' took longer than \[engine\] visit_timeout = 10 seconds.*resume"
     with pytest.raises(WorkerError, match=late):
-        toy.run(tmp_path / "run", crew=workers(2, timeout=10, faults={"Client 4/ü": fault}))
+        toy.run(tmp_path / "run", backend=workers(2, timeout=10, faults={"Client 4/ü": fault}))
     toy.run(tmp_path / "run", resume=True)
     toy.run(tmp_path / "whole")
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
@@ -121,7 +121,7 @@ def test_nothing_of_the_working_directory_or_the_main_module_is_run(tmp_path):
 
 def test_modules_are_found_where_the_parent_finds_them(tmp_path, monkeypatch):
     """A path is handed on in full, the working directory only if its full path is there."""
-    from prefed.engines.workers import _path
+    from prefed.engines.processes import _path
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", ".", "lib", "/usr/lib/x"])
@@ -137,8 +137,8 @@ def test_the_memory_of_workers():
     ballast[:] = b"x" * len(ballast)
     held = []
     for count in (1, 2):
-        with workers(count) as crew:
-            held.append(crew.memory_mb())
+        with workers(count) as backend:
+            held.append(backend.memory_mb())
     assert 50 < held[0] < peak_memory_mb() - 256
     assert 1.8 < held[1] / held[0] < 2.2
 
@@ -150,6 +150,6 @@ def test_the_memory_of_a_run_counts_its_workers(tmp_path):
         def memory_mb(self):
             return 1e6
 
-    toy.run(tmp_path / "run", crew=Large(toy.build(json.dumps(toy.options()))))
+    toy.run(tmp_path / "run", backend=Large(toy.build(json.dumps(toy.options()))))
     totals = json.loads((tmp_path / "run/checkpoint/COMMIT.json").read_text())["totals"]
     assert 1e6 < totals["peak_memory_mb"] < 1.1e6

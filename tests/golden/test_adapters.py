@@ -21,7 +21,7 @@ from prefed.models import (
     save_client,
     save_merged,
 )
-from prefed.models.parts import PARTS
+from prefed.models.parameters import PARTS
 
 IDS = torch.arange(1, 13)[None]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from prefed.core import Entry, Key, Layout, Method, Round, Tensors, Upload
-from prefed.merge import BadUpload, MergeConfig, Merger
+from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS
-from quadratic import Quadratic, federate
+from quadratic import Quadratic, simulate
 
 STEPS, RATE = 4, 0.2
 SIZES = (1, 2, 5)
@@ -24,8 +24,8 @@ def line(size: int) -> Layout:
 
 def make(name: str, layout: Layout, merge: MergeConfig | None = None, **settings: object) -> Method:
     kind = METHODS[name]
-    merger = Merger(merge or MergeConfig(), layout, 1.0)
-    return kind.build(kind.Settings(**{**PLAIN, **settings}), layout, merger, 50)
+    aggregator = Aggregator(merge or MergeConfig(), layout, 1.0)
+    return kind.build(kind.Settings(**{**PLAIN, **settings}), layout, aggregator, 50)
 
 
 def problem(dimension: int = 3) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, Quadratic], Tensors]:
@@ -65,7 +65,7 @@ def test_feddpo_follows_the_closed_form_of_federated_averaging(rounds):
     eye, mean = np.eye(3), weighted(maps)
     fixed = np.linalg.solve(eye - mean, weighted([(eye - m) @ a for m, a in zip(maps, optima, strict=True)]))
     expected = fixed + np.linalg.matrix_power(mean, rounds) @ (start.flat.numpy() - fixed)
-    run = federate(make("feddpo", start.layout), clients, start, rounds)
+    run = simulate(make("feddpo", start.layout), clients, start, rounds)
     np.testing.assert_allclose(model(run), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -73,7 +73,7 @@ def test_uniform_weights_replace_the_sizes():
     """With one round from φ⁰: (1/N) Σ (a_i + M_i (φ⁰ − a_i))."""
     curvatures, optima, clients, start = problem()
     ends = [a + m @ (start.flat.numpy() - a) for m, a in zip(local_maps(curvatures), optima, strict=True)]
-    run = federate(make("feddpo", start.layout, MergeConfig(weights="uniform")), clients, start, 1)
+    run = simulate(make("feddpo", start.layout, MergeConfig(weights="uniform")), clients, start, 1)
     np.testing.assert_allclose(model(run), np.mean(ends, axis=0), rtol=1e-12)
 
 
@@ -91,7 +91,7 @@ def test_fedprox_comes_to_its_fixed_point(mu):
         slopes.append(n + mu * (eye - n) @ pulled)
         offsets.append((eye - n) @ pulled @ h @ a)
     fixed = np.linalg.solve(eye - weighted(slopes), weighted(offsets))
-    run = federate(make("fedprox", start.layout, mu=mu), clients, start, 100)
+    run = simulate(make("fedprox", start.layout, mu=mu), clients, start, 100)
     np.testing.assert_allclose(model(run), fixed, rtol=1e-9)
 
 
@@ -102,7 +102,7 @@ def test_fedprox_with_long_visits_solves_its_proximal_problem():
     fixed = np.linalg.solve(
         weighted(weights), weighted([w @ a for w, a in zip(weights, optima, strict=True)])
     )
-    run = federate(make("fedprox", start.layout, mu=1.0, local_steps=60), clients, start, 50)
+    run = simulate(make("fedprox", start.layout, mu=1.0, local_steps=60), clients, start, 50)
     np.testing.assert_allclose(model(run), fixed, rtol=1e-6)
 
 
@@ -114,8 +114,8 @@ def optimum(curvatures: list[np.ndarray], optima: list[np.ndarray], mean=weighte
 def test_scaffold_reaches_the_optimum_that_averaging_misses():
     curvatures, optima, clients, start = problem()
     best = optimum(curvatures, optima)
-    averaged = model(federate(make("feddpo", start.layout), clients, start, 120))
-    corrected = model(federate(make("scaffold", start.layout), clients, start, 120))
+    averaged = model(simulate(make("feddpo", start.layout), clients, start, 120))
+    corrected = model(simulate(make("scaffold", start.layout), clients, start, 120))
     np.testing.assert_allclose(corrected, best, rtol=1e-9)
     assert np.linalg.norm(averaged - best) > 0.05
 
@@ -126,14 +126,14 @@ def test_scaffold_weights_its_variates_as_it_weights_the_mean():
     best = optimum(curvatures, optima, lambda values: np.mean(values, axis=0))
     assert np.linalg.norm(best - optimum(curvatures, optima)) > 0.1
     method = make("scaffold", start.layout, MergeConfig(weights="uniform"))
-    np.testing.assert_allclose(model(federate(method, clients, start, 120)), best, rtol=1e-9)
+    np.testing.assert_allclose(model(simulate(method, clients, start, 120)), best, rtol=1e-9)
 
 
 def test_scaffold_reaches_the_optimum_with_partial_participation():
     curvatures, optima, clients, start = problem()
     best = optimum(curvatures, optima, lambda values: np.mean(values, axis=0))
     method = make("scaffold", start.layout, MergeConfig(weights="uniform"))
-    run = federate(method, clients, start, 250, cohort=2)
+    run = simulate(method, clients, start, 250, cohort=2)
     np.testing.assert_allclose(model(run), best, rtol=1e-6)
 
 
@@ -152,11 +152,11 @@ def test_first_two_rounds_of_scaffold_by_hand():
     clients = {"1": Quadratic.at([4.0], [1.0]), "2": Quadratic.at([8.0], [0.5])}
     start = Tensors.zeros(line(1), torch.float64)
     method = make("scaffold", start.layout, lr=0.5, local_steps=2)
-    run = federate(method, clients, start, 1)
+    run = simulate(method, clients, start, 1)
     assert (model(run).item(), run.server.tensors["control"].flat.item()) == (3.25, -3.25)
     assert [run.private[c].tensors["control"].flat.item() for c in "12"] == [-3.0, -3.5]
     assert [upload.tensors["control"].flat.item() for upload in run.uploads] == [-3.0, -3.5]
-    run = federate(method, clients, start, 2, run=run)
+    run = simulate(method, clients, start, 2, run=run)
     assert (model(run).item(), run.server.tensors["control"].flat.item()) == (4.5546875, -1.3046875)
     assert [run.private[c].tensors["control"].flat.item() for c in "12"] == [-0.5, -2.109375]
 
@@ -165,9 +165,9 @@ def test_scaffolds_variate_is_the_gradient_whatever_the_rate():
     """K = 1: φ_i = φ − η_t (g_i − c_i + c), so c_i − c + (φ − φ_i) / η_t is g_i = H_i (φ − a_i)."""
     curvatures, optima, clients, start = problem()
     method = make("scaffold", start.layout, local_steps=1, schedule="cosine", lr_min=0.01)
-    before = federate(method, clients, start, 29)
+    before = simulate(method, clients, start, 29)
     received = model(before)
-    run = federate(method, clients, start, 30, run=before)
+    run = simulate(method, clients, start, 30, run=before)
     for client, h, a in zip(clients, curvatures, optima, strict=True):
         variate = run.private[client].tensors["control"].flat.numpy()
         np.testing.assert_allclose(variate, h @ (received - a), rtol=1e-9, atol=1e-12)
@@ -177,7 +177,7 @@ def test_training_alone_ends_at_each_clients_own_optimum():
     """After t visits of E steps, φ_i = a_i + M_iᵗ (φ⁰ − a_i); the others do not matter."""
     curvatures, optima, clients, start = problem()
     method = make("local", start.layout)
-    models = federate(method, clients, start, 3).models(method, clients, start)
+    models = simulate(method, clients, start, 3).models(method, clients, start)
     for client, h, a in zip(clients, curvatures, optima, strict=True):
         alone = np.linalg.matrix_power(np.eye(3) - RATE * h, 3 * STEPS)
         expected = a + alone @ (start.flat.numpy() - a)
@@ -189,7 +189,7 @@ def test_centralised_training_descends_on_the_pool():
     full-batch steps end at ā + (1 − η)^(tE) (φ⁰ − ā)."""
     clients = {"a": Quadratic.at([1.0, 2.0], size=1), "b": Quadratic.at([5.0, -2.0], size=3)}
     start = Tensors.zeros(line(2), torch.float64)
-    run = federate(make("centralized", start.layout), clients, start, 3)
+    run = simulate(make("centralized", start.layout), clients, start, 3)
     centre = np.array([4.0, -1.0])
     np.testing.assert_allclose(model(run), centre - (1 - RATE) ** (3 * STEPS) * centre, rtol=1e-12)
     assert [upload.client for upload in run.uploads] == ["pooled"] * 3
@@ -200,7 +200,7 @@ def test_a_step_of_scaffolds_variate_is_measured_as_a_step():
     is 1e8 times as far, though no more than 260 times as long as c, from which a place would be measured."""
     _, _, clients, start = problem()
     method = make("scaffold", start.layout)
-    server = federate(method, clients, start, 3).server
+    server = simulate(method, clients, start, 3).server
     assert server.tensors["control"].norm() == pytest.approx(0.384, abs=1e-3)
     one = Tensors(start.layout, torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64))
     uploads = [

@@ -18,13 +18,13 @@ from prefed.core import (
     Objective,
     Optimizer,
     Owner,
-    Parts,
+    Ownership,
     Penalty,
     Phase,
     Proximal,
     Tensors,
 )
-from prefed.train import Bench
+from prefed.train import PairTrainer
 from prefed.train.forward import Plain
 from prefed.train.optim import FlatOptimizer
 
@@ -235,11 +235,11 @@ def test_a_phase_on_a_model_adds_all_of_it_to_the_loss(clip: float) -> None:
         penalties=(Penalty("gate", 0.4, gates), Penalty("l2", 0.1, own)),
         rates=dict.fromkeys(gates, 0.2),
     )
-    parts = Parts.of(layout, lambda entry: Owner.SHARED)
+    parts = Ownership.of(layout, lambda entry: Owner.SHARED)
     rows = np.arange(6)
-    bench = Bench(model, pairs)
-    trained = bench.train(start, phase, rows, Key(5), parts)
-    reference = torch.from_numpy(bench.score(model.reference, rows).reference)
+    pair_trainer = PairTrainer(model, pairs)
+    trained = pair_trainer.train(start, phase, rows, Key(5), parts)
+    reference = torch.from_numpy(pair_trainer.score(model.reference, rows).reference)
     plain.load(start)
 
     def dpo(value: dict[str, torch.Tensor]) -> torch.Tensor:

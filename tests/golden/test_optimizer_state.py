@@ -8,10 +8,10 @@ import torch
 from tests.small_models import Pairs, backbone
 
 from prefed.core import Download, Entry, Key, Layout, Round, State, Tensors
-from prefed.merge import MergeConfig, Merger
+from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from prefed.train import Bench
-from prefed.train.desk import Desk
+from prefed.train import PairTrainer
+from prefed.train.client_trainer import ClientPairTrainer
 from prefed.wire import decode_state, encode
 
 PAIRS = Pairs(6)
@@ -21,16 +21,18 @@ def visits(steps: list[int], rule: str = "fedit", **settings: object) -> tuple[T
     """A client that is visited again and again, finding each time the model that it sent: what it sends in
     the end, and what it keeps. A step takes all of its pairs."""
     model = backbone()
-    bench = Bench(model, PAIRS)
+    pair_trainer = PairTrainer(model, PAIRS)
     kind = METHODS["feddpo"]
     received, private = model.initial, State()
     for number, count in enumerate(steps, 1):
         chosen = kind.Settings(lr=1e-2, batch_size=6, local_steps=count, weight_decay=0.0, **settings)
-        merger = Merger(MergeConfig(lora=rule), model.layout, 2.0)
-        method = kind.build(chosen, model.layout, merger, 3)
+        aggregator = Aggregator(MergeConfig(lora=rule), model.layout, 2.0)
+        method = kind.build(chosen, model.layout, aggregator, 3)
         (exchange,) = method.exchanges
         rows = np.arange(6)
-        desk = Desk(bench, "a", rows, rows, Round(number, 9, Key(0), {"a": 6.0}), Key(1), method.parts)
+        desk = ClientPairTrainer(
+            pair_trainer, "a", rows, rows, Round(number, 9, Key(0), {"a": 6.0}), Key(1), method.ownership
+        )
         upload, private = exchange.work(desk, private, Download({"model": received}))
         received = received.replace(upload.tensors["model"])
     return received, private

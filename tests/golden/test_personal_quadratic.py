@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from prefed.core import Entry, Layout, Method, Tensors
-from prefed.merge import MergeConfig, Merger
+from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from quadratic import Quadratic, federate
+from quadratic import Quadratic, simulate
 
 RATE, SIZES, EYE = 0.2, (1, 2, 5), np.eye(3)
 PLAIN = {
@@ -33,7 +33,9 @@ power = np.linalg.matrix_power
 
 def make(name: str, layout: Layout = LINE, **settings: object) -> Method:
     kind = METHODS[name]
-    return kind.build(kind.Settings(**{**PLAIN, **settings}), layout, Merger(MergeConfig(), layout, 1.0), 50)
+    return kind.build(
+        kind.Settings(**{**PLAIN, **settings}), layout, Aggregator(MergeConfig(), layout, 1.0), 50
+    )
 
 
 def problem(
@@ -94,7 +96,7 @@ def test_perfedavg_follows_its_closed_form(variant, rounds):
     maps = outer_maps(curvatures, variant)
     fixed = fixed_point(maps, optima)
     method = make("perfedavg", inner_lr=0.3, inner_steps=2, variant=variant)
-    run = federate(method, clients, start, rounds)
+    run = simulate(method, clients, start, rounds)
     close(model(run), fixed + power(weighted(maps), rounds) @ (start.flat.numpy() - fixed))
     own = run.models(method, clients, start)
     for client, h, a in zip(clients, curvatures, optima, strict=True):
@@ -115,7 +117,7 @@ def test_perfedavg_with_hessians_rests_where_the_loss_after_adaptation_is_least(
         pull = weighted([s @ a for s, a in zip(slopes, optima, strict=True)])
         best = np.linalg.solve(weighted(slopes), pull)
         method = make("perfedavg", inner_lr=0.3, inner_steps=2, variant=variant, local_steps=1)
-        close(model(federate(method, clients, Tensors(LINE, torch.from_numpy(best)), 2)), best)
+        close(model(simulate(method, clients, Tensors(LINE, torch.from_numpy(best)), 2)), best)
         rests.append(best)
     assert np.linalg.norm(rests[0] - rests[1]) > 0.1
 
@@ -126,7 +128,7 @@ def test_perfedavg_with_hessians_clips_the_outer_gradient():
     clients = {"a": Quadratic.at([9.0, 0.0, 0.0])}
     start = Tensors.zeros(LINE, torch.float64)
     method = make("perfedavg", inner_lr=0.5, inner_steps=1, variant="hf", local_steps=1, clip=1)
-    close(model(federate(method, clients, start, 1)), np.array([RATE, 0, 0]))
+    close(model(simulate(method, clients, start, 1)), np.array([RATE, 0, 0]))
 
 
 def adamw(parameter: torch.Tensor, rate: float) -> torch.optim.AdamW:
@@ -141,7 +143,7 @@ def test_perfedavg_by_adamw_is_torchs(state):
     curvatures, optima, clients, start = problem()
     given = {"optimizer": "adamw", "betas": (0.8, 0.95), "weight_decay": 0.1, "clip": 2.0}
     method = make("perfedavg", inner_lr=0.3, inner_steps=2, optimizer_state=state, **given)
-    run = federate(method, clients, start, 2)
+    run = simulate(method, clients, start, 2)
 
     def slope(at, client):
         h, a = torch.from_numpy(curvatures[client]), torch.from_numpy(optima[client])
@@ -197,7 +199,7 @@ def test_hessians_are_taken_where_the_inner_steps_were(difference, digits):
     target = torch.tensor([[2.0, 1.0, -1.0]], dtype=torch.float64)
     settings = {"inner_lr": 0.1, "inner_steps": 2, "variant": "hf", "local_steps": 1}
     settings |= {} if difference is None else {"difference": difference}
-    run = federate(make("perfedavg", **settings), {"a": Quartic(target)}, start, 1)
+    run = simulate(make("perfedavg", **settings), {"a": Quartic(target)}, start, 1)
     w = start.flat.clone().requires_grad_()
     theta = w
     for _ in range(2):
@@ -229,7 +231,7 @@ def test_rounds_of_fedamp_by_cosines():
         assert (np.abs(attention - 1 / 3) > 0.02).any()
         sent = attention @ ends
     method = make("fedamp", temperature=0.25, floor=0.2)
-    run = federate(method, clients, start, 3)
+    run = simulate(method, clients, start, 3)
     own = run.models(method, clients, start)
     for client, end, mixture in zip(clients, ends, sent, strict=True):
         close(own[client], end)
@@ -258,7 +260,7 @@ def test_two_rounds_of_fedamp_by_distances(given):
         b = np.linalg.solve(h + mu * EYE, h @ a + mu * u)
         second.append(b + power(EYE - RATE * (h + mu * EYE), 4) @ (u - b))
     method = make("fedamp", attention="distance", sigma=given, lam=3.0)
-    own = federate(method, clients, start, 2).models(method, clients, start)
+    own = simulate(method, clients, start, 2).models(method, clients, start)
     for client, expected in zip(clients, second, strict=True):
         close(own[client], expected)
 
@@ -267,7 +269,7 @@ def test_too_long_a_step_of_fedamp_is_cut():
     """c_ij = e^(−d_ij/σ) / max_i Σ_{j≠i} e^(−d_ij/σ): the client closest to the others keeps 0 of its own."""
     _, _, clients, start = problem()
     method = make("fedamp", attention="distance", alpha=99.0, sigma=20.0)
-    server = federate(method, clients, start, 1).server
+    server = simulate(method, clients, start, 1).server
     ends = np.stack([server.tensors[f"client/{client}"].flat.numpy() for client in clients])
     c = np.exp(-((ends[:, None] - ends[None]) ** 2).sum(-1) / 20) - EYE
     assert server.values["alpha"] == pytest.approx(20 / c.sum(1).max())
@@ -283,7 +285,7 @@ def test_fedamps_fixed_point_of_two_opposed_clients():
     clients = {"minus": Quadratic.at([-1.0]), "plus": Quadratic.at([1.0])}
     method = make("fedamp", layout, attention="distance", sigma=2.0, lam=0.5, local_steps=40)
     start = Tensors(layout, torch.zeros(1, dtype=torch.float64))
-    own = federate(method, clients, start, 30).models(method, clients, start)
+    own = simulate(method, clients, start, 30).models(method, clients, start)
     x = 1.0
     for _ in range(200):
         x = 1 / (1 + 2 * 0.5 * 0.5 * np.exp(-2 * x * x))
@@ -299,7 +301,7 @@ def test_dittos_own_models_rest_between_their_optimum_and_the_shared_model():
     curvatures, optima, clients, start = problem()
     shared = fixed_point([power(EYE - RATE * h, 4) for h in curvatures], optima)
     method = make("ditto", lam=0.7, personal_lr=0.5)
-    run = federate(method, clients, Tensors(LINE, torch.from_numpy(shared)), 20)
+    run = simulate(method, clients, Tensors(LINE, torch.from_numpy(shared)), 20)
     close(model(run), shared)
     own = run.models(method, clients, start)
     for client, h, a in zip(clients, curvatures, optima, strict=True):
@@ -318,7 +320,7 @@ def test_pfedme_descends_on_the_moreau_envelopes():
     fixed = fixed_point(maps, optima)
     after = [fixed + power(weighted(maps), t) @ (start.flat.numpy() - fixed) for t in (1, 2)]
     method = make("pfedme", lam=lam, outer_lr=eta, inner_steps=60, lr=0.45, local_steps=2)
-    run = federate(method, clients, start, 2)
+    run = simulate(method, clients, start, 2)
     close(model(run), after[1])
     own = run.models(method, clients, start)
     for client, h, a, g in zip(clients, curvatures, optima, steps, strict=True):
@@ -333,7 +335,7 @@ def test_pfedme_rests_at_the_envelopes_optimum(eta):
     slopes = [np.linalg.solve(h + 0.8 * EYE, h) for h in curvatures]
     best = np.linalg.solve(weighted(slopes), weighted([s @ a for s, a in zip(slopes, optima, strict=True)]))
     method = make("pfedme", lam=0.8, outer_lr=eta, inner_steps=60, lr=0.45, local_steps=1)
-    close(model(federate(method, clients, Tensors(LINE, torch.from_numpy(best)), 1)), best)
+    close(model(simulate(method, clients, Tensors(LINE, torch.from_numpy(best)), 1)), best)
 
 
 def test_a_round_of_pfedme_by_hand():
@@ -344,7 +346,7 @@ def test_a_round_of_pfedme_by_hand():
     layout = Layout((Entry("lora/0/q/B", (1, 1), "lora", 0, "B"),))
     settings = {"lam": 1.0, "outer_lr": 0.5, "inner_steps": 1, "lr": 0.5, "local_steps": 2}
     method = make("pfedme", layout, **settings, server_mixing=0.5)
-    run = federate(method, {"a": Quadratic.at([4.0])}, Tensors.zeros(layout, torch.float64), 1)
+    run = simulate(method, {"a": Quadratic.at([4.0])}, Tensors.zeros(layout, torch.float64), 1)
     assert run.uploads[0].tensors["model"].flat.item() == 1.75
     assert run.private["a"].tensors["own"].flat.item() == 2.5
     assert model(run).item() == 0.875
@@ -361,10 +363,10 @@ def after_one_round(grain: str, **settings: object):
     more = {"first_weight_steps": 400, "weight_lr": 0.15, "local_steps": 2, **settings}
     method = make("fedala", BLOCKS, grain=grain, **more)
     start = Tensors.zeros(BLOCKS, torch.float64)
-    before = federate(method, clients, start, 1)
+    before = simulate(method, clients, start, 1)
     shared = model(before)
     old = {client: state.tensors["own"].flat.numpy() for client, state in before.private.items()}
-    return method, clients, start, shared, old, federate(method, clients, start, 2, run=before)
+    return method, clients, start, shared, old, simulate(method, clients, start, 2, run=before)
 
 
 @pytest.mark.parametrize("grain", ["block", "tensor", "element"])
@@ -393,7 +395,7 @@ def test_fedala_learns_its_weights_for_the_published_model_before_it_predicts():
     the visit's weights, which its state keeps. After a first visit a client has a model of its own but no
     learnt weights yet, and predicts with the minimum all the same."""
     method, clients, start, _, _, second = after_one_round("block", weight_steps=400)
-    first = federate(method, clients, start, 1)
+    first = simulate(method, clients, start, 1)
     for done in (first, second):
         before = {client: state.tensors["weights"].flat.clone() for client, state in done.private.items()}
         models, moved = done.models(method, clients, start), []
@@ -431,7 +433,7 @@ def test_personal_and_shared_phases_take_turns(name):
     curvatures, optima, clients, start = problem(TURNS)
     ablated = {"bottleneck": False, "reward_head": False} if name == "fedpdpo" else {}
     method = make(name, TURNS, personal_lr=0.3, personal_steps=3, **ablated)
-    run = federate(method, clients, start, 2)
+    run = simulate(method, clients, start, 2)
     heads = {client: start.flat.numpy()[:2] for client in clients}
     shared = start.flat.numpy()[2:]
     for _ in range(2):
@@ -470,7 +472,7 @@ def test_a_step_of_fedsdg_by_hand():
     start = Tensors(GATED, torch.tensor([0.0, 0, 1, 1, 0], dtype=torch.float64))
     rates = {"lr": 0.1, "personal_lr": 0.2, "gate_lr": 0.5, "gate_penalty": 2.0, "personal_penalty": 0.5}
     method = make("fedsdg", GATED, local_steps=1, **rates)
-    run = federate(method, {"a": Quadratic.at([2.0, 0, 3, 0, 4])}, start, 1)
+    run = simulate(method, {"a": Quadratic.at([2.0, 0, 3, 0, 4])}, start, 1)
     close(model(run), np.array([0.2, 0]))
     close(run.private["a"].tensors["personal"], np.array([1.2, 0.6, 1.75]))
 
@@ -493,6 +495,6 @@ def test_fedsdg_weighs_updates_by_their_angle_to_the_others(alignment):
     assert alpha[2] == 0
     start = Tensors.zeros(GATED, torch.float64)
     method = make("fedsdg", GATED, alignment=alignment)
-    run = federate(method, clients, start, 1)
+    run = simulate(method, clients, start, 1)
     close(model(run), np.array(alpha) @ moved / sum(alpha))
     assert method.exchanges[0].figures(run.server)["aligned"] == 0.75

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
-from prefed.engines import InProcess, Recipe, Workers
-from prefed.engines.visit import attend
+from prefed.engines import InProcess, JobFactory, WorkerProcesses
+from prefed.engines.tasks import run_task
 
 
 class Shuffled(InProcess):
@@ -22,7 +22,7 @@ class Shuffled(InProcess):
         waiting = list(tasks)
         self.draw.shuffle(waiting)
         for task in waiting:
-            yield attend(self._job, task)
+            yield run_task(self._job, task)
 
 
 @settings(max_examples=10, deadline=None)
@@ -38,7 +38,7 @@ def test_any_order_of_visits(tmp_path_factory, draw, cohort, personal, faults):
     folder = tmp_path_factory.mktemp("order")
     toy.run(folder / "sorted", **changes)
     job = toy.build(json.dumps(toy.options(**changes)))
-    toy.run(folder / "shuffled", crew=Shuffled(job, draw), **changes)
+    toy.run(folder / "shuffled", backend=Shuffled(job, draw), **changes)
     assert toy.outcome(folder / "sorted") == toy.outcome(folder / "shuffled")
 
 
@@ -53,8 +53,8 @@ def test_any_number_of_workers(tmp_path, count):
     """Law: worker processes give what this process gives, bit by bit, bad uploads included."""
     changes = {"faults": {"Client 3/ü": "nan"}}
     toy.run(tmp_path / "here", **changes)
-    crew = Workers(Recipe("toy:build", json.dumps(toy.options(**changes))), count)
-    toy.run(tmp_path / "there", crew=crew, **changes)
+    backend = WorkerProcesses(JobFactory("toy:build", json.dumps(toy.options(**changes))), count)
+    toy.run(tmp_path / "there", backend=backend, **changes)
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 
 from prefed.core import Entry, Key, Layout, Round, Tensors, Upload
 from prefed.merge import (
+    Aggregator,
     MergeConfig,
-    Merger,
     ServerOptimizer,
     alignment_weights,
     coordinate_median,
@@ -96,11 +96,11 @@ def test_order_of_replies_changes_no_bit(
     federation: tuple[Tensors, list[Upload], Round], config: MergeConfig, random: Any
 ) -> None:
     model, uploads, now = federation
-    merger = Merger(config, WHOLE, SCALING)
-    state = merger.init(model)
-    first = merger.merge(state, uploads, now)
+    aggregator = Aggregator(config, WHOLE, SCALING)
+    state = aggregator.init(model)
+    first = aggregator.merge(state, uploads, now)
     random.shuffle(uploads)
-    second = merger.merge(state, uploads, now)
+    second = aggregator.merge(state, uploads, now)
     assert all(same(first.tensors[name], second.tensors[name]) for name in first.tensors)
     assert first.values == second.values
 
@@ -125,13 +125,13 @@ def test_equal_updates_give_that_update(
     the mass the current model is made equal, too."""
     model, uploads, now = federation
     common = uploads[0].tensors["model"]
-    merger = Merger(config.model_copy(update={"optimizer": ServerOptimizer()}), WHOLE, SCALING)
+    aggregator = Aggregator(config.model_copy(update={"optimizer": ServerOptimizer()}), WHOLE, SCALING)
     if config.weights == "mass":
         model = model.replace(common)
     elif config.rule == "norm_clip":
         model = model.replace(common * 0.5)
     equal = [Upload(u.client, u.weight, {"model": common}, sent_at=1) for u in uploads]
-    after = merger.merge(merger.init(model), equal, now).tensors["model"]
+    after = aggregator.merge(aggregator.init(model), equal, now).tensors["model"]
     if config.lora == "flexlora":
         torch.testing.assert_close(after[B.name] @ after[A.name], common[B.name] @ common[A.name])
         assert torch.equal(after[HEAD.name], common[HEAD.name])
@@ -144,10 +144,10 @@ def test_equal_updates_give_that_update(
 def test_mean_against_plain_arithmetic(federation: tuple[Tensors, list[Upload], Round]) -> None:
     """Σ p_i φ_i in float64, one client at a time; and within the clients' range."""
     model, uploads, now = federation
-    merger = Merger(MergeConfig(), model.layout, 1.0)
+    aggregator = Aggregator(MergeConfig(), model.layout, 1.0)
     total = sum(upload.weight for upload in uploads)
     plain = sum(upload.weight / total * upload.tensors["model"].flat.double() for upload in uploads)
-    mean = merger.merge(merger.init(model), uploads, now).tensors["model"].select(SENT.names).flat
+    mean = aggregator.merge(aggregator.init(model), uploads, now).tensors["model"].select(SENT.names).flat
     torch.testing.assert_close(mean.double(), plain, rtol=1e-6, atol=1e-7)
     stack = torch.stack([upload.tensors["model"].flat for upload in uploads])
     assert bool(((mean >= stack.amin(0) - 1e-6) & (mean <= stack.amax(0) + 1e-6)).all())
@@ -162,11 +162,11 @@ def test_fedavgm_at_rest_is_the_mean(
     for scale in (1.0, 1e12):
         start = model * scale
         mergers = (
-            Merger(config.model_copy(update={"optimizer": optimizer}), WHOLE, SCALING)
+            Aggregator(config.model_copy(update={"optimizer": optimizer}), WHOLE, SCALING)
             for optimizer in (ServerOptimizer(), ServerOptimizer(name="fedavgm", momentum=0.0, lr=1.0))
         )
         first, second = (
-            merger.merge(merger.init(start), uploads, now).tensors["model"] for merger in mergers
+            aggregator.merge(aggregator.init(start), uploads, now).tensors["model"] for aggregator in mergers
         )
         assert torch.equal(first.flat, second.flat)
 
@@ -183,8 +183,8 @@ def test_one_outlier_is_ignored(
     model, uploads, now = federation
     liar = Upload("client-2", 1e9, {"model": Tensors(SENT, torch.full((SENT.size,), size))}, sent_at=1)
     sent = [liar if upload.client == liar.client else upload for upload in uploads]
-    merger = Merger(MergeConfig(rule=rule, liars=1, trim=1 / len(sent)), WHOLE, SCALING)
-    after = merger.merge(merger.init(model), sent, now).tensors["model"].select(SENT.names).flat
+    aggregator = Aggregator(MergeConfig(rule=rule, liars=1, trim=1 / len(sent)), WHOLE, SCALING)
+    after = aggregator.merge(aggregator.init(model), sent, now).tensors["model"].select(SENT.names).flat
     honest = torch.stack([u.tensors["model"].flat for u in sent if u is not liar])
     assert bool(((after >= honest.amin(0) - 1e-6) & (after <= honest.amax(0) + 1e-6)).all())
 
@@ -196,8 +196,8 @@ def test_clipped_step_is_bounded(
     """However far clients go, the model moves by at most max_norm."""
     model, uploads, now = federation
     far = [Upload(u.client, u.weight, {"model": u.tensors["model"] * size}, sent_at=1) for u in uploads]
-    merger = Merger(MergeConfig(rule="norm_clip", max_norm=bound), WHOLE, SCALING)
-    after = merger.merge(merger.init(model), far, now).tensors["model"]
+    aggregator = Aggregator(MergeConfig(rule="norm_clip", max_norm=bound), WHOLE, SCALING)
+    after = aggregator.merge(aggregator.init(model), far, now).tensors["model"]
     assert (after - model).norm() <= bound * (1 + 1e-5) + 1e-5
 
 
@@ -237,8 +237,8 @@ def products(uploads: Sequence[Upload]) -> torch.Tensor:
 def test_fedex_loses_nothing(federation: tuple[Tensors, list[Upload], Round]) -> None:
     """s B̄ Ā + residual = s mean(B A) + what the residual was, to 1e-6; exactly, before it is rounded."""
     model, uploads, now = federation
-    merger = Merger(MergeConfig(lora="fedex"), WHOLE, SCALING)
-    after = merger.merge(merger.init(model), uploads, now).tensors["model"]
+    aggregator = Aggregator(MergeConfig(lora="fedex"), WHOLE, SCALING)
+    after = aggregator.merge(aggregator.init(model), uploads, now).tensors["model"]
     ours = SCALING * after[B.name].double() @ after[A.name].double() + after[W.name].double()
     expected = SCALING * products(uploads) + model[W.name].double()
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
@@ -263,12 +263,12 @@ def test_flexlora_keeps_a_product_that_fits(
             {B.name: basis @ torch.randn(RANK, RANK, generator=generator)}
         )
         shared.append(Upload(upload.client, upload.weight, {"model": value}, sent_at=1))
-    merger = Merger(MergeConfig(lora="flexlora"), WHOLE, SCALING)
-    state = merger.merge(merger.init(model), shared, now)
+    aggregator = Aggregator(MergeConfig(lora="flexlora"), WHOLE, SCALING)
+    state = aggregator.merge(aggregator.init(model), shared, now)
     after = state.tensors["model"]
     ours, expected = after[B.name].double() @ after[A.name].double(), products(shared)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    assert merger.figures(state)["truncation_error"] < 1e-6
+    assert aggregator.figures(state)["truncation_error"] < 1e-6
 
 
 @given(federations(least=2), st.booleans())
@@ -300,6 +300,6 @@ def test_attention_mixes(federation: tuple[Tensors, list[Upload], Round]) -> Non
     least = min(0.05, 1 / n)
     assert all(weight >= least / (1 + n * least) - 1e-12 for row in seed.values() for weight in row.values())
     equal = dict.fromkeys(models, next(iter(models.values())))
-    blend = Merger(MergeConfig(), next(iter(equal.values())).layout, 1.0).blend
+    blend = Aggregator(MergeConfig(), next(iter(equal.values())).layout, 1.0).blend
     for client, row in seed.items():
         assert blend([equal[j] for j in row], list(row.values())).equal(equal[client])

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prefed.core import Key, Method, Owner, Parts, Round
-from prefed.engines.guard import refusal
-from prefed.merge import MergeConfig, Merger
+from prefed.core import Key, Method, Owner, Ownership, Round
+from prefed.engines.validation import refusal
+from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from prefed.methods.common import Plan
+from prefed.methods.base.fedavg import FedAvgBase
 from prefed.wire import encode
-from quadratic import crowd, federate, initial
+from quadratic import crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
 PERSONAL = frozenset({"bottleneck", "gate", "head", "norm", "personal_lora", "reward", "value"})
@@ -22,16 +22,16 @@ STAYS_BY_RULE = {"fedsa": frozenset({"B"}), "ffa": frozenset({"A"})}
 MERGES_NOTHING = ("local", "centralized")
 
 
-def make(name: str, rule: str) -> tuple[Method, Merger]:
+def make(name: str, rule: str) -> tuple[Method, Aggregator]:
     kind = METHODS[name]
     config = MergeConfig(lora=rule)
     chosen = kind.Settings()
-    parts = kind.needs(chosen) | Merger(config, initial().layout, 2.0).needs
-    merger = Merger(config, initial(parts).layout, 2.0)
-    return kind.build(chosen, merger.layout, merger, 3), merger
+    parts = kind.needs(chosen) | Aggregator(config, initial().layout, 2.0).needs
+    aggregator = Aggregator(config, initial(parts).layout, 2.0)
+    return kind.build(chosen, aggregator.layout, aggregator, 3), aggregator
 
 
-def inspect(method: Method, merger: Merger, stays: frozenset[str]) -> None:
+def inspect(method: Method, aggregator: Aggregator, stays: frozenset[str]) -> None:
     """Run three rounds and look at every message of every exchange.
 
     1. An upload holds shared tensors and declared numbers, and a download shared tensors.
@@ -39,15 +39,15 @@ def inspect(method: Method, merger: Merger, stays: frozenset[str]) -> None:
     3. The bytes of a personal tensor that has been trained are in no encoded message.
     4. Every upload is exactly what its exchange says it is, so that a server lets it in.
     """
-    parts = {entry.part for entry in merger.layout.entries}
+    parts = {entry.part for entry in aggregator.layout.entries}
     start = initial(parts)
     clients = crowd(3, start.layout.size)
-    shared, personal = set(method.parts.names(Owner.SHARED)), method.parts.names(Owner.PERSONAL)
+    shared, personal = set(method.ownership.names(Owner.SHARED)), method.ownership.names(Owner.PERSONAL)
     numbers = frozenset().union(*(exchange.scalars for exchange in method.exchanges))
     secrets: list[bytes] = []
     run = None
     for rounds in (1, 2, 3):
-        run = federate(method, clients, start, rounds, run=run)
+        run = simulate(method, clients, start, rounds, run=run)
         for state in run.private.values():
             for group in state.tensors.values():
                 secrets += [
@@ -58,7 +58,7 @@ def inspect(method: Method, merger: Merger, stays: frozenset[str]) -> None:
     for message in (*run.uploads, *run.downloads):
         names = {name for group in message.tensors.values() for name in group}
         assert names <= shared, f"{method.name}: {sorted(names - shared)} left a client"
-        sent = [merger.layout[name] for name in names]
+        sent = [aggregator.layout[name] for name in names]
         told = {e.name for e in sent if e.part in PERSONAL or (e.part == "lora" and e.factor in stays)}
         assert not told, f"{method.name}: {sorted(told)} must stay"
         data = encode(message)
@@ -69,7 +69,7 @@ def inspect(method: Method, merger: Merger, stays: frozenset[str]) -> None:
     (exchange,) = method.exchanges
     for upload in run.uploads:
         now = Round(upload.sent_at, 3, Key(0), weights)
-        assert not refusal(upload, upload.client, exchange, method.parts, start, now)
+        assert not refusal(upload, upload.client, exchange, method.ownership, start, now)
     assert bool(secrets) == bool(personal)
 
 
@@ -85,13 +85,13 @@ def test_only_what_is_declared_leaves_a_client(name, rule):
 
 def test_a_part_declared_personal_but_sent_is_found():
     """FedDPO whose declaration says B is personal, while its work goes on sending it."""
-    method, merger = make("feddpo", "fedit")
+    method, aggregator = make("feddpo", "fedit")
     owners = {
-        name: Owner.PERSONAL if merger.layout[name].factor == "B" else owner
-        for name, owner in method.parts.owners.items()
+        name: Owner.PERSONAL if aggregator.layout[name].factor == "B" else owner
+        for name, owner in method.ownership.owners.items()
     }
     with pytest.raises(AssertionError, match=r"lora/0/q/B.*left a client"):
-        inspect(replace(method, parts=Parts(owners)), merger, frozenset())
+        inspect(replace(method, ownership=Ownership(owners)), aggregator, frozenset())
 
 
 def test_a_part_declared_shared_that_must_stay_is_found(monkeypatch):
@@ -103,19 +103,19 @@ def test_a_part_declared_shared_that_must_stay_is_found(monkeypatch):
 
 def test_a_head_declared_shared_is_found(monkeypatch):
     """FedRep whose declaration shares what its clients should keep: its work then sends the head."""
-    honest = Plan.of
+    honest = FedAvgBase.of
 
-    def generous(settings, merger, rounds, personal=None):
-        return honest(settings, merger, rounds)
+    def generous(settings, aggregator, rounds, personal=None):
+        return honest(settings, aggregator, rounds)
 
-    monkeypatch.setattr(Plan, "of", generous)
+    monkeypatch.setattr(FedAvgBase, "of", generous)
     with pytest.raises(AssertionError, match=r"head/weight.*must stay"):
         inspect(*make("fedrep", "fedit"), frozenset())
 
 
 def test_personal_values_under_a_shared_name_are_found(monkeypatch):
     """An upload that carries B's values in the place of A's, as a careless flattening would."""
-    honest = Plan.upload
+    honest = FedAvgBase.upload
 
     def careless(plan, visit, trained):
         upload = honest(plan, visit, trained)
@@ -123,13 +123,13 @@ def test_personal_values_under_a_shared_name_are_found(monkeypatch):
         hidden = torch.cat([trained.tensors["lora/0/q/B"].reshape(-1), torch.zeros(2, dtype=torch.float64)])
         return replace(upload, tensors={"model": model.replace({"lora/0/q/A": hidden.view(2, 3)})})
 
-    monkeypatch.setattr(Plan, "upload", careless)
+    monkeypatch.setattr(FedAvgBase, "upload", careless)
     with pytest.raises(AssertionError, match="bytes left"):
         inspect(*make("feddpo", "fedsa"), frozenset())
 
 
 def test_an_undeclared_number_is_found():
-    method, merger = make("feddpo", "fedit")
+    method, aggregator = make("feddpo", "fedit")
     (exchange,) = method.exchanges
 
     def chatty(visit, private, download):
@@ -137,4 +137,4 @@ def test_an_undeclared_number_is_found():
         return replace(upload, scalars={**upload.scalars, "longest_prompt": 17.0}), kept
 
     with pytest.raises(AssertionError, match="undeclared numbers"):
-        inspect(replace(method, exchanges=(replace(exchange, work=chatty),)), merger, frozenset())
+        inspect(replace(method, exchanges=(replace(exchange, work=chatty),)), aggregator, frozenset())

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefed.core import Key, Method, Round, Tensors
-from prefed.merge import MergeConfig, Merger, ServerOptimizer, lora
+from prefed.merge import Aggregator, MergeConfig, ServerOptimizer, lora
 from prefed.methods import METHODS
 from prefed.wire import decode_download, decode_state, decode_upload, encode
-from quadratic import Run, crowd, federate, initial
+from quadratic import Run, crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
@@ -31,8 +31,8 @@ def make(name: str, problem: dict, merge: MergeConfig | None = None, **own: obje
     given = {key: value for key, value in given.items() if value is not None}
     if name in ("scaffold", "perfedavg"):
         given["optimizer"] = "sgd"
-    merger = Merger(merge or MergeConfig(), start(problem, merge, name).layout, 2.0)
-    return kind.build(kind.Settings(**given, **own), merger.layout, merger, 3)
+    aggregator = Aggregator(merge or MergeConfig(), start(problem, merge, name).layout, 2.0)
+    return kind.build(kind.Settings(**given, **own), aggregator.layout, aggregator, 3)
 
 
 def start(problem: dict, merge: MergeConfig | None = None, name: str = "feddpo") -> Tensors:
@@ -45,7 +45,7 @@ def start(problem: dict, merge: MergeConfig | None = None, name: str = "feddpo")
 def run(method: Method, problem: dict, merge: MergeConfig | None = None, rounds: int = 3, **more) -> Run:
     begin = start(problem, merge, method.name)
     clients = crowd(problem["size"], begin.layout.size, problem["seed"])
-    return federate(method, clients, begin, rounds, seed=problem["seed"], **more)
+    return simulate(method, clients, begin, rounds, seed=problem["seed"], **more)
 
 
 def same(one: Run, other: Run) -> bool:

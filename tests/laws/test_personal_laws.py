@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefed.core import Method, Tensors
-from prefed.merge import MergeConfig, Merger, lora
+from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
-from quadratic import Run, crowd, federate, initial
+from quadratic import Run, crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
 problems = st.fixed_dictionaries(
@@ -33,14 +33,14 @@ def start(problem: dict) -> Tensors:
 def make(name: str, problem: dict, merge: MergeConfig | None = None, **own: object) -> Method:
     given = {k: v for k, v in problem.items() if k not in ("seed", "size", "rule") and v is not None}
     layout = start(problem).layout
-    merger = Merger(merge or MergeConfig(lora=problem["rule"]), layout, 2.0)
-    return METHODS[name].build(METHODS[name].Settings(**{**given, **own}), layout, merger, 3)
+    aggregator = Aggregator(merge or MergeConfig(lora=problem["rule"]), layout, 2.0)
+    return METHODS[name].build(METHODS[name].Settings(**{**given, **own}), layout, aggregator, 3)
 
 
 def run(method: Method, problem: dict, **more) -> Run:
     begin = start(problem)
     clients = crowd(problem["size"], begin.layout.size, problem["seed"])
-    return federate(method, clients, begin, 3, seed=problem["seed"], **more)
+    return simulate(method, clients, begin, 3, seed=problem["seed"], **more)
 
 
 def models(method: Method, problem: dict, done: Run) -> dict[str, Tensors]:
@@ -141,9 +141,11 @@ def test_a_client_that_stays_away_keeps_its_first_state(name, problem):
     kind = METHODS[name]
     begin = initial(kind.needs(kind.Settings()), seed=problem["seed"])
     given_ = {k: v for k, v in problem.items() if k not in ("seed", "size", "rule") and v is not None}
-    method = kind.build(kind.Settings(**given_), begin.layout, Merger(MergeConfig(), begin.layout, 2.0), 3)
+    method = kind.build(
+        kind.Settings(**given_), begin.layout, Aggregator(MergeConfig(), begin.layout, 2.0), 3
+    )
     clients = crowd(3, begin.layout.size, problem["seed"])
-    done = federate(method, clients, begin, 2, cohort=1, seed=problem["seed"])
+    done = simulate(method, clients, begin, 2, cohort=1, seed=problem["seed"])
     away = set(clients) - {upload.client for upload in done.uploads}
     published = begin.replace(done.server.tensors["model"])
     for client in away:
@@ -161,9 +163,9 @@ def test_fedpdpo_without_bottleneck_and_reward_head_is_fedrep(problem):
     clients = crowd(problem["size"], begin.layout.size, problem["seed"])
     found = []
     for name, own in (("fedpdpo", {"bottleneck": False, "reward_head": False}), ("fedrep", {})):
-        kind, merger = METHODS[name], Merger(MergeConfig(lora=problem["rule"]), begin.layout, 2.0)
-        method = kind.build(kind.Settings(**given_, **own), begin.layout, merger, 3)
-        done = federate(method, clients, begin, 3, seed=problem["seed"])
+        kind, aggregator = METHODS[name], Aggregator(MergeConfig(lora=problem["rule"]), begin.layout, 2.0)
+        method = kind.build(kind.Settings(**given_, **own), begin.layout, aggregator, 3)
+        done = simulate(method, clients, begin, 3, seed=problem["seed"])
         found.append((done.server.tensors["model"], done.models(method, clients, begin)))
     (shared, own), (theirs, each) = found
     assert shared.equal(theirs)

@@ -16,9 +16,21 @@ from typing import Any
 import pytest
 import torch
 
-from prefed.core import Download, Key, Layout, Method, Owner, Parts, Phase, Round, State, Tensors, Trained
-from prefed.engines.guard import refusal
-from prefed.merge import MergeConfig, Merger
+from prefed.core import (
+    Download,
+    Key,
+    Layout,
+    Method,
+    Owner,
+    Ownership,
+    Phase,
+    PhaseResult,
+    Round,
+    State,
+    Tensors,
+)
+from prefed.engines.validation import refusal
+from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
 from prefed.wire import encode
 from quadratic import QuadraticVisit, crowd, initial
@@ -63,7 +75,7 @@ def stays(name: str, settings: Mapping[str, Any], rule: str, layout: Layout) -> 
 class MarkedVisit(QuadraticVisit):
     """Training that leaves marked numbers as they are."""
 
-    def train(self, tensors: Tensors, phase: Phase) -> Trained:
+    def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
         trained = super().train(tensors, phase)
         flat = torch.where(tensors.flat == MARK, tensors.flat, trained.tensors.flat)
         return replace(trained, tensors=Tensors(tensors.layout, flat))
@@ -75,13 +87,13 @@ def marked(tensors: Tensors, names: tuple[str, ...] | None = None) -> Tensors:
     return tensors.replace(where)
 
 
-def build(case: str, rule: str) -> tuple[Method, Merger]:
+def build(case: str, rule: str) -> tuple[Method, Aggregator]:
     name, given = CASES[case]
     kind = METHODS[name]
     chosen, config = kind.Settings(**given), MergeConfig(lora=rule)
-    parts = kind.needs(chosen) | Merger(config, Layout(()), 2.0).needs
-    merger = Merger(config, initial(parts, blocks=3).layout, 2.0)
-    return kind.build(chosen, merger.layout, merger, 3), merger
+    parts = kind.needs(chosen) | lora.needs(config.lora)
+    aggregator = Aggregator(config, initial(parts, blocks=3).layout, 2.0)
+    return kind.build(chosen, aggregator.layout, aggregator, 3), aggregator
 
 
 def messages(method: Method, layout: Layout, private: tuple[str, ...]) -> Iterator[bytes]:
@@ -100,10 +112,10 @@ def messages(method: Method, layout: Layout, private: tuple[str, ...]) -> Iterat
             for client, data in clients.items():
                 download = exchange.send(server, client)
                 yield encode(download)
-                visit = MarkedVisit(client, data, now, now.key.at("client", client), method.parts, start)
+                visit = MarkedVisit(client, data, now, now.key.at("client", client), method.ownership, start)
                 upload, kept[client] = exchange.work(visit, secret(method.name, kept[client]), download)
                 yield encode(upload)
-                assert not refusal(upload, client, exchange, method.parts, start, now)
+                assert not refusal(upload, client, exchange, method.ownership, start, now)
                 uploads.append(upload)
             server = exchange.merge(server, uploads, now)
         for client in clients:
@@ -136,10 +148,10 @@ def inspect(case: str, rule: str, method: Method, layout: Layout) -> tuple[str, 
     ],
 )
 def test_no_private_number_is_in_any_message(case, rule):
-    method, merger = build(case, rule)
-    private = inspect(case, rule, method, merger.layout)
+    method, aggregator = build(case, rule)
+    private = inspect(case, rule, method, aggregator.layout)
     if CASES[case][0] != "centralized":
-        assert set(method.parts.names(Owner.PERSONAL)) == set(private)
+        assert set(method.ownership.names(Owner.PERSONAL)) == set(private)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +165,15 @@ def test_no_private_number_is_in_any_message(case, rule):
 )
 def test_any_one_tensor_declared_wrongly_is_found(case, name, monkeypatch):
     """The method is built from parts in which one private tensor is said to be shared."""
-    honest = Merger.parts
+    honest = Aggregator.ownership
 
-    def careless(merger, owner=lambda entry: Owner.SHARED):
-        return Parts({**honest(merger, owner).owners, name: Owner.SHARED})
+    def careless(aggregator, owner=lambda entry: Owner.SHARED):
+        return Ownership({**honest(aggregator, owner).owners, name: Owner.SHARED})
 
-    monkeypatch.setattr(Merger, "parts", careless)
-    method, merger = build(case, "fedsa")
+    monkeypatch.setattr(Aggregator, "ownership", careless)
+    method, aggregator = build(case, "fedsa")
     with pytest.raises(AssertionError, match="private bytes in a message"):
-        inspect(case, "fedsa", method, merger.layout)
+        inspect(case, "fedsa", method, aggregator.layout)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +181,7 @@ def test_any_one_tensor_declared_wrongly_is_found(case, name, monkeypatch):
 )
 def test_private_state_under_a_shared_name_is_found(name, group):
     """A visit that sends what the client keeps, not what it trained: the names are all shared ones."""
-    method, merger = build(name, "fedit")
+    method, aggregator = build(name, "fedit")
     (exchange,) = method.exchanges
 
     def leaky(visit, private, download):
@@ -179,12 +191,12 @@ def test_private_state_under_a_shared_name_is_found(name, group):
 
     leaking = replace(method, exchanges=(replace(exchange, work=leaky),))
     with pytest.raises(AssertionError, match="private bytes"):
-        inspect(name, "fedit", leaking, merger.layout)
+        inspect(name, "fedit", leaking, aggregator.layout)
 
 
 def test_a_private_number_among_the_scalars_is_found():
     """The gates' mean, say, sent along with the loss."""
-    method, merger = build("fedsdg", "fedit")
+    method, aggregator = build("fedsdg", "fedit")
     (exchange,) = method.exchanges
 
     def chatty(visit, private, download):
@@ -194,7 +206,7 @@ def test_a_private_number_among_the_scalars_is_found():
 
     with pytest.raises(AssertionError, match="private number"):
         inspect(
-            "fedsdg", "fedit", replace(method, exchanges=(replace(exchange, work=chatty),)), merger.layout
+            "fedsdg", "fedit", replace(method, exchanges=(replace(exchange, work=chatty),)), aggregator.layout
         )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.core import Privacy
-from prefed.evaluate.accuracy import all_over_clients, measure, not_finite, over_clients, unlisted, unmoved
+from prefed.metrics.accuracy import all_over_clients, measure, not_finite, over_clients, unlisted, unmoved
 
 ALL = (
     "preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy", "margin",

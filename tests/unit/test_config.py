@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.config import CohortConfig, ConfigError, Experiment, load, to_toml
+from prefed.config.starting import starting_file
 from prefed.losses import OBJECTIVES
 from prefed.methods import METHODS
-from prefed.starter import starting_file
 
 BASE = """
 rounds = 3

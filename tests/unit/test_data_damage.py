@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from prefed.core import Key
-from prefed.data import DataConfig, DataError, Federation, TokenWriter, federate
+from prefed.data import DataConfig, DataError, FederatedDataset, TokenWriter, build_dataset
 from prefed.data.tokens import COLUMNS, place
-from prefed.train.references import References
+from prefed.train.pair_cache import PairCache
 from preferences import jsonl, pairs, tokenizer
 
 
@@ -22,7 +22,7 @@ def kept(tmp_path):
     """40 rows over 3 clients, kept in a folder."""
     rows = jsonl(tmp_path / "train.jsonl", pairs(40))
     config = DataConfig(train=str(rows), partition={"by": "iid", "clients": 3})
-    federate(config, tokenizer(), Key(0), tmp_path / "tokens")
+    build_dataset(config, tokenizer(), Key(0), tmp_path / "tokens")
     return tmp_path / "tokens"
 
 
@@ -31,10 +31,10 @@ def kept(tmp_path):
 def test_a_file_of_another_size_is_refused(kept, name, change):
     """Every file's size follows from another file: the tokens' from the last offset, the rows' from the last
     bound. 8 bytes less are one row held, or two tokens; 8 more are one that nobody wrote."""
-    assert len(Federation.open(kept).clients) == 3
+    assert len(FederatedDataset.open(kept).clients) == 3
     (kept / name).write_bytes(change((kept / name).read_bytes()))
     with pytest.raises(DataError, match=re.escape(name)) as caught:
-        Federation.open(kept)
+        FederatedDataset.open(kept)
     assert f"delete {kept} to have it made again" in str(caught.value) or "delete it" in str(caught.value)
 
 
@@ -52,10 +52,10 @@ def test_a_flipped_bit_is_noticed_and_its_file_named(kept, name):
     for at in (0, len(data) // 2, len(data) - 1):
         (kept / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(DataError, match=re.escape(name)) as caught:
-            Federation.open(kept)
+            FederatedDataset.open(kept)
         assert "delete it to have it made again" in str(caught.value)
     (kept / name).write_bytes(data)
-    assert len(Federation.open(kept).clients) == 3
+    assert len(FederatedDataset.open(kept).clients) == 3
 
 
 def test_equal_inputs_do_not_hide_damage(kept, tmp_path):
@@ -64,7 +64,7 @@ def test_equal_inputs_do_not_hide_damage(kept, tmp_path):
     path.write_bytes(path.read_bytes().replace(b'"kept": 4', b'"kept": 5'))
     config = DataConfig(train=str(tmp_path / "train.jsonl"), partition={"by": "iid", "clients": 3})
     with pytest.raises(DataError, match=r"clients.json: its content .*delete it"):
-        federate(config, tokenizer(), Key(0), kept)
+        build_dataset(config, tokenizer(), Key(0), kept)
 
 
 def earlier(kept):
@@ -75,9 +75,9 @@ def earlier(kept):
 
 
 def test_data_of_an_earlier_version_open(kept):
-    before = Federation.open(kept)
+    before = FederatedDataset.open(kept)
     earlier(kept)
-    after = Federation.open(kept)
+    after = FederatedDataset.open(kept)
     assert after.fingerprint == before.fingerprint
     assert all((after.clients[name].train == before.clients[name].train).all() for name in before.clients)
 
@@ -93,7 +93,7 @@ def test_rows_that_are_none_of_the_tokens_are_refused(kept):
     rows[0] = 40
     rows.tofile(kept / "held.i64")
     with pytest.raises(DataError, match=r"held.i64 has rows beyond the 40"):
-        Federation.open(kept)
+        FederatedDataset.open(kept)
 
 
 @pytest.mark.parametrize("full", ["records", "room"])
@@ -103,14 +103,14 @@ def test_a_full_disk_names_the_folder_and_what_would_do(tmp_path, monkeypatch, f
         monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
         said = rf"cannot write {tmp_path}/cache/x.f32 \(36 bytes\): No space left; make room"
         with pytest.raises(OSError, match=said):
-            References(3, tmp_path / "cache", "x")
+            PairCache(3, tmp_path / "cache", "x")
         return
     rows = jsonl(tmp_path / "train.jsonl", pairs(40))
     config = DataConfig(train=str(rows), partition={"by": "iid", "clients": 3})
     monkeypatch.setattr(TokenWriter, "finish", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     said = rf"cannot write {tmp_path}/tokens \(\d\S+ bytes\): No space left; make room on the disk"
     with pytest.raises(DataError, match=said):
-        federate(config, tokenizer(), Key(0), tmp_path / "tokens")
+        build_dataset(config, tokenizer(), Key(0), tmp_path / "tokens")
     assert not list(tmp_path.glob("tokens*"))
 
 
@@ -118,13 +118,13 @@ def test_a_page_of_zeros_is_computed_anew(tmp_path):
     """A file system may give zeros for what was not written before the power failed: no log-probability is
     taken to be 0, that of certainty."""
     rows = np.arange(3)
-    References(3, tmp_path).put(rows, np.full((3, 2), -1.5, np.float32))
-    again = References(3, tmp_path)
+    PairCache(3, tmp_path).put(rows, np.full((3, 2), -1.5, np.float32))
+    again = PairCache(3, tmp_path)
     assert not again.missing(rows)
     held = np.fromfile(tmp_path / "reference.f32", np.float32).reshape(3, 3)
     held[2] = 0
     held.tofile(tmp_path / "reference.f32")
-    again = References(3, tmp_path)
+    again = PairCache(3, tmp_path)
     assert again.missing(rows)
     assert not again.missing(rows[:2])
 
@@ -133,7 +133,7 @@ def test_a_flipped_bit_in_a_kept_value_is_computed_anew(tmp_path):
     """Each of the 96 bits of each row in turn: that row is missing, and no other. A value may be any float, 0
     and NaN too; and a row that stands in the place of another is not that one."""
     rows, values = np.arange(3), np.array([[0, -1.5], [np.nan, -np.inf], [-2, -1e-30]], np.float32)
-    References(3, tmp_path).put(rows, values)
+    PairCache(3, tmp_path).put(rows, values)
     path = tmp_path / "reference.f32"
     data = path.read_bytes()
     assert len(data) == 3 * 12
@@ -141,26 +141,26 @@ def test_a_flipped_bit_in_a_kept_value_is_computed_anew(tmp_path):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        found = References(3, tmp_path)
+        found = PairCache(3, tmp_path)
         assert [row for row in rows if found.missing(rows[row : row + 1])] == [bit // 96]
     path.write_bytes(data[12:24] + data[:12] + data[24:])
-    found = References(3, tmp_path)
+    found = PairCache(3, tmp_path)
     assert [found.missing(rows[row : row + 1]) for row in rows] == [True, True, False]
     path.write_bytes(data)
-    np.testing.assert_array_equal(References(3, tmp_path).get(rows), values)
+    np.testing.assert_array_equal(PairCache(3, tmp_path).get(rows), values)
 
 
 def test_values_of_an_earlier_version_are_computed_anew(tmp_path):
     """It kept two floats a record and no check: 8 bytes in the place of 12."""
     np.full((3, 2), -1.5, np.float32).tofile(tmp_path / "reference.f32")
-    found, rows = References(3, tmp_path), np.arange(3)
+    found, rows = PairCache(3, tmp_path), np.arange(3)
     assert all(found.missing(rows[row : row + 1]) for row in rows)
     found.put(rows, np.full((3, 2), -2.5, np.float32))
-    assert not References(3, tmp_path).missing(rows)
+    assert not PairCache(3, tmp_path).missing(rows)
     assert (tmp_path / "reference.f32").stat().st_size == 36
 
 
 def test_kept_values_are_their_owners_to_read(tmp_path):
-    References(3, tmp_path / "cache")
+    PairCache(3, tmp_path / "cache")
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "cache/reference.f32").stat().st_mode & 0o777 == 0o600

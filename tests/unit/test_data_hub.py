@@ -4,7 +4,7 @@ import datasets
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import prefed.hub
+import prefed.core.hub
 from prefed.data import DataConfig, DataError, Source
 from prefed.data.errors import Problems
 from prefed.data.sources import Tally, hub, records
@@ -81,7 +81,7 @@ def test_a_failure_says_what_to_do(monkeypatch, answers, reason):
         raise ConnectionError("Couldn't reach 'some/set' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(prefed.hub, "_answers", lambda endpoint: answers)
+    monkeypatch.setattr(prefed.core.hub, "_answers", lambda endpoint: answers)
     start = r"could not load some/set \(train\) from the Hugging Face hub: "
     with pytest.raises(DataError, match=rf"{start}{reason}(.|\n)*without one, copy"):
         read("some/set")
@@ -98,7 +98,7 @@ def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
 
     from huggingface_hub import constants, get_session
 
-    monkeypatch.setattr(prefed.hub, "_answers", lambda endpoint: False)
+    monkeypatch.setattr(prefed.core.hub, "_answers", lambda endpoint: False)
     monkeypatch.setattr(type(get_session()), "send", handle)
     with pytest.raises(DataError, match="does not answer"):
         read("nobody/nothing")
@@ -125,10 +125,10 @@ def test_the_hub_is_asked_once(monkeypatch):
     monkeypatch.setattr(type(get_session()), "head", head)
     found = []
     for _ in range(3):
-        with prefed.hub.in_reach() as answers:
+        with prefed.core.hub.in_reach() as answers:
             found.append(answers)
     assert found == [True, False, False]
-    assert waited == [prefed.hub.PATIENCE] * 3
+    assert waited == [prefed.core.hub.PATIENCE] * 3
 
 
 def test_a_local_path_comes_before_the_hub(tmp_path, loader):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from prefed.core import Key
-from prefed.data import DataConfig, Record, federate, synthetic
+from prefed.data import DataConfig, Record, build_dataset, synthetic
 from prefed.data.synthetic import ATTRIBUTES, attributes, corpus, generate, oracle_accuracy, tastes, utility
 from preferences import tokenizer
 
@@ -128,7 +128,7 @@ def test_written_files_go_through_the_pipeline(tmp_path):
         partition={"by": "column", "column": "client"},
         duplicates="keep",
     )
-    federation = federate(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
+    federation = build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
     assert list(federation.clients) == ["ada", "ben", "cleo"]
     assert [len(data.test) for data in federation.clients.values()] == [10, 10, 10]
     found = [federation.tokens.record(int(k)) for data in federation.clients.values() for k in data.test]

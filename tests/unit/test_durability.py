@@ -18,7 +18,7 @@ import pytest
 
 from prefed import files
 from prefed.core import State
-from prefed.store import Checkpoint, Store, StoreError
+from prefed.store import RunReader, RunWriter, StoreError
 from prefed.wire import encode
 
 ROUNDS = 2
@@ -120,7 +120,7 @@ def play(run: Path, resume: bool = False) -> None:
     """Two clients in every round: one that always comes, and one of two others in turn. As in a run, a
     configuration that is there is not written again.
     """
-    with Store(run, resume=resume) as store:
+    with RunWriter(run, resume=resume) as store:
         if store.config() is None:
             store.write_config("seed = 1\n")
         store.begin(state(0), {})
@@ -209,9 +209,9 @@ CLIENTS = ("both", "odd", "even")
 
 def everything(run: Path) -> str:
     """All that a resumed run reads, and all that is read after it."""
-    seen = Checkpoint(run)
+    seen = RunReader(run)
     read = [seen.commit, seen.server(), seen.rounds(), *map(seen.client, CLIENTS)]
-    with Store(run, resume=True) as store:
+    with RunWriter(run, resume=True) as store:
         return repr([*read, store.commit, store.server(), store.last, *map(store.client, CLIENTS)])
 
 
@@ -255,7 +255,7 @@ def test_a_round_digests_what_it_wrote_and_nothing_else(
     real = files.digest
     monkeypatch.setattr(files, "digest", lambda data: (seen.append(len(data)), real(data))[1])
     for clients in (2, 50):
-        with Store(tmp_path / str(clients)) as store:
+        with RunWriter(tmp_path / str(clients)) as store:
             store.begin(state(0), {})
             for number, names in enumerate([[f"c{k:02d}" for k in range(clients)], ["c00", "c01"]]):
                 seen.clear()

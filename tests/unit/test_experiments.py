@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassificatio
 from prefed import run
 from prefed.config import load
 from prefed.core import Key
-from prefed.experiment import open_data
 from prefed.models.tiny import make_tiny
+from prefed.runs.build import build_data
 from preferences import jsonl
 
 HERE = Path(__file__).resolve().parents[2] / "experiments"
@@ -307,11 +307,11 @@ def test_who_holds_what(place, tmp_path):
     round(1.2) = 1 is for the test. WebGPT's tie is no pair, and a tenth of its 23, 2, are for the test; the
     others bring theirs."""
     file = HERE / "fedpdpo/table1/code-3/fedavg-dpo.toml"
-    held = open_data(load(file, local(place, file)), tmp_path / "code").clients
+    held = build_data(load(file, local(place, file)), tmp_path / "code").clients
     sizes = {name: (len(client.train), len(client.test)) for name, client in held.items()}
     assert sizes == {"web": (11, 1), "enterprise": (11, 1), "systems": (11, 1)}
     file = HERE / "fedpdpo/table2/fedavg-dpo.toml"
-    held = open_data(load(file, local(place, file)), tmp_path / "cross").clients
+    held = build_data(load(file, local(place, file)), tmp_path / "cross").clients
     sizes = {name: (len(client.train), len(client.test)) for name, client in held.items()}
     assert sizes["webgpt"] == (21, 2)
     assert (sizes["pydpo"][1], sizes["ultrafeedback"][1]) == (6, 6)

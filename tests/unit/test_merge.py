@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from prefed.core import Entry, Key, Layout, Round, Tensors, Upload
 from prefed.merge import (
+    Aggregator,
     BadUpload,
     MergeConfig,
-    Merger,
     ServerOptimizer,
     Staleness,
     alignment_weights,
@@ -46,21 +46,23 @@ def numbers(tensors: Tensors) -> list[float]:
 def weighted_mean(replies: list[Upload], by: str = "samples") -> Tensors:
     """What a server that starts from zero makes of ``replies``."""
     layout = replies[0].tensors["model"].layout
-    merger = Merger(MergeConfig(weights=by), layout, 1.0)
+    aggregator = Aggregator(MergeConfig(weights=by), layout, 1.0)
     now = Round(1, 1, Key(0), {reply.client: reply.weight for reply in replies})
-    return merger.merge(merger.init(Tensors.zeros(layout)), replies, now).tensors["model"]
+    return aggregator.merge(aggregator.init(Tensors.zeros(layout)), replies, now).tensors["model"]
 
 
 def mass_mean(current: Tensors, replies: list[Upload], total: float) -> Tensors:
     """What a server at ``current`` makes of them where all clients together hold ``total`` pairs."""
-    merger = Merger(MergeConfig(weights="mass"), current.layout, 1.0)
-    return merger.merge(merger.init(current), replies, Round(1, 1, Key(0), {"all": total})).tensors["model"]
+    aggregator = Aggregator(MergeConfig(weights="mass"), current.layout, 1.0)
+    return aggregator.merge(aggregator.init(current), replies, Round(1, 1, Key(0), {"all": total})).tensors[
+        "model"
+    ]
 
 
-def attend(rows: Mapping[str, Mapping[str, float]], models: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def run_task(rows: Mapping[str, Mapping[str, float]], models: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """Each receiver's mixture."""
-    merger = Merger(MergeConfig(), next(iter(models.values())).layout, 1.0)
-    return {i: merger.blend([models[j] for j in row], list(row.values())) for i, row in rows.items()}
+    aggregator = Aggregator(MergeConfig(), next(iter(models.values())).layout, 1.0)
+    return {i: aggregator.blend([models[j] for j in row], list(row.values())) for i, row in rows.items()}
 
 
 class TestMeans:
@@ -294,7 +296,7 @@ class TestAttention:
         assert weights["a"] == pytest.approx(close)
         assert weights["b"] == pytest.approx(close)
         assert weights["c"] == pytest.approx({"a": 1 / (e2 + 2), "b": 1 / (e2 + 2), "c": e2 / (e2 + 2)})
-        mixed = attend(weights, models)
+        mixed = run_task(weights, models)
         expected = close["a"] * 6 + close["b"] * 7 + close["c"] * 5
         assert mixed["a"].flat[0].item() == pytest.approx(expected, rel=1e-6)
 
@@ -316,7 +318,7 @@ class TestAttention:
         models = {"a": vector(0.0), "b": vector(2.0)}
         weights, c = distance_attention(models, alpha=1.0, sigma=4.0), math.exp(-1) / 4
         assert weights["a"] == pytest.approx({"a": 1 - c, "b": c})
-        assert attend(weights, models)["a"].flat.item() == pytest.approx(2 * c)
+        assert run_task(weights, models)["a"].flat.item() == pytest.approx(2 * c)
 
     def test_distance_that_would_repel(self) -> None:
         """Three equal models with α = σ: each other one weighs 1, leaving −1. α = σ / 2 leaves 0."""

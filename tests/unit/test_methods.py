@@ -7,10 +7,11 @@ from pydantic import ValidationError
 
 from prefed.core import Download, Key, Method, Owner, Round, State, Tensors, Upload
 from prefed.losses import OBJECTIVES
-from prefed.merge import MergeConfig, Merger
-from prefed.methods import METHODS, LocalSettings, schedule
-from prefed.methods.common import Plan
-from quadratic import Quadratic, QuadraticVisit, crowd, federate, initial
+from prefed.merge import Aggregator, MergeConfig
+from prefed.methods import METHODS, LocalSettings
+from prefed.methods.base import schedule
+from prefed.methods.base.fedavg import FedAvgBase
+from quadratic import Quadratic, QuadraticVisit, crowd, initial, simulate
 
 SIZE = initial().layout.size
 SPINE = ("feddpo", "fedsft", "fedprox", "scaffold", "centralized", "local")
@@ -19,8 +20,8 @@ SPINE = ("feddpo", "fedsft", "fedprox", "scaffold", "centralized", "local")
 def make(name: str, merge: MergeConfig | None = None, rounds: int = 10, **settings: object) -> Method:
     kind = METHODS[name]
     layout = initial(kind.needs(kind.Settings())).layout
-    merger = Merger(merge or MergeConfig(), layout, 2.0)
-    return kind.build(kind.Settings(**settings), layout, merger, rounds)
+    aggregator = Aggregator(merge or MergeConfig(), layout, 2.0)
+    return kind.build(kind.Settings(**settings), layout, aggregator, rounds)
 
 
 # Settings
@@ -97,7 +98,7 @@ def test_every_objective_on_pairs_can_be_asked_for(name):
 
 def phases(method: Method, rounds: int = 2, clients: int = 2):
     start = initial()
-    return federate(method, crowd(clients, SIZE), start, rounds).phases
+    return simulate(method, crowd(clients, SIZE), start, rounds).phases
 
 
 def test_settings_reach_the_phase():
@@ -156,7 +157,7 @@ def test_fedprox_pulls_towards_what_was_received():
 @pytest.mark.parametrize("name", ["feddpo", "fedsft", "fedprox", "scaffold"])
 def test_lora_rules_decide_what_trains_and_what_is_sent(name, rule, trained, sent):
     """Factors by round: FFA never moves A, RoLoRA turns about, FedSA keeps B."""
-    run = federate(make(name, MergeConfig(lora=rule)), crowd(1, SIZE), initial(), 2)
+    run = simulate(make(name, MergeConfig(lora=rule)), crowd(1, SIZE), initial(), 2)
 
     def factors(names):
         return "".join(sorted({name[-1] for name in names}))
@@ -168,12 +169,12 @@ def test_lora_rules_decide_what_trains_and_what_is_sent(name, rule, trained, sen
 @pytest.mark.parametrize("name", ["centralized", "local"])
 def test_where_nothing_is_merged_the_lora_rules_have_no_say(name):
     for rule in ("ffa", "rolora", "fedsa"):
-        run = federate(make(name, MergeConfig(lora=rule)), crowd(1, SIZE), initial(), 2)
+        run = simulate(make(name, MergeConfig(lora=rule)), crowd(1, SIZE), initial(), 2)
         assert all(set(phase.train) == set(initial()) for phase in run.phases)
 
 
 def test_alone_nothing_travels():
-    run = federate(make("local"), crowd(3, SIZE), initial(), 2)
+    run = simulate(make("local"), crowd(3, SIZE), initial(), 2)
     assert not any(message.tensors for message in (*run.uploads, *run.downloads))
     assert run.server.tensors == {}
     assert all(set(state.tensors["personal"]) == set(initial()) for state in run.private.values())
@@ -182,7 +183,7 @@ def test_alone_nothing_travels():
 def test_a_client_that_never_took_part_predicts_with_what_was_published():
     method, start = make("feddpo"), initial()
     clients = crowd(3, SIZE)
-    run = federate(method, clients, start, 2, cohort=1)
+    run = simulate(method, clients, start, 2, cohort=1)
     for model in run.models(method, clients, start).values():
         assert model.equal(start.replace(run.server.tensors["model"]))
 
@@ -250,25 +251,27 @@ def test_a_plateau_travels_to_the_clients(name):
     settings = {"optimizer": "sgd", "clip": 0, "weight_decay": 0, "lr": 5.0, "local_steps": 1}
     clients = {"a": Quadratic.at([1.0] * SIZE)}
     start = initial()
-    run = federate(make(name, schedule="plateau", **settings), clients, start, 4)
+    run = simulate(make(name, schedule="plateau", **settings), clients, start, 4)
     assert [phase.optimizer.lr for phase in run.phases] == pytest.approx([5, 5, 4, 3.2])
     assert [download.scalars["rate"] for download in run.downloads] == pytest.approx([1, 1, 0.8, 0.64])
 
 
 def test_other_schedules_send_no_rate():
     assert phases(make("feddpo", lr=0.5), rounds=3)[-1].optimizer.lr == 0.5
-    run = federate(make("feddpo", schedule="cosine"), crowd(1, SIZE), initial(), 2)
+    run = simulate(make("feddpo", schedule="cosine"), crowd(1, SIZE), initial(), 2)
     assert all(download.scalars == {} for download in run.downloads)
 
 
 def test_rates_of_single_tensors_follow_the_schedule():
     """Half way through a cosine to 0.04 a rate r is (r + 0.04) / 2, and one below 0.04 stays what it is."""
     start = initial()
-    plan = Plan.of(
-        LocalSettings(lr=1.0, lr_min=0.04, schedule="cosine"), Merger(MergeConfig(), start.layout, 2.0), 10
+    plan = FedAvgBase.of(
+        LocalSettings(lr=1.0, lr_min=0.04, schedule="cosine"),
+        Aggregator(MergeConfig(), start.layout, 2.0),
+        10,
     )
     now = Round(6, 10, Key(0), {"a": 1.0})
-    visit = QuadraticVisit("a", Quadratic.at([0.0] * SIZE), now, Key(0), plan.parts, start)
+    visit = QuadraticVisit("a", Quadratic.at([0.0] * SIZE), now, Key(0), plan.ownership, start)
     rates = {"lora/0/q/A": 0.1, "lora/0/q/B": 0.01}
     phase = plan.phase(visit, Download(), "inner", lr=0.4, rates=rates, steps=3)
     assert phase.optimizer.lr == pytest.approx(0.22)
@@ -281,12 +284,12 @@ def test_rates_of_single_tensors_follow_the_schedule():
 
 @pytest.mark.parametrize("kind", METHODS.values(), ids=METHODS)
 def test_parts_cover_the_model(kind):
-    make(kind.name).parts.check(initial(kind.needs(kind.Settings())).layout)
+    make(kind.name).ownership.check(initial(kind.needs(kind.Settings())).layout)
 
 
 @pytest.mark.parametrize("name", SPINE)
 def test_all_is_shared_and_alone_all_is_personal(name):
-    owners = set(make(name).parts.owners.values())
+    owners = set(make(name).ownership.owners.values())
     assert owners == {Owner.PERSONAL if name == "local" else Owner.SHARED}
 
 
@@ -294,13 +297,13 @@ def test_fedex_hands_its_residual_to_clients_who_do_not_train_it():
     """φ after round 1: the clients' mean product is B̄ Ā plus what the residual holds, at scaling s = 2."""
     kind = METHODS["feddpo"]
     start = initial({"lora", "residual"})
-    merger = Merger(MergeConfig(lora="fedex"), start.layout, 2.0)
-    method = kind.build(kind.Settings(optimizer="sgd", lr=0.5, clip=0), start.layout, merger, 3)
+    aggregator = Aggregator(MergeConfig(lora="fedex"), start.layout, 2.0)
+    method = kind.build(kind.Settings(optimizer="sgd", lr=0.5, clip=0), start.layout, aggregator, 3)
     clients = crowd(2, start.layout.size)
-    run = federate(method, clients, start, 2)
+    run = simulate(method, clients, start, 2)
     assert not any("residual" in name for phase in run.phases for name in phase.train)
     assert not any("residual" in name for upload in run.uploads for name in upload.tensors["model"])
-    first = federate(method, clients, start, 1)
+    first = simulate(method, clients, start, 1)
     weights = [upload.weight for upload in first.uploads]
     products = [u.tensors["model"]["lora/1/q/B"] @ u.tensors["model"]["lora/1/q/A"] for u in first.uploads]
     mean = sum(w * p for w, p in zip(weights, products, strict=True)) / sum(weights)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefed.core import Download, Key, Phase, Round, Tensors
-from prefed.merge import MergeConfig, Merger
+from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from quadratic import Quadratic, QuadraticVisit, initial
 
@@ -20,7 +20,7 @@ def newcomer(name: str, steps: int, **settings: Any) -> tuple[Phase, Tensors, Te
     kind = METHODS[name]
     chosen = kind.Settings(**settings)
     start = initial(kind.needs(chosen))
-    method = kind.build(chosen, start.layout, Merger(MergeConfig(), start.layout, 2.0), ROUNDS)
+    method = kind.build(chosen, start.layout, Aggregator(MergeConfig(), start.layout, 2.0), ROUNDS)
     published = method.publish(method.init_server(start), "new")
     shared = {n: g.layout for n, g in published.tensors.items()}
     published = Download(
@@ -29,7 +29,7 @@ def newcomer(name: str, steps: int, **settings: Any) -> tuple[Phase, Tensors, Te
     )
     data = Quadratic(torch.zeros(6, start.layout.size, dtype=torch.float64))
     now = Round(ROUNDS, ROUNDS, Key(0), {"old": 6.0})
-    visit = QuadraticVisit("new", data, now, Key(1), method.parts, start)
+    visit = QuadraticVisit("new", data, now, Key(1), method.ownership, start)
     assert method.adapt is not None
     after = method.adapt(visit, published, steps)
     (phase,) = visit.phases

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from prefed.core import Tensors
-from prefed.merge import MergeConfig, Merger, lora
+from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
-from quadratic import crowd, federate, initial
+from quadratic import crowd, initial, simulate
 
 
 @pytest.mark.parametrize(("name", "visit"), [("fedamp", -1), ("pfedme", -1), ("ditto", 0)])
@@ -17,10 +17,10 @@ def test_a_model_of_ones_own_keeps_the_residual_it_was_trained_on(name: str, vis
     download and never leaves it; FedAMP's and pFedMe's start anew from each."""
     kind = METHODS[name]
     start = initial(kind.needs(kind.Settings()) | lora.needs("fedex"))
-    merger = Merger(MergeConfig(lora="fedex"), start.layout, 2.0)
-    method = kind.build(kind.Settings(lr=0.1), start.layout, merger, 3)
+    aggregator = Aggregator(MergeConfig(lora="fedex"), start.layout, 2.0)
+    method = kind.build(kind.Settings(lr=0.1), start.layout, aggregator, 3)
     clients = crowd(2, start.layout.size)
-    done = federate(method, clients, start, 3)
+    done = simulate(method, clients, start, 3)
     residuals = [n for n in start if n.startswith("residual/")]
     received = [download.tensors["model"] for download in done.downloads[::2]]
     for client, model in done.models(method, clients, start).items():

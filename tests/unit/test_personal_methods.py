@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from prefed.core import Download, Key, Method, Objective, Owner, Phase, Round, State, Tensors
 from prefed.losses import OBJECTIVES, PPO
-from prefed.merge import MergeConfig, Merger, lora
+from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS, fedsdg
-from quadratic import Quadratic, QuadraticVisit, Run, crowd, federate, initial
+from quadratic import Quadratic, QuadraticVisit, Run, crowd, initial, simulate
 
 BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
 PERSONAL = tuple(name for name, kind in METHODS.items() if kind.personal and name != "local")
@@ -21,12 +21,14 @@ def make(name: str, rule: str = "fedit", rounds: int = 5, blocks: int = 3, **set
     kind = METHODS[name]
     chosen = kind.Settings(**settings)
     start = initial(kind.needs(chosen) | lora.needs(rule), blocks=blocks)
-    return kind.build(chosen, start.layout, Merger(MergeConfig(lora=rule), start.layout, 2.0), rounds), start
+    return kind.build(
+        chosen, start.layout, Aggregator(MergeConfig(lora=rule), start.layout, 2.0), rounds
+    ), start
 
 
 def run(name: str, rule: str = "fedit", rounds: int = 2, clients: int = 2, **settings: object) -> Run:
     method, start = make(name, rule, **settings)
-    return federate(method, crowd(clients, start.layout.size), start, rounds)
+    return simulate(method, crowd(clients, start.layout.size), start, rounds)
 
 
 def kinds(names: object) -> set[str]:
@@ -118,9 +120,9 @@ def test_how_long_the_personal_phase_is(name):
 
 def test_fedper_shares_the_first_blocks():
     method, start = make("fedper", shared_layers=1)
-    shared = set(method.parts.names(Owner.SHARED))
+    shared = set(method.ownership.names(Owner.SHARED))
     assert shared == {"lora/0/q/A", "lora/0/q/B"}
-    assert set(method.parts.names(Owner.PERSONAL)) == set(start) - shared
+    assert set(method.ownership.names(Owner.PERSONAL)) == set(start) - shared
     (phase,) = run("fedper", rounds=1, clients=1, schedule="constant").phases
     assert set(phase.train) == set(start)
     assert (phase.optimizer.lr, dict(phase.rates)) == (5e-5, {"head/weight": 1e-4})
@@ -145,7 +147,7 @@ def test_fedbn_keeps_norms():
 def test_perfedavgs_rates_and_steps():
     """Inner rates keep still under a schedule; the last of two rounds has half of the outer one."""
     method, start = make("perfedavg", local_steps=2, lr_min=0.0, rounds=2)
-    done = federate(method, crowd(1, start.layout.size), start, 2)
+    done = simulate(method, crowd(1, start.layout.size), start, 2)
     inner = [phase for phase in done.phases if phase.name.startswith("inner")]
     outer = [phase for phase in done.phases if phase.name.startswith("outer")]
     assert [phase.name for phase in done.phases[:4]] == ["inner/0", "outer/0", "inner/1", "outer/1"]
@@ -168,7 +170,7 @@ def test_perfedavgs_rates_and_steps():
 def test_a_visit_in_passes_counts_inner_steps_too(name, settings, visits):
     method, start = make(name, **settings)
     target = Quadratic.at([0.0] * start.layout.size, size=100)
-    done = federate(method, {"a": target}, start, 1)
+    done = simulate(method, {"a": target}, start, 1)
     assert sum(phase.name.startswith("inner") for phase in done.phases) == visits
 
 
@@ -177,10 +179,10 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
     published = Download({"model": start})
     now = Round(3, 5, Key(0), {"a": 4.0})
     empty = Quadratic(torch.zeros(0, start.layout.size, dtype=torch.float64))
-    visit = QuadraticVisit("a", empty, now, Key(0), method.parts, start)
+    visit = QuadraticVisit("a", empty, now, Key(0), method.ownership, start)
     assert method.predict(visit, State(), published).equal(start)
     data = Quadratic.at([5.0] * start.layout.size, size=4)
-    visit = QuadraticVisit("a", data, now, Key(0), method.parts, start)
+    visit = QuadraticVisit("a", data, now, Key(0), method.ownership, start)
     assert not method.predict(visit, State(), published).equal(start)
     (phase,) = visit.phases
     assert (phase.name, phase.steps, phase.optimizer.lr) == ("inner", 5, 0.01)
@@ -222,7 +224,7 @@ def test_merge_rules_that_do_not_go_with_a_method(name, settings, merge, told):
     chosen = kind.Settings(**settings)
     layout = initial(kind.needs(chosen)).layout
     with pytest.raises(ValueError, match=told):
-        kind.build(chosen, layout, Merger(MergeConfig(**merge), layout, 2.0), 3)
+        kind.build(chosen, layout, Aggregator(MergeConfig(**merge), layout, 2.0), 3)
 
 
 # FedAMP
@@ -231,7 +233,7 @@ def test_merge_rules_that_do_not_go_with_a_method(name, settings, merge, told):
 def test_fedamp_sends_each_client_its_own_and_a_new_one_the_mean():
     method, start = make("fedamp")
     clients = crowd(4, start.layout.size)
-    done = federate(method, clients, start, 3, cohort=2)
+    done = simulate(method, clients, start, 3, cohort=2)
     seen = {upload.client for upload in done.uploads}
     kept = {name.removeprefix("client/") for name in done.server.tensors if name.startswith("client/")}
     assert kept == seen
@@ -251,7 +253,7 @@ def test_fedamp_sends_each_client_its_own_and_a_new_one_the_mean():
 def test_fedamps_mixtures_are_of_products_under_the_rules_that_mean_products(rule):
     """s B A + R of what i receives is Σ_j a_ij (s B_j A_j + R_j); flexlora's rank 2 is full, and R is 0."""
     method, start = make("fedamp", rule, lr=0.3, optimizer="sgd", clip=0)
-    done = federate(method, crowd(3, start.layout.size), start, 3)
+    done = simulate(method, crowd(3, start.layout.size), start, 3)
 
     def product(model: Tensors) -> torch.Tensor:
         whole = 2.0 * model["lora/1/q/B"] @ model["lora/1/q/A"]
@@ -268,9 +270,9 @@ def test_fedamp_keeps_what_rested_as_the_client_was_sent_it():
     """Under rolora the second round trains A: of B the server keeps the mixture that the client had."""
     method, start = make("fedamp", "rolora", lr=0.3, optimizer="sgd", clip=0)
     clients = crowd(3, start.layout.size)
-    done = federate(method, clients, start, 1)
+    done = simulate(method, clients, start, 1)
     sent = {c: method.exchanges[0].send(done.server, c).tensors["model"]["lora/0/q/B"] for c in clients}
-    done = federate(method, clients, start, 2, run=done)
+    done = simulate(method, clients, start, 2, run=done)
     for client in clients:
         assert done.server.tensors[f"client/{client}"]["lora/0/q/B"].equal(sent[client])
     assert not sent["client-0"].equal(sent["client-1"])
@@ -310,7 +312,7 @@ def test_what_fedsdg_needs_of_a_model(settings, parts):
 @pytest.mark.parametrize(("head", "owner"), [("shared", Owner.SHARED), ("personal", Owner.PERSONAL)])
 def test_fedsdgs_head_is_shared_or_personal(head, owner):
     method, _ = make("fedsdg", head=head)
-    assert method.parts.owners["head/weight"] is owner
+    assert method.ownership.owners["head/weight"] is owner
     (upload,) = run("fedsdg", rounds=1, clients=1, head=head).uploads
     assert ("head/weight" in upload.tensors["model"]) == (head == "shared")
 
@@ -369,9 +371,9 @@ def test_the_critic_is_needed_and_never_leaves(name):
     usual, ppo = kind.needs(kind.Settings()), kind.needs(kind.Settings(objective="ppo"))
     assert ppo == usual | {"value"}
     method, start = make(name, objective="ppo")
-    assert method.parts.owners["value/weight"] is Owner.PERSONAL
+    assert method.ownership.owners["value/weight"] is Owner.PERSONAL
     assert method.personal == METHODS[name].personal
-    done = federate(method, crowd(2, start.layout.size), start, 2)
+    done = simulate(method, crowd(2, start.layout.size), start, 2)
     assert all(phase.objective == Objective("ppo", PPO.defaults) for phase in done.phases)
     assert all("value/weight" in phase.train for phase in done.phases)
     assert not any("value/weight" in upload.tensors["model"] for upload in done.uploads)
@@ -434,7 +436,7 @@ def test_a_plateau_reaches_every_phase_but_inner_steps(name):
         settings.update(inner_steps=1, outer_lr=1.0)
     method, start = make(name, schedule="plateau", **settings)
     target = {"a": Quadratic.at([1.0] * start.layout.size)}
-    done = federate(method, target, start, 3)
+    done = simulate(method, target, start, 3)
     each = len(done.phases) // 3
     steady = name == "perfedavg"
 

@@ -18,12 +18,12 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from prefed.core import Key, Objective, Optimizer, Owner, Parts, Phase, Tensors, Trained
+from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, PhaseResult, Tensors
 from prefed.data.tokens import Pair
 from prefed.models import ModelConfig, ModelError
 from prefed.models.backbone import wrap
-from prefed.train import Bench, tokenwise
-from prefed.train.ppo import Held
+from prefed.train import PairTrainer, tokenwise
+from prefed.train.ppo import RolloutCache
 
 VOCABULARY = 61
 PLAIN = {"kl": 0.0, "trace": 1.0, "entropy": 0.0, "value": 0.0, "scaled": 0.0, "sums": 1.0}
@@ -79,8 +79,8 @@ def make(
     *,
     needs: frozenset[str] = frozenset({"lora", "value"}),
     rewards: bool = True,
-    **bench: Any,
-) -> tuple[Bench, Tensors, Parts]:
+    **pair_trainer: Any,
+) -> tuple[PairTrainer, Tensors, Ownership]:
     """A bench, a client's tensors away from their start (but for the critic), and who owns what."""
     config = ModelConfig(name=kind, lora={"rank": 2, "dropout": 0.3}, device="cpu")
     backbone = wrap(causal(kind), None, config, Key(1), needs)
@@ -91,27 +91,29 @@ def make(
         if name in tensors:
             tensors[name].zero_()
     scores = np.random.default_rng(3).normal(size=(size, 2)).astype(np.float32) if rewards else None
-    store = Bench(backbone, Tokens(size), rewards=None if scores is None else Scored(scores), **bench)
-    return store, tensors, Parts.of(backbone.layout, lambda entry: Owner.SHARED)
+    store = PairTrainer(
+        backbone, Tokens(size), rewards=None if scores is None else Scored(scores), **pair_trainer
+    )
+    return store, tensors, Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
 
 
-def phase(bench: Bench, *, train: str = "", **changes: Any) -> Phase:
-    names = [name for name in bench.backbone.layout.names if name.startswith(train)]
+def phase(pair_trainer: PairTrainer, *, train: str = "", **changes: Any) -> Phase:
+    names = [name for name in pair_trainer.backbone.layout.names if name.startswith(train)]
     settings = changes.pop("settings", {})
     optimizer = changes.pop("optimizer", Optimizer("sgd", lr=0.1, clip=0.0))
     given = {"batch_size": 2, "epochs": None if "steps" in changes else 1, **changes}
     return Phase("train", tuple(names), Objective("ppo", settings), optimizer, **given)
 
 
-def twin(bench: Bench, tensors: Tensors, rows: Any, settings: dict[str, float]) -> Tensors:
+def twin(pair_trainer: PairTrainer, tensors: Tensors, rows: Any, settings: dict[str, float]) -> Tensors:
     """The first gradient on all ``rows`` by full padded logits, eager attention, and loops over tokens."""
-    backbone = bench.backbone
+    backbone = pair_trainer.backbone
 
     def look(at: Tensors) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         backbone.load(at)
         seen = []
         for row in rows:
-            pair = bench.tokens.pair(int(row))
+            pair = pair_trainer.tokens.pair(int(row))
             for y in (pair.chosen, pair.rejected):
                 ids = torch.tensor(np.concatenate([pair.prompt, y]).astype(np.int64))[None]
                 pad = torch.zeros(1, 3, dtype=torch.long)
@@ -131,7 +133,7 @@ def twin(bench: Bench, tensors: Tensors, rows: Any, settings: dict[str, float]) 
     with torch.no_grad():
         reference = [own for own, _, _ in look(backbone.reference)]
         old = [(own, v) for own, v, _ in look(tensors)]
-    scores = torch.tensor(bench._ppo._rewards.scores[rows]).double()
+    scores = torch.tensor(pair_trainer._ppo._rewards.scores[rows]).double()
     scores = ((scores - scores.mean()) / scores.std(correction=0)).clamp(-5, 5)
     signed = [s for r in scores for s in ((r[0] - r[1]) / 2, (r[1] - r[0]) / 2)]
     advantages, returns = [], []
@@ -167,11 +169,11 @@ SETTINGS = {"kl": 0.1, "trace": 0.95, "entropy": 0.05, "value": 0.5, "scaled": 1
 @pytest.mark.parametrize("settings", [SETTINGS, {**SETTINGS, "sums": 1.0, "scaled": 0.0}])
 def test_first_gradient_is_that_of_the_plain_twin(kind: str, settings: dict[str, float]) -> None:
     """GPT-2 and Llama take the packed path, OPT the padded one. Dropout must not matter: it is off."""
-    bench, tensors, parts = make(kind)
+    pair_trainer, tensors, parts = make(kind)
     tensors["value/weight"].normal_(generator=torch.Generator().manual_seed(0)).mul_(0.1)
     rows = np.arange(6)
-    ours, _ = bench.gradient(tensors, Objective("ppo", settings), rows, Key(0), parts)
-    theirs = twin(bench, tensors, rows, settings)
+    ours, _ = pair_trainer.gradient(tensors, Objective("ppo", settings), rows, Key(0), parts)
+    theirs = twin(pair_trainer, tensors, rows, settings)
     assert theirs["value/weight"].any()
     torch.testing.assert_close(ours.flat, theirs.flat, rtol=1e-5, atol=1e-5 * float(theirs.flat.abs().max()))
 
@@ -179,16 +181,16 @@ def test_first_gradient_is_that_of_the_plain_twin(kind: str, settings: dict[str,
 def test_the_policy_gradient_it_starts_from() -> None:
     """λ 1, V 0, no penalty, no entropy, sums, no scaling: −(d/2) ∇[log π(y_w) − log π(y_l)], the mean over
     pairs, here from the bench's own sums."""
-    bench, tensors, parts = make()
+    pair_trainer, tensors, parts = make()
     rows = np.arange(6)
-    ours, _ = bench.gradient(tensors, Objective("ppo", PLAIN), rows, Key(0), parts)
-    scores = torch.tensor(bench._ppo._rewards.scores)
+    ours, _ = pair_trainer.gradient(tensors, Objective("ppo", PLAIN), rows, Key(0), parts)
+    scores = torch.tensor(pair_trainer._ppo._rewards.scores)
     scores = ((scores - scores.mean()) / scores.std(correction=0)).clamp(-5, 5)
-    backbone = bench.backbone
+    backbone = pair_trainer.backbone
     backbone.load(tensors)
     backbone.train_only(name for name in backbone.layout.names if name.startswith("lora"))
     backbone.grad.zero_()
-    sums = bench.forward(bench.pairs(rows))
+    sums = pair_trainer.forward(pair_trainer.pairs(rows))
     half = (scores[:, 0] - scores[:, 1]) / 2
     (-half * (sums[:, 0] - sums[:, 1])).mean().backward()
     torch.testing.assert_close(ours.flat, backbone.grad, rtol=1e-5, atol=1e-6)
@@ -198,8 +200,10 @@ def test_split_batches_and_the_plain_path_train_alike() -> None:
     """Groups of few tokens, and padded batches: another order of the same sums."""
     results = []
     for options in ({}, {"max_tokens": 20}, {"fast": False}):
-        bench, tensors, parts = make(**options)
-        trained = bench.train(tensors, phase(bench, batch_size=3, epochs=2), np.arange(6), Key(4), parts)
+        pair_trainer, tensors, parts = make(**options)
+        trained = pair_trainer.train(
+            tensors, phase(pair_trainer, batch_size=3, epochs=2), np.arange(6), Key(4), parts
+        )
         assert trained.steps == 4
         assert trained.pairs == 12
         results.append(trained)
@@ -214,13 +218,13 @@ def test_a_phase_above_the_trunk_runs_the_trunk_once(monkeypatch: pytest.MonkeyP
     recomputing it in every step."""
     results, calls = [], []
     for most in (1 << 28, 0):
-        monkeypatch.setattr("prefed.train.bench.FEATURES", most)
-        bench, tensors, parts = make(needs=frozenset({"lora", "head", "value"}))
-        names = tuple(n for n in bench.backbone.layout.names if not n.startswith("lora"))
+        monkeypatch.setattr("prefed.train.pair_trainer.FEATURES", most)
+        pair_trainer, tensors, parts = make(needs=frozenset({"lora", "head", "value"}))
+        names = tuple(n for n in pair_trainer.backbone.layout.names if not n.startswith("lora"))
         seen: list[int] = []
-        bench.backbone.trunk.register_forward_hook(lambda *_, seen=seen: seen.append(1))
-        work = replace(phase(bench, epochs=3, settings={"target_kl": 0.0}), train=names)
-        results.append(bench.train(tensors, work, np.arange(6), Key(4), parts).tensors)
+        pair_trainer.backbone.trunk.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        work = replace(phase(pair_trainer, epochs=3, settings={"target_kl": 0.0}), train=names)
+        results.append(pair_trainer.train(tensors, work, np.arange(6), Key(4), parts).tensors)
         calls.append(len(seen))
     assert calls == [2, 2 + 9]
     torch.testing.assert_close(results[0].flat, results[1].flat, rtol=1e-5, atol=1e-6)
@@ -234,12 +238,12 @@ def test_a_phase_above_the_trunk_runs_the_trunk_once(monkeypatch: pytest.MonkeyP
 def test_the_critic_learns_its_returns() -> None:
     """λ = 1 and no penalty: a token's return is its response's R, so the slope of c (V − G)² in the bias at
     V = 0 is −2c times the mean R over tokens, and a step of rate η moves it by 2cη of that mean."""
-    bench, tensors, parts = make(size=1)
-    bench._ppo._rewards.scores[0] = (3.0, -1.0)
-    lengths = bench.tokens.lengths[0, 1:]
+    pair_trainer, tensors, parts = make(size=1)
+    pair_trainer._ppo._rewards.scores[0] = (3.0, -1.0)
+    lengths = pair_trainer.tokens.lengths[0, 1:]
     settings = {"kl": 0.0, "trace": 1.0, "value": 0.5}
-    work = phase(bench, batch_size=1, settings=settings, optimizer=Optimizer("sgd", lr=0.2, clip=0.0))
-    trained = bench.train(tensors, work, np.arange(1), Key(0), parts)
+    work = phase(pair_trainer, batch_size=1, settings=settings, optimizer=Optimizer("sgd", lr=0.2, clip=0.0))
+    trained = pair_trainer.train(tensors, work, np.arange(1), Key(0), parts)
     # Standardised over its two scores the pair stands at 1 and −1: R = ±1.
     mean = float(lengths[0] - lengths[1]) / float(lengths.sum())
     assert lengths[0] != lengths[1]
@@ -251,11 +255,11 @@ def test_the_critic_learns_its_returns() -> None:
 def test_early_stop() -> None:
     """Without a bound, k and k + 1 steps' means give the drift before each step; with one, the visit ends
     before the first step at which that drift is above 1.5 times it."""
-    bench, tensors, parts = make()
+    pair_trainer, tensors, parts = make()
     rows = np.arange(6)
 
-    def run(**given: Any) -> Trained:
-        return bench.train(tensors, phase(bench, batch_size=6, **given), rows, Key(0), parts)
+    def run(**given: Any) -> PhaseResult:
+        return pair_trainer.train(tensors, phase(pair_trainer, batch_size=6, **given), rows, Key(0), parts)
 
     free = [run(steps=k, settings={"target_kl": 0.0}) for k in range(1, 9)]
     assert not any(trained.figures["stopped"] for trained in free)
@@ -271,13 +275,13 @@ def test_early_stop() -> None:
 
 def test_it_learns_what_the_reward_model_says() -> None:
     """Each pair's margin moves by the sign of the reward model's, also where that is against the label."""
-    bench, tensors, parts = make()
+    pair_trainer, tensors, parts = make()
     rows, settings = np.array([0, 1, 2, 4, 5]), {"kl": 0.0, "entropy": 0.0, "target_kl": 0.0, "clip": 10.0}
-    before = bench.score(tensors, rows).policy
+    before = pair_trainer.score(tensors, rows).policy
     adam = Optimizer("adam", lr=0.01, clip=0.0)
-    work = phase(bench, train="lora", epochs=100, batch_size=5, settings=settings, optimizer=adam)
-    after = bench.score(bench.train(tensors, work, rows, Key(0), parts).tensors, rows).policy
-    scores = bench._ppo._rewards.scores[rows]
+    work = phase(pair_trainer, train="lora", epochs=100, batch_size=5, settings=settings, optimizer=adam)
+    after = pair_trainer.score(pair_trainer.train(tensors, work, rows, Key(0), parts).tensors, rows).policy
+    scores = pair_trainer._ppo._rewards.scores[rows]
     wanted = np.sign(scores[:, 0] - scores[:, 1])
     assert set(wanted) == {1.0, -1.0}
     assert (np.sign((after - before) @ np.array([1.0, -1.0], np.float32)) == wanted).all()
@@ -297,26 +301,26 @@ def test_a_run_is_a_function_of_its_key() -> None:
 
 
 def test_loss_and_gradient_agree() -> None:
-    bench, tensors, parts = make()
+    pair_trainer, tensors, parts = make()
     what = Objective("ppo", SETTINGS)
-    _, value = bench.gradient(tensors, what, np.arange(6), Key(0), parts)
-    assert bench.loss(tensors, what, np.arange(6)) == pytest.approx(value, rel=1e-6)
-    half, _ = bench.gradient(tensors, what, np.arange(6), Key(0), parts, batch_size=3)
+    _, value = pair_trainer.gradient(tensors, what, np.arange(6), Key(0), parts)
+    assert pair_trainer.loss(tensors, what, np.arange(6)) == pytest.approx(value, rel=1e-6)
+    half, _ = pair_trainer.gradient(tensors, what, np.arange(6), Key(0), parts, batch_size=3)
     assert half.flat.any()
 
 
 def test_what_is_missing_is_named() -> None:
-    bench, tensors, parts = make(rewards=False)
+    pair_trainer, tensors, parts = make(rewards=False)
     with pytest.raises(ModelError, match="reward_model"):
-        bench.train(tensors, phase(bench), np.arange(6), Key(0), parts)
-    bench, tensors, parts = make(needs=frozenset({"lora"}))
+        pair_trainer.train(tensors, phase(pair_trainer), np.arange(6), Key(0), parts)
+    pair_trainer, tensors, parts = make(needs=frozenset({"lora"}))
     with pytest.raises(ModelError, match="part 'value'"):
-        bench.train(tensors, phase(bench), np.arange(6), Key(0), parts)
-    bench, tensors, parts = make()
+        pair_trainer.train(tensors, phase(pair_trainer), np.arange(6), Key(0), parts)
+    pair_trainer, tensors, parts = make()
     with pytest.raises(ValueError, match="no preference pairs"):
-        bench.train(tensors, phase(bench), np.arange(0), Key(0), parts)
+        pair_trainer.train(tensors, phase(pair_trainer), np.arange(0), Key(0), parts)
     with pytest.raises(ValueError, match="no setting 'beta'"):
-        bench.train(tensors, phase(bench, settings={"beta": 0.1}), np.arange(6), Key(0), parts)
+        pair_trainer.train(tensors, phase(pair_trainer, settings={"beta": 0.1}), np.arange(6), Key(0), parts)
 
 
 @pytest.mark.parametrize("at_a_time", [2048, 7])
@@ -345,34 +349,34 @@ def test_a_visits_second_phase_goes_on_from_the_visits_start() -> None:
     """π_old is the policy that the visit found: the same batch again stands at ρ ≠ 1 once a step was taken,
     and at ρ = 1, KL 0, in a visit of its own. A bound that the first phase has passed ends the second before
     its first step."""
-    bench, tensors, parts = make()
-    work = phase(bench, epochs=1, batch_size=6, settings={"target_kl": 0.0})
-    held = Held()
-    once = bench.train(tensors, work, np.arange(6), Key(4), parts, held)
-    again = bench.train(once.tensors, work, np.arange(6), Key(4), parts, held)
-    alone = bench.train(once.tensors, work, np.arange(6), Key(4), parts)
+    pair_trainer, tensors, parts = make()
+    work = phase(pair_trainer, epochs=1, batch_size=6, settings={"target_kl": 0.0})
+    held = RolloutCache()
+    once = pair_trainer.train(tensors, work, np.arange(6), Key(4), parts, held)
+    again = pair_trainer.train(once.tensors, work, np.arange(6), Key(4), parts, held)
+    alone = pair_trainer.train(once.tensors, work, np.arange(6), Key(4), parts)
     assert once.figures["kl"] == pytest.approx(0, abs=1e-9)
     assert alone.figures["kl"] == pytest.approx(0, abs=1e-9)
     assert again.figures["kl"] > 1e-6
     tight = replace(work, objective=Objective("ppo", {"target_kl": again.figures["kl"] / 3}))
-    ended = bench.train(once.tensors, tight, np.arange(6), Key(4), parts, held)
+    ended = pair_trainer.train(once.tensors, tight, np.arange(6), Key(4), parts, held)
     assert (ended.steps, ended.figures["stopped"]) == (0, 1.0)
     assert ended.loss == pytest.approx(again.loss, rel=1e-5)
     assert ended.tensors.equal(once.tensors)
 
 
-def through(bench: Bench) -> list[int]:
+def through(pair_trainer: PairTrainer) -> list[int]:
     """Rows in the order in which they go through the model under the reference from here on."""
     rows: list[int] = []
-    number = {id(pair): row for row, pair in enumerate(bench.tokens.rows)}
-    look = bench._ppo._view
+    number = {id(pair): row for row, pair in enumerate(pair_trainer.tokens.rows)}
+    look = pair_trainer._ppo._view
 
     def told(group: Any, features: Any) -> Any:
-        if bench.backbone.extract().equal(bench.backbone.reference):
-            rows.extend(number[id(pair)] for pair in bench.pairs(group))
+        if pair_trainer.backbone.extract().equal(pair_trainer.backbone.reference):
+            rows.extend(number[id(pair)] for pair in pair_trainer.pairs(group))
         return look(group, features)
 
-    bench._ppo._view = told
+    pair_trainer._ppo._view = told
     return rows
 
 
@@ -383,17 +387,17 @@ def test_the_reference_sees_a_pair_once_and_none_that_is_not_read(tmp_path: Path
     """A visit's start reads all pairs of its client, for its advantages are scaled by all of them; a gradient
     reads its batch, which the client's groups hold. A second process finds both on the disk."""
     small = {"size": 12, "max_tokens": 20, "cache": tmp_path}
-    bench, tensors, parts = make(**small)
-    rows = through(bench)
-    bench.train(tensors, phase(bench, steps=1), MINE, Key(0), parts)
+    pair_trainer, tensors, parts = make(**small)
+    rows = through(pair_trainer)
+    pair_trainer.train(tensors, phase(pair_trainer, steps=1), MINE, Key(0), parts)
     assert rows == MINE.tolist()
     rows.clear()
-    groups = [group.tolist() for group in bench.groups(OTHERS, True)]
+    groups = [group.tolist() for group in pair_trainer.groups(OTHERS, True)]
     shared = max(groups, key=len)
     assert len(groups) > 2
     assert len(shared) > 1
     batch = np.array(shared[1:2])
-    bench._ppo.gradient(tensors, Objective("ppo", SETTINGS), OTHERS, batch, parts.names(Owner.SHARED))
+    pair_trainer._ppo.gradient(tensors, Objective("ppo", SETTINGS), OTHERS, batch, parts.names(Owner.SHARED))
     assert rows == shared
     again, _, _ = make(**small)
     rows = through(again)
@@ -405,21 +409,23 @@ def test_who_asks_first_and_a_kill_change_no_bit(tmp_path: Path) -> None:
     """Two clients in either order, and a client whose batch was asked for before; in the last case also by a
     process that was killed after the first of the client's groups."""
 
-    def bench(folder: Path | None = None) -> Bench:
+    def pair_trainer(folder: Path | None = None) -> PairTrainer:
         return make(size=12, max_tokens=20, cache=folder)[0]
 
-    def visits(bench: Bench, *clients: Any) -> list[Tensors]:
-        return [bench.train(tensors, phase(bench), rows, Key(7), parts).tensors for rows in clients]
+    def visits(pair_trainer: PairTrainer, *clients: Any) -> list[Tensors]:
+        return [
+            pair_trainer.train(tensors, phase(pair_trainer), rows, Key(7), parts).tensors for rows in clients
+        ]
 
     _, tensors, parts = make(size=12)
-    mine, others = visits(bench(), MINE, OTHERS)
-    swapped = visits(bench(), OTHERS, MINE)
+    mine, others = visits(pair_trainer(), MINE, OTHERS)
+    swapped = visits(pair_trainer(), OTHERS, MINE)
     assert mine.equal(swapped[1])
     assert others.equal(swapped[0])
-    asked = bench(tmp_path / "asked")
+    asked = pair_trainer(tmp_path / "asked")
     asked._ppo.refer(max(asked.groups(MINE, True), key=len)[1:], MINE)
     assert visits(asked, MINE)[0].equal(mine)
-    killed = bench(tmp_path / "killed")
+    killed = pair_trainer(tmp_path / "killed")
     look, calls = killed._ppo._view, []
 
     def dies(*args: Any) -> Any:
@@ -431,7 +437,7 @@ def test_who_asks_first_and_a_kill_change_no_bit(tmp_path: Path) -> None:
     killed._ppo._view = dies
     with pytest.raises(KeyboardInterrupt):
         visits(killed, MINE)
-    second = bench(tmp_path / "killed")
+    second = pair_trainer(tmp_path / "killed")
     rows = through(second)
     assert visits(second, MINE)[0].equal(mine)
     assert rows == [row for group in second.groups(MINE, True)[2:] for row in group.tolist()]

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.core import Privacy
-from prefed.evaluate.accuracy import all_over_clients, over_clients
-from prefed.evaluate.fairness import spread
-from prefed.progress import print_result
+from prefed.metrics.accuracy import all_over_clients, over_clients
+from prefed.metrics.fairness import spread
 from prefed.report import RunError, drawing, plots, read_run
 from prefed.report.page import render, write_page
+from prefed.report.result import print_result
 from prefed.report.tables import (
     clients_table,
     comparison_table,

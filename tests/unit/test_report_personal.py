@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from finished import CLIENTS, write_run
-from prefed.evaluate.accuracy import over_clients
+from prefed.metrics.accuracy import over_clients
 from prefed.report import plots, read_run
 from prefed.report.page import render
 from prefed.report.tables import reward_table

@@ -82,7 +82,7 @@ def bert(folder: Path, labels: int = 1, seed: int = 0, **options: Any) -> Path:
     return folder
 
 
-class Store:
+class RunWriter:
     """Records in memory."""
 
     fingerprint = "0" * 64
@@ -97,7 +97,7 @@ class Store:
         return self.records[index]
 
 
-RECORDS = Store([Record("a b c", "d e", "f"), Record("g", "h i j", "k l m n"), Record("o p", "q", "r s")])
+RECORDS = RunWriter([Record("a b c", "d e", "f"), Record("g", "h i j", "k l m n"), Record("o p", "q", "r s")])
 ALL = np.arange(3)
 
 

@@ -64,12 +64,12 @@ for name in METHODS:
 def test_what_is_imported_later_is_the_library_itself():
     import torch
 
-    from prefed.core import later
+    from prefed.core import lazy
 
-    assert later.torch.Tensor is torch.Tensor
-    assert later.F.logsigmoid is torch.nn.functional.logsigmoid
+    assert lazy.torch.Tensor is torch.Tensor
+    assert lazy.F.logsigmoid is torch.nn.functional.logsigmoid
     with pytest.raises(AttributeError, match="tensors"):
-        _ = later.torch.tensors
+        _ = lazy.torch.tensors
 
 
 @pytest.mark.parametrize("package", ["data", "models"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from prefed import files
 from prefed.core import State
-from prefed.store import Checkpoint, Store, StoreError, client_file
+from prefed.store import RunReader, RunWriter, StoreError, client_file
 from prefed.wire import encode
 
 
@@ -32,7 +32,7 @@ def state(value):
 
 def play(path, rounds, resume=False):
     """Two clients visited in turn; every value says the round it was written in."""
-    with Store(path, resume=resume) as store:
+    with RunWriter(path, resume=resume) as store:
         store.write_config("seed = 1\n")
         store.begin(state(0), {"data": "x"})
         for number in range(store.round + 1, rounds + 1):
@@ -64,7 +64,7 @@ def test_only_the_last_versions_stay(tmp_path):
         "rounds.jsonl",
         "summary.json",
     ]
-    seen = Checkpoint(tmp_path / "run")
+    seen = RunReader(tmp_path / "run")
     assert seen.server().values["value"] == 3
     assert seen.client("even").values["value"] == 2
     assert seen.client("nobody") is None
@@ -118,7 +118,7 @@ def test_a_crash_at_any_file_operation_loses_at_most_the_round(tmp_path, monkeyp
             monkeypatch.setattr(files, "os", os)
         # A reader between the crash and the repair sees a whole round.
         if (run / "checkpoint/COMMIT.json").exists():
-            seen = Checkpoint(run)
+            seen = RunReader(run)
             number = seen.commit.round
             assert seen.server().values["value"] == number
             assert [record["round"] for record in seen.rounds()] == list(range(1, number + 1))
@@ -147,7 +147,7 @@ def test_a_crash_while_repairing_is_repaired(tmp_path, monkeypatch):
 def test_a_full_directory_is_refused_with_advice(tmp_path):
     play(tmp_path / "run", 1)
     with pytest.raises(StoreError, match=r"not empty; --resume goes on .* another --out"):
-        Store(tmp_path / "run")
+        RunWriter(tmp_path / "run")
 
 
 def test_somebody_elses_directory_is_left_alone(tmp_path):
@@ -155,7 +155,7 @@ def test_somebody_elses_directory_is_left_alone(tmp_path):
     (tmp_path / "letters/dear.txt").write_text("hello")
     for resume in (False, True):
         with pytest.raises(StoreError, match=r"holds no run, but 'dear.txt'; choose another --out"):
-            Store(tmp_path / "letters", resume=resume)
+            RunWriter(tmp_path / "letters", resume=resume)
     assert list((tmp_path / "letters").iterdir()) == [tmp_path / "letters/dear.txt"]
 
 
@@ -163,28 +163,28 @@ def test_a_start_that_failed_may_be_started_again(tmp_path):
     """Before the first commit there is an experiment and a cache; an experiment alone may be anybody's."""
     for resume in (False, True):
         run = tmp_path / str(resume)
-        with Store(run) as store:
+        with RunWriter(run) as store:
             store.write_config("seed = 2\n")
         (run / "cache").mkdir()
         play(run, 1, resume)
-        assert Checkpoint(run).config() == {"seed": 1}
+        assert RunReader(run).config() == {"seed": 1}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.toml").write_text("seed = 2\n")
     for resume in (False, True):
         with pytest.raises(StoreError, match=r"holds no run, but 'config.toml'"):
-            Store(tmp_path / "mine", resume=resume)
+            RunWriter(tmp_path / "mine", resume=resume)
 
 
 def test_resuming_nothing_is_refused_with_the_runs_beside_it(tmp_path):
     """A mistyped directory, one that is empty, and one among runs of other names; nothing is made there."""
     with pytest.raises(StoreError, match=r"mine holds no run to resume; without --resume a new one starts"):
-        Store(tmp_path / "mine", resume=True)
+        RunWriter(tmp_path / "mine", resume=True)
     play(tmp_path / "ward-a", 1)
     (tmp_path / "ward").mkdir()
     with pytest.raises(StoreError, match=rf"no run to resume; did you mean {tmp_path}/ward-a\?; without"):
-        Store(tmp_path / "ward", resume=True)
+        RunWriter(tmp_path / "ward", resume=True)
     with pytest.raises(StoreError, match=r"no run to resume \(the runs beside it: ward-a\); without"):
-        Store(tmp_path / "mine", resume=True)
+        RunWriter(tmp_path / "mine", resume=True)
     assert {path.name for path in tmp_path.iterdir()} == {"ward", "ward-a"}
     assert not list((tmp_path / "ward").iterdir())
 
@@ -199,7 +199,7 @@ def test_a_process_killed_as_it_made_its_directory_is_resumed(tmp_path):
     (tmp_path / "d/checkpoint").mkdir(parents=True)
     (tmp_path / "d/dear.txt").write_text("hello")
     with pytest.raises(StoreError, match=r"holds no run, but 'dear.txt'"):
-        Store(tmp_path / "d", resume=True)
+        RunWriter(tmp_path / "d", resume=True)
 
 
 def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path, monkeypatch):
@@ -210,7 +210,7 @@ def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path, monkeypa
 
     monkeypatch.setattr(fcntl, "flock", none)
     with pytest.raises(StoreError, match=r"cannot be kept to one process \(No locks available\)"):
-        Store(tmp_path / "run")
+        RunWriter(tmp_path / "run")
 
 
 def test_a_run_that_lost_its_checkpoint_is_told_so(tmp_path):
@@ -218,13 +218,13 @@ def test_a_run_that_lost_its_checkpoint_is_told_so(tmp_path):
     (tmp_path / "run/checkpoint").rename(tmp_path / "elsewhere")
     for resume in (False, True):
         with pytest.raises(StoreError, match=r"has lost its checkpoint/.*put it back"):
-            Store(tmp_path / "run", resume=resume)
+            RunWriter(tmp_path / "run", resume=resume)
 
 
 def test_killed_before_the_first_commit_it_is_still_a_run(tmp_path, monkeypatch):
     """Without a config.toml too: what lies there is the store's own."""
     monkeypatch.setattr(files, "os", Failing(8))
-    with Store(tmp_path / "run") as store, pytest.raises(Crash):
+    with RunWriter(tmp_path / "run") as store, pytest.raises(Crash):
         store.begin(state(0), {})
     monkeypatch.setattr(files, "os", os)
     assert list((tmp_path / "run/checkpoint").glob("server@*.safetensors"))
@@ -235,13 +235,13 @@ def test_killed_before_the_first_commit_it_is_still_a_run(tmp_path, monkeypatch)
 def test_two_stores_in_one_directory(tmp_path):
     play(tmp_path / "run", 1)
     ours = f"in use by process {os.getpid()} on "
-    with Store(tmp_path / "run", resume=True), pytest.raises(StoreError, match=ours):
-        Store(tmp_path / "run", resume=True)
+    with RunWriter(tmp_path / "run", resume=True), pytest.raises(StoreError, match=ours):
+        RunWriter(tmp_path / "run", resume=True)
     play(tmp_path / "run", 2, resume=True)
 
 
 def hold(path, ready):
-    with Store(path, resume=True):
+    with RunWriter(path, resume=True):
         ready.set()
         signal.pause()
 
@@ -255,7 +255,7 @@ def test_a_killed_process_holds_nothing(tmp_path):
     holder.start()
     assert ready.wait(30)
     with pytest.raises(StoreError, match=f"process {holder.pid}"):
-        Store(tmp_path / "run", resume=True)
+        RunWriter(tmp_path / "run", resume=True)
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
     play(tmp_path / "run", 2, resume=True)
@@ -263,7 +263,10 @@ def test_a_killed_process_holds_nothing(tmp_path):
 
 def test_other_data_is_not_resumed(tmp_path):
     play(tmp_path / "run", 1)
-    with Store(tmp_path / "run", resume=True) as store, pytest.raises(StoreError, match="its data changed"):
+    with (
+        RunWriter(tmp_path / "run", resume=True) as store,
+        pytest.raises(StoreError, match="its data changed"),
+    ):
         store.begin(state(0), {"data": "y"})
 
 
@@ -286,7 +289,7 @@ def test_damage_is_named(tmp_path, file, damage, words):
     play(tmp_path / "run", 2)
     damage(tmp_path / "run" / file)
     with pytest.raises(StoreError, match=words):
-        Store(tmp_path / "run", resume=True)
+        RunWriter(tmp_path / "run", resume=True)
 
 
 def earlier(path, *lacks):
@@ -304,8 +307,8 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, more):
     path = tmp_path / "run/checkpoint/COMMIT.json"
     held = earlier(path, "digest", "digests", "settings", *more)
     assert held["private"] == {"both": 2, "odd": 1, "even": 2}
-    assert Checkpoint(tmp_path / "run").client("odd").values["value"] == 1
-    assert Checkpoint(tmp_path / "run").client("nobody") is None
+    assert RunReader(tmp_path / "run").client("odd").values["value"] == 1
+    assert RunReader(tmp_path / "run").client("nobody") is None
     play(tmp_path / "run", 3, resume=True)
     now = json.loads(path.read_text())
     assert now["private"] == {"both": 3, "odd": 3, "even": 2}
@@ -320,7 +323,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, more):
     even = tmp_path / "run/checkpoint/clients/even@000002.safetensors"
     even.write_bytes(even.read_bytes()[:-3])
     with pytest.raises(StoreError, match=r"even@000002.safetensors is damaged: not a prefed message"):
-        Checkpoint(tmp_path / "run").client("even")
+        RunReader(tmp_path / "run").client("even")
 
 
 def test_damage_takes_nothing_else_away(tmp_path):
@@ -331,19 +334,19 @@ def test_damage_takes_nothing_else_away(tmp_path):
     lost.rename(lost.with_name("even@000001.safetensors"))
     for _ in range(2):
         with pytest.raises(StoreError, match="put back"):
-            Store(tmp_path / "run", resume=True)
+            RunWriter(tmp_path / "run", resume=True)
     assert lost.with_name("even@000001.safetensors").read_bytes() == data
     with pytest.raises(StoreError, match=r"even@000002.safetensors is missing"):
-        Checkpoint(tmp_path / "run").client("even")
+        RunReader(tmp_path / "run").client("even")
     lost.write_bytes(data)
-    Store(tmp_path / "run", resume=True).close()
+    RunWriter(tmp_path / "run", resume=True).close()
     assert content(tmp_path / "run") == before
 
 
 def test_a_reader_follows_a_run_that_goes_on(tmp_path):
     """Versions that it knows of are deleted under it: it reads the newer ones."""
     play(tmp_path / "run", 2)
-    seen = Checkpoint(tmp_path / "run")
+    seen = RunReader(tmp_path / "run")
     play(tmp_path / "run", 5, resume=True)
     assert seen.client("both").values["value"] == 5
     assert seen.client("even").values["value"] == 4
@@ -352,13 +355,13 @@ def test_a_reader_follows_a_run_that_goes_on(tmp_path):
 
 def test_one_record_is_in_memory_at_a_time(tmp_path):
     """40 records of some 25 kB, of which an open store holds the last alone: far less than their 1 MB."""
-    with Store(tmp_path / "run") as store:
+    with RunWriter(tmp_path / "run") as store:
         store.begin(state(0), {})
         for number in range(1, 41):
             store.finish_round(state(number), {"round": number, "figures": [0.1 + number] * 5000}, {})
         assert store.last["round"] == 40
     tracemalloc.start()
-    with Store(tmp_path / "run", resume=True) as store:
+    with RunWriter(tmp_path / "run", resume=True) as store:
         most = tracemalloc.get_traced_memory()[1]
         assert store.last["round"] == 40
     tracemalloc.stop()
@@ -369,7 +372,7 @@ def test_one_record_is_in_memory_at_a_time(tmp_path):
 def test_a_client_is_found_without_listing_the_folder(tmp_path, monkeypatch):
     play(tmp_path / "run", 2)
     monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"{path} is listed"))
-    assert Checkpoint(tmp_path / "run").client("odd").values["value"] == 1
+    assert RunReader(tmp_path / "run").client("odd").values["value"] == 1
 
 
 @given(st.lists(st.text(max_size=300), unique=True, min_size=2, max_size=5))
@@ -383,7 +386,7 @@ def test_client_files_differ_even_where_case_is_ignored(clients):
 
 def test_records_are_strict_json(tmp_path):
     """NaN is no JSON: what is not finite becomes null."""
-    with Store(tmp_path / "run") as store:
+    with RunWriter(tmp_path / "run") as store:
         store.begin(state(0), {})
         store.finish_round(state(1), {"round": 1, "loss": float("nan"), "x": [float("inf"), 1.5]}, {})
     line = (tmp_path / "run/rounds.jsonl").read_text()
@@ -408,7 +411,7 @@ def test_a_run_that_lost_its_commit_is_damaged_and_not_begun_again(tmp_path):
     before = content(tmp_path / "run")
     (tmp_path / "run/checkpoint/COMMIT.json").unlink()
     with pytest.raises(StoreError, match=r"COMMIT\.json is missing; put it back"):
-        Store(tmp_path / "run", resume=True)
+        RunWriter(tmp_path / "run", resume=True)
     before.pop("checkpoint/COMMIT.json")
     assert content(tmp_path / "run") == before
 
@@ -419,11 +422,11 @@ def test_a_link_in_a_run_directory_is_not_written_through(tmp_path):
     mine.write_text("mine")
     for number, name in enumerate(("checkpoint/LOCK", "config.toml.partial", "rounds.jsonl")):
         run = tmp_path / str(number)
-        with Store(run) as store:
+        with RunWriter(run) as store:
             store.begin(b"", {})
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(mine)
-        with contextlib.suppress(OSError, StoreError), Store(run, resume=True) as store:
+        with contextlib.suppress(OSError, StoreError), RunWriter(run, resume=True) as store:
             store.write_config("seed = 1")
             store.finish_round(b"", {"round": 1}, {})
         assert mine.read_text() == "mine"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import prefed
-import prefed.experiment
+import prefed.runs.run
 from prefed.config import ConfigError, load, to_toml
 
 HERE = Path(__file__).resolve().parents[2] / "experiments"
@@ -308,7 +308,7 @@ def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(sweep, tmp_pa
         (out / "summary.json").write_text("{}")
 
     monkeypatch.setattr(sweep, "code", lambda: next(code))
-    monkeypatch.setattr(prefed.experiment, "run", fake)
+    monkeypatch.setattr(prefed.runs.run, "run", fake)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             sweep.finished(asked)

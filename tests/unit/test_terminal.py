@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 
 from finished import write_run
 from prefed.cli import app
-from prefed.commands.generate import _print
-from prefed.data.survey import print_survey, survey
-from prefed.progress import print_result, standard_output
+from prefed.cli.errors import reported
+from prefed.cli.generate import _print
+from prefed.data.statistics import print_survey, survey
 from prefed.report import read_run
+from prefed.report.result import print_result
 from prefed.report.tables import clients_table, comparison_table, differences_table
-from prefed.reported import reported
+from prefed.trackers.terminal import standard_output
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
 
@@ -58,7 +59,7 @@ def test_a_result_in_80_columns():
 
 def test_a_survey_in_80_columns(tmp_path):
     """Headers and lengths of four digits whole beside long ids and categories."""
-    from tests.unit.test_data_survey import build
+    from tests.unit.test_data_statistics import build
 
     rows = [
         {"prompt": f"{'p' * 1500}{k}", "chosen": f"{'c' * 1200}{k}", "rejected": "r", "worker": name}

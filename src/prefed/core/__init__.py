@@ -1,9 +1,10 @@
 """The nouns: tensors, owners, keys, phases, messages, methods. Imports nothing else of prefed."""
 
+from prefed.core.callback import Callback, Callbacks
 from prefed.core.key import Key
-from prefed.core.method import POOLED, Exchange, Method, Round, Visit
-from prefed.core.parts import Owner, Parts
-from prefed.core.phase import Moments, Objective, Optimizer, Penalty, Phase, Proximal, Trained
+from prefed.core.method import POOLED, ClientTrainer, Exchange, Method, Round
+from prefed.core.ownership import Owner, Ownership
+from prefed.core.phase import Moments, Objective, Optimizer, Penalty, Phase, PhaseResult, Proximal
 from prefed.core.privacy import UNBOUNDED, Privacy
 from prefed.core.state import OPTIMIZER, Download, Plain, State, Upload
 from prefed.core.tensors import Entry, Layout, Tensors
@@ -12,6 +13,9 @@ __all__ = [
     "OPTIMIZER",
     "POOLED",
     "UNBOUNDED",
+    "Callback",
+    "Callbacks",
+    "ClientTrainer",
     "Download",
     "Entry",
     "Exchange",
@@ -22,16 +26,15 @@ __all__ = [
     "Objective",
     "Optimizer",
     "Owner",
-    "Parts",
+    "Ownership",
     "Penalty",
     "Phase",
+    "PhaseResult",
     "Plain",
     "Privacy",
     "Proximal",
     "Round",
     "State",
     "Tensors",
-    "Trained",
     "Upload",
-    "Visit",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from prefed.core.later import np, torch
+from prefed.core.lazy import np, torch
 
 __all__ = ["Key"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from prefed.core.key import Key
-from prefed.core.parts import Parts
-from prefed.core.phase import Objective, Phase, Trained
+from prefed.core.ownership import Ownership
+from prefed.core.phase import Objective, Phase, PhaseResult
 from prefed.core.privacy import UNBOUNDED, Privacy
 from prefed.core.state import Download, State, Upload
 from prefed.core.tensors import Layout, Tensors
 
-__all__ = ["POOLED", "Exchange", "Method", "Round", "Visit"]
+__all__ = ["POOLED", "ClientTrainer", "Exchange", "Method", "Round"]
 
 POOLED = "pooled"
 """The one client of a method that trains on everybody's pairs."""
@@ -38,10 +38,10 @@ class Round:
     privacy: Privacy = UNBOUNDED
 
 
-class Visit(Protocol):
+class ClientTrainer(Protocol):
     """What a method's work sees of a client: its data through losses, never as text.
 
-    Engines provide it; :class:`prefed.train.Desk` is the one over a real bench.
+    Engines provide it; :class:`prefed.train.ClientPairTrainer` is the one over a real bench.
     """
 
     @property
@@ -61,14 +61,14 @@ class Visit(Protocol):
         """Randomness of this client in this round and exchange."""
 
     @property
-    def parts(self) -> Parts:
+    def ownership(self) -> Ownership:
         """Who owns which tensor."""
 
     @property
     def initial(self) -> Tensors:
         """The tensors that every client starts from; they hold the values of frozen tensors."""
 
-    def train(self, tensors: Tensors, phase: Phase) -> Trained:
+    def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
         """Run ``phase`` from ``tensors`` (the model's full layout) on the client's training pairs."""
 
     def gradient(
@@ -113,7 +113,7 @@ class Exchange:
 
     name: str
     send: Callable[[State, str], Download]
-    work: Callable[[Visit, State, Download], tuple[Upload, State]]
+    work: Callable[[ClientTrainer, State, Download], tuple[Upload, State]]
     merge: Callable[[State, Sequence[Upload], Round], State]
     to: Literal["cohort", "all"] = "cohort"
     due: Callable[[int], bool] = lambda number: True
@@ -137,7 +137,7 @@ class Method:
     Attributes:
         name: as in ``[method] name``.
         source: where it comes from: paper and equation or algorithm.
-        parts: an owner for every tensor of the model.
+        ownership: an owner for every tensor of the model.
         init_server: initial tensors (full layout) → the server's first state.
         init_client: initial tensors and client id → that client's first private state.
         exchanges: in the order in which a round runs them.
@@ -157,13 +157,13 @@ class Method:
 
     name: str
     source: str
-    parts: Parts
+    ownership: Ownership
     init_server: Callable[[Tensors], State]
     init_client: Callable[[Tensors, str], State]
     exchanges: tuple[Exchange, ...]
     publish: Callable[[State, str], Download]
-    predict: Callable[[Visit, State, Download], Tensors]
-    adapt: Callable[[Visit, Download, int], Tensors] | None = None
+    predict: Callable[[ClientTrainer, State, Download], Tensors]
+    adapt: Callable[[ClientTrainer, Download, int], Tensors] | None = None
     pooled: bool = False
     personal: bool = False
     reward_weight: Callable[[State, int], float] = lambda private, number: 1.0

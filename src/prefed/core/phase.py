@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from prefed.core.parts import Owner, Parts
+from prefed.core.ownership import Owner, Ownership
 from prefed.core.tensors import Tensors
 
-__all__ = ["Moments", "Objective", "Optimizer", "Penalty", "Phase", "Proximal", "Trained"]
+__all__ = ["Moments", "Objective", "Optimizer", "Penalty", "Phase", "PhaseResult", "Proximal"]
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ class Phase:
         if not self.train:
             raise ValueError(f"phase {self.name!r} trains nothing")
 
-    def check(self, parts: Parts) -> Phase:
+    def check(self, ownership: Ownership) -> Phase:
         """This phase, if all it trains may be trained.
 
         Raises:
             ValueError: it would train a frozen tensor or one the model does not have.
         """
-        allowed = set(parts.names(Owner.SHARED, Owner.PERSONAL))
+        allowed = set(ownership.names(Owner.SHARED, Owner.PERSONAL))
         refused = [name for name in self.train if name not in allowed]
         if refused:
             raise ValueError(f"phase {self.name!r} would train what is frozen: {', '.join(refused)}")
@@ -135,7 +135,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Trained:
+class PhaseResult:
     """What a phase gives back.
 
     Attributes:

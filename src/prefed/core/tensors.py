@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 
 __all__ = ["Entry", "Layout", "Tensors"]
 

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from prefed.core.later import names
+from prefed.core.lazy import names
 
 if TYPE_CHECKING:
-    from prefed.data.build import federate
+    from prefed.data.build import build_dataset
     from prefed.data.config import Columns, DataConfig, Partition, Source, resolve
+    from prefed.data.dataset import ClientData, FederatedDataset, Report
     from prefed.data.errors import DataError, OtherDataError
-    from prefed.data.federation import ClientData, Federation, Report
     from prefed.data.record import Message, Prompt, Record
     from prefed.data.sources import FORMATS
     from prefed.data.templates import Template, dialogue
@@ -21,7 +21,7 @@ __all__ = [
     "Columns",
     "DataConfig",
     "DataError",
-    "Federation",
+    "FederatedDataset",
     "Message",
     "OtherDataError",
     "Pair",
@@ -33,18 +33,18 @@ __all__ = [
     "Template",
     "TokenSet",
     "TokenWriter",
+    "build_dataset",
     "dialogue",
-    "federate",
     "resolve",
 ]
 
 __getattr__ = names(
     __name__,
     {
-        "build": "federate",
+        "build": "build_dataset",
         "config": "Columns DataConfig Partition Source resolve",
         "errors": "DataError OtherDataError",
-        "federation": "ClientData Federation Report",
+        "dataset": "ClientData FederatedDataset Report",
         "record": "Message Prompt Record",
         "sources": "FORMATS",
         "templates": "Template dialogue",

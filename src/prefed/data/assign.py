@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core.key import Key
+from prefed.core.text import hidden
 from prefed.data import partition as deal
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin, Partition
 from prefed.data.errors import AbsentError, DataError
 from prefed.data.record import Record
-from prefed.visible import hidden
 
 __all__ = ["ROLES", "Assignment", "Rows", "assign", "label", "natural"]
 

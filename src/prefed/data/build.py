@@ -18,14 +18,14 @@ from prefed.core.key import Key
 from prefed.data import splits
 from prefed.data.assign import ROLES, Assignment, Rows, assign, label, natural
 from prefed.data.config import DataConfig
+from prefed.data.dataset import CLIENTS, FederatedDataset, Report, kept_clients
 from prefed.data.errors import AbsentError, DataError, OtherDataError, Problems, Where
-from prefed.data.federation import CLIENTS, Federation, Report, kept_clients
 from prefed.data.sources import Tally, origin, records
 from prefed.data.templates import Template, Tokenizer
 from prefed.data.tokens import MANIFEST
 from prefed.data.writer import TokenWriter, tokenizer_digest
 
-__all__ = ["federate"]
+__all__ = ["build_dataset"]
 
 _PARTIAL = ".partial"
 _GONE = -1
@@ -34,14 +34,14 @@ _EVERY = 100
 """Rows between two words of progress."""
 
 
-def federate(
+def build_dataset(
     config: DataConfig,
     tokenizer: Tokenizer,
     key: Key,
     folder: Path,
     base: Path | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Federation:
+) -> FederatedDataset:
     """Read, tokenise and divide the data, into ``folder``; or open what an equal call left there.
 
     Sources are streamed to disk: memory holds some 50 bytes a row. The folder appears whole or not at all.
@@ -70,7 +70,7 @@ def federate(
                 f"{folder} holds data made from other {' and '.join(changed)}; "
                 "use another folder, or delete this one"
             )
-        return Federation.open(folder)
+        return FederatedDataset.open(folder)
     partial = folder.with_name(folder.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     files.private(partial)
@@ -84,7 +84,7 @@ def federate(
         raise DataError(str(files.unwritten(folder, files.size_of(partial), error))) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Federation.open(folder)
+    return FederatedDataset.open(folder)
 
 
 def _inputs(config: DataConfig, tokenizer: Tokenizer, key: Key, base: Path | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from prefed.core.strict import Strict
-from prefed.visible import hidden
+from prefed.core.text import hidden
 
 __all__ = [
     "ByColumn",

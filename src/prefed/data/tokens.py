@@ -121,8 +121,8 @@ class TokenSet:
     def open(cls, folder: Path) -> TokenSet:
         """The set that a :class:`TokenWriter` finished in ``folder``.
 
-        Sizes alone are looked at here; :meth:`prefed.data.Federation.open` asks whether each file holds what
-        was written.
+        Sizes alone are looked at here; :meth:`prefed.data.FederatedDataset.open` asks whether each file
+        holds what was written.
 
         Raises:
             DataError: there is none, it is of another version, or a file is not of the size it should be.

@@ -1,25 +1,23 @@
 """Engines run any method; this one runs on one machine."""
 
-from prefed.engines.crew import Crew, InProcess
-from prefed.engines.job import POOLED, Job, Sizes, Workplace
-from prefed.engines.local import Local, Silent, Watcher
-from prefed.engines.visit import Answer, Task, attend
-from prefed.engines.workers import Recipe, WorkerError, Workers
+from prefed.engines.backend import Backend, InProcess
+from prefed.engines.job import POOLED, Job, Sizes, TrainerFactory
+from prefed.engines.processes import JobFactory, WorkerError, WorkerProcesses
+from prefed.engines.server_round import ServerRounds
+from prefed.engines.tasks import Task, TaskResult, run_task
 
 __all__ = [
     "POOLED",
-    "Answer",
-    "Crew",
+    "Backend",
     "InProcess",
     "Job",
-    "Local",
-    "Recipe",
-    "Silent",
+    "JobFactory",
+    "ServerRounds",
     "Sizes",
     "Task",
-    "Watcher",
+    "TaskResult",
+    "TrainerFactory",
     "WorkerError",
-    "Workers",
-    "Workplace",
-    "attend",
+    "WorkerProcesses",
+    "run_task",
 ]

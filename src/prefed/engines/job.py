@@ -13,18 +13,18 @@ import torch
 from prefed.core import (
     POOLED,
     UNBOUNDED,
+    ClientTrainer,
     Download,
     Key,
     Method,
-    Parts,
+    Ownership,
     Privacy,
     Round,
     Tensors,
-    Visit,
 )
-from prefed.evaluate.accuracy import PairScores
+from prefed.metrics.accuracy import PairScores
 
-__all__ = ["POOLED", "Job", "Sizes", "Workplace"]
+__all__ = ["POOLED", "Job", "Sizes", "TrainerFactory"]
 
 
 class Sizes(Protocol):
@@ -43,7 +43,7 @@ class Sizes(Protocol):
         """Pairs set apart for judging."""
 
 
-class Workplace(Protocol):
+class TrainerFactory(Protocol):
     """Where clients' data and a frozen model meet: one per process, for any number of clients."""
 
     @property
@@ -58,7 +58,7 @@ class Workplace(Protocol):
     def fingerprint(self) -> Mapping[str, str]:
         """Digests of what numbers depend on: the data and the model's start."""
 
-    def visit(self, client: str, now: Round, key: Key, parts: Parts) -> Visit:
+    def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
         """A visit to a client, :data:`POOLED` meaning all of them as one."""
 
     def score(self, client: str, tensors: Tensors, split: Literal["validation", "test"]) -> PairScores:
@@ -73,7 +73,7 @@ class Job:
     """A run, apart from where it runs and where it is kept.
 
     Attributes:
-        workplace: the data and the model.
+        trainers: the data and the model.
         method: what is run.
         seed: of every random draw.
         rounds: how many.
@@ -95,7 +95,7 @@ class Job:
             told, or a client has the name of all clients.
     """
 
-    workplace: Workplace
+    trainers: TrainerFactory
     method: Method
     seed: int
     rounds: int
@@ -111,8 +111,8 @@ class Job:
     privacy: Privacy = UNBOUNDED
 
     def __post_init__(self) -> None:
-        self.method.parts.check(self.workplace.initial.layout)
-        if self.method.pooled and POOLED in self.workplace.clients and len(self.workplace.clients) > 1:
+        self.method.ownership.check(self.trainers.initial.layout)
+        if self.method.pooled and POOLED in self.trainers.clients and len(self.trainers.clients) > 1:
             # Its pairs would be taken for everybody's.
             raise ValueError(
                 f"[method] {self.method.name} trains on all clients' pairs as one client named {POOLED!r}, "
@@ -124,7 +124,7 @@ class Job:
             raise ValueError(
                 f"[cohort] size = {self.cohort}, but only {len(self.members)} clients have training pairs"
             )
-        strangers = [client for client in self.unseen if client not in self.workplace.clients]
+        strangers = [client for client in self.unseen if client not in self.trainers.clients]
         if strangers:
             raise ValueError(f"[evaluate] unseen: there is no client {strangers[0]!r}")
         if not self.judges:
@@ -138,7 +138,7 @@ class Job:
 
     def _tell(self, judged: tuple[str, ...], what: str) -> None:
         """Refuse clients of whom none has pairs enough for a figure of its own."""
-        most = max((getattr(self.workplace.clients[client], self.split) for client in judged), default=None)
+        most = max((getattr(self.trainers.clients[client], self.split) for client in judged), default=None)
         if most is not None and not self.privacy.tells(most):
             raise ValueError(
                 f"[privacy] minimum_pairs = {self.privacy.minimum_pairs}: no {what} is judged on so many "
@@ -151,7 +151,7 @@ class Job:
         """Member → number of training pairs n_i."""
         sizes = {
             client: float(size.train)
-            for client, size in self.workplace.clients.items()
+            for client, size in self.trainers.clients.items()
             if size.train and client not in self.unseen
         }
         if self.method.pooled and len(sizes) > 1:
@@ -179,7 +179,7 @@ class Job:
 
     @property
     def _able(self) -> list[str]:
-        clients = self.workplace.clients
+        clients = self.trainers.clients
         return [client for client in sorted(clients) if getattr(clients[client], self.split)]
 
     @cached_property
@@ -193,7 +193,7 @@ class Job:
         Where nothing was published the model is the untouched one: what personal parts start from, such as
         a small random LoRA, is no part of a shared model.
         """
-        whole = self.workplace.initial if self.untouched is None else self.untouched
+        whole = self.trainers.initial if self.untouched is None else self.untouched
         for group in published.tensors.values():
             whole = whole.replace(group)
         return whole

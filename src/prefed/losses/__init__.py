@@ -5,10 +5,10 @@ from prefed.losses.kto import kto_pair
 from prefed.losses.logistic import cdpo, dpo, odpo, robust
 from prefed.losses.margin import hinge, ipo
 from prefed.losses.pdpo import pdpo
-from prefed.losses.recipe import Recipe
 from prefed.losses.reference_free import orpo, simpo
 from prefed.losses.registry import OBJECTIVES, PPO, Loss, objective, recipe
 from prefed.losses.sft import sft
+from prefed.losses.spec import ObjectiveSpec
 
 __all__ = [
     "OBJECTIVES",
@@ -16,7 +16,7 @@ __all__ = [
     "Batch",
     "Loss",
     "Losses",
-    "Recipe",
+    "ObjectiveSpec",
     "cdpo",
     "dpo",
     "hinge",

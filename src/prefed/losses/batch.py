@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeAlias
 
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ alone in both of its algorithms; here, as in DPO itself, β multiplies the whole
 
 from __future__ import annotations
 
-from prefed.core.later import F, torch
+from prefed.core.lazy import F, torch
 from prefed.losses.batch import Batch, Losses, pair_figures
 
 __all__ = ["cdpo", "dpo", "odpo", "robust"]

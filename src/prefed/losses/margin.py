@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 from prefed.losses.batch import Batch, Losses, pair_figures
 
 __all__ = ["hinge", "ipo"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 from prefed.losses.batch import Losses
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from prefed.core.later import F, torch
+from prefed.core.lazy import F, torch
 from prefed.losses.batch import Batch, Losses, pair_figures
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from prefed.losses.kto import kto_pair
 from prefed.losses.logistic import cdpo, dpo, odpo, robust
 from prefed.losses.margin import hinge, ipo
 from prefed.losses.pdpo import pdpo
-from prefed.losses.recipe import Recipe
 from prefed.losses.reference_free import orpo, simpo
 from prefed.losses.sft import sft
+from prefed.losses.spec import ObjectiveSpec
 
-__all__ = ["OBJECTIVES", "PPO", "Loss", "Recipe", "objective", "recipe"]
+__all__ = ["OBJECTIVES", "PPO", "Loss", "ObjectiveSpec", "objective", "recipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(Recipe):
+class Loss(ObjectiveSpec):
     """An objective on preference pairs: a pure function of a batch's log-probabilities, and what it needs.
 
     Calling it checks the settings and fills in the defaults; the pure functions have none.
@@ -140,7 +140,7 @@ OBJECTIVES: Mapping[str, Loss] = MappingProxyType(
 )
 """Name → objective. β is 0.1 unless given, DPO's usual value; SimPO's, on averages per token, is 2."""
 
-PPO = Recipe(
+PPO = ObjectiveSpec(
     "ppo",
     "PPO, arXiv:1707.06347, offline on preference pairs: FedPDPO, arXiv:2603.19741, D.3.1",
     {
@@ -180,7 +180,7 @@ def objective(name: str) -> Loss:
     return OBJECTIVES[name]
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str) -> ObjectiveSpec:
     """The settings of any objective, :data:`PPO` among them.
 
     Raises:

@@ -1,5 +1,6 @@
 """Turning uploads into the next model: means, robust rules, LoRA-aware rules, server optimisers."""
 
+from prefed.merge.aggregator import FIGURES, Aggregator, Weigh
 from prefed.merge.alignment import alignment_weights
 from prefed.merge.attention import (
     Coefficients,
@@ -11,16 +12,15 @@ from prefed.merge.attention import (
 from prefed.merge.checks import BadUpload, TooFewUploads, check, length, proportion
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
 from prefed.merge.means import ordered
-from prefed.merge.merger import FIGURES, Merger, Weigh
 from prefed.merge.robust import clip_norms, coordinate_median, krum, krum_scores, multi_krum, trimmed_mean
 
 __all__ = [
     "FIGURES",
+    "Aggregator",
     "BadUpload",
     "Coefficients",
     "LoraRule",
     "MergeConfig",
-    "Merger",
     "ServerOptimizer",
     "Staleness",
     "TooFewUploads",

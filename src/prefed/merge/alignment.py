@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prefed.core import Tensors
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 from prefed.merge.flat import gram
 
 __all__ = ["alignment_weights"]

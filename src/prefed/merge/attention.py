@@ -1,7 +1,7 @@
 """FedAMP: each client receives its own mixture of all clients' models (Huang et al. 2021, arXiv:2007.03797).
 
 Both forms give coefficients, client → client → weight, each row summing to 1;
-:meth:`prefed.merge.Merger.blend` applies them.
+:meth:`prefed.merge.Aggregator.blend` applies them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from prefed.core import Tensors
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 from prefed.merge.flat import gram
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from prefed.core import Layout, Tensors, Upload
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 
 __all__ = ["BadUpload", "TooFewUploads", "check", "length", "proportion"]
 

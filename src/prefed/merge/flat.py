@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prefed.core import Tensors
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefed.core import Entry, Layout, Owner, Tensors
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 from prefed.merge.config import LoraRule
 from prefed.merge.flat import combine
 

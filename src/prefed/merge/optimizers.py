@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prefed.core import Tensors
-from prefed.core.later import torch
+from prefed.core.lazy import torch
 from prefed.merge.config import ServerOptimizer
 
 __all__ = ["slots", "step"]

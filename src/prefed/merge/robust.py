@@ -1,6 +1,6 @@
 """Rules that withstand some clients sending nonsense.
 
-All take the uploads' tensors in one order (the merger sorts by client id) and treat clients alike,
+All take the uploads' tensors in one order (the aggregator sorts by client id) and treat clients alike,
 whatever the size of their data: a liar also chooses what size to claim.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prefed.core import Tensors
-from prefed.core.later import np, torch
+from prefed.core.lazy import np, torch
 from prefed.merge.checks import TooFewUploads
 from prefed.merge.flat import combine, gram, pieces
 

@@ -6,9 +6,9 @@ the pool, so that its rounds and steps are counted as a federation's are.
 
 from __future__ import annotations
 
-from prefed.core import Download, Exchange, Layout, Method, State, Upload, Visit
-from prefed.merge import MergeConfig, Merger
-from prefed.methods.common import LocalSettings, Plan, lora_only
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Upload
+from prefed.merge import Aggregator, MergeConfig
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -22,14 +22,14 @@ class Settings(LocalSettings):
 needs = lora_only
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
-    """Centralised DPO over ``layout``. The mean of one upload is that upload: ``merger`` has no say."""
-    plan = Plan.of(settings, Merger(MergeConfig(), layout, merger.scaling), rounds)
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
+    """Centralised DPO over ``layout``. The mean of one upload is that upload: ``aggregator`` has no say."""
+    fedavg = FedAvgBase.of(settings, Aggregator(MergeConfig(), layout, aggregator.scaling), rounds)
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = plan.start(visit, private, download)
-        trained = visit.train(start, plan.phase(visit, download))
-        return plan.upload(visit, trained), private
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = fedavg.start(trainer, private, download)
+        trained = trainer.train(start, fedavg.phase(trainer, download))
+        return fedavg.upload(trainer, trained), private
 
-    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method("centralized", SOURCE, train, pooled=True)
+    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    return fedavg.method("centralized", SOURCE, train, pooled=True)

@@ -14,10 +14,21 @@ from functools import partial
 
 from pydantic import Field
 
-from prefed.core import Download, Exchange, Layout, Method, Owner, Proximal, State, Tensors, Upload, Visit
-from prefed.merge import Merger
-from prefed.methods.common import LocalSettings, Plan, lora_only
-from prefed.methods.settings import TwoPhaseSettings
+from prefed.core import (
+    ClientTrainer,
+    Download,
+    Exchange,
+    Layout,
+    Method,
+    Owner,
+    Proximal,
+    State,
+    Tensors,
+    Upload,
+)
+from prefed.merge import Aggregator
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
+from prefed.methods.base.settings import TwoPhaseSettings
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -33,37 +44,37 @@ class Settings(TwoPhaseSettings, LocalSettings):
 needs = lora_only
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """Ditto over ``layout``."""
-    plan = Plan.of(settings, merger, rounds)
-    moving = (*plan.learnt, *plan.parts.names(Owner.PERSONAL))
-    own = (*plan.common, *plan.parts.names(Owner.PERSONAL))
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
+    moving = (*fedavg.learnt, *fedavg.ownership.names(Owner.PERSONAL))
+    own = (*fedavg.common, *fedavg.ownership.names(Owner.PERSONAL))
 
     def mine(private: State, common: Tensors) -> Tensors:
         """v_i put into the model ``common``; that itself before the client's first visit."""
         return common.replace(private.tensors["own"]) if "own" in private.tensors else common
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        received = plan.start(visit, private, download)
-        trained = visit.train(received, plan.phase(visit, download))
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        received = fedavg.start(trainer, private, download)
+        trained = trainer.train(received, fedavg.phase(trainer, download))
         steps, epochs = settings.personal_length()
-        second = plan.phase(
-            visit,
+        second = fedavg.phase(
+            trainer,
             download,
             "personal",
             train=moving,
             lr=settings.personal_lr,
             steps=steps,
             epochs=epochs,
-            proximal=Proximal(settings.lam, to=received.select(plan.learnt)) if settings.lam else None,
+            proximal=Proximal(settings.lam, to=received.select(fedavg.learnt)) if settings.lam else None,
         )
-        after = visit.train(mine(private, received), second)
-        kept = plan.keep(private, trained.tensors).update({"own": after.tensors.select(own)})
-        return plan.upload(visit, trained), kept
+        after = trainer.train(mine(private, received), second)
+        kept = fedavg.keep(private, trained.tensors).update({"own": after.tensors.select(own)})
+        return fedavg.upload(trainer, trained), kept
 
-    def predict(visit: Visit, private: State, published: Download) -> Tensors:
-        return mine(private, plan.start(visit, private, published))
+    def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        return mine(private, fedavg.start(trainer, private, published))
 
-    adapt = partial(plan.adapt, lr=settings.personal_lr, pull=settings.lam)
-    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method("ditto", SOURCE, train, predict=predict, adapt=adapt, personal=True)
+    adapt = partial(fedavg.adapt, lr=settings.personal_lr, pull=settings.lam)
+    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    return fedavg.method("ditto", SOURCE, train, predict=predict, adapt=adapt, personal=True)

@@ -20,11 +20,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from prefed.core import Download, Exchange, Layout, Method, State, Tensors, Upload, Visit
-from prefed.core.later import torch
-from prefed.merge import Merger
-from prefed.methods.common import LocalSettings, Plan, lora_only
-from prefed.methods.settings import PersonalSettings
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Tensors, Upload
+from prefed.core.lazy import torch
+from prefed.merge import Aggregator
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
+from prefed.methods.base.settings import PersonalSettings
 
 __all__ = ["SOURCE", "Settings", "block_weights", "build", "needs"]
 
@@ -57,11 +57,11 @@ class Settings(PersonalSettings, LocalSettings):
 needs = lora_only
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedALA over ``layout``."""
-    plan = Plan.of(settings, merger, rounds)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
     width, count = settings.batches()
-    groups = _groups(settings, layout.select(plan.common))
+    groups = _groups(settings, layout.select(fedavg.common))
     each = settings.grain == "element"
 
     def mixed(private: State, received: Tensors) -> Tensors:
@@ -73,14 +73,14 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         inside = torch.lerp(own.flat, received.select(own).flat, weights.flat)
         return received.replace(Tensors(own.layout, inside))
 
-    def learn(visit: Visit, private: State, received: Tensors) -> State:
+    def learn(trainer: ClientTrainer, private: State, received: Tensors) -> State:
         """The private state with its weights fitted to the client's pairs."""
         if "own" not in private.tensors:
             return private
-        gap = received.select(plan.common) - private.tensors["own"]
+        gap = received.select(fedavg.common) - private.tensors["own"]
         first = "weighed" not in private.values
         for step in range(settings.first_weight_steps if first else settings.weight_steps):
-            slope, _ = visit.gradient(
+            slope, _ = trainer.gradient(
                 mixed(private, received), settings.goal(), batch_size=width * count, name=f"weights/{step}"
             )
             step_down = _pooled(slope.select(gap) * gap, groups, each) * settings.weight_lr
@@ -88,23 +88,23 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
             private = private.update({"weights": Tensors(weights.layout, weights.flat.clamp(0, 1))})
         return private.update(values={"weighed": True})
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        received = plan.start(visit, private, download)
-        private = learn(visit, private, received)
-        trained = visit.train(mixed(private, received), plan.phase(visit, download))
-        own = trained.tensors.select(plan.common)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        received = fedavg.start(trainer, private, download)
+        private = learn(trainer, private, received)
+        trained = trainer.train(mixed(private, received), fedavg.phase(trainer, download))
+        own = trained.tensors.select(fedavg.common)
         weights = private.tensors.get("weights", Tensors(own.layout, torch.ones_like(own.flat)))
-        kept = plan.keep(private, trained.tensors).update({"own": own, "weights": weights})
-        return plan.upload(visit, trained), kept
+        kept = fedavg.keep(private, trained.tensors).update({"own": own, "weights": weights})
+        return fedavg.upload(trainer, trained), kept
 
-    def predict(visit: Visit, private: State, published: Download) -> Tensors:
-        received = plan.start(visit, private, published)
+    def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        received = fedavg.start(trainer, private, published)
         # What is learnt here is for this prediction alone: the client's state changes in visits only.
-        known = learn(visit, private, received) if settings.relearn and visit.size else private
+        known = learn(trainer, private, received) if settings.relearn and trainer.size else private
         return mixed(known, received)
 
-    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method(
+    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    return fedavg.method(
         "fedala",
         SOURCE,
         train,

@@ -20,6 +20,7 @@ from typing import Literal, cast
 from pydantic import Field
 
 from prefed.core import (
+    ClientTrainer,
     Download,
     Exchange,
     Layout,
@@ -30,10 +31,9 @@ from prefed.core import (
     State,
     Tensors,
     Upload,
-    Visit,
 )
 from prefed.merge import (
-    Merger,
+    Aggregator,
     distance_attention,
     largest_alpha,
     lora,
@@ -41,9 +41,9 @@ from prefed.merge import (
     similarity_attention,
     spread,
 )
-from prefed.methods import ppo, schedule
-from prefed.methods.common import Plan
-from prefed.methods.settings import PersonalSettings
+from prefed.methods.base import ppo, schedule
+from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base.settings import PersonalSettings
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -89,19 +89,19 @@ def needs(settings: Settings) -> frozenset[str]:
     return ppo.needs(settings, lora.LORA)
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedAMP over ``layout``.
 
     Raises:
         ValueError: the merge rules ask for what attention decides.
     """
-    config = merger.config
+    config = aggregator.config
     if config.rule != "mean" or config.weights == "mass" or config.optimizer.name != "none":
         raise ValueError(
             "fedamp gives each client a mixture of its own and merges nothing into one model: leave "
             "rule 'mean', weights 'samples' or 'uniform', and optimizer 'none' in [merge]"
         )
-    plan = Plan.of(settings, merger, rounds)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
     def mixture(server: State, client: str) -> Tensors:
         """u_i; the mean of all models for a client the server has none of."""
@@ -109,10 +109,10 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         if row is None:
             return server.tensors["model"]
         senders = sorted(row)
-        return merger.blend([server.tensors[KEPT + j] for j in senders], [row[j] for j in senders])
+        return aggregator.blend([server.tensors[KEPT + j] for j in senders], [row[j] for j in senders])
 
     def init_server(initial: Tensors) -> State:
-        start = plan.init_server(initial)
+        start = fedavg.init_server(initial)
         return start.update({"initial": start.tensors["model"]}, {"attention": {}, "alpha": None})
 
     def send(server: State, client: str) -> Download:
@@ -120,14 +120,14 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         told = {"alpha": alpha} if isinstance(alpha, float) else {}
         return Download({"model": mixture(server, client)}, {**schedule.announce(server), **told})
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start, pull = plan.start(visit, private, download), None
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start, pull = fedavg.start(trainer, private, download), None
         if settings.lam and "alpha" in download.scalars:
             strength = settings.lam / download.scalars["alpha"]
-            pull = Proximal(strength, to=plan.share(start, visit.round))
-        trained = visit.train(start, plan.phase(visit, download, proximal=pull))
-        kept = plan.keep(private, trained.tensors).update({"own": trained.tensors.select(plan.common)})
-        return plan.upload(visit, trained), kept
+            pull = Proximal(strength, to=fedavg.share(start, trainer.round))
+        trained = trainer.train(start, fedavg.phase(trainer, download, proximal=pull))
+        kept = fedavg.keep(private, trained.tensors).update({"own": trained.tensors.select(fedavg.common)})
+        return fedavg.upload(trainer, trained), kept
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         # A client's model is what it was sent, with what it trained put in.
@@ -138,11 +138,11 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         kept = {name: group for name, group in server.tensors.items() if name.startswith(KEPT)} | news
         models = {name.removeprefix(KEPT): model for name, model in sorted(kept.items())}
         sizes = [now.weights[client] if config.weights == "samples" else 1.0 for client in models]
-        mean = merger.blend(list(models.values()), sizes)
-        moved = {client: model.select(plan.learnt) for client, model in models.items()}
+        mean = aggregator.blend(list(models.values()), sizes)
+        moved = {client: model.select(fedavg.learnt) for client, model in models.items()}
         alpha = None
         if settings.attention == "cosine":
-            origin = server.tensors["initial"].select(plan.learnt)
+            origin = server.tensors["initial"].select(fedavg.learnt)
             attention = similarity_attention(
                 moved, origin, temperature=settings.temperature, floor=settings.floor
             )
@@ -155,19 +155,19 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
             attention = distance_attention(moved, alpha=alpha, sigma=sigma)
         rows: dict[str, Plain] = {i: {**row} for i, row in attention.items()}
         after = server.update({**news, "model": mean}, {"attention": rows, "alpha": alpha})
-        return plan.advance(after, uploads)
+        return fedavg.advance(after, uploads)
 
-    def predict(visit: Visit, private: State, published: Download) -> Tensors:
-        model, own = plan.start(visit, private, published), private.tensors.get("own")
+    def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        model, own = fedavg.start(trainer, private, published), private.tensors.get("own")
         return model if own is None else model.replace(own)
 
     def figures(server: State) -> dict[str, float]:
         rows = _attention(server)
         own = [row[client] for client, row in rows.items()]
-        return {**plan.figures(server), **({"own_weight": sum(own) / len(own)} if own else {})}
+        return {**fedavg.figures(server), **({"own_weight": sum(own) / len(own)} if own else {})}
 
     train = Exchange("train", send, work, merge, figures=figures)
-    return plan.method("fedamp", SOURCE, train, init_server=init_server, predict=predict, personal=True)
+    return fedavg.method("fedamp", SOURCE, train, init_server=init_server, predict=predict, personal=True)
 
 
 def _attention(server: State) -> Mapping[str, Mapping[str, float]]:

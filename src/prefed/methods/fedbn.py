@@ -9,10 +9,10 @@ Algorithm 1, in every round, with the affine parameters of all norms as v_i::
 
 from __future__ import annotations
 
-from prefed.core import Download, Exchange, Layout, Method, State, Upload, Visit
-from prefed.merge import Merger, lora
-from prefed.methods.common import LocalSettings, Plan
-from prefed.methods.settings import PersonalSettings
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Upload
+from prefed.merge import Aggregator, lora
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings
+from prefed.methods.base.settings import PersonalSettings
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -28,13 +28,15 @@ def needs(settings: Settings) -> frozenset[str]:
     return frozenset({lora.LORA, "norm"})
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedBN over ``layout``."""
-    plan = Plan.of(settings, merger, rounds, personal=lambda entry: entry.part == "norm")
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: entry.part == "norm")
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = plan.start(visit, private, download)
-        trained = visit.train(start, plan.phase(visit, download))
-        return plan.upload(visit, trained), plan.keep(private, trained.tensors)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = fedavg.start(trainer, private, download)
+        trained = trainer.train(start, fedavg.phase(trainer, download))
+        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
 
-    return plan.method("fedbn", SOURCE, Exchange("train", plan.send, work, plan.merge, figures=plan.figures))
+    return fedavg.method(
+        "fedbn", SOURCE, Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    )

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from prefed.core import Download, Exchange, Layout, Method, State, Upload, Visit
-from prefed.merge import Merger, lora
-from prefed.methods import ppo
-from prefed.methods.common import Plan
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Upload
+from prefed.merge import Aggregator, lora
+from prefed.methods.base import ppo
+from prefed.methods.base.fedavg import FedAvgBase
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -37,13 +37,15 @@ def needs(settings: Settings) -> frozenset[str]:
     return ppo.needs(settings, lora.LORA)
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedDPO over ``layout``."""
-    plan = Plan.of(settings, merger, rounds)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = plan.start(visit, private, download)
-        trained = visit.train(start, plan.phase(visit, download))
-        return plan.upload(visit, trained), plan.keep(private, trained.tensors)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = fedavg.start(trainer, private, download)
+        trained = trainer.train(start, fedavg.phase(trainer, download))
+        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
 
-    return plan.method("feddpo", SOURCE, Exchange("train", plan.send, work, plan.merge, figures=plan.figures))
+    return fedavg.method(
+        "feddpo", SOURCE, Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    )

@@ -18,10 +18,10 @@ from functools import partial
 
 from pydantic import Field, model_validator
 
-from prefed.core import Download, Exchange, Layout, Method, Objective, State, Upload, Visit
-from prefed.merge import Merger, lora
-from prefed.methods.common import Plan
-from prefed.methods.settings import TwoPhaseSettings
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, Objective, State, Upload
+from prefed.merge import Aggregator, lora
+from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base.settings import TwoPhaseSettings
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -100,23 +100,23 @@ def needs(settings: Settings) -> frozenset[str]:
     return frozenset({lora.LORA, *(part for part, on in parts.items() if on)})
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedPDPO over ``layout``."""
     own = {"bottleneck", "head", "reward"}
-    plan = Plan.of(settings, merger, rounds, personal=lambda entry: entry.part in own)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: entry.part in own)
 
     def scale(private: State) -> float:
         return float(str(private.values.get("scale", 1.0)))
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        goal = settings.goal(settings.weight(visit.round.number, rounds))
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        goal = settings.goal(settings.weight(trainer.round.number, rounds))
         memory = {"scale": scale(private)} if settings.reward_head else {}
-        model, moving = plan.start(visit, private, download), plan.movable(visit.round)
+        model, moving = fedavg.start(trainer, private, download), fedavg.movable(trainer.round)
         personal = [name for name in moving if layout[name].part in own]
         if personal:
             steps, epochs = settings.personal_length()
-            first = plan.phase(
-                visit,
+            first = fedavg.phase(
+                trainer,
                 download,
                 "personal",
                 train=personal,
@@ -126,18 +126,20 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
                 epochs=epochs,
                 memory=memory,
             )
-            after = visit.train(model, first)
+            after = trainer.train(model, first)
             model, memory = after.tensors, dict(after.memory)
         factors = [name for name in moving if layout[name].part not in own]
-        trained = visit.train(model, plan.phase(visit, download, train=factors, goal=goal, memory=memory))
-        kept = plan.keep(private, trained.tensors).update(values=dict(trained.memory))
-        return plan.upload(visit, trained), kept
+        trained = trainer.train(
+            model, fedavg.phase(trainer, download, train=factors, goal=goal, memory=memory)
+        )
+        kept = fedavg.keep(private, trained.tensors).update(values=dict(trained.memory))
+        return fedavg.upload(trainer, trained), kept
 
     rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part in own}
-    return plan.method(
+    return fedavg.method(
         "fedpdpo",
         SOURCE,
-        Exchange("train", plan.send, work, plan.merge, figures=plan.figures),
-        adapt=partial(plan.adapt, goal=settings.goal(settings.weight(rounds, rounds)), rates=rates),
+        Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures),
+        adapt=partial(fedavg.adapt, goal=settings.goal(settings.weight(rounds, rounds)), rates=rates),
         reward_weight=lambda private, number: settings.weight(number, rounds) * scale(private),
     )

@@ -14,11 +14,11 @@ from functools import partial
 
 from pydantic import Field
 
-from prefed.core import Download, Entry, Exchange, Layout, Method, State, Upload, Visit
-from prefed.merge import Merger, lora
-from prefed.methods import ppo
-from prefed.methods.common import Plan
-from prefed.methods.settings import PersonalSettings
+from prefed.core import ClientTrainer, Download, Entry, Exchange, Layout, Method, State, Upload
+from prefed.merge import Aggregator, lora
+from prefed.methods.base import ppo
+from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base.settings import PersonalSettings
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -43,20 +43,20 @@ def needs(settings: Settings) -> frozenset[str]:
     return ppo.needs(settings, lora.LORA, *(["head"] if settings.personal_head else []))
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedPer over ``layout``."""
 
     def personal(entry: Entry) -> bool:
         return entry.part == "head" or entry.block is None or entry.block >= settings.shared_layers
 
-    plan = Plan.of(settings, merger, rounds, personal)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal)
 
     rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part == "head"}
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = plan.start(visit, private, download)
-        trained = visit.train(start, plan.phase(visit, download, rates=rates))
-        return plan.upload(visit, trained), plan.keep(private, trained.tensors)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = fedavg.start(trainer, private, download)
+        trained = trainer.train(start, fedavg.phase(trainer, download, rates=rates))
+        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
 
-    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method("fedper", SOURCE, train, adapt=partial(plan.adapt, rates=rates))
+    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    return fedavg.method("fedper", SOURCE, train, adapt=partial(fedavg.adapt, rates=rates))

@@ -13,9 +13,9 @@ from functools import partial
 
 from pydantic import Field
 
-from prefed.core import Download, Exchange, Layout, Method, Proximal, State, Upload, Visit
-from prefed.merge import Merger
-from prefed.methods.common import LocalSettings, Plan, lora_only
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, Proximal, State, Upload
+from prefed.merge import Aggregator
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -33,16 +33,16 @@ class Settings(LocalSettings):
 needs = lora_only
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedProx over ``layout``."""
-    plan = Plan.of(settings, merger, rounds)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = plan.start(visit, private, download)
-        received = plan.share(start, visit.round)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = fedavg.start(trainer, private, download)
+        received = fedavg.share(start, trainer.round)
         pull = Proximal(settings.mu, to=received) if settings.mu else None
-        trained = visit.train(start, plan.phase(visit, download, proximal=pull))
-        return plan.upload(visit, trained), plan.keep(private, trained.tensors)
+        trained = trainer.train(start, fedavg.phase(trainer, download, proximal=pull))
+        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
 
-    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method("fedprox", SOURCE, train, adapt=partial(plan.adapt, pull=settings.mu))
+    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    return fedavg.method("fedprox", SOURCE, train, adapt=partial(fedavg.adapt, pull=settings.mu))

@@ -13,11 +13,11 @@ from functools import partial
 
 from pydantic import Field
 
-from prefed.core import Download, Exchange, Layout, Method, State, Upload, Visit
-from prefed.merge import Merger, lora
-from prefed.methods import ppo
-from prefed.methods.common import Plan
-from prefed.methods.settings import TwoPhaseSettings
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Upload
+from prefed.merge import Aggregator, lora
+from prefed.methods.base import ppo
+from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base.settings import TwoPhaseSettings
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -35,23 +35,23 @@ def needs(settings: Settings) -> frozenset[str]:
     return ppo.needs(settings, lora.LORA, "head")
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedRep over ``layout``."""
-    plan = Plan.of(settings, merger, rounds, personal=lambda entry: entry.part == "head")
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: entry.part == "head")
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        moving = plan.movable(visit.round)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        moving = fedavg.movable(trainer.round)
         # PPO's critic follows whatever moves.
         head = [name for name in moving if layout[name].part in ("head", ppo.VALUE)]
         rest = [name for name in moving if layout[name].part != "head"]
         steps, epochs = settings.personal_length()
-        first = plan.phase(
-            visit, download, "personal", train=head, lr=settings.personal_lr, steps=steps, epochs=epochs
+        first = fedavg.phase(
+            trainer, download, "personal", train=head, lr=settings.personal_lr, steps=steps, epochs=epochs
         )
-        fitted = visit.train(plan.start(visit, private, download), first)
-        trained = visit.train(fitted.tensors, plan.phase(visit, download, train=rest))
-        return plan.upload(visit, trained), plan.keep(private, trained.tensors)
+        fitted = trainer.train(fedavg.start(trainer, private, download), first)
+        trained = trainer.train(fitted.tensors, fedavg.phase(trainer, download, train=rest))
+        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
 
     rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part == "head"}
-    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    return plan.method("fedrep", SOURCE, train, adapt=partial(plan.adapt, rates=rates))
+    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    return fedavg.method("fedrep", SOURCE, train, adapt=partial(fedavg.adapt, rates=rates))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from prefed.core import (
+    ClientTrainer,
     Download,
     Entry,
     Exchange,
@@ -31,10 +32,9 @@ from prefed.core import (
     State,
     Tensors,
     Upload,
-    Visit,
 )
-from prefed.merge import Merger, alignment_weights, lora
-from prefed.methods.common import LocalSettings, Plan
+from prefed.merge import Aggregator, alignment_weights, lora
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings
 
 __all__ = ["SOURCE", "Settings", "build", "gates", "needs"]
 
@@ -108,13 +108,13 @@ def gates(state: State, layout: Layout) -> dict[int, float]:
     return {entry.block: float(own[entry.name].sigmoid()) for entry in entries if entry.block is not None}
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedSDG over ``layout``.
 
     Raises:
         ValueError: the merge rules weigh uploads in a way that alignment cannot replace.
     """
-    config = merger.config
+    config = aggregator.config
     if settings.alignment != "off" and (config.weights == "mass" or config.rule in UNWEIGHTED):
         told = "weights 'mass'" if config.weights == "mass" else f"rule {config.rule!r}"
         raise ValueError(f"{told} in [merge] leaves no place for FedSDG's weights: set alignment to 'off'")
@@ -124,7 +124,7 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
             entry.part == "head" and settings.head == "personal"
         )
 
-    plan = Plan.of(settings, merger, rounds, personal)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal)
     second = tuple(entry.name for entry in layout.entries if entry.part == "personal_lora")
     logits = tuple(entry.name for entry in layout.entries if entry.part == "gate")
     penalties = (
@@ -136,28 +136,28 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
     rates |= dict.fromkeys(logits, settings.gate_lr)
     beside: dict[str, Any] = {"rates": rates, "penalties": penalties if second else ()}
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = plan.start(visit, private, download)
-        trained = visit.train(start, plan.phase(visit, download, **beside))
-        return plan.upload(visit, trained), plan.keep(private, trained.tensors)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = fedavg.start(trainer, private, download)
+        trained = trainer.train(start, fedavg.phase(trainer, download, **beside))
+        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         if settings.alignment == "off":
-            return plan.merge(server, uploads, now)
+            return fedavg.merge(server, uploads, now)
         weights: dict[str, float] = {}
 
         def weigh(updates: Mapping[str, Tensors]) -> Mapping[str, float]:
             weights.update(alignment_weights(updates, leave_one_out=settings.alignment == "leave_one_out"))
             return weights
 
-        merged = plan.merge(server, uploads, now, weigh)
+        merged = fedavg.merge(server, uploads, now, weigh)
         aligned = sum(weight > 0 for weight in weights.values()) / max(len(weights), 1)
         return merged.update(values={"aligned": aligned})
 
     def figures(server: State) -> dict[str, float]:
         aligned = server.values.get("aligned")
-        return {**plan.figures(server), **({"aligned": aligned} if isinstance(aligned, float) else {})}
+        return {**fedavg.figures(server), **({"aligned": aligned} if isinstance(aligned, float) else {})}
 
-    exchange = Exchange("train", plan.send, work, merge, figures=figures)
+    exchange = Exchange("train", fedavg.send, work, merge, figures=figures)
     tell = (lambda private: {"gate": gates(private, layout)}) if logits else None
-    return plan.method("fedsdg", SOURCE, exchange, adapt=partial(plan.adapt, **beside), profile=tell)
+    return fedavg.method("fedsdg", SOURCE, exchange, adapt=partial(fedavg.adapt, **beside), profile=tell)

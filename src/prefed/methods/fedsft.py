@@ -9,9 +9,9 @@ Algorithm 1 of FedAvg, with the next-token loss of y_w; rejected responses are n
 
 from __future__ import annotations
 
-from prefed.core import Download, Exchange, Layout, Method, Objective, State, Upload, Visit
-from prefed.merge import Merger
-from prefed.methods.common import Plan, TrainingSettings, lora_only
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, Objective, State, Upload
+from prefed.merge import Aggregator
+from prefed.methods.base.fedavg import FedAvgBase, TrainingSettings, lora_only
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -29,13 +29,15 @@ class Settings(TrainingSettings):
 needs = lora_only
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedAvg with SFT over ``layout``."""
-    plan = Plan.of(settings, merger, rounds)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = plan.start(visit, private, download)
-        trained = visit.train(start, plan.phase(visit, download))
-        return plan.upload(visit, trained), plan.keep(private, trained.tensors)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = fedavg.start(trainer, private, download)
+        trained = trainer.train(start, fedavg.phase(trainer, download))
+        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
 
-    return plan.method("fedsft", SOURCE, Exchange("train", plan.send, work, plan.merge, figures=plan.figures))
+    return fedavg.method(
+        "fedsft", SOURCE, Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefed.core import Download, Exchange, Layout, Method, Round, State, Tensors, Upload, Visit
-from prefed.merge import Merger
-from prefed.methods import schedule
-from prefed.methods.common import LocalSettings, Plan, lora_only
+from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, Round, State, Tensors, Upload
+from prefed.merge import Aggregator
+from prefed.methods.base import schedule
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -26,9 +26,9 @@ class Settings(LocalSettings):
 needs = lora_only
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
-    """Training alone over ``layout``. There is nothing to merge, so ``merger`` has no say."""
-    plan = Plan.of(settings, merger, rounds, personal=lambda entry: True)
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
+    """Training alone over ``layout``. There is nothing to merge, so ``aggregator`` has no say."""
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: True)
 
     def init_server(initial: Tensors) -> State:
         return State({}, schedule.begin(settings))
@@ -36,13 +36,13 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
     def send(server: State, client: str) -> Download:
         return Download({}, schedule.announce(server))
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        start = plan.start(visit, private, download)
-        trained = visit.train(start, plan.phase(visit, download))
-        return visit.upload({}, {"loss": trained.loss}), plan.keep(private, trained.tensors)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        start = fedavg.start(trainer, private, download)
+        trained = trainer.train(start, fedavg.phase(trainer, download))
+        return trainer.upload({}, {"loss": trained.loss}), fedavg.keep(private, trained.tensors)
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        return plan.advance(server, uploads)
+        return fedavg.advance(server, uploads)
 
     def publish(server: State, client: str) -> Download:
         return Download()
@@ -51,4 +51,4 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         return {}
 
     train = Exchange("train", send, work, merge, groups=nothing, figures=schedule.announce)
-    return plan.method("local", SOURCE, train, init_server=init_server, publish=publish)
+    return fedavg.method("local", SOURCE, train, init_server=init_server, publish=publish)

@@ -25,11 +25,22 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core import Download, Exchange, Layout, Method, Moments, Phase, State, Tensors, Upload, Visit
-from prefed.merge import Merger, lora
-from prefed.methods import ppo
-from prefed.methods.common import Plan
-from prefed.methods.settings import PersonalSettings
+from prefed.core import (
+    ClientTrainer,
+    Download,
+    Exchange,
+    Layout,
+    Method,
+    Moments,
+    Phase,
+    State,
+    Tensors,
+    Upload,
+)
+from prefed.merge import Aggregator, lora
+from prefed.methods.base import ppo
+from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base.settings import PersonalSettings
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -95,44 +106,44 @@ def needs(settings: Settings) -> frozenset[str]:
     return ppo.needs(settings, lora.LORA)
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """Per-FedAvg over ``layout``."""
-    plan = Plan.of(settings, merger, rounds)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
     width, count = settings.batches()
 
-    def outer_steps(visit: Visit) -> int:
-        return settings.local_steps or math.ceil(plan.steps(visit) / (settings.inner_steps + 1))
+    def outer_steps(trainer: ClientTrainer) -> int:
+        return settings.local_steps or math.ceil(fedavg.steps(trainer) / (settings.inner_steps + 1))
 
-    def inner(visit: Visit, download: Download, name: str, steps: int) -> Phase:
-        phase = plan.phase(visit, download, name, steps=steps)
+    def inner(trainer: ClientTrainer, download: Download, name: str, steps: int) -> Phase:
+        phase = fedavg.phase(trainer, download, name, steps=steps)
         return replace(phase, optimizer=replace(phase.optimizer, lr=settings.inner_lr))
 
     def first_order(
-        visit: Visit, download: Download, w: Tensors, number: int, moments: Moments | None
+        trainer: ClientTrainer, download: Download, w: Tensors, number: int, moments: Moments | None
     ) -> Stepped:
         """The model after an outer step from ``w``, the loss where its gradient was taken, and moments."""
-        theta = visit.train(w, inner(visit, download, f"inner/{number}", settings.inner_steps)).tensors
-        phase = plan.phase(visit, download, f"outer/{number}", steps=1, moments=moments)
+        theta = trainer.train(w, inner(trainer, download, f"inner/{number}", settings.inner_steps)).tensors
+        phase = fedavg.phase(trainer, download, f"outer/{number}", steps=1, moments=moments)
         how = phase.optimizer
         # A step from θ moves by what the optimiser makes of ∇L(θ), which w moves by in its place; w decays.
-        after = visit.train(theta, replace(phase, optimizer=replace(how, weight_decay=0.0)))
-        moving = plan.movable(visit.round)
+        after = trainer.train(theta, replace(phase, optimizer=replace(how, weight_decay=0.0)))
+        moving = fedavg.movable(trainer.round)
         own = w.select(moving) * (1 - how.lr * how.weight_decay)
         moved = own + (after.tensors.select(moving) - theta.select(moving))
         critic = after.tensors.select(name for name in moving if layout[name].part == ppo.VALUE)
         return w.replace(moved).replace(critic), after.loss, after.moments
 
     def second_order(
-        visit: Visit, download: Download, w: Tensors, number: int, moments: Moments | None
+        trainer: ClientTrainer, download: Download, w: Tensors, number: int, moments: Moments | None
     ) -> Stepped:
         """As :func:`first_order`, with the Hessians of the inner steps."""
-        moving, points = plan.movable(visit.round), [w]
+        moving, points = fedavg.movable(trainer.round), [w]
         for step in range(settings.inner_steps):
-            phase = inner(visit, download, f"inner/{number}/{step}", 1)
-            points.append(visit.train(points[-1], phase).tensors)
+            phase = inner(trainer, download, f"inner/{number}/{step}", 1)
+            points.append(trainer.train(points[-1], phase).tensors)
 
         def gradient(at: Tensors, name: str) -> tuple[Tensors, float]:
-            slope, loss = visit.gradient(at, settings.goal(), batch_size=width * count, name=name)
+            slope, loss = trainer.gradient(at, settings.goal(), batch_size=width * count, name=name)
             return slope.select(moving), loss
 
         g, loss = gradient(points[-1], f"outer/{number}")
@@ -140,7 +151,7 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
             g = g - hessian(gradient, point, g, f"hessian/{number}/{step}") * settings.inner_lr
         if settings.clip and g.norm() > settings.clip:
             g = g * (settings.clip / g.norm())
-        return w.replace(w.select(moving) - g * plan.rate(visit, download, settings.lr)), loss, moments
+        return w.replace(w.select(moving) - g * fedavg.rate(trainer, download, settings.lr)), loss, moments
 
     def hessian(gradient: Gradient, at: Tensors, v: Tensors, name: str) -> Tensors:
         """∇²L(at) v; one name for both gradients, so that batch and dropout are the same."""
@@ -152,22 +163,24 @@ def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Me
         down, _ = gradient(at.replace(here - v * h), name)
         return (up - down) / (2 * h)
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         step = first_order if settings.variant == "first_order" else second_order
-        w, losses = plan.start(visit, private, download), []
+        w, losses = fedavg.start(trainer, private, download), []
         moments = Moments() if settings.optimizer == "adamw" else None
-        for number in range(outer_steps(visit)):
-            w, loss, moments = step(visit, download, w, number, moments)
+        for number in range(outer_steps(trainer)):
+            w, loss, moments = step(trainer, download, w, number, moments)
             losses.append(loss)
         mean = sum(losses) / len(losses)
-        return visit.upload({"model": plan.share(w, visit.round)}, {"loss": mean}), plan.keep(private, w)
+        return trainer.upload({"model": fedavg.share(w, trainer.round)}, {"loss": mean}), fedavg.keep(
+            private, w
+        )
 
-    def predict(visit: Visit, private: State, published: Download) -> Tensors:
-        w = plan.start(visit, private, published)
-        if not visit.size:
+    def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        w = fedavg.start(trainer, private, published)
+        if not trainer.size:
             return w
-        return visit.train(w, inner(visit, published, "inner", settings.inner_steps)).tensors
+        return trainer.train(w, inner(trainer, published, "inner", settings.inner_steps)).tensors
 
-    train = Exchange("train", plan.send, work, plan.merge, figures=plan.figures)
-    adapt = partial(plan.adapt, lr=settings.inner_lr)
-    return plan.method("perfedavg", SOURCE, train, predict=predict, adapt=adapt, personal=True)
+    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    adapt = partial(fedavg.adapt, lr=settings.inner_lr)
+    return fedavg.method("perfedavg", SOURCE, train, predict=predict, adapt=adapt, personal=True)

@@ -17,6 +17,7 @@ from functools import partial
 from pydantic import Field, model_validator
 
 from prefed.core import (
+    ClientTrainer,
     Download,
     Exchange,
     Layout,
@@ -27,12 +28,11 @@ from prefed.core import (
     State,
     Tensors,
     Upload,
-    Visit,
 )
-from prefed.core.later import torch
-from prefed.merge import Merger
-from prefed.methods.common import LocalSettings, Plan, lora_only
-from prefed.methods.settings import PersonalSettings
+from prefed.core.lazy import torch
+from prefed.merge import Aggregator
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
+from prefed.methods.base.settings import PersonalSettings
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -70,47 +70,47 @@ class Settings(PersonalSettings, LocalSettings):
 needs = lora_only
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """The method over ``layout``.
 
     Raises:
         ValueError: a LoRA rule that sets the product of the factors is to be mixed with the old factors.
     """
-    if settings.server_mixing != 1 and merger.config.lora in ("fedex", "flexlora"):
+    if settings.server_mixing != 1 and aggregator.config.lora in ("fedex", "flexlora"):
         raise ValueError(
-            f"lora {merger.config.lora!r} makes the server's product the mean of the clients' products, "
+            f"lora {aggregator.config.lora!r} makes the server's product the mean of the clients' products, "
             "which server_mixing would undo; leave it at 1"
         )
-    plan = Plan.of(settings, merger, rounds)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
-    def local_rounds(visit: Visit) -> int:
-        return settings.local_steps or math.ceil(plan.steps(visit) / settings.inner_steps)
+    def local_rounds(trainer: ClientTrainer) -> int:
+        return settings.local_steps or math.ceil(fedavg.steps(trainer) / settings.inner_steps)
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        theta = plan.start(visit, private, download)
-        moving = plan.movable(visit.round, Owner.SHARED)
-        w, loss, count = theta.select(moving), 0.0, local_rounds(visit)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        theta = fedavg.start(trainer, private, download)
+        moving = fedavg.movable(trainer.round, Owner.SHARED)
+        w, loss, count = theta.select(moving), 0.0, local_rounds(trainer)
         for number in range(count):
             pull = Proximal(settings.lam, to=w)
             name, steps = f"inner/{number}", settings.inner_steps
-            trained = visit.train(theta, plan.phase(visit, download, name, steps=steps, proximal=pull))
+            trained = trainer.train(theta, fedavg.phase(trainer, download, name, steps=steps, proximal=pull))
             theta, loss = trained.tensors, loss + trained.loss / count
             w = _towards(w, theta.select(moving), settings.outer_lr * settings.lam)
-        kept = plan.keep(private, theta).update({"own": theta.select(plan.common)})
-        return visit.upload({"model": w}, {"loss": loss}), kept
+        kept = fedavg.keep(private, theta).update({"own": theta.select(fedavg.common)})
+        return trainer.upload({"model": w}, {"loss": loss}), kept
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        merged, before = plan.merge(server, uploads, now), server.tensors["model"]
+        merged, before = fedavg.merge(server, uploads, now), server.tensors["model"]
         mixed = _towards(before, merged.tensors["model"], settings.server_mixing)
         return merged.update({"model": mixed})
 
-    def predict(visit: Visit, private: State, published: Download) -> Tensors:
-        model, own = plan.start(visit, private, published), private.tensors.get("own")
+    def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        model, own = fedavg.start(trainer, private, published), private.tensors.get("own")
         return model if own is None else model.replace(own)
 
-    adapt = partial(plan.adapt, pull=settings.lam)
-    train = Exchange("train", plan.send, work, merge, figures=plan.figures)
-    return plan.method("pfedme", SOURCE, train, predict=predict, adapt=adapt, personal=True)
+    adapt = partial(fedavg.adapt, pull=settings.lam)
+    train = Exchange("train", fedavg.send, work, merge, figures=fedavg.figures)
+    return fedavg.method("pfedme", SOURCE, train, predict=predict, adapt=adapt, personal=True)
 
 
 def _towards(start: Tensors, end: Tensors, share: float) -> Tensors:

@@ -8,7 +8,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from prefed.core import Layout, Method
-from prefed.merge import Merger
+from prefed.merge import Aggregator
 from prefed.methods import (
     centralized,
     ditto,
@@ -27,7 +27,7 @@ from prefed.methods import (
     pfedme,
     scaffold,
 )
-from prefed.methods.settings import TrainingSettings
+from prefed.methods.base.settings import TrainingSettings
 
 __all__ = ["METHODS", "MethodKind"]
 
@@ -43,7 +43,7 @@ class MethodKind:
         Settings: the record of its settings; every field has a default and a description.
         needs: settings → the parts that the model must have, e.g. ``{"lora"}``. A merge rule may need
             more: :func:`prefed.merge.lora.needs`.
-        build: ``(settings, layout, merger, rounds) -> Method``.
+        build: ``(settings, layout, aggregator, rounds) -> Method``.
         personal: clients end with models of their own, if no setting or merge rule says otherwise.
     """
 
@@ -52,7 +52,7 @@ class MethodKind:
     source: str
     Settings: type[TrainingSettings]
     needs: Callable[[Any], frozenset[str]]
-    build: Callable[[Any, Layout, Merger, int], Method]
+    build: Callable[[Any, Layout, Aggregator, int], Method]
     personal: bool = False
 
 

@@ -19,9 +19,20 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core import Download, Exchange, Layout, Method, Owner, Round, State, Tensors, Upload, Visit
-from prefed.merge import Merger, lora, ordered
-from prefed.methods.common import LocalSettings, Plan, lora_only
+from prefed.core import (
+    ClientTrainer,
+    Download,
+    Exchange,
+    Layout,
+    Method,
+    Owner,
+    Round,
+    State,
+    Tensors,
+    Upload,
+)
+from prefed.merge import Aggregator, lora, ordered
+from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -52,53 +63,53 @@ class Settings(LocalSettings):
 needs = lora_only
 
 
-def build(settings: Settings, layout: Layout, merger: Merger, rounds: int) -> Method:
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """SCAFFOLD over ``layout``."""
-    plan = Plan.of(settings, merger, rounds)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
     def zero(initial: Tensors) -> Tensors:
-        names = plan.parts.names(Owner.SHARED)
+        names = fedavg.ownership.names(Owner.SHARED)
         return initial.select(n for n in names if layout[n].part != lora.RESIDUAL) * 0.0
 
     def init_server(initial: Tensors) -> State:
-        return plan.init_server(initial).update({"control": zero(initial)})
+        return fedavg.init_server(initial).update({"control": zero(initial)})
 
     def init_client(initial: Tensors, client: str) -> State:
-        return plan.init_client(initial, client).update({"control": zero(initial)})
+        return fedavg.init_client(initial, client).update({"control": zero(initial)})
 
     def send(server: State, client: str) -> Download:
-        broadcast = plan.send(server, client)
+        broadcast = fedavg.send(server, client)
         return Download({**broadcast.tensors, "control": server.tensors["control"]}, broadcast.scalars)
 
-    def work(visit: Visit, private: State, download: Download) -> tuple[Upload, State]:
-        moving = plan.movable(visit.round, Owner.SHARED)
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        moving = fedavg.movable(trainer.round, Owner.SHARED)
         c, c_i = download.tensors["control"].select(moving), private.tensors["control"].select(moving)
-        start = plan.start(visit, private, download)
-        phase = plan.phase(visit, download, correction=c - c_i)
-        trained = visit.train(start, phase)
+        start = fedavg.start(trainer, private, download)
+        phase = fedavg.phase(trainer, download, correction=c - c_i)
+        trained = trainer.train(start, phase)
         before, after = start.select(moving), trained.tensors.select(moving)
         c_next = c_i - c + (before - after) / (trained.steps * phase.optimizer.lr)
         kept = {"control": private.tensors["control"].replace(c_next)}
-        upload = visit.upload({"model": after, "control": c_next - c_i}, {"loss": trained.loss})
-        return upload, plan.keep(private, trained.tensors).update(kept)
+        upload = trainer.upload({"model": after, "control": c_next - c_i}, {"loss": trained.loss})
+        return upload, fedavg.keep(private, trained.tensors).update(kept)
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         # c stays Σ p_i c_i over all N clients, the p_i being those of the mean: 1/N if it is uniform.
         replies, everyone = ordered(uploads), sum(now.weights.values())
-        if merger.config.weights == "uniform":
+        if aggregator.config.weights == "uniform":
             shares = [1 / len(now.weights)] * len(replies)
         else:
             shares = [now.weights[upload.client] / everyone for upload in replies]
         control = server.tensors["control"]
-        for change, share in merger.steps([upload.tensors["control"] for upload in replies], shares):
+        for change, share in aggregator.steps([upload.tensors["control"] for upload in replies], shares):
             control = control.replace(control.select(change) + change * share)
-        return plan.merge(server, uploads, now).update({"control": control})
+        return fedavg.merge(server, uploads, now).update({"control": control})
 
     def groups(client: str, now: Round) -> dict[str, Layout]:
-        (sent,) = plan.groups(client, now).values()
+        (sent,) = fedavg.groups(client, now).values()
         return {"model": sent, "control": sent}
 
-    train = Exchange("train", send, work, merge, groups=groups, figures=plan.figures)
-    return plan.method(
+    train = Exchange("train", send, work, merge, groups=groups, figures=fedavg.figures)
+    return fedavg.method(
         "scaffold", SOURCE, train, steps={"control"}, init_server=init_server, init_client=init_client
     )

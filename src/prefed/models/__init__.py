@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from prefed.core.later import names
+from prefed.core.lazy import names
 
 if TYPE_CHECKING:
     from prefed.models.adapters import load_client, save_adapter, save_client, save_merged

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from prefed import hub
-from prefed.core import Key, Layout, Tensors
+from prefed.core import Key, Layout, Tensors, hub
 from prefed.models.config import ModelConfig
 from prefed.models.families import FAMILIES, Family
 from prefed.models.fused import fuse
-from prefed.models.parts import PARTS, FinalNorm, Model, Piece, RewardHead, lora_layers
+from prefed.models.parameters import PARTS, FinalNorm, Model, ParameterSpec, RewardHead, lora_layers
 
 TRUNK = frozenset({"lora", "residual", "personal_lora", "gate", "norm"})
 """Parts inside the trunk: while none of them trains, a prompt's hidden states stay what they are."""
@@ -186,7 +185,7 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     Args:
         config: the ``[model]`` table.
         key: randomness of the LoRA's A factors.
-        needs: parts that the method and the merge rule ask for, see :data:`prefed.models.parts.PARTS`.
+        needs: parts that the method and the merge rule ask for, see :data:`prefed.models.parameters.PARTS`.
 
     Raises:
         ModelError: no model under that name, no module to adapt, or a part that the model cannot have.
@@ -265,7 +264,7 @@ def _gather(
     needs: frozenset[str],
     family: Family | None,
     device: torch.device,
-    pieces: list[Piece],
+    pieces: list[ParameterSpec],
     final: FinalNorm | None,
 ) -> Backbone:
     layout = Layout(tuple(piece.entry for piece in pieces))

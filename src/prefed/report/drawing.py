@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from prefed import files
-from prefed.report.tables import size
-from prefed.visible import visible
+from prefed.core.text import size, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

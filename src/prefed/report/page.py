@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefed import files
-from prefed.evaluate.accuracy import unmoved
-from prefed.evaluate.fairness import spread
+from prefed.core.text import counted, duration, size, visible_lines
+from prefed.metrics.accuracy import unmoved
+from prefed.metrics.fairness import spread
 from prefed.report import plots
-from prefed.report.records import REWARDED, RunRecord
-from prefed.report.tables import SPREAD, UNSEEN, counted, duration, size, unseen_rows, written
-from prefed.visible import visible_lines
+from prefed.report.tables import SPREAD, UNSEEN, unseen_rows, written
+from prefed.runs.record import REWARDED, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prefed.core.text import size
 from prefed.report.drawing import (
     BARS,
     DARK,
@@ -27,9 +28,9 @@ from prefed.report.drawing import (
     size_axis,
     svg,
 )
-from prefed.report.profiles import Profile
-from prefed.report.records import REWARDED, RunRecord
-from prefed.report.tables import disagreements, labels, size
+from prefed.report.tables import disagreements, labels
+from prefed.runs.profiles import Profile
+from prefed.runs.record import REWARDED, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

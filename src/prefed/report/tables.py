@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prefed.evaluate.accuracy import Accuracy
-from prefed.evaluate.fairness import Spread, spread
-from prefed.report.records import REWARDED, Figure, RunRecord, leaves
-from prefed.visible import visible
+from prefed.core.text import duration, size, visible
+from prefed.metrics.accuracy import Accuracy
+from prefed.metrics.fairness import Spread, spread
+from prefed.runs.record import REWARDED, Figure, RunRecord, leaves
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,14 +18,11 @@ __all__ = [
     "UNSEEN",
     "clients_table",
     "comparison_table",
-    "counted",
     "differences",
     "differences_table",
     "disagreements",
-    "duration",
     "labels",
     "reward_table",
-    "size",
     "unseen_rows",
     "unseen_table",
     "written",
@@ -43,40 +40,6 @@ SPREAD: Mapping[str, Callable[[Spread], float]] = {
     "Jain index": lambda s: s.jain,
 }
 """What is said of a figure over clients: name → number."""
-
-
-def size(amount: float) -> str:
-    """A number of bytes.
-
-    >>> size(812), size(2_359_296), size(5e9)
-    ('812 B', '2.4 MB', '5.0 GB')
-    """
-    units = ["TB", "GB", "MB", "kB", "B"]
-    while amount >= 1000 and len(units) > 1:
-        amount /= 1000
-        units.pop()
-    return f"{amount:.0f} B" if units[-1] == "B" else f"{amount:.1f} {units[-1]}"
-
-
-def duration(seconds: float) -> str:
-    """A span of time.
-
-    >>> duration(4.26), duration(95), duration(7384)
-    ('4.3 s', '1m35s', '2h03m')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
-
-
-def counted(number: int, one: str, more: str) -> str:
-    """A number with the words for one or for several.
-
-    >>> counted(1, "client has", "clients have"), counted(1200, "round", "rounds")
-    ('1 client has', '1,200 rounds')
-    """
-    return f"{number:,} {one if number == 1 else more}"
 
 
 def written(value: Any) -> str:

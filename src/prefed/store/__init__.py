@@ -14,7 +14,7 @@ the one step that makes them count, and only then are the older versions deleted
 than the commit is what a killed process left behind: opening the store removes it.
 """
 
-from prefed.store.checkpoint import Checkpoint, Commit, StoreError, client_file, plain
-from prefed.store.store import Store
+from prefed.store.reader import Commit, RunReader, StoreError, client_file, plain
+from prefed.store.writer import RunWriter
 
-__all__ = ["Checkpoint", "Commit", "Store", "StoreError", "client_file", "plain"]
+__all__ = ["Commit", "RunReader", "RunWriter", "StoreError", "client_file", "plain"]

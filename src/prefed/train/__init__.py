@@ -1,8 +1,16 @@
 """The bench: loads a client's tensors, runs its phases fast, scores its pairs."""
 
-from prefed.train.bench import Bench, PairStore, Scores
-from prefed.train.desk import Desk
+from prefed.train.client_trainer import ClientPairTrainer
 from prefed.train.packing import Packing, PairTokens
-from prefed.train.workplace import BenchPlace
+from prefed.train.pair_trainer import PairStore, PairTrainer, Scores
+from prefed.train.trainer_factory import PairTrainerFactory
 
-__all__ = ["Bench", "BenchPlace", "Desk", "Packing", "PairStore", "PairTokens", "Scores"]
+__all__ = [
+    "ClientPairTrainer",
+    "Packing",
+    "PairStore",
+    "PairTokens",
+    "PairTrainer",
+    "PairTrainerFactory",
+    "Scores",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prefed.core import Key, Phase
-from prefed.train.references import Rows
+from prefed.train.pair_cache import Rows
 
 __all__ = ["batches"]
 

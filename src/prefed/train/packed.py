@@ -41,7 +41,7 @@ def _attention(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    attend = functools.partial(
+    run_task = functools.partial(
         F.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     by_parts = _by_parts if query.device.type == "cpu" else _at_once
@@ -49,7 +49,7 @@ def _attention(
     pieces = zip(*(torch.split(t, packing.lengths, 2) for t in (query, key, value)), strict=True)
     for segment, (q, k, v) in zip(packing.segments, pieces, strict=True):
         first = segment.prompt - 1 if packing_tail and not packing.whole else 0
-        result = by_parts(attend, packing, segment, q[:, :, first:], k, v)
+        result = by_parts(run_task, packing, segment, q[:, :, first:], k, v)
         if packing_tail == "fill":
             result = F.pad(result, (0, 0, first, 0))
         results.append(result.transpose(1, 2))
@@ -57,14 +57,14 @@ def _attention(
 
 
 def _at_once(
-    attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    run_task: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """One call for a pair, its mask saying what each row may see; ``q`` are the last rows."""
-    return attend(q, k, v, attn_mask=packing.mask(segment, q.dtype)[-q.shape[2] :])
+    return run_task(q, k, v, attn_mask=packing.mask(segment, q.dtype)[-q.shape[2] :])
 
 
 def _by_parts(
-    attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    run_task: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """Prompt, chosen and rejected rows apart, each against the keys it may see: half of the products.
 
@@ -75,11 +75,11 @@ def _by_parts(
     qp, *queries = torch.split(q, [known, *sizes[1:]], 2)
     (kp, *keys), (vp, *values) = (torch.split(t, sizes, 2) for t in (k, v))
     # A causal mask is drawn from the upper left; a prompt's last row alone sees all of it.
-    results = [attend(qp, kp, vp, is_causal=known == prompt)]
+    results = [run_task(qp, kp, vp, is_causal=known == prompt)]
     for q, k, v in zip(queries, keys, values, strict=True):
         if count := q.shape[2]:
             mask = packing.causal(prompt, count, q.dtype)
-            results.append(attend(q, torch.cat([kp, k], 2), torch.cat([vp, v], 2), attn_mask=mask))
+            results.append(run_task(q, torch.cat([kp, k], 2), torch.cat([vp, v], 2), attn_mask=mask))
     return torch.cat(results, 2)
 
 

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from prefed.core import Key, Objective, Phase, Tensors, Trained
+from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.losses import OBJECTIVES, PPO
 from prefed.losses.ppo import PATIENCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.models import ModelError
 from prefed.train.batches import batches
 from prefed.train.optim import FlatOptimizer
-from prefed.train.references import Rows
+from prefed.train.pair_cache import Rows
 from prefed.train.rewards import Rewards
-from prefed.train.token_references import TokenReferences
+from prefed.train.token_cache import TokenCache
 from prefed.train.tokenwise import TokenView, view
 
 if TYPE_CHECKING:
-    from prefed.train.bench import Bench
+    from prefed.train.pair_trainer import PairTrainer
 
-__all__ = ["Held", "OfflinePPO"]
+__all__ = ["PPOTrainer", "RolloutCache"]
 
 Features = dict[int, torch.Tensor]
 
@@ -49,13 +49,13 @@ class _Start:
 
 
 @dataclass
-class Held:
+class RolloutCache:
     """What a visit's phases have in common: π_old and all that follows from it, once it is there."""
 
     start: _Start | None = None
 
 
-class OfflinePPO:
+class PPOTrainer:
     """Runs the phases whose objective is ``ppo``.
 
     A phase's epochs and batches are those of its PPO: with ``batch_size`` 2, minibatches of four sequences.
@@ -68,17 +68,19 @@ class OfflinePPO:
         name: of what is kept there.
     """
 
-    def __init__(self, bench: Bench, rewards: Rewards | None, cache: Path | None, name: str) -> None:
-        self._bench, self._rewards = bench, rewards
+    def __init__(
+        self, pair_trainer: PairTrainer, rewards: Rewards | None, cache: Path | None, name: str
+    ) -> None:
+        self._bench, self._rewards = pair_trainer, rewards
         self._cache, self._name = cache, name
 
     @cached_property
-    def _reference(self) -> TokenReferences:
+    def _reference(self) -> TokenCache:
         tokens = self._bench.tokens.lengths[:, 1:].sum(1, dtype=np.int64)
-        return TokenReferences(tokens, self._cache, self._name)
+        return TokenCache(tokens, self._cache, self._name)
 
-    def train(self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, held: Held) -> Trained:
-        """Run ``phase`` from ``tensors`` on ``rows``; see :meth:`prefed.train.Bench.train`.
+    def train(self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, held: RolloutCache) -> PhaseResult:
+        """Run ``phase`` from ``tensors`` on ``rows``; see :meth:`prefed.train.PairTrainer.train`.
 
         The policy that the visit's first phase starts from is π_old, in later ones too. A phase ends early
         before a step on a batch over which the mean of ρ − 1 − log ρ is above 1.5 times ``target_kl``.
@@ -122,7 +124,7 @@ class OfflinePPO:
             steps, pairs = steps + 1, pairs + len(batch)
         means = {name: value / max(steps, 1) for name, value in sums.items()} | {"stopped": float(stopped)}
         moments = None if phase.moments is None else optimizer.moments(steps)
-        return Trained(backbone.extract(), means.pop("loss", 0.0), steps, pairs, means, moments=moments)
+        return PhaseResult(backbone.extract(), means.pop("loss", 0.0), steps, pairs, means, moments=moments)
 
     def gradient(
         self, tensors: Tensors, what: Objective, rows: Rows, batch: Rows, train: Iterable[str]
@@ -220,19 +222,19 @@ class OfflinePPO:
         return TokenView(*(torch.cat(column) for column in columns))
 
     def _view(self, rows: Rows, features: Features | None) -> TokenView:
-        bench = self._bench
+        pair_trainer = self._bench
         held = None if features is None else [features[int(row)] for row in rows]
-        return view(bench.backbone, bench.forward, bench.pairs(rows), held)
+        return view(pair_trainer.backbone, pair_trainer.forward, pair_trainer.pairs(rows), held)
 
     def _backward(
         self, rows: Rows, start: _Start, settings: Mapping[str, float], features: Features | None
     ) -> dict[str, float]:
         """Add the gradient of the loss over ``rows`` to the gradient buffer."""
-        bench = self._bench
+        pair_trainer = self._bench
         shape = {name: settings[name] for name in ("clip", "value", "entropy")}
-        total = int(bench.tokens.lengths[rows, 1:].sum())
+        total = int(pair_trainer.tokens.lengths[rows, 1:].sum())
         sums: defaultdict[str, float] = defaultdict(float)
-        for group in bench.groups(rows, True):
+        for group in pair_trainer.groups(rows, True):
             now = self._view(group, features)
             then = start.of(group).to(now.logprobs.device)
             losses, figures = ppo(then, now.logprobs, now.values, now.entropies, **shape)

@@ -15,7 +15,7 @@ import torch
 from prefed.data import Record
 from prefed.data.templates import Template
 from prefed.models import ModelError, pretrained
-from prefed.train.references import References, Rows
+from prefed.train.pair_cache import PairCache, Rows
 
 __all__ = ["Records", "RewardModel", "Rewards"]
 
@@ -161,7 +161,7 @@ class Rewards:
         return RewardModel(self._name, self._device)
 
     @cached_property
-    def _scores(self) -> References:
+    def _scores(self) -> PairCache:
         data = self._records.fingerprint[:12]
         name = f"rewards-{self.fingerprint[:12]}-{data}"
         if self._folder is not None:
@@ -171,7 +171,7 @@ class Rewards:
                     f"[method] reward_model = {self._name!r} is not what {others[0].name} was written by; "
                     "put the model back, or start a new run"
                 )
-        return References(len(self._records), self._folder, name)
+        return PairCache(len(self._records), self._folder, name)
 
     def get(self, rows: Rows) -> npt.NDArray[np.float32]:
         """``[len(rows), 2]`` scores, chosen then rejected, as the model gives them.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from prefed import hub as service
+from prefed.core import hub as service
 from prefed.data.errors import DataError, Where
 from prefed.data.sources.files import Row
 

@@ -1,1 +1,0 @@
-"""Judging a finished run again, on its own pairs or on others."""

@@ -1,0 +1,5 @@
+"""``python -m prefed.cli``, the same as ``prefed``."""
+
+from prefed.cli.app import main
+
+main()

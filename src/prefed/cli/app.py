@@ -1,0 +1,49 @@
+"""The ``prefed`` command: what its subcommands are, in the order in which ``--help`` lists them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from prefed.cli.compare import compare
+from prefed.cli.data import data
+from prefed.cli.demo import demo
+from prefed.cli.evaluate import evaluate
+from prefed.cli.export import export
+from prefed.cli.generate import generate
+from prefed.cli.init import init
+from prefed.cli.methods import methods
+from prefed.cli.report import report
+from prefed.cli.run import run
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="prefed",
+    help="Federated alignment of language models on preferences that never leave their owners.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for _command in (run, init, methods, data, demo, evaluate, compare, report, export, generate):
+    app.command()(_command)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and end.", is_eager=True)
+    ] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"prefed {installed('prefed')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The ``prefed`` command."""
+    app()

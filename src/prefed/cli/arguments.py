@@ -1,0 +1,16 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["File", "Overrides"]
+
+File = Annotated[Path, typer.Argument(help="The experiment file (TOML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Put VALUE in the place of a key, e.g. method.lr=1e-4."),
+]

@@ -1,0 +1,25 @@
+"""``prefed data FILE``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefed.cli.arguments import File, Overrides
+from prefed.cli.errors import reported
+
+
+def data(file: File, overrides: Overrides = None) -> None:
+    """Show what each client would hold, before anything trains."""
+    with reported():
+        from tempfile import TemporaryDirectory
+
+        from prefed.config import load
+
+        experiment = load(file, overrides or [])
+        from prefed.data.statistics import print_survey, survey
+        from prefed.runs.build import build_data
+        from prefed.trackers.terminal import quiet, standard_output
+
+        quiet()
+        with TemporaryDirectory(prefix="prefed-data-") as folder:
+            print_survey(survey(build_data(experiment, Path(folder) / "data")), standard_output())

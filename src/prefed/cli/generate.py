@@ -1,0 +1,91 @@
+"""``prefed generate RUN --prompt …``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefed.cli.errors import reported
+
+if TYPE_CHECKING:
+    from prefed.data import Prompt
+    from prefed.runs.loaded import LoadedRun
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    prompt: Annotated[
+        list[str],
+        typer.Option(
+            metavar="TEXT", help="What to respond to; may be given again. - reads it from standard input."
+        ),
+    ],
+    client: Annotated[
+        str | None, typer.Option(metavar="ID", help="A client's own model; left out: the one that all share.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws; base and aligned model draw alike.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take prompts as they are, also where the run's data are dialogues.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Let the base model and a finished run's model respond to prompts, side by side."""
+    with reported():
+        if not 0 < top_p <= 1:
+            raise ValueError(f"--top-p {top_p}: above 0 and at most 1")
+        from prefed.core import Key
+        from prefed.data import Template
+        from prefed.runs.loaded import load_run
+        from prefed.trackers.terminal import quiet
+        from prefed.train.generation import Sampling, as_prompt, complete, prompt_ids
+
+        quiet()
+        opened = load_run(run)
+        backbone = opened.backbone
+        aligned = opened.published if client is None else opened.model(client)
+        how = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+        template = Template(backbone.tokenizer, opened.experiment.data.template)
+        name = "aligned" if client is None else f"aligned, {client}"
+        found = []
+        for text in (sys.stdin.read() if text == "-" else text for text in prompt):
+            ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, _example(opened), raw=raw))
+            for number in range(samples):
+                key = Key(seed).at("generate", text).at("sample", number)
+                base, ours = (complete(backbone, t, ids, how, key) for t in (backbone.reference, aligned))
+                found.append({"prompt": text, "sample": number, "base": base, "aligned": ours})
+                if not as_json:
+                    _print(text if number == 0 else "", base, ours, name)
+        if as_json:
+            typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+
+
+def _example(opened: LoadedRun) -> Prompt | None:
+    """A prompt of the run's data, if they are there."""
+    return opened.place.federation.tokens.record(0).prompt if opened.has_data else None
+
+
+def _print(prompt: str, base: str, aligned: str, name: str) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from prefed.core.text import visible_lines
+    from prefed.trackers.terminal import standard_output
+
+    console = standard_output()
+    if prompt:
+        console.print(Text(visible_lines(prompt.strip()), style="bold"))
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
+    for head in ("base", name):
+        table.add_column(Text(head), ratio=1, overflow="fold")
+    table.add_row(*(Text(visible_lines(text.strip())) for text in (base, aligned)))
+    console.print(table)

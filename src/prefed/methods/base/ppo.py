@@ -1,0 +1,80 @@
+"""Offline PPO as the objective of a baseline (FedPDPO, arXiv:2603.19741, D.3.1).
+
+FedAvg, Per-FedAvg, FedAMP, FedPer and FedRep can each train on it: ``objective = "ppo"``. A frozen reward
+model scores the responses of the fixed pairs. The critic that PPO learns, the part ``"value"``, stays with
+its client whatever else a method shares.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from prefed.core import Objective
+from prefed.losses import PPO
+from prefed.methods.base.settings import PAIRWISE, LocalSettings
+
+__all__ = ["VALUE", "BaselineSettings", "needs"]
+
+VALUE = "value"
+"""The part of a model that holds PPO's critic."""
+
+
+class BaselineSettings(LocalSettings):
+    """How a client trains on its preferences, by a loss on pairs or by offline PPO.
+
+    With PPO an optimiser step takes one minibatch, and a pass of ``local_epochs`` goes over the pairs
+    ``ppo_epochs`` times.
+
+    >>> settings = BaselineSettings(objective="ppo", objective_settings={"kl": 0.2})
+    >>> settings.goal().settings["kl"], settings.batches(), settings.passes(1)
+    (0.2, (2, 1), 4)
+    """
+
+    objective: str = Field(
+        "dpo", description=f"loss on preference pairs: {', '.join(PAIRWISE)}; or ppo, offline PPO"
+    )
+    objective_settings: dict[str, float] = Field(
+        default_factory=dict,
+        description=str(LocalSettings.model_fields["objective_settings"].description)
+        + "".join(f", {name} (ppo)" for name in PPO.defaults),
+    )
+    reward_model: str = Field(
+        "OpenAssistant/reward-model-deberta-v3-large-v2",
+        description="for ppo: the sequence classification model that scores responses: a folder or hub name",
+    )
+    ppo_epochs: int = Field(4, ge=1, description="for ppo: times that a pass goes over the client's pairs")
+    ppo_minibatch: int = Field(
+        4, ge=2, description="for ppo: sequences of one optimiser step, two to a pair, in place of batch_size"
+    )
+
+    @model_validator(mode="after")
+    def _whole_pairs(self) -> BaselineSettings:
+        if self.ppo_minibatch % 2:
+            raise ValueError(f"ppo_minibatch counts both responses of a pair: make {self.ppo_minibatch} even")
+        return self
+
+    @property
+    def ppo(self) -> bool:
+        """Whether the objective is offline PPO."""
+        return self.objective == PPO.name
+
+    def goal(self) -> Objective:
+        """The loss that clients minimise, its settings checked and complete."""
+        return Objective(PPO.name, PPO.resolve(self.objective_settings)) if self.ppo else super().goal()
+
+    def batches(self) -> tuple[int, int]:
+        """Pairs in a batch, and batches that make an optimiser step."""
+        return (self.ppo_minibatch // 2, 1) if self.ppo else super().batches()
+
+    def passes(self, epochs: int) -> int:
+        """How often a phase of ``epochs`` goes over the client's pairs."""
+        return epochs * self.ppo_epochs if self.ppo else epochs
+
+
+def needs(settings: BaselineSettings, *parts: str) -> frozenset[str]:
+    """``parts``, and what PPO needs besides them.
+
+    >>> sorted(needs(BaselineSettings(objective="ppo"), "lora"))
+    ['lora', 'value']
+    """
+    return frozenset({*parts, VALUE} if settings.ppo else parts)

@@ -1,0 +1,269 @@
+"""The parts that may sit on a frozen backbone: each lists its tensors and puts them into the model."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from prefed.core import Entry, Key
+from prefed.models.config import ModelConfig
+from prefed.models.families import Family
+from prefed.models.fused import adapt
+
+__all__ = ["PARTS", "FinalNorm", "Model", "ParameterSpec", "RewardHead", "lora_layers"]
+
+
+@dataclass
+class Model:
+    """What part builders work on.
+
+    Attributes:
+        causal: the Hugging Face model, with PEFT's layers inside.
+        family: ``None`` where the model's family is not known.
+        config: the ``[model]`` table.
+        key: randomness of starting values.
+        needs: all parts that were asked for.
+    """
+
+    causal: Any
+    family: Family | None
+    config: ModelConfig
+    key: Key
+    needs: frozenset[str]
+
+    @property
+    def final_norm(self) -> Any:
+        """The norm after the last block.
+
+        Raises:
+            ValueError: the model's family is not known.
+        """
+        if self.family is None:
+            kind = self.causal.config.model_type
+            raise ValueError(f"it is not known where models of type {kind!r} keep their final norm")
+        return getattr(self.causal.base_model, self.family.final_norm)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One tensor of a part: its entry, its starting value, and how to put it into the model.
+
+    ``place`` is handed a parameter that is a view of the backbone's flat buffer.
+    """
+
+    entry: Entry
+    start: torch.Tensor
+    place: Callable[[nn.Parameter], None]
+
+
+def lora_layers(causal: Any) -> Iterator[tuple[str, int | None, Any]]:
+    """``<block>/<module>``, block and PEFT layer of every adapted module, in the model's order."""
+    for path, module in causal.named_modules():
+        if hasattr(module, "lora_A"):
+            match = re.search(r"\.(\d+)\.(.+)$", path)
+            block, name = (int(match[1]), match[2]) if match else (None, path)
+            yield f"{'-' if block is None else block}/{name}", block, module
+
+
+def _set(holder: Any, name: str) -> Callable[[nn.Parameter], None]:
+    return functools.partial(setattr, holder, name)
+
+
+def _uniform(key: Key, shape: tuple[int, ...], fan_in: int) -> torch.Tensor:
+    """U(−1/√fan_in, 1/√fan_in), what a linear layer and PEFT's A start from."""
+    bound = fan_in**-0.5
+    return torch.rand(shape, generator=key.torch()).mul_(2 * bound).sub_(bound)
+
+
+def _lora(model: Model) -> Iterator[ParameterSpec]:
+    """Factors A, from one draw that all clients share, and B = 0."""
+    for stem, block, layer in lora_layers(model.causal):
+        for factor in ("A", "B"):
+            holder = getattr(layer, f"lora_{factor}")["default"]
+            shape = tuple(holder.weight.shape)
+            name = f"lora/{stem}/{factor}"
+            start = torch.zeros(shape)
+            if factor == "A":
+                start = _uniform(model.key.at("lora", name), shape, shape[1])
+            yield ParameterSpec(Entry(name, shape, "lora", block, factor), start, _set(holder, "weight"))
+
+
+class _Personal:
+    """A LoRA layer's personal branch and its block's gate logit."""
+
+    def __init__(self, factors: bool) -> None:
+        self.factors = factors
+        self.a = self.b = self.gate = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+
+def _personal_lora(model: Model) -> Iterator[ParameterSpec]:
+    """A second LoRA of the same shapes; B ~ N(0, 0.01²), for at B = 0 the gate has no task gradient."""
+    for stem, block, layer in lora_layers(model.causal):
+        layer.personal = _Personal("factors" in model.needs)
+        adapt(layer)
+        for factor in ("A", "B"):
+            shape = tuple(getattr(layer, f"lora_{factor}")["default"].weight.shape)
+            name = f"personal_lora/{stem}/{factor}"
+            key = model.key.at("personal_lora", name)
+            if factor == "A":
+                start = _uniform(key, shape, shape[1])
+            else:
+                start = 0.01 * torch.randn(shape, generator=key.torch())
+            entry = Entry(name, shape, "personal_lora", block, factor)
+            yield ParameterSpec(entry, start, _set(layer.personal, factor.lower()))
+
+
+def _gate(model: Model) -> Iterator[ParameterSpec]:
+    """One logit a per block, 0 at the start: m = sigmoid(a) = ½."""
+    by_block: dict[int | None, list[Any]] = {}
+    for _, block, layer in lora_layers(model.causal):
+        by_block.setdefault(block, []).append(layer.personal)
+    for block, branches in by_block.items():
+
+        def place(parameter: nn.Parameter, branches: list[Any] = branches) -> None:
+            for branch in branches:
+                branch.gate = parameter
+
+        name = f"gate/{'-' if block is None else block}"
+        yield ParameterSpec(Entry(name, (1,), "gate", block), torch.zeros(1), place)
+
+
+class FinalNorm:
+    """The final norm's place: the norm itself, or M(z) = Norm(z + Decode(Dropout(GELU(Encode z)))).
+
+    FedPDPO (arXiv:2603.19741), section 4. ``bypass`` lets hidden states through untouched.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        self.norm, self.original, self.bypass = norm, norm.forward, False
+        self.dropout = nn.Dropout(0.0).eval()
+        self.encode: nn.Linear | None = None
+        self.decode: nn.Linear | None = None
+        norm.forward = self
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        """``[..., d]`` hidden states before the final norm → ``[..., d]`` after it, in their dtype."""
+        if self.bypass:
+            return z
+        dtype = z.dtype
+        if self.encode is not None and self.decode is not None:
+            w, b = self.encode.weight.to(dtype), self.encode.bias.to(dtype)
+            inner = self.dropout(F.gelu(F.linear(z, w, b)))
+            z = z + F.linear(inner, self.decode.weight.to(dtype), self.decode.bias.to(dtype))
+        if self.norm.weight.dtype != dtype:
+            z = z.to(self.norm.weight.dtype)
+        result: torch.Tensor = self.original(z)
+        return result.to(dtype)
+
+
+def _bottleneck(model: Model) -> Iterator[ParameterSpec]:
+    """Encode, Decode = 0 and a copy of the final norm's parameters, which take their place."""
+    norm, settings = model.final_norm, model.config.bottleneck
+    place: FinalNorm = norm.forward
+    width, dim = settings.width, model.causal.config.hidden_size
+    place.encode, place.decode = nn.Linear(dim, width), nn.Linear(width, dim)
+    place.dropout = nn.Dropout(settings.dropout).eval()
+    key = model.key.at("bottleneck")
+    starts = {
+        "encode/weight": (_uniform(key.at("weight"), (width, dim), dim), place.encode, "weight"),
+        "encode/bias": (_uniform(key.at("bias"), (width,), dim), place.encode, "bias"),
+        "decode/weight": (torch.zeros(dim, width), place.decode, "weight"),
+        "decode/bias": (torch.zeros(dim), place.decode, "bias"),
+    }
+    for name, parameter in norm.named_parameters():
+        starts[f"norm/{name}"] = (parameter.detach().float().clone(), norm, name)
+    for name, (start, holder, attribute) in starts.items():
+        entry = Entry(f"bottleneck/{name}", tuple(start.shape), "bottleneck")
+        yield ParameterSpec(entry, start, _set(holder, attribute))
+
+
+def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    return F.linear(x, layer.weight.to(x.dtype), bias)
+
+
+def _head(model: Model) -> Iterator[ParameterSpec]:
+    """A copy of the LM head, untied from the input embeddings."""
+    head = model.causal.get_output_embeddings()
+    start = head.weight.detach().float().clone()
+    if head.weight.dtype != torch.float32:
+        head.forward = functools.partial(_linear, head)
+    yield ParameterSpec(Entry("head/weight", tuple(start.shape), "head"), start, _set(head, "weight"))
+
+
+class RewardHead(nn.Module):
+    """h2: mean over tokens → Linear → dropout → tanh → Linear 1 (FedPDPO, arXiv:2603.19741, section 4)."""
+
+    def __init__(self, dim: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(dim, width), nn.Linear(width, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.eval()
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        """``[n, d]`` mean hidden states → ``[n]`` scores."""
+        scores: torch.Tensor = self.out(torch.tanh(self.dropout(self.hidden(pooled.float()))))[:, 0]
+        return scores
+
+
+def _reward(model: Model) -> Iterator[ParameterSpec]:
+    """The reward head's two layers; it hangs on the model as ``prefed_reward``, outside its modules."""
+    settings, dim = model.config.reward, model.causal.config.hidden_size
+    head = RewardHead(dim, settings.width, settings.dropout)
+    object.__setattr__(model.causal, "prefed_reward", head)
+    for path, parameter in list(head.named_parameters()):
+        layer, name = path.split(".")
+        fan_in = dim if layer == "hidden" else settings.width
+        start = _uniform(model.key.at("reward", path), tuple(parameter.shape), fan_in)
+        entry = Entry(f"reward/{layer}/{name}", tuple(parameter.shape), "reward")
+        yield ParameterSpec(entry, start, _set(getattr(head, layer), name))
+
+
+def _value(model: Model) -> Iterator[ParameterSpec]:
+    """A linear critic for PPO, zero at the start; its reader takes it from the backbone's parameters."""
+    dim = model.causal.config.hidden_size
+    yield ParameterSpec(Entry("value/weight", (1, dim), "value"), torch.zeros(1, dim), lambda parameter: None)
+    yield ParameterSpec(Entry("value/bias", (1,), "value"), torch.zeros(1), lambda parameter: None)
+
+
+def _norm(model: Model) -> Iterator[ParameterSpec]:
+    """The affine parameters of every norm, as they are (FedBN, arXiv:2102.07623)."""
+    for path, module in model.causal.base_model.named_modules():
+        if "norm" not in type(module).__name__.lower():
+            continue
+        match = re.search(r"\.?(\d+)\.", path)
+        if module.weight.dtype != torch.float32 and not isinstance(module.forward, FinalNorm):
+            FinalNorm(module)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            start = parameter.detach().float().clone()
+            entry = Entry(f"norm/{path}/{name}", tuple(start.shape), "norm", int(match[1]) if match else None)
+            yield ParameterSpec(entry, start, _set(module, name))
+
+
+def _residual(model: Model) -> Iterator[ParameterSpec]:
+    """A dense correction of every adapted weight, zero at the start (FedEx-LoRA, arXiv:2410.09432)."""
+    for stem, block, layer in lora_layers(model.causal):
+        shape = (layer.out_features, layer.in_features)
+        entry = Entry(f"residual/{stem}/W", shape, "residual", block)
+        yield ParameterSpec(entry, torch.zeros(shape), lambda parameter: None)
+
+
+PARTS: dict[str, Callable[[Model], Iterator[ParameterSpec]]] = {
+    "lora": _lora,
+    "residual": _residual,
+    "personal_lora": _personal_lora,
+    "gate": _gate,
+    "norm": _norm,
+    "bottleneck": _bottleneck,
+    "head": _head,
+    "reward": _reward,
+    "value": _value,
+}
+"""Part → its builder, in the order in which a layout holds them: the trunk's first."""

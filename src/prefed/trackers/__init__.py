@@ -1,0 +1,1 @@
+"""Where a run is followed: the terminal."""

@@ -1,0 +1,101 @@
+"""A run on the terminal: a bar where there is one to draw on, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from prefed.core import Callback
+from prefed.core.text import size, visible
+
+__all__ = ["Terminal", "quiet", "standard_output"]
+
+UNSEEN_WIDTH = 120
+"""Columns of an output that is no terminal, such as a pipe or a log: tables keep their names whole there."""
+
+
+def quiet() -> None:
+    """Keep transformers' own bars and notices off the terminal, unless the environment asks for them."""
+    if "TRANSFORMERS_VERBOSITY" in os.environ:
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\b")
+
+
+def standard_output() -> Console:
+    """Where commands write: as wide as the terminal, or as ``COLUMNS`` says."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = max(console.width, UNSEEN_WIDTH)
+    return console
+
+
+class Terminal(Callback):
+    """A :class:`~prefed.core.Callback` for people.
+
+    Args:
+        console: where to write; standard output if left out.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or standard_output()
+        self._rounds = 0
+        self._bar: Progress | None = None
+
+    def on_run_begin(self, done: int, rounds: int) -> None:
+        """Start the bar at ``done`` rounds."""
+        self._rounds = rounds
+        if not self.console.is_terminal or done >= rounds:
+            return
+        self._bar = Progress(
+            TextColumn("round {task.fields[round]}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("[dim]{task.fields[step]}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("", total=rounds, completed=done, round=done, figures="", step="")
+
+    def on_task_end(self, what: str, done: int, of: int) -> None:
+        """Show how far the round is."""
+        if self._bar is not None:
+            self._bar.update(self._task, step=f"{what} {done}/{of}")
+
+    def on_round_end(self, record: Mapping[str, Any]) -> None:
+        """Move the bar, or write a line."""
+        figures = []
+        if record.get("loss") is not None:
+            figures.append(f"loss {record['loss']:.4f}")
+        if record.get("preference_accuracy") is not None:
+            figures.append(f"accuracy {record['preference_accuracy']:.3f}")
+        if self._bar is not None:
+            self._bar.update(
+                self._task, completed=record["round"], round=record["round"], figures="  ".join(figures)
+            )
+            return
+        figures.append(f"up {size(record['bytes_up'])}  down {size(record['bytes_down'])}")
+        figures.append(f"{record['seconds']:.1f} s")
+        self.console.print(f"round {record['round']}/{self._rounds}  {'  '.join(figures)}", soft_wrap=True)
+
+    def on_warning(self, text: str) -> None:
+        """Write a line above the bar."""
+        self.console.print(f"warning: {visible(text)}", style="yellow", markup=False, soft_wrap=True)
+
+    def on_run_end(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

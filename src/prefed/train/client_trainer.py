@@ -1,0 +1,75 @@
+"""A client's place at the bench: core's ``Visit`` over real data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefed.core import Key, Objective, Ownership, Phase, PhaseResult, Round, Tensors, Upload
+from prefed.train.pair_cache import Rows
+from prefed.train.pair_trainer import PairTrainer
+from prefed.train.ppo import RolloutCache
+
+__all__ = ["ClientPairTrainer"]
+
+
+@dataclass(frozen=True)
+class ClientPairTrainer:
+    """One client's visit in one exchange of one round.
+
+    Attributes:
+        bench: where phases run.
+        client: the client's id.
+        rows: its training pairs.
+        validation: its validation pairs.
+        round: where the run stands.
+        key: this client's randomness in this exchange.
+        ownership: who owns which tensor.
+        held: what the visit's phases have in common.
+    """
+
+    pair_trainer: PairTrainer
+    client: str
+    rows: Rows
+    validation: Rows
+    round: Round
+    key: Key
+    ownership: Ownership
+    held: RolloutCache = field(default_factory=RolloutCache, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Number of training pairs."""
+        return len(self.rows)
+
+    @property
+    def initial(self) -> Tensors:
+        """The tensors that every client starts from."""
+        return self.pair_trainer.backbone.initial
+
+    def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
+        """Run ``phase`` from ``tensors``."""
+        return self.pair_trainer.train(tensors, phase, self.rows, self.key, self.ownership, self.held)
+
+    def gradient(
+        self, tensors: Tensors, objective: Objective, *, batch_size: int, name: str
+    ) -> tuple[Tensors, float]:
+        """Gradient and value of the mean loss over one batch drawn at ``key.at(name)``."""
+        key = self.key.at(name)
+        return self.pair_trainer.gradient(
+            tensors, objective, self.rows, key, self.ownership, batch_size=batch_size
+        )
+
+    def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
+        """Mean loss over a split; a client without validation pairs uses its training pairs."""
+        rows = self.validation if split == "validation" and len(self.validation) else self.rows
+        return self.pair_trainer.loss(tensors, objective, rows)
+
+    def assemble(self, *groups: Tensors) -> Tensors:
+        """``initial`` with the given tensors put in, later groups over earlier ones."""
+        return self.initial.replace(*groups)
+
+    def upload(self, tensors: Mapping[str, Tensors], scalars: Mapping[str, float] | None = None) -> Upload:
+        """An upload from this client in this round, weighted by its training pairs."""
+        return Upload(self.client, float(self.size), tensors, scalars or {}, self.round.number)

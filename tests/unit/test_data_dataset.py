@@ -1,0 +1,416 @@
+import itertools
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from prefed.core import Key
+from prefed.data import DataConfig, DataError, FederatedDataset, build_dataset
+from prefed.data.assign import ROLES
+from preferences import jsonl, pairs, tokenizer
+
+IID = {"by": "iid", "clients": 3}
+BY_WORKER = {"by": "column", "column": "worker"}
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Federates rows of the given roles under the settings, each time in a new folder."""
+    counter = itertools.count()
+
+    def federated(train, *, seed=0, made=None, **settings):
+        here = tmp_path / f"data{next(counter)}"
+        here.mkdir()
+        for role in ("validation", "test"):
+            if role in settings and not isinstance(settings[role], str | dict):
+                settings[role] = str(jsonl(here / f"{role}.jsonl", settings[role]))
+        if not isinstance(train, str | dict):
+            train = str(jsonl(here / "train.jsonl", train))
+        config = DataConfig(**({"train": train, "partition": IID} | settings))
+        return build_dataset(config, made or tokenizer(), Key(seed), here / "tokens")
+
+    return federated
+
+
+def held(federation):
+    """Every client's prompts by role."""
+    return {
+        name: {role: [federation.tokens.record(k).prompt for k in getattr(data, role)] for role in ROLES}
+        for name, data in federation.clients.items()
+    }
+
+
+def test_every_row_is_held_once(build):
+    """40 rows over 3 clients, a tenth to test on: all 40 in exactly one place."""
+    federation = build(pairs(40), validation_fraction=0.2)
+    rows = np.concatenate(
+        [np.concatenate([d.train, d.validation, d.test]) for d in federation.clients.values()]
+    )
+    assert sorted(rows) == list(range(40))
+    assert federation.report.kept == federation.report.read == 40
+    sizes = [(len(d.train), len(d.validation), len(d.test)) for d in federation.clients.values()]
+    # 14, 13 and 13 rows: round(1.4) = 1 and round(1.3) = 1 to test, round(2.8) = round(2.6) = 3 to choose by.
+    assert sizes == [(10, 3, 1), (9, 3, 1), (9, 3, 1)]
+    for data in federation.clients.values():
+        for part in (data.train, data.validation, data.test):
+            assert part.dtype == np.int64
+            assert (np.diff(part) > 0).all()
+
+
+def test_a_test_file_goes_to_its_clients(build):
+    rows = pairs(6, worker=lambda k: k % 2)
+    test = [dict(row, prompt="T" + row["prompt"]) for row in pairs(4, worker=lambda k: k % 4)]
+    federation = build(rows, partition=BY_WORKER, test=test)
+    assert held(federation) == {
+        "0": {"train": ["Q0:", "Q2:", "Q4:"], "validation": [], "test": ["TQ0:"]},
+        "1": {"train": ["Q1:", "Q3:", "Q5:"], "validation": [], "test": ["TQ1:"]},
+    }
+    # Workers 2 and 3 are tested on but train on nothing.
+    assert federation.report.unplaced == 2
+
+
+def test_a_split_column_is_followed(build):
+    rows = pairs(6, worker="w", split=lambda k: ["train", "valid", "test"][k % 3])
+    federation = build(rows, partition=BY_WORKER)
+    assert held(federation)["w"] == {
+        "train": ["Q0:", "Q3:"],
+        "validation": ["Q1:", "Q4:"],
+        "test": ["Q2:", "Q5:"],
+    }
+    with pytest.raises(DataError, match="the rows say which"):
+        build(rows, partition=BY_WORKER, test_fraction=0.5)
+
+
+def test_a_client_with_one_pair_trains_on_it(build):
+    federation = build(
+        pairs(3, worker=lambda k: k), partition=BY_WORKER, test_fraction=0.5, validation_fraction=0.4
+    )
+    assert [len(d.train) for d in federation.clients.values()] == [1, 1, 1]
+    assert [len(d.test) + len(d.validation) for d in federation.clients.values()] == [0, 0, 0]
+
+
+def test_limit_keeps_some_of_the_training_pairs(build):
+    """The same pairs are tested on with and without a limit."""
+    rows = pairs(60)
+    whole, limited = build(rows), build(rows, limit=5)
+    for name, data in limited.clients.items():
+        assert len(data.train) == 5
+        assert set(data.train) <= set(whole.clients[name].train)
+        assert data.test.tolist() == whole.clients[name].test.tolist()
+    assert limited.report.limited == 60 - 6 - 15
+
+
+class TestDuplicates:
+    rows = (*pairs(10), *pairs(4))
+
+    def test_dropped(self, build):
+        federation = build(self.rows)
+        assert (federation.report.duplicates, federation.report.kept) == (4, 10)
+
+    def test_kept_on_one_side(self, build):
+        """Copies of a pair are never in two splits of a client."""
+        federation = build(
+            pairs(5) * 8, partition={"by": "iid", "clients": 1}, duplicates="keep", test_fraction=0.4
+        )
+        (data,) = federation.clients.values()
+        of = federation.tokens.pairs
+        assert not set(of[data.train].tolist()) & set(of[data.test].tolist())
+        assert (len(data.train), len(data.test)) == (24, 16)
+
+    def test_refused(self, build):
+        with pytest.raises(DataError, match=r"train.jsonl, row 11: repeats an earlier pair"):
+            build(self.rows, duplicates="error")
+
+    def test_of_other_people_are_their_own(self, build):
+        """Two annotators who judge the same pair both count; one who judges it twice counts once."""
+        rows = [*pairs(4, worker="a"), *pairs(4, worker="b"), *pairs(2, worker="a")]
+        assert build(rows, partition=BY_WORKER).report.duplicates == 2
+
+    def test_the_opposite_preference_is_no_duplicate(self, build):
+        row = pairs(1)[0]
+        mirror = row | {"chosen": row["rejected"], "rejected": row["chosen"]}
+        federation = build([row, mirror], partition={"by": "iid", "clients": 1}, test_fraction=0.5)
+        assert (federation.report.duplicates, len(federation.clients["client-0"].train)) == (0, 2)
+
+
+def test_what_is_tested_on_is_not_trained_on(build):
+    """Also where the test file has the pair the other way round."""
+    rows = pairs(6)
+    mirror = rows[1] | {"chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}
+    federation = build(rows, partition={"by": "iid", "clients": 1}, test=[rows[0], mirror])
+    assert federation.report.leaks == 2
+    assert held(federation)["client-0"]["train"] == ["Q2:", "Q3:", "Q4:", "Q5:"]
+    assert len(held(federation)["client-0"]["test"]) == 2
+
+
+@pytest.mark.parametrize("limit", [None, 12])
+def test_what_anybody_is_tested_on_nobody_trains_on_when_asked(build, limit):
+    """Three workers hold the same 40 pairs, and each draws its own 4 to test on and 8 to choose by. Oracle:
+    the draws of ``drop``, less what stands in a later role with anybody; of what is left each keeps 12."""
+    rows = [row for name in "abc" for row in pairs(40, worker=name)]
+    given = {"partition": BY_WORKER, "validation_fraction": 0.2}
+    before, report = held(build(rows, **given)), build(rows, **given).report
+    tested = {prompt for roles in before.values() for prompt in roles["test"]}
+    chosen_by = {prompt for roles in before.values() for prompt in roles["validation"]}
+    assert any(tested & set(roles["train"]) for roles in before.values())
+    expected = {
+        name: {
+            "train": [p for p in roles["train"] if p not in tested | chosen_by],
+            "validation": [p for p in roles["validation"] if p not in tested],
+            "test": roles["test"],
+        }
+        for name, roles in before.items()
+    }
+    left = sum(len(prompts) for roles in expected.values() for prompts in roles.values())
+    federation = build(rows, duplicates="drop_tested", limit=limit, **given)
+    found = held(federation)
+    assert (report.leaks, federation.report.leaks) == (0, 120 - left)
+    for name, roles in found.items():
+        assert roles["test"] == expected[name]["test"]
+        assert roles["validation"] == expected[name]["validation"]
+        assert set(roles["train"]) <= set(expected[name]["train"])
+        assert len(roles["train"]) == min(len(expected[name]["train"]), limit or 40)
+
+
+def test_if_every_pair_is_tested_on_elsewhere_nobody_is_left(build):
+    first, second = pairs(2)
+    rows = [first | {"worker": "a"}, second | {"worker": "b"}]
+    test = [second | {"worker": "a"}, first | {"worker": "b"}]
+    assert len(build(rows, partition=BY_WORKER, test=test).clients) == 2
+    with pytest.raises(DataError, match=r'no client keeps a pair to train on.* duplicates = "drop"'):
+        build(rows, partition=BY_WORKER, test=test, duplicates="drop_tested")
+
+
+def test_a_client_of_whom_nothing_is_left_is_dropped(build):
+    rows = pairs(3, worker=lambda k: "ab"[k == 0])
+    federation = build(rows, partition=BY_WORKER, test=[rows[0]])
+    assert list(federation.clients) == ["a"]
+
+
+def test_prompts_stay_on_one_side_when_asked(build):
+    rows = [{"prompt": f"Q{k % 6}", "chosen": f"a{k}", "rejected": "b"} for k in range(60)]
+    federation = build(rows, split_by="prompt", test_fraction=0.3, partition={"by": "iid", "clients": 1})
+    (parts,) = held(federation).values()
+    assert set(parts["test"])
+    assert not set(parts["test"]) & set(parts["train"])
+
+
+def test_one_data_set_per_client(build, tmp_path):
+    """A set with no test table of its own gives a tenth of its pairs; names are domains too."""
+    web = str(jsonl(tmp_path / "web.jsonl", pairs(10)))
+    code = str(jsonl(tmp_path / "code.jsonl", pairs(20)))
+    tests = str(jsonl(tmp_path / "t.jsonl", [dict(row, prompt="T") for row in pairs(3)]))
+    federation = build({"web": web, "code": code}, partition={"by": "source"}, test={"web": tests})
+    assert list(federation.clients) == ["web", "code"]
+    assert {n: (len(d.train), len(d.test)) for n, d in federation.clients.items()} == {
+        "web": (10, 3),
+        "code": (18, 2),
+    }
+    assert federation.tokens.record(int(federation.clients["code"].train[0])).domain == "code"
+
+
+def test_two_sources_may_conflict(build, tmp_path):
+    """Named sources under another partition: the name is a column like any other."""
+    tables = {name: str(jsonl(tmp_path / f"{name}.jsonl", pairs(20))) for name in ("helpful", "harmless")}
+    federation = build(
+        tables,
+        duplicates="keep",
+        partition={
+            "by": "conflict",
+            "clients": 4,
+            "ratio": 0.25,
+            "column": "domain",
+            "categories": ["helpful", "harmless"],
+        },
+    )
+    assert list(federation.clients) == ["helpful-0", "harmless-0", "harmless-1", "harmless-2"]
+    domains = {federation.tokens.record(int(k)).domain for k in federation.clients["harmless-1"].train}
+    assert domains == {"harmless"}
+
+
+def test_flipped_clients(build):
+    """Named clients see chosen and rejected swapped, in training and in test; a double flip is none."""
+    federation = build(pairs(30), flip=["client-1"])
+    assert federation.flipped == {"client-1"}
+    for name, data in federation.clients.items():
+        for row in (*data.train, *data.test):
+            swapped = federation.tokens.record(int(row)).chosen.startswith(" no")
+            assert swapped == (name == "client-1")
+    conflict = {"by": "conflict", "clients": 4, "ratio": 0.5, "flip": True}
+    both = build(pairs(40), partition=conflict, flip=["reversed-0"])
+    assert both.flipped == {"reversed-1"}
+    with pytest.raises(DataError, match="'client-9', and there is none; did you mean 'client-"):
+        build(pairs(30), flip=["client-9"])
+
+
+def test_pooled(build):
+    federation = build(pairs(30), validation_fraction=0.2)
+    pooled = federation.pooled()
+    (data,) = pooled.clients.values()
+    assert list(pooled.clients) == ["pooled"]
+    for role in ROLES:
+        every = np.concatenate([getattr(d, role) for d in federation.clients.values()])
+        assert getattr(data, role).tolist() == sorted(every)
+    assert pooled.tokens is federation.tokens
+
+
+class TestFolder:
+    def config(self, tmp_path, rows=20, **settings):
+        jsonl(tmp_path / "train.jsonl", pairs(rows))
+        return DataConfig(**({"train": "train.jsonl", "partition": IID} | settings))
+
+    def test_an_equal_call_opens_what_is_there(self, tmp_path):
+        """The second call reads no source: they may not even be of the same name."""
+        config = self.config(tmp_path)
+        first = build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        stamp = (tmp_path / "t" / "ids.i32").stat().st_mtime_ns
+        again = build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        assert again.fingerprint == first.fingerprint
+        assert (tmp_path / "t" / "ids.i32").stat().st_mtime_ns == stamp
+        opened = FederatedDataset.open(tmp_path / "t")
+        assert held(opened) == held(first)
+        assert (opened.report, opened.fingerprint) == (first.report, first.fingerprint)
+
+    def test_the_same_anywhere(self, tmp_path):
+        """Another folder, an absolute path instead of a relative one: the same fingerprint."""
+        config = self.config(tmp_path)
+        first = build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        absolute = DataConfig(train=str(tmp_path / "train.jsonl"), partition=IID)
+        assert build_dataset(absolute, tokenizer(), Key(0), tmp_path / "u").fingerprint == first.fingerprint
+        assert build_dataset(absolute, tokenizer(), Key(0), tmp_path / "t").fingerprint == first.fingerprint
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"limit": 3}, "other settings"),
+            ({"rows": 21}, "other source files"),
+            ({"seed": 1}, "other seed"),
+            ({"bos": True}, "other tokenizer"),
+        ],
+    )
+    def test_other_inputs_are_refused(self, tmp_path, change, message):
+        build_dataset(self.config(tmp_path), tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        settings = {"limit": change["limit"]} if "limit" in change else {}
+        config = self.config(tmp_path, change.get("rows", 20), **settings)
+        with pytest.raises(DataError, match=f"t holds data made from {message}; use another folder"):
+            build_dataset(
+                config, tokenizer(bos="bos" in change), Key(change.get("seed", 0)), tmp_path / "t", tmp_path
+            )
+
+    def test_a_failure_leaves_nothing(self, tmp_path):
+        config = self.config(tmp_path, partition={"by": "iid", "clients": 30})
+        with pytest.raises(DataError, match="20 pairs are not enough for 30 clients"):
+            build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["train.jsonl"]
+
+    def test_the_leavings_of_a_killed_build_are_cleared(self, tmp_path):
+        config = self.config(tmp_path)
+        (tmp_path / "t.partial").mkdir()
+        (tmp_path / "t.partial" / "ids.i32").write_bytes(b"half")
+        federation = build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        assert len(federation.tokens) == 20
+        assert not (tmp_path / "t.partial").exists()
+
+    def test_a_folder_with_something_else_is_left_alone(self, tmp_path):
+        (tmp_path / "t").mkdir()
+        (tmp_path / "t" / "thesis.txt").write_text("mine")
+        with pytest.raises(DataError, match="cannot write"):
+            build_dataset(self.config(tmp_path), tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        assert (tmp_path / "t" / "thesis.txt").read_text() == "mine"
+
+    def test_damage_is_told(self, tmp_path):
+        build_dataset(self.config(tmp_path), tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        (tmp_path / "t" / "bounds.i64").write_bytes(b"123")
+        with pytest.raises(DataError, match="delete it to have it made again"):
+            FederatedDataset.open(tmp_path / "t")
+
+
+def test_the_seed_decides_the_deal(build):
+    rows = pairs(30)
+    first, same, other = build(rows), build(rows), build(rows, seed=1)
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+    assert first.tokens.fingerprint == other.tokens.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"partition": BY_WORKER}, r"rows 1 to 10: no row has 'worker'.* are score$"),
+        ({"partition": {"by": "margin", "clients": 2}}, r"rows 1 to 10: no row has 'margin'.* are score$"),
+        ({"format": "shpp"}, "did you mean 'shp'"),
+        ({"template": "chat"}, "the tokenizer has no chat template"),
+        ({"max_length": 2}, "no usable pair"),
+    ],
+)
+def test_what_cannot_be_divided_is_named(build, settings, message):
+    with pytest.raises(DataError, match=message):
+        build(pairs(10, score=1), **settings)
+
+
+def test_report_counts_add_up(build):
+    """14 rows: 1 blank, 1 of equal responses, 1 too long, 1 repeat, and 10 that are held."""
+    rows = [
+        *pairs(10),
+        {"prompt": "Q", "chosen": " ", "rejected": "b"},
+        {"prompt": "Q", "chosen": "b", "rejected": "b"},
+        {"prompt": "Q", "chosen": "x" * 600, "rejected": "b"},
+        pairs(1)[0],
+    ]
+    report = build(rows, invalid="drop").report
+    found = (report.read, report.invalid, report.identical, report.too_long, report.duplicates, report.kept)
+    assert found == (14, 1, 1, 1, 1, 10)
+
+
+def test_clients_are_a_mapping(build):
+    clients = build(pairs(30)).clients
+    assert (len(clients), list(clients)) == (3, ["client-0", "client-1", "client-2"])
+    assert "client-1" in clients
+    assert "x" not in clients
+    with pytest.raises(KeyError):
+        clients["x"]
+    assert clients["client-1"].id == "client-1"
+
+
+def test_ids_may_be_any_text(build):
+    names = ["../up", "a b", "ü", "7"]
+    federation = build(pairs(8, worker=lambda k: names[k % 4]), partition=BY_WORKER)
+    assert list(federation.clients) == sorted(names)
+
+
+def test_memory_hardly_grows_with_rows(tmp_path):
+    """Peak traced memory of 2,000 more rows in 500 more clients: below 200 bytes a row.
+
+    Texts and tokens, some 300 bytes a row here, are on disk alone.
+    """
+    peaks = {}
+    # The first build also pays for imports and caches.
+    for rows in (300, 500, 2500):
+        path = jsonl(
+            tmp_path / f"{rows}.jsonl",
+            (dict(row, prompt=row["prompt"] + "x" * 20) for row in pairs(rows, worker=lambda k: k // 4)),
+        )
+        config = DataConfig(train=str(path), partition=BY_WORKER)
+        made = tokenizer()
+        tracemalloc.start()
+        federation = build_dataset(config, made, Key(0), tmp_path / f"t{rows}")
+        peaks[rows] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(federation.clients) == rows // 4
+    assert (peaks[2500] - peaks[500]) / 2000 < 200
+    on_disk = sum((tmp_path / "t2500" / name).stat().st_size for name in ("ids.i32", "records.jsonl"))
+    assert on_disk / 2500 > 250
+
+
+def test_progress_counts_rows(tmp_path):
+    config = DataConfig(train=str(jsonl(tmp_path / "x.jsonl", pairs(250))), partition=IID)
+    seen = []
+    build_dataset(config, tokenizer(), Key(0), tmp_path / "t", progress=seen.append)
+    assert seen == [100, 200, 250]
+
+
+def test_the_manifest_is_plain_json(build):
+    federation = build(pairs(10))
+    manifest = json.loads((federation.tokens.folder / "clients.json").read_text())
+    assert manifest["ids"] == ["client-0", "client-1", "client-2"]
+    assert manifest["fingerprint"] == federation.fingerprint

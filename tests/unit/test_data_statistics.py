@@ -1,0 +1,190 @@
+import io
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from rich.console import Console
+from scipy.spatial.distance import jensenshannon
+
+from prefed.core import Key
+from prefed.data import DataConfig, build_dataset, overlaps
+from prefed.data.statistics import DatasetStatistics, divergence, gini, print_survey, survey
+from preferences import jsonl, pairs, tokenizer
+
+BY_WORKER = {"by": "column", "column": "worker"}
+
+
+def build(tmp_path, rows, **settings):
+    for role in ("test",):
+        if role in settings:
+            settings[role] = str(jsonl(tmp_path / f"{role}.jsonl", settings[role]))
+    config = DataConfig(
+        **({"train": str(jsonl(tmp_path / "train.jsonl", rows)), "partition": BY_WORKER} | settings)
+    )
+    return build_dataset(config, tokenizer(), Key(0), tmp_path / "t")
+
+
+def test_by_hand(tmp_path):
+    """Two clients. a: Q0 Q1 Q2 (kinds x x y); b: Q1 with the opposite preference, Q3 Q3 (kinds x y y).
+
+    - Prompts in both: Q1 alone; pairs in both: the same one, and they disagree on it.
+    - b says Q3 twice (kept). Test: a on a new pair of prompt Q0; b on the pair Q0, which a trains on.
+    - Categories over all: 3 x, 3 y. For a: 2/3, 1/3 against 1/2, 1/2.
+    """
+    base = pairs(4)
+    mirror = base[1] | {"chosen": base[1]["rejected"], "rejected": base[1]["chosen"]}
+    rows = [
+        base[0] | {"worker": "a", "category": "x"},
+        base[1] | {"worker": "a", "category": "x"},
+        base[2] | {"worker": "a", "category": "y"},
+        mirror | {"worker": "b", "category": "x"},
+        base[3] | {"worker": "b", "category": "y"},
+        base[3] | {"worker": "b", "category": "y"},
+    ]
+    test = [
+        {"prompt": "Q0:", "chosen": "new", "rejected": "old", "worker": "a"},
+        base[0] | {"worker": "b"},
+    ]
+    found = survey(build(tmp_path, rows, test=test, duplicates="keep"))
+    a, b = found.clients
+    assert (a.id, a.train, a.validation, a.test) == ("a", 3, 0, 1)
+    assert (a.categories, b.categories, found.categories) == (
+        {"x": 2, "y": 1},
+        {"x": 1, "y": 2},
+        {"x": 3, "y": 3},
+    )
+    assert (a.shared_prompts, a.shared_pairs, a.contradicted, a.repeats) == (1, 1, 1, 0)
+    assert (b.shared_prompts, b.shared_pairs, b.contradicted, b.repeats) == (1, 1, 1, 1)
+    assert (a.test_prompts, a.test_elsewhere) == (1, 0)
+    assert (b.test_prompts, b.test_elsewhere) == (0, 1)
+    assert (found.shared_prompts, found.shared_pairs, found.contradictions, found.test_trained) == (
+        1,
+        1,
+        1,
+        1,
+    )
+    out = io.StringIO()
+    print_survey(found, Console(file=out, width=160))
+    assert re.search(r"test pairs that another client trains on +│ +1 of 2 ", out.getvalue())
+    expected = jensenshannon([2 / 3, 1 / 3], [0.5, 0.5], base=2)
+    assert a.category_distance == pytest.approx(expected)
+    assert found.category_distance == pytest.approx(expected)
+    assert found.gini == 0.0
+    # One token a byte: "Q0:" is 3, " yes 0" and its end 7, " no 0" and its end 6.
+    assert a.prompt.model_dump() == {"median": 3.0, "p95": 3.0, "max": 3}
+    assert a.response.model_dump() == {"median": 6.5, "p95": 7.0, "max": 7}
+
+
+def test_token_distance_against_scipy(tmp_path):
+    """The bytes of both clients' chosen responses, counted in full."""
+    rows = [
+        {"prompt": "Q", "chosen": word, "rejected": "no", "worker": "ab"[k % 2]}
+        for k, word in enumerate(["apple", "zebra", "pear", "fuzz", "plum", "jazz", "peach", "quiz"])
+    ]
+    federation = build(tmp_path, rows, test_fraction=0)
+    found = survey(federation)
+    counts = {
+        name: np.bincount(
+            np.concatenate([federation.tokens.pair(int(k)).chosen for k in data.train]), minlength=300
+        )
+        for name, data in federation.clients.items()
+    }
+    pool = sum(counts.values())
+    for client in found.clients:
+        assert client.token_distance == pytest.approx(jensenshannon(counts[client.id], pool, base=2))
+    assert found.token_distance > found.dealt_token_distance
+
+
+def test_an_even_deal_is_as_far_from_the_whole_as_chance_makes_it(tmp_path):
+    """Under an iid deal the distance and its random counterpart are of one distribution: near each other."""
+    rows = [
+        {"prompt": f"Q{k}", "chosen": f"{k * k} a", "rejected": "b", "category": "xyz"[k % 3]}
+        for k in range(300)
+    ]
+    found = survey(build(tmp_path, rows, partition={"by": "iid", "clients": 5}))
+    assert found.token_distance == pytest.approx(found.dealt_token_distance, rel=0.3)
+    assert found.category_distance < 0.2
+
+
+def test_flipping_makes_contradictions(tmp_path):
+    """Both clients hold the same three pairs, and one is flipped: they disagree on all three."""
+    rows = [*pairs(3, worker="a"), *pairs(3, worker="b")]
+    (tmp_path / "x").mkdir()
+    assert survey(build(tmp_path / "x", rows)).contradictions == 0
+    found = survey(build(tmp_path, rows, flip=["b"]))
+    assert found.contradictions == 3
+    assert [client.flipped for client in found.clients] == [False, True]
+
+
+def test_without_categories(tmp_path):
+    found = survey(build(tmp_path, pairs(9), partition={"by": "iid", "clients": 3}))
+    assert found.category_distance is None
+    assert found.clients[0].category_distance is None
+    assert found.categories == {}
+
+
+def test_survives_json_and_prints(tmp_path):
+    rows = pairs(200, worker=lambda k: f"w{k % 50:02d}", category=lambda k: f"c{k % 7}")
+    found = survey(build(tmp_path, rows))
+    assert DatasetStatistics.model_validate_json(found.model_dump_json()) == found
+    out = io.StringIO()
+    print_survey(found, Console(file=out, width=160))
+    text = out.getvalue()
+    assert "50 clients" in text
+    assert "w39" in text
+    assert "w40" not in text
+    assert "and 10 more" in text
+    assert "pairs on which clients disagree" in text
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=30).filter(any))
+def test_gini_against_its_definition(sizes):
+    """Mean absolute difference over twice the mean."""
+    x = np.array(sizes, dtype=float)
+    expected = np.abs(x[:, None] - x[None, :]).mean() / (2 * x.mean())
+    assert gini(sizes) == pytest.approx(expected, abs=1e-9)
+
+
+@given(arrays(np.int64, (2, 12), elements=st.integers(0, 50)))
+def test_divergence_against_scipy(counts):
+    """scipy's Jensen–Shannon distance, base 2, on the dense histograms."""
+    if not counts[0].any():
+        return
+    pool = counts.sum(axis=0)
+    index = np.flatnonzero(counts[0])
+    found = divergence(index, counts[0][index], pool)
+    assert found == pytest.approx(float(np.nan_to_num(jensenshannon(counts[0], pool, base=2))), abs=1e-6)
+
+
+table = st.integers(1, 30).flatmap(
+    lambda n: st.tuples(
+        arrays(np.uint64, n, elements=st.integers(0, 4)),
+        arrays(np.uint8, n, elements=st.integers(0, 1)),
+        arrays(np.int64, n, elements=st.integers(0, 3)),
+    )
+)
+
+
+@given(table)
+def test_overlaps_against_a_search(columns):
+    """Oracle: compare every row with every other."""
+    pair, side, who = columns
+    n = len(pair)
+    same, other = pair[:, None] == pair[None, :], who[:, None] != who[None, :]
+    opposite = side[:, None] != side[None, :]
+    assert overlaps.shared(pair, who).tolist() == (same & other).any(1).tolist()
+    assert overlaps.contradicted(pair, side, who).tolist() == (same & other & opposite).any(1).tolist()
+    earlier = np.tri(n, k=-1, dtype=bool)
+    assert overlaps.repeats(pair, side, who).tolist() == (same & ~other & ~opposite & earlier).any(1).tolist()
+
+
+@given(table, table)
+def test_found_against_a_search(first, second):
+    item, _, who = first
+    among, _, whose = second
+    same, mine = item[:, None] == among[None, :], who[:, None] == whose[None, :]
+    assert overlaps.found(item, who, among, whose, same=True).tolist() == (same & mine).any(1).tolist()
+    assert overlaps.found(item, who, among, whose, same=False).tolist() == (same & ~mine).any(1).tolist()

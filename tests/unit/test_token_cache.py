@@ -1,0 +1,63 @@
+"""Log-probabilities of single tokens on disk: what was put comes back, and nothing else passes for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefed.train.token_cache import TokenCache
+
+TOKENS = np.array([3, 2, 4])
+VALUES = np.array([-1.5, 0.0, -2.0, -0.25, -3.0, -1.0, -1.0, -1.0, -7.0], np.float32)
+ALL = np.arange(3)
+
+
+def test_what_was_put_comes_back_in_any_order(tmp_path: Path) -> None:
+    """In memory and, opened again, from the disk. A token that is certain, log 1 = 0, is one too."""
+    for folder in (None, tmp_path):
+        held = TokenCache(TOKENS, folder, "r")
+        assert held.missing(ALL[:1])
+        held.put(ALL, VALUES)
+        opened = held if folder is None else TokenCache(TOKENS, folder, "r")
+        assert not opened.missing(ALL)
+        np.testing.assert_array_equal(opened.get(ALL), VALUES)
+        np.testing.assert_array_equal(opened.get(np.array([2, 0])), np.r_[VALUES[5:], VALUES[:3]])
+    assert [path.name for path in tmp_path.iterdir()] == ["r.u32"]
+
+
+def test_what_was_not_put_is_missing_and_nothing_else(tmp_path: Path) -> None:
+    """Row by row: also after another of them was kept, and where a file's end was cut off."""
+    held = TokenCache(TOKENS, tmp_path, "r")
+    held.put(ALL[1:2], VALUES[3:5])
+    again = TokenCache(TOKENS, tmp_path, "r")
+    assert [again.missing(ALL[row : row + 1]) for row in range(3)] == [True, False, True]
+    path = tmp_path / "r.u32"
+    path.write_bytes(path.read_bytes()[: 4 * (4 + 2)])
+    again = TokenCache(TOKENS, tmp_path, "r")
+    assert [again.missing(ALL[row : row + 1]) for row in range(3)] == [True, True, True]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("byte", range(4 * (1 + 2)))
+def test_any_flipped_byte_makes_its_row_missing_and_no_other(tmp_path: Path, byte: int) -> None:
+    """Row 1 lies behind row 0's check and three tokens: at byte 16, of 4 bytes of check and 8 of tokens."""
+    TokenCache(TOKENS, tmp_path, "r").put(ALL, VALUES)
+    path = tmp_path / "r.u32"
+    data = bytearray(path.read_bytes())
+    data[16 + byte] ^= 0x10
+    path.write_bytes(data)
+    again = TokenCache(TOKENS, tmp_path, "r")
+    assert [again.missing(ALL[row : row + 1]) for row in range(3)] == [False, True, False]
+
+
+def test_another_rows_numbers_do_not_pass(tmp_path: Path) -> None:
+    """Two rows of equal length whose blocks a disk swapped."""
+    path = tmp_path / "r.u32"
+    TokenCache(np.array([2, 2]), tmp_path, "r").put(ALL[:2], VALUES[:4])
+    words = np.fromfile(path, np.uint32)
+    np.roll(words, 3).tofile(path)
+    again = TokenCache(np.array([2, 2]), tmp_path, "r")
+    assert again.missing(ALL[:1])
+    assert again.missing(ALL[1:2])
