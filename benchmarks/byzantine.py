@@ -42,11 +42,11 @@ import torch
 from common import HERE, SHARED, TOKENIZER
 
 from prefed import files
-from prefed.config import load
+from prefed.config import Experiment
 from prefed.core import Callback, Tensors, Upload
 from prefed.engines import InProcess, Job, ServerRounds, Task, TaskResult
 from prefed.merge import MergeConfig
-from prefed.runs.build import build_data, build_trainers, job_over
+from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.store import RunWriter
 from prefed.trackers.terminal import quiet
 from prefed.train.trainer_factory import PairTrainerFactory
@@ -173,7 +173,7 @@ def place(model: str, train: str, test: str, seed: int, flipped: bool) -> PairTr
     folder = Path(tempfile.mkdtemp(prefix="byzantine-"))
     source = swapped(Path(train), folder) if flipped else Path(train)
     chosen = [*FIXED, f"seed={seed}", f"model.name={model}", f"data.train={source}", f"data.test={test}"]
-    experiment = load(BASE, chosen)
+    experiment = Experiment.load(BASE, chosen)
     return build_trainers(experiment, build_data(experiment, folder / "data"), None)
 
 
@@ -185,7 +185,7 @@ def fill(cell: Cell) -> None:
     # Where the data lie has no say beyond this point, but an experiment names them.
     given = [f"model.name={cell.model}", f"data.train={cell.train}", f"data.test={cell.test}"]
     chosen = [*FIXED, *given, f"seed={cell.seed}", f"merge.rule={cell.rule}"]
-    job = job_over(load(BASE, chosen), ground)
+    job = assemble_job(Experiment.load(BASE, chosen), ground)
     liars, forge = liars_of(Path(cell.train)), FORGERIES[cell.attack]
     backend = InProcess(job) if forge is None else Liars(job, liars, forge)
     with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder) / "run") as store, backend:

@@ -105,7 +105,7 @@ def attack(job: Job, client: str, others: int, goal: Objective) -> list[float]:
     before = place.initial.replace(*sent.tensors.values())
     after = before.replace(*decode_upload(answer.message).tensors.values())
     update = (after - before).flat.double()
-    data = place.federation.clients[client]
+    data = place.dataset.clients[client]
     rows = np.concatenate([data.train, data.validation[:others]])
     scores = np.array([score(job, client, int(row), before, after, update, goal) for row in rows])
     member = np.arange(len(rows)) < len(data.train)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import prefed
 from prefed import files
-from prefed.config import Experiment, load
+from prefed.config import Experiment
 
 ACCURACIES = (
     "preference_accuracy",
@@ -71,7 +71,7 @@ class Run:
             ConfigError: the settings are not valid.
             ValueError: it was run with other settings.
         """
-        after, config = _settings(load(self.file, list(self.overrides))), self.out / "config.toml"
+        after, config = _settings(Experiment.load(self.file, list(self.overrides))), self.out / "config.toml"
         if not config.exists():
             return
         before = _settings(Experiment.parse(config.read_text("utf-8")))
@@ -206,7 +206,7 @@ def finished(run: Run) -> None:
         # A run that was killed may be resumed by other code, and then has both to name. The run directory
         # itself holds nothing before the run does.
         files.append(note, f"{code()}\n".encode())
-        carry_out(load(run.file, list(run.overrides)), run.out, resume=run.out.exists())
+        carry_out(Experiment.load(run.file, list(run.overrides)), run.out, resume=run.out.exists())
     if note.exists():
         names = dict.fromkeys(note.read_text("utf-8").split())
         files.write(run.out / "commit", "".join(f"{name}\n" for name in names).encode())

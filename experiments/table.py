@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefed.config import load
+from prefed.config import Experiment
 from prefed.runs.run import run
 from prefed.trackers.terminal import quiet
 
@@ -53,7 +53,7 @@ def place(file: Path, out: Path) -> Path:
 
 def outcome(file: Path, seed: int, overrides: Sequence[str], out: Path) -> dict[str, Any]:
     """One run's accuracies, carried out or completed if need be."""
-    experiment = load(file, [*overrides, f"seed={seed}"])
+    experiment = Experiment.load(file, [*overrides, f"seed={seed}"])
     result = run(experiment, out, resume=out.exists())
     judged = [
         record["evaluation"]["preference_accuracy"] for record in result.rounds if "evaluation" in record
@@ -111,7 +111,7 @@ def main() -> None:
     rows = []
     for file in args.files:
         name, paper = title(file)
-        seeds = args.seed or [load(file, args.overrides).seed]
+        seeds = args.seed or [Experiment.load(file, args.overrides).seed]
         runs = [outcome(file, seed, args.overrides, place(file, args.out) / f"seed{seed}") for seed in seeds]
         rows.append({"experiment": name, "file": str(file), "paper": paper, "runs": runs})
         print(line(rows[-1]), flush=True)

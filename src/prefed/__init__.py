@@ -11,30 +11,50 @@
 """
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefed.config import Experiment
+    from prefed.config import ConfigError, Experiment
+    from prefed.core import Callback
+    from prefed.runs.loaded import LoadedRun, load_run
+    from prefed.runs.record import RunRecord, read_run
     from prefed.runs.run import RunResult, run
 
-__all__ = ["Experiment", "RunResult", "run"]
+__all__ = [
+    "Callback",
+    "ConfigError",
+    "Experiment",
+    "LoadedRun",
+    "RunRecord",
+    "RunResult",
+    "load_run",
+    "read_run",
+    "run",
+]
 
-# OpenMP reads this when PyTorch is loaded. Its own way is to spin where threads wait for each other, which
-# beside other work on the machine costs several times the CPU time. What a user has set stays.
+_MODULES = {
+    "Callback": "prefed.core",
+    "ConfigError": "prefed.config",
+    "Experiment": "prefed.config",
+    "LoadedRun": "prefed.runs.loaded",
+    "RunRecord": "prefed.runs.record",
+    "RunResult": "prefed.runs.run",
+    "load_run": "prefed.runs.loaded",
+    "read_run": "prefed.runs.record",
+    "run": "prefed.runs.run",
+}
+
+# OpenMP reads this when PyTorch is loaded. By default, threads that wait for each other spin: on a machine
+# with other work that costs several times the CPU time. A value that the user has set stays.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: importing torch and transformers takes seconds, and `prefed --help` need not.
-    if name == "Experiment":
-        from prefed.config import Experiment
-
-        return Experiment
-    if name in ("RunResult", "run"):
-        from prefed.runs import run as module
-
-        return getattr(module, name)
-    raise AttributeError(f"module 'prefed' has no attribute {name!r}")
+    # Imported at first use: PyTorch and transformers take seconds, and `prefed --help` needs neither.
+    if name not in _MODULES:
+        raise AttributeError(f"module 'prefed' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -105,7 +105,7 @@ def test_clients_that_never_took_part_are_judged_apart(place):
     assert "clients that never took part" in text
     assert re.search(r"2 +1 +\d\.\d\d\d", text)
     run = load_run(place / "newcomer")
-    assert run.model("right").equal(run.published)
+    assert run.model("right").equal(run.published_model)
     prefed_("report", place / "newcomer")
     assert "Clients that never took part" in (place / "newcomer/report.html").read_text()
 
@@ -223,15 +223,15 @@ def test_an_export_gives_the_same_log_probabilities(place, tmp_path, method, cli
     text = prefed_(*words, *(["--merge"] if merge else []))
     assert f"from_pretrained({'' if merge else 'base, '}'{tmp_path / 'it'}')" in text
     run = load_run(place / method, data=True)
-    data = run.place.federation.clients[client or "left"].test
-    expected = run.place.pair_trainer.score(run.model(client) if client else run.published, data)
+    data = run.trainers.dataset.clients[client or "left"].test
+    expected = run.trainers.pair_trainer.score(run.model(client) if client else run.published_model, data)
     if merge:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "it")
         assert not any("lora" in name for name, _ in model.named_parameters())
     else:
         base = AutoModelForCausalLM.from_pretrained(place / "model")
         model = PeftModel.from_pretrained(base, tmp_path / "it")
-    found = logprobs(model.eval(), run.place.federation.tokens, data)
+    found = logprobs(model.eval(), run.trainers.dataset.tokens, data)
     assert np.abs(found - expected.policy).max() < 1e-5 * np.abs(found).max()
     assert np.abs(found - expected.reference).max() > 1e-3
     assert AutoTokenizer.from_pretrained(tmp_path / "it")("up").input_ids
@@ -246,9 +246,9 @@ def test_an_export_of_more_than_an_adapter_loads_with_one_call(place, tmp_path):
     assert "  from prefed.models import load_client\n" in text
     assert f"  model = load_client('{tmp_path / 'it'}').model\n" in text
     run = load_run(place / "fedpdpo", data=True)
-    data = run.place.federation.clients["left"].test
-    expected = run.place.pair_trainer.score(run.model("left"), data).policy
-    found = logprobs(load_client(tmp_path / "it").model, run.place.federation.tokens, data)
+    data = run.trainers.dataset.clients["left"].test
+    expected = run.trainers.pair_trainer.score(run.model("left"), data).policy
+    found = logprobs(load_client(tmp_path / "it").model, run.trainers.dataset.tokens, data)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
     refused = prefed_("export", place / "fedpdpo", "--client", "left", "--merge", code=1)
     assert "a bottleneck cannot be merged" in refused
@@ -259,10 +259,10 @@ def test_a_personal_head_merges_into_a_plain_model(place, tmp_path):
 
     prefed_("export", place / "fedper", "--client", "right", "--merge", "--out", tmp_path / "it")
     run = load_run(place / "fedper", data=True)
-    data = run.place.federation.clients["right"].test
-    expected = run.place.pair_trainer.score(run.model("right"), data).policy
+    data = run.trainers.dataset.clients["right"].test
+    expected = run.trainers.pair_trainer.score(run.model("right"), data).policy
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "it").eval()
-    found = logprobs(model, run.place.federation.tokens, data)
+    found = logprobs(model, run.trainers.dataset.tokens, data)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
 
 

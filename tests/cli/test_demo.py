@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefed.cli import app, demo
-from prefed.config import load
+from prefed.config import Experiment
 
 
 def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
         file.read_text().replace('name = "fedsdg"', 'name = "feddpo"').replace("rounds = 10", "rounds = 1")
     )
     file.write_text(changed)
-    assert load(file).method.name == "feddpo"
+    assert Experiment.load(file).method.name == "feddpo"
     second = CliRunner().invoke(app, ["demo"])
     assert second.exit_code == 0, second.output
     assert file.read_text() == changed

@@ -58,9 +58,11 @@ def test_the_printed_lines_load_the_model_that_was_judged(place, tmp_path, metho
     loaded = {}
     exec(re.sub("^ +", "", printed.partition("to load it:\n")[2], flags=re.MULTILINE), loaded)
     run = load_run(place / method, data=True)
-    data = run.place.federation.clients["left"].test
-    expected = run.place.pair_trainer.score(run.model(client) if client else run.published, data).policy
-    found = logprobs(loaded["model"].eval(), run.place.federation.tokens, data)
+    data = run.trainers.dataset.clients["left"].test
+    expected = run.trainers.pair_trainer.score(
+        run.model(client) if client else run.published_model, data
+    ).policy
+    found = logprobs(loaded["model"].eval(), run.trainers.dataset.tokens, data)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
 
 

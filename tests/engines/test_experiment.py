@@ -191,7 +191,7 @@ def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
     assert summaries["some"]["unseen_accuracy"]["0"] == summaries["none"]["unseen_accuracy"]["0"]
     assert summaries["some"]["preference_accuracy"] == summaries["none"]["preference_accuracy"]
     opened = load_run(tmp_path / "none", data=True)
-    scores = opened.place.score("w1", opened.shared("w1"), opened.job.split)
+    scores = opened.trainers.score("w1", opened.shared_model("w1"), opened.job.split)
     shared = measure(scores, 0.1)["preference_accuracy"]
     assert summaries["none"]["unseen_accuracy"]["0"]["per_client"] == {"w1": shared}
 
@@ -340,9 +340,9 @@ def test_where_a_run_goes(place):
 
 
 def test_the_data_of_an_experiment(place, tmp_path):
-    federation = build_data(experiment(place), tmp_path / "data")
-    assert sorted(federation.clients) == ["w0", "w1", "w2"]
-    assert len(federation.clients["w0"].train) > 10
+    dataset = build_data(experiment(place), tmp_path / "data")
+    assert sorted(dataset.clients) == ["w0", "w1", "w2"]
+    assert dataset.sizes["w0"].train > 10
 
 
 def test_a_start_that_came_to_no_round_is_started_again(place, tmp_path):

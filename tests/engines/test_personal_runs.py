@@ -74,37 +74,37 @@ def test_the_shared_model_of_fedsdg_is_the_base_with_the_shared_lora_alone(place
     from transformers import AutoModelForCausalLM
 
     opened = load_run(place / branch, data=True)
-    rows = opened.place.federation.clients["left"].test
+    rows = opened.trainers.dataset.clients["left"].test
     alone = with_shared_alone(place, opened)
-    want = logprobs(alone, opened.place.federation.tokens, rows)
+    want = logprobs(alone, opened.trainers.dataset.tokens, rows)
     base = AutoModelForCausalLM.from_pretrained(place / "model")
     adapted = PeftModel.from_pretrained(base, place / branch / "adapters/shared").eval()
     tolerance = 1e-6 * np.abs(want).max()
     for found in (
-        opened.place.pair_trainer.score(opened.shared("left"), rows).policy,
-        opened.place.pair_trainer.score(opened.published, rows).policy,
-        logprobs(adapted, opened.place.federation.tokens, rows),
+        opened.trainers.pair_trainer.score(opened.shared_model("left"), rows).policy,
+        opened.trainers.pair_trainer.score(opened.published_model, rows).policy,
+        logprobs(adapted, opened.trainers.dataset.tokens, rows),
     ):
         assert np.abs(found - want).max() < tolerance
     start = opened.backbone.initial.replace(opened.server.tensors["model"])
-    assert np.abs(opened.place.pair_trainer.score(start, rows).policy - want).max() > 20 * tolerance
+    assert np.abs(opened.trainers.pair_trainer.score(start, rows).policy - want).max() > 20 * tolerance
 
 
 @pytest.mark.parametrize("branch", ["products", "factors"])
 def test_the_run_judges_that_shared_model(place, branch, monkeypatch):
     """An evaluation scores a client's own model and then the shared one, tensor for tensor that above."""
     opened, scored = load_run(place / branch, data=True), []
-    score = opened.place.score
+    score = opened.trainers.score
 
     def spy(client, tensors, split):
         scored.append(tensors)
         return score(client, tensors, split)
 
-    monkeypatch.setattr(opened.place, "score", spy)
+    monkeypatch.setattr(opened.trainers, "score", spy)
     message = encode(opened.method.publish(opened.server, "left"))
     answer = run_task(opened.job, Task("judge", "left", 1, "", message, None))
     own, shared = scored
-    assert shared.equal(opened.published)
+    assert shared.equal(opened.published_model)
     personal = [name for name in own if name.startswith("personal_lora/")]
     assert all(own[name].any() and not shared[name].any() for name in personal)
     summary = json.loads((place / branch / "summary.json").read_text())
@@ -120,11 +120,11 @@ def test_a_reward_heads_figures_come_from_its_scores(place):
     summary = summary_of(place / "fedpdpo")
     explicit = []
     for client in CLIENTS:
-        data = opened.place.federation.clients[client].test
-        scores = opened.place.pair_trainer.score(opened.model(client), data)
+        data = opened.trainers.dataset.clients[client].test
+        scores = opened.trainers.pair_trainer.score(opened.model(client), data)
         implicit = (scores.policy - scores.reference).astype(np.float64) @ [1, -1]
         given = scores.rewards.astype(np.float64) @ [1, -1]
-        scale = opened.checkpoint.client(client).values["scale"]
+        scale = opened.reader.client(client).values["scale"]
         assert scale != 1
         combined = implicit + 1.5 * scale * given
         for name, right in zip(REWARDED, (combined > 0, given > 0, implicit * given > 0), strict=True):

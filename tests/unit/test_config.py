@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefed.config import CohortConfig, ConfigError, Experiment, load, to_toml
+from prefed.config import CohortConfig, ConfigError, Experiment, to_toml
 from prefed.config.starting import starting_file
 from prefed.losses import OBJECTIVES
 from prefed.methods import METHODS
@@ -32,7 +32,7 @@ def file(tmp_path):
 
 
 def test_defaults_are_filled_in(file):
-    experiment = load(file)
+    experiment = Experiment.load(file)
     assert (experiment.seed, experiment.rounds, experiment.cohort.of(3)) == (42, 3, None)
     assert (experiment.method.name, experiment.method.settings.lr) == ("feddpo", 1e-4)
     resolved = tomllib.loads(to_toml(experiment))
@@ -46,6 +46,7 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
     """Law: parse ∘ to_toml is the identity, for every method and its settings."""
     experiment = Experiment.parse(starting_file(method))
     assert Experiment.parse(to_toml(experiment)) == experiment
+    assert tomllib.loads(to_toml(experiment)) == experiment.tables()
     steps = {"local_steps": 7, "betas": [0.8, 0.9]}
     changed = Experiment.model_validate(
         {**tomllib.loads(starting_file(method)), "method": {"name": method, **steps}}
@@ -87,7 +88,7 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
 )
 def test_what_is_wrong_is_named_with_what_would_do(file, override, words):
     with pytest.raises(ConfigError) as caught:
-        load(file, [override])
+        Experiment.load(file, [override])
     assert words in str(caught.value)
 
 
@@ -95,7 +96,7 @@ def test_everything_wrong_is_named_at_once(file):
     """Lines from the file carry its name, those from the command line the option."""
     file.write_text(BASE + "lrr = 1\nbatch_size = 0\n")
     with pytest.raises(ConfigError) as caught:
-        load(file, ["cohort.size=0"])
+        Experiment.load(file, ["cohort.size=0"])
     lines = str(caught.value).splitlines()
     assert sorted(lines) == sorted(
         [
@@ -109,19 +110,19 @@ def test_everything_wrong_is_named_at_once(file):
 def test_tables_that_are_missing_are_named(file):
     file.write_text("rounds = 3\n")
     with pytest.raises(ConfigError, match="data: missing") as caught:
-        load(file)
+        Experiment.load(file)
     assert len(str(caught.value).splitlines()) == 3
 
 
 def test_a_file_that_is_none(tmp_path, file):
     with pytest.raises(ConfigError, match="no such file; `prefed init METHOD --out"):
-        load(tmp_path / "absent.toml")
+        Experiment.load(tmp_path / "absent.toml")
     file.write_text("rounds = \n")
     with pytest.raises(ConfigError, match=r"exp.toml is not TOML: .*line 1"):
-        load(file)
+        Experiment.load(file)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"exp.toml: not UTF-8 text \(byte 0xff in line 1\)"):
-        load(file)
+        Experiment.load(file)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +137,17 @@ def test_a_file_that_is_none(tmp_path, file):
 )
 def test_overrides_are_toml_or_bare_words(file, override, value):
     objective = ["method.objective=cdpo"] if "smoothing" in override else []
-    settings = load(file, [*objective, override]).method.settings
+    settings = Experiment.load(file, [*objective, override]).method.settings
     assert getattr(settings, override.split("=")[0].split(".")[1]) == value
 
 
 def test_later_overrides_win_and_tables_can_be_opened(file):
-    experiment = load(
+    experiment = Experiment.load(
         file, ["cohort.size=2", "cohort.size=3", "model.lora.rank=4", "data.partition.clients=9"]
     )
     assert (experiment.cohort.size, experiment.model.lora.rank) == (3, 4)
     assert experiment.data.partition.clients == 9
-    assert load(file, ["method=fedprox"]).method.name == "fedprox"
+    assert Experiment.load(file, ["method=fedprox"]).method.name == "fedprox"
 
 
 @given(st.text(min_size=1))
@@ -154,7 +155,7 @@ def test_any_override_is_accepted_or_refused_in_words(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_text(BASE)
     with suppress(ConfigError):
-        assert load(path, [f"method.objective={text}"]).method.settings.objective in OBJECTIVES
+        assert Experiment.load(path, [f"method.objective={text}"]).method.settings.objective in OBJECTIVES
 
 
 def test_paths_start_from_the_file_or_else_from_where_one_is(tmp_path, monkeypatch, file):
@@ -165,12 +166,16 @@ def test_paths_start_from_the_file_or_else_from_where_one_is(tmp_path, monkeypat
     here.write_text("")
     (here.parent / "pairs.jsonl").write_text("")
     monkeypatch.chdir(here.parent)
-    found = load(file, ["data.test=mine.jsonl"])
+    found = Experiment.load(file, ["data.test=mine.jsonl"])
     assert found.data.train.path == str(beside)
     assert found.data.test.path == str(here)
     assert found.model.name == "distilbert/distilgpt2"
-    assert load(file, ["data.train=pairs.jsonl"]).data.train.path == str(here.parent / "pairs.jsonl")
-    many = load(file, ['data.train={a="mine.jsonl", b={path="pairs.jsonl"}}', "data.partition={by='source'}"])
+    assert Experiment.load(file, ["data.train=pairs.jsonl"]).data.train.path == str(
+        here.parent / "pairs.jsonl"
+    )
+    many = Experiment.load(
+        file, ['data.train={a="mine.jsonl", b={path="pairs.jsonl"}}', "data.partition={by='source'}"]
+    )
     assert [source.path for source in many.data.train.values()] == [
         str(here),
         str(here.parent / "pairs.jsonl"),
@@ -185,7 +190,7 @@ def test_a_fraction_of_clients(fraction, clients, size):
 
 def test_a_cohort_has_one_size(file):
     with pytest.raises(ConfigError, match="give size or fraction, not both"):
-        load(file, ["cohort.size=2", "cohort.fraction=0.5"])
+        Experiment.load(file, ["cohort.size=2", "cohort.fraction=0.5"])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -16,10 +16,10 @@ BY_WORKER = {"by": "column", "column": "worker"}
 
 @pytest.fixture
 def build(tmp_path):
-    """Federates rows of the given roles under the settings, each time in a new folder."""
+    """Builds a dataset of rows of the given roles under the settings, each time in a new folder."""
     counter = itertools.count()
 
-    def federated(train, *, seed=0, made=None, **settings):
+    def build(train, *, seed=0, made=None, **settings):
         here = tmp_path / f"data{next(counter)}"
         here.mkdir()
         for role in ("validation", "test"):
@@ -30,29 +30,27 @@ def build(tmp_path):
         config = DataConfig(**({"train": train, "partition": IID} | settings))
         return build_dataset(config, made or tokenizer(), Key(seed), here / "tokens")
 
-    return federated
+    return build
 
 
-def held(federation):
+def prompts(dataset):
     """Every client's prompts by role."""
     return {
-        name: {role: [federation.tokens.record(k).prompt for k in getattr(data, role)] for role in ROLES}
-        for name, data in federation.clients.items()
+        name: {role: [dataset.tokens.record(k).prompt for k in getattr(data, role)] for role in ROLES}
+        for name, data in dataset.clients.items()
     }
 
 
 def test_every_row_is_held_once(build):
     """40 rows over 3 clients, a tenth to test on: all 40 in exactly one place."""
-    federation = build(pairs(40), validation_fraction=0.2)
-    rows = np.concatenate(
-        [np.concatenate([d.train, d.validation, d.test]) for d in federation.clients.values()]
-    )
+    dataset = build(pairs(40), validation_fraction=0.2)
+    rows = np.concatenate([np.concatenate([d.train, d.validation, d.test]) for d in dataset.clients.values()])
     assert sorted(rows) == list(range(40))
-    assert federation.report.kept == federation.report.read == 40
-    sizes = [(len(d.train), len(d.validation), len(d.test)) for d in federation.clients.values()]
+    assert dataset.report.kept == dataset.report.read == 40
+    sizes = [(len(d.train), len(d.validation), len(d.test)) for d in dataset.clients.values()]
     # 14, 13 and 13 rows: round(1.4) = 1 and round(1.3) = 1 to test, round(2.8) = round(2.6) = 3 to choose by.
     assert sizes == [(10, 3, 1), (9, 3, 1), (9, 3, 1)]
-    for data in federation.clients.values():
+    for data in dataset.clients.values():
         for part in (data.train, data.validation, data.test):
             assert part.dtype == np.int64
             assert (np.diff(part) > 0).all()
@@ -61,19 +59,19 @@ def test_every_row_is_held_once(build):
 def test_a_test_file_goes_to_its_clients(build):
     rows = pairs(6, worker=lambda k: k % 2)
     test = [dict(row, prompt="T" + row["prompt"]) for row in pairs(4, worker=lambda k: k % 4)]
-    federation = build(rows, partition=BY_WORKER, test=test)
-    assert held(federation) == {
+    dataset = build(rows, partition=BY_WORKER, test=test)
+    assert prompts(dataset) == {
         "0": {"train": ["Q0:", "Q2:", "Q4:"], "validation": [], "test": ["TQ0:"]},
         "1": {"train": ["Q1:", "Q3:", "Q5:"], "validation": [], "test": ["TQ1:"]},
     }
     # Workers 2 and 3 are tested on but train on nothing.
-    assert federation.report.unplaced == 2
+    assert dataset.report.unplaced == 2
 
 
 def test_a_split_column_is_followed(build):
     rows = pairs(6, worker="w", split=lambda k: ["train", "valid", "test"][k % 3])
-    federation = build(rows, partition=BY_WORKER)
-    assert held(federation)["w"] == {
+    dataset = build(rows, partition=BY_WORKER)
+    assert prompts(dataset)["w"] == {
         "train": ["Q0:", "Q3:"],
         "validation": ["Q1:", "Q4:"],
         "test": ["Q2:", "Q5:"],
@@ -83,11 +81,11 @@ def test_a_split_column_is_followed(build):
 
 
 def test_a_client_with_one_pair_trains_on_it(build):
-    federation = build(
+    dataset = build(
         pairs(3, worker=lambda k: k), partition=BY_WORKER, test_fraction=0.5, validation_fraction=0.4
     )
-    assert [len(d.train) for d in federation.clients.values()] == [1, 1, 1]
-    assert [len(d.test) + len(d.validation) for d in federation.clients.values()] == [0, 0, 0]
+    assert [len(d.train) for d in dataset.clients.values()] == [1, 1, 1]
+    assert [len(d.test) + len(d.validation) for d in dataset.clients.values()] == [0, 0, 0]
 
 
 def test_limit_keeps_some_of_the_training_pairs(build):
@@ -105,16 +103,16 @@ class TestDuplicates:
     rows = (*pairs(10), *pairs(4))
 
     def test_dropped(self, build):
-        federation = build(self.rows)
-        assert (federation.report.duplicates, federation.report.kept) == (4, 10)
+        dataset = build(self.rows)
+        assert (dataset.report.duplicates, dataset.report.kept) == (4, 10)
 
     def test_kept_on_one_side(self, build):
         """Copies of a pair are never in two splits of a client."""
-        federation = build(
+        dataset = build(
             pairs(5) * 8, partition={"by": "iid", "clients": 1}, duplicates="keep", test_fraction=0.4
         )
-        (data,) = federation.clients.values()
-        of = federation.tokens.pairs
+        (data,) = dataset.clients.values()
+        of = dataset.tokens.pairs
         assert not set(of[data.train].tolist()) & set(of[data.test].tolist())
         assert (len(data.train), len(data.test)) == (24, 16)
 
@@ -130,18 +128,18 @@ class TestDuplicates:
     def test_the_opposite_preference_is_no_duplicate(self, build):
         row = pairs(1)[0]
         mirror = row | {"chosen": row["rejected"], "rejected": row["chosen"]}
-        federation = build([row, mirror], partition={"by": "iid", "clients": 1}, test_fraction=0.5)
-        assert (federation.report.duplicates, len(federation.clients["client-0"].train)) == (0, 2)
+        dataset = build([row, mirror], partition={"by": "iid", "clients": 1}, test_fraction=0.5)
+        assert (dataset.report.duplicates, len(dataset.clients["client-0"].train)) == (0, 2)
 
 
 def test_what_is_tested_on_is_not_trained_on(build):
     """Also where the test file has the pair the other way round."""
     rows = pairs(6)
     mirror = rows[1] | {"chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}
-    federation = build(rows, partition={"by": "iid", "clients": 1}, test=[rows[0], mirror])
-    assert federation.report.leaks == 2
-    assert held(federation)["client-0"]["train"] == ["Q2:", "Q3:", "Q4:", "Q5:"]
-    assert len(held(federation)["client-0"]["test"]) == 2
+    dataset = build(rows, partition={"by": "iid", "clients": 1}, test=[rows[0], mirror])
+    assert dataset.report.leaks == 2
+    assert prompts(dataset)["client-0"]["train"] == ["Q2:", "Q3:", "Q4:", "Q5:"]
+    assert len(prompts(dataset)["client-0"]["test"]) == 2
 
 
 @pytest.mark.parametrize("limit", [None, 12])
@@ -150,7 +148,7 @@ def test_what_anybody_is_tested_on_nobody_trains_on_when_asked(build, limit):
     the draws of ``drop``, less what stands in a later role with anybody; of what is left each keeps 12."""
     rows = [row for name in "abc" for row in pairs(40, worker=name)]
     given = {"partition": BY_WORKER, "validation_fraction": 0.2}
-    before, report = held(build(rows, **given)), build(rows, **given).report
+    before, report = prompts(build(rows, **given)), build(rows, **given).report
     tested = {prompt for roles in before.values() for prompt in roles["test"]}
     chosen_by = {prompt for roles in before.values() for prompt in roles["validation"]}
     assert any(tested & set(roles["train"]) for roles in before.values())
@@ -162,10 +160,10 @@ def test_what_anybody_is_tested_on_nobody_trains_on_when_asked(build, limit):
         }
         for name, roles in before.items()
     }
-    left = sum(len(prompts) for roles in expected.values() for prompts in roles.values())
-    federation = build(rows, duplicates="drop_tested", limit=limit, **given)
-    found = held(federation)
-    assert (report.leaks, federation.report.leaks) == (0, 120 - left)
+    left = sum(len(texts) for roles in expected.values() for texts in roles.values())
+    dataset = build(rows, duplicates="drop_tested", limit=limit, **given)
+    found = prompts(dataset)
+    assert (report.leaks, dataset.report.leaks) == (0, 120 - left)
     for name, roles in found.items():
         assert roles["test"] == expected[name]["test"]
         assert roles["validation"] == expected[name]["validation"]
@@ -184,14 +182,14 @@ def test_if_every_pair_is_tested_on_elsewhere_nobody_is_left(build):
 
 def test_a_client_of_whom_nothing_is_left_is_dropped(build):
     rows = pairs(3, worker=lambda k: "ab"[k == 0])
-    federation = build(rows, partition=BY_WORKER, test=[rows[0]])
-    assert list(federation.clients) == ["a"]
+    dataset = build(rows, partition=BY_WORKER, test=[rows[0]])
+    assert list(dataset.clients) == ["a"]
 
 
 def test_prompts_stay_on_one_side_when_asked(build):
     rows = [{"prompt": f"Q{k % 6}", "chosen": f"a{k}", "rejected": "b"} for k in range(60)]
-    federation = build(rows, split_by="prompt", test_fraction=0.3, partition={"by": "iid", "clients": 1})
-    (parts,) = held(federation).values()
+    dataset = build(rows, split_by="prompt", test_fraction=0.3, partition={"by": "iid", "clients": 1})
+    (parts,) = prompts(dataset).values()
     assert set(parts["test"])
     assert not set(parts["test"]) & set(parts["train"])
 
@@ -201,19 +199,19 @@ def test_one_data_set_per_client(build, tmp_path):
     web = str(jsonl(tmp_path / "web.jsonl", pairs(10)))
     code = str(jsonl(tmp_path / "code.jsonl", pairs(20)))
     tests = str(jsonl(tmp_path / "t.jsonl", [dict(row, prompt="T") for row in pairs(3)]))
-    federation = build({"web": web, "code": code}, partition={"by": "source"}, test={"web": tests})
-    assert list(federation.clients) == ["web", "code"]
-    assert {n: (len(d.train), len(d.test)) for n, d in federation.clients.items()} == {
+    dataset = build({"web": web, "code": code}, partition={"by": "source"}, test={"web": tests})
+    assert list(dataset.clients) == ["web", "code"]
+    assert {n: (len(d.train), len(d.test)) for n, d in dataset.clients.items()} == {
         "web": (10, 3),
         "code": (18, 2),
     }
-    assert federation.tokens.record(int(federation.clients["code"].train[0])).domain == "code"
+    assert dataset.tokens.record(int(dataset.clients["code"].train[0])).domain == "code"
 
 
 def test_two_sources_may_conflict(build, tmp_path):
     """Named sources under another partition: the name is a column like any other."""
     tables = {name: str(jsonl(tmp_path / f"{name}.jsonl", pairs(20))) for name in ("helpful", "harmless")}
-    federation = build(
+    dataset = build(
         tables,
         duplicates="keep",
         partition={
@@ -224,35 +222,24 @@ def test_two_sources_may_conflict(build, tmp_path):
             "categories": ["helpful", "harmless"],
         },
     )
-    assert list(federation.clients) == ["helpful-0", "harmless-0", "harmless-1", "harmless-2"]
-    domains = {federation.tokens.record(int(k)).domain for k in federation.clients["harmless-1"].train}
+    assert list(dataset.clients) == ["helpful-0", "harmless-0", "harmless-1", "harmless-2"]
+    domains = {dataset.tokens.record(int(k)).domain for k in dataset.clients["harmless-1"].train}
     assert domains == {"harmless"}
 
 
 def test_flipped_clients(build):
     """Named clients see chosen and rejected swapped, in training and in test; a double flip is none."""
-    federation = build(pairs(30), flip=["client-1"])
-    assert federation.flipped == {"client-1"}
-    for name, data in federation.clients.items():
+    dataset = build(pairs(30), flip=["client-1"])
+    assert dataset.flipped == {"client-1"}
+    for name, data in dataset.clients.items():
         for row in (*data.train, *data.test):
-            swapped = federation.tokens.record(int(row)).chosen.startswith(" no")
+            swapped = dataset.tokens.record(int(row)).chosen.startswith(" no")
             assert swapped == (name == "client-1")
     conflict = {"by": "conflict", "clients": 4, "ratio": 0.5, "flip": True}
     both = build(pairs(40), partition=conflict, flip=["reversed-0"])
     assert both.flipped == {"reversed-1"}
     with pytest.raises(DataError, match="'client-9', and there is none; did you mean 'client-"):
         build(pairs(30), flip=["client-9"])
-
-
-def test_pooled(build):
-    federation = build(pairs(30), validation_fraction=0.2)
-    pooled = federation.pooled()
-    (data,) = pooled.clients.values()
-    assert list(pooled.clients) == ["pooled"]
-    for role in ROLES:
-        every = np.concatenate([getattr(d, role) for d in federation.clients.values()])
-        assert getattr(data, role).tolist() == sorted(every)
-    assert pooled.tokens is federation.tokens
 
 
 class TestFolder:
@@ -269,7 +256,7 @@ class TestFolder:
         assert again.fingerprint == first.fingerprint
         assert (tmp_path / "t" / "ids.i32").stat().st_mtime_ns == stamp
         opened = FederatedDataset.open(tmp_path / "t")
-        assert held(opened) == held(first)
+        assert prompts(opened) == prompts(first)
         assert (opened.report, opened.fingerprint) == (first.report, first.fingerprint)
 
     def test_the_same_anywhere(self, tmp_path):
@@ -308,8 +295,8 @@ class TestFolder:
         config = self.config(tmp_path)
         (tmp_path / "t.partial").mkdir()
         (tmp_path / "t.partial" / "ids.i32").write_bytes(b"half")
-        federation = build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
-        assert len(federation.tokens) == 20
+        dataset = build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
+        assert len(dataset.tokens) == 20
         assert not (tmp_path / "t.partial").exists()
 
     def test_a_folder_with_something_else_is_left_alone(self, tmp_path):
@@ -372,10 +359,19 @@ def test_clients_are_a_mapping(build):
     assert clients["client-1"].id == "client-1"
 
 
+def test_sizes_count_each_split(build):
+    """What the factory of trainers and the summary say of a client is what its rows come to."""
+    dataset = build(pairs(40), validation_fraction=0.2)
+    assert dataset.sizes == {
+        n: (len(d.train), len(d.validation), len(d.test)) for n, d in dataset.clients.items()
+    }
+    assert [tuple(sizes) for sizes in dataset.sizes.values()] == [(10, 3, 1), (9, 3, 1), (9, 3, 1)]
+
+
 def test_ids_may_be_any_text(build):
     names = ["../up", "a b", "ü", "7"]
-    federation = build(pairs(8, worker=lambda k: names[k % 4]), partition=BY_WORKER)
-    assert list(federation.clients) == sorted(names)
+    dataset = build(pairs(8, worker=lambda k: names[k % 4]), partition=BY_WORKER)
+    assert list(dataset.clients) == sorted(names)
 
 
 def test_memory_hardly_grows_with_rows(tmp_path):
@@ -393,10 +389,10 @@ def test_memory_hardly_grows_with_rows(tmp_path):
         config = DataConfig(train=str(path), partition=BY_WORKER)
         made = tokenizer()
         tracemalloc.start()
-        federation = build_dataset(config, made, Key(0), tmp_path / f"t{rows}")
+        dataset = build_dataset(config, made, Key(0), tmp_path / f"t{rows}")
         peaks[rows] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert len(federation.clients) == rows // 4
+        assert len(dataset.clients) == rows // 4
     assert (peaks[2500] - peaks[500]) / 2000 < 200
     on_disk = sum((tmp_path / "t2500" / name).stat().st_size for name in ("ids.i32", "records.jsonl"))
     assert on_disk / 2500 > 250
@@ -410,7 +406,7 @@ def test_progress_counts_rows(tmp_path):
 
 
 def test_the_manifest_is_plain_json(build):
-    federation = build(pairs(10))
-    manifest = json.loads((federation.tokens.folder / "clients.json").read_text())
+    dataset = build(pairs(10))
+    manifest = json.loads((dataset.tokens.folder / "clients.json").read_text())
     assert manifest["ids"] == ["client-0", "client-1", "client-2"]
-    assert manifest["fingerprint"] == federation.fingerprint
+    assert manifest["fingerprint"] == dataset.fingerprint

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 from prefed import run
-from prefed.config import load
+from prefed.config import Experiment
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.runs.build import build_data
@@ -58,7 +58,7 @@ def test_every_file_is_a_valid_experiment():
     """Table 1 has 11 methods in 5 settings, table 2 the 11, table 3 two cases beside the full method, tables
     6 to 9 vary 4, 3, 3 and 3 values besides the default in 5 settings. FedSDG: 2·2·3 settings, 4 other values
     and 7 baselines. Personas have two files, hh_harmless one."""
-    experiments = {path: load(path) for path in FILES}
+    experiments = {path: Experiment.load(path) for path in FILES}
     assert len(FEDPDPO) == 11 * 5 + 11 + 2 + (4 + 3 + 3 + 3) * 5
     assert len(FEDSDG) == 12 + 4 + 7
     assert len(experiments) == 133 + 23 + 3
@@ -67,7 +67,7 @@ def test_every_file_is_a_valid_experiment():
 def test_fedpdpo_is_set_as_the_paper_says():
     """Section 5 and D.3: what all methods have in common, whether it stands in the file or is a default."""
     for path in FEDPDPO:
-        experiment = load(path)
+        experiment = Experiment.load(path)
         method, model = experiment.method.settings, experiment.model
         crossing = path.parent.name == "cross" or path.parent.name == "table2"
         assert experiment.rounds == (10 if crossing else 20)
@@ -104,7 +104,7 @@ def test_fedpdpo_is_set_as_the_paper_says():
 def test_a_varied_value_is_the_one_of_the_files_name():
     for path in FEDPDPO:
         name, _, value = path.stem.partition("-")
-        model = load(path).model
+        model = Experiment.load(path).model
         widths = {"rank": model.lora.rank, "reward": model.reward.width, "bottleneck": model.bottleneck.width}
         usual = {"rank": 8, "reward": 256, "bottleneck": 256}
         if path.parts[-3] in ("table6", "table7", "table8"):
@@ -115,7 +115,7 @@ def test_a_varied_value_is_the_one_of_the_files_name():
 def test_fedsdg_covers_its_settings():
     grid = Counter()
     for path in FEDSDG:
-        experiment = load(path)
+        experiment = Experiment.load(path)
         settings, partition = experiment.method.settings, experiment.data.partition
         assert experiment.cohort.of(partition.clients) == partition.clients / 10
         if path.parent.name == "fedsdg":
@@ -294,7 +294,7 @@ def local(place, file):
 def test_a_cell_runs_end_to_end(place, tmp_path, name, clients):
     """One round, all else as in the file: whoever holds test pairs is judged, and the loss is finite."""
     file = HERE / f"{name}.toml"
-    result = run(load(file, [*local(place, file), "rounds=1"]), tmp_path / "run")
+    result = run(Experiment.load(file, [*local(place, file), "rounds=1"]), tmp_path / "run")
     assert len(result.summary["clients"]) == clients
     assert math.isfinite(result.rounds[0]["loss"])
     tested = {client for client, sizes in result.summary["clients"].items() if sizes["test"]}
@@ -307,11 +307,11 @@ def test_who_holds_what(place, tmp_path):
     round(1.2) = 1 is for the test. WebGPT's tie is no pair, and a tenth of its 23, 2, are for the test; the
     others bring theirs."""
     file = HERE / "fedpdpo/table1/code-3/fedavg-dpo.toml"
-    held = build_data(load(file, local(place, file)), tmp_path / "code").clients
+    held = build_data(Experiment.load(file, local(place, file)), tmp_path / "code").clients
     sizes = {name: (len(client.train), len(client.test)) for name, client in held.items()}
     assert sizes == {"web": (11, 1), "enterprise": (11, 1), "systems": (11, 1)}
     file = HERE / "fedpdpo/table2/fedavg-dpo.toml"
-    held = build_data(load(file, local(place, file)), tmp_path / "cross").clients
+    held = build_data(Experiment.load(file, local(place, file)), tmp_path / "cross").clients
     sizes = {name: (len(client.train), len(client.test)) for name, client in held.items()}
     assert sizes["webgpt"] == (21, 2)
     assert (sizes["pydpo"][1], sizes["ultrafeedback"][1]) == (6, 6)
@@ -413,7 +413,7 @@ def test_opposed_clients_hold_the_same_pairs_swapped(prepared, place, tmp_path):
     assert not {r["chosen"] for r in roles["train"]} & {r["chosen"] for r in roles["validation"]}
     files = [f"data.{role}={tmp_path / f'opposed.{role}.jsonl.gz'}" for role in roles]
     common = [f"model.name={place['model']}", "engine.threads=1", "data.max_length=128", "rounds=1"]
-    result = run(load(HERE / "personas/opposed.toml", [*common, *files]), tmp_path / "run")
+    result = run(Experiment.load(HERE / "personas/opposed.toml", [*common, *files]), tmp_path / "run")
     assert set(result.summary["clients"]) == {
         f"{start}{persona}" for start in ("", "not-") for persona in ("risk-averse", "risk-seeking")
     }

@@ -14,7 +14,7 @@ import pytest
 
 import prefed
 import prefed.runs.run
-from prefed.config import ConfigError, load, to_toml
+from prefed.config import ConfigError, Experiment, to_toml
 
 HERE = Path(__file__).resolve().parents[2] / "experiments"
 DATA = [f"{stem}.{role}.jsonl.gz" for stem in ("personas", "hh_harmless") for role in ("train", "test")]
@@ -78,7 +78,7 @@ class Toy:
 
     async def __call__(self, run):
         self.calls.append(run.out.name + (" test" if run.test else ""))
-        experiment = load(run.file, list(run.overrides))
+        experiment = Experiment.load(run.file, list(run.overrides))
         mean = self.figure(experiment.method.settings.lr, experiment.seed)
         names = ["preference_accuracy", "reward_accuracy", "baseline_accuracy"]
         names += ["combined_accuracy", "explicit_accuracy"] if self.head else []
@@ -360,7 +360,7 @@ def test_every_row_of_every_table_is_a_valid_experiment(every):
             assert each.further >= 4
             for lr in each.rates:
                 run = each.run(lr, 42)
-                experiment = load(run.file, list(run.overrides))
+                experiment = Experiment.load(run.file, list(run.overrides))
                 assert (experiment.method.settings.lr, experiment.seed) == (lr, 42)
                 assert (experiment.evaluate.split, experiment.engine.threads) == ("validation", 1)
                 folders.append(run.out)
@@ -374,7 +374,7 @@ def test_rates_begin_where_the_kind_of_step_says(every):
     """AdamW at 1e-3, 3e-3, 9e-3; plain gradient steps at 0.3, 1, 3; PPO and harmlessness lower."""
     for table in every.values():
         for each in table.rows:
-            settings = load(each.file, list(each.run(1e-3, 42).overrides)).method.settings
+            settings = Experiment.load(each.file, list(each.run(1e-3, 42).overrides)).method.settings
             if settings.optimizer == "sgd":
                 assert each.rates == PLAIN
             elif table.name == "opposed-ppo":
@@ -390,7 +390,7 @@ def test_opposed_clients_get_the_same_steps_under_every_method(every):
     seen = set()
     for name, each in ((table.name, each) for table in opposed for each in table.rows):
         twice = name == "fedpdpo" and each.label.endswith("-4")
-        method = load(each.file, list(each.run(1e-3, 42).overrides)).method
+        method = Experiment.load(each.file, list(each.run(1e-3, 42).overrides)).method
         settings, name = method.settings, method.name
         seen.add(name)
         assert (settings.batches(), settings.schedule) == ((8, 1), "constant")
@@ -413,7 +413,7 @@ def test_fedpdpo_is_taken_apart_under_both_budgets(every):
     is FedRep (tests/laws/test_personal_laws.py), whose runs the other tables have."""
     found = {}
     for each in every["fedpdpo"].rows:
-        method = load(each.file, list(each.run(1e-3, 42).overrides)).method
+        method = Experiment.load(each.file, list(each.run(1e-3, 42).overrides)).method
         if method.name == "fedrep":
             found[each.label] = (False, False)
             continue

@@ -1,4 +1,4 @@
-"""What a place of work refuses before anyone visits it."""
+"""What the factory of trainers refuses, and what it knows without pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from prefed.data import ClientData, FederatedDataset, TokenSet
+from prefed.data import ClientData, ClientSizes, FederatedDataset, TokenSet
 from prefed.data.dataset import Report
 from prefed.models import ModelError
 from prefed.train import PairTrainerFactory
@@ -33,19 +33,18 @@ class Tokens:
         return Pair(*(np.full(count, row % VOCABULARY + 1, np.int32) for count in self.lengths[row]))
 
 
-def place(family: str, longest: int, *held: int) -> PairTrainerFactory:
-    """A place whose only client tests on the rows ``held`` and trains on row 0."""
-    nothing = np.zeros(0, np.int64)
-    client = ClientData("a", np.array([0]), nothing, np.array(held, np.int64))
-    federation = FederatedDataset(
-        {"a": client}, cast(TokenSet, Tokens(longest)), frozenset(), Report(), "federation"
-    )
-    return PairTrainerFactory(backbone(family), federation)
+def trainers(family: str, longest: int, *test: int) -> PairTrainerFactory:
+    """A factory whose only client trains on row 0 and is tested on the rows ``test``."""
+    client = ClientData("a", np.array([0]), np.zeros(0, np.int64), np.array(test, np.int64))
+    sizes = {"a": ClientSizes(1, 0, len(test))}
+    tokens = cast(TokenSet, Tokens(longest))
+    dataset = FederatedDataset({"a": client}, sizes, tokens, frozenset(), Report(), "data")
+    return PairTrainerFactory(backbone(family), dataset)
 
 
 def test_a_pair_as_long_as_the_context_is_read() -> None:
     """GPT-2 has a vector for each of 64 positions, and 60 + 4 tokens need no more."""
-    made = place("gpt2", CONTEXT, 1, 2)
+    made = trainers("gpt2", CONTEXT, 1, 2)
     assert np.isfinite(made.score("a", made.initial, "test").policy).all()
 
 
@@ -55,15 +54,29 @@ def test_a_pair_longer_than_learnt_positions_is_refused() -> None:
         r"\[data\] max_length = 64"
     )
     with pytest.raises(ModelError, match=message):
-        place("gpt2", CONTEXT + 1, 2)
+        trainers("gpt2", CONTEXT + 1, 2)
 
 
 def test_a_long_pair_that_nobody_holds_does_no_harm() -> None:
-    assert len(place("gpt2", CONTEXT + 1, 1).clients) == 1
+    assert len(trainers("gpt2", CONTEXT + 1, 1).clients) == 1
 
 
 def test_rotary_positions_go_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "prefed"):
-        made = place("llama", CONTEXT + 1, 2)
+        made = trainers("llama", CONTEXT + 1, 2)
     assert "context of 64 tokens" in caplog.text
     assert np.isfinite(made.score("a", made.initial, "test").policy).all()
+
+
+def test_sizes_are_known_without_the_pairs() -> None:
+    """A run that was passed on without its data: its clients can be listed and given models, not scored."""
+    sizes = {"b": ClientSizes(4, 1, 2), "a": ClientSizes(3, 0, 0)}
+    made = PairTrainerFactory(backbone("gpt2"), FederatedDataset.without_pairs(sizes))
+    assert made.clients == sizes
+    assert not made.dataset.has_pairs
+    assert trainers("gpt2", CONTEXT, 1).dataset.has_pairs
+    for client in sizes:
+        with pytest.raises(ValueError, match="no preference pairs"):
+            made.score(client, made.initial, "test")
+    with pytest.raises(IndexError, match="no row 0 among 0"):
+        made.dataset.tokens.record(0)

@@ -13,9 +13,9 @@ def data(file: File, overrides: Overrides = None) -> None:
     with reported():
         from tempfile import TemporaryDirectory
 
-        from prefed.config import load
+        from prefed.config import Experiment
 
-        experiment = load(file, overrides or [])
+        experiment = Experiment.load(file, overrides or [])
         from prefed.data.statistics import print_survey, survey
         from prefed.runs.build import build_data
         from prefed.trackers.terminal import quiet, standard_output

@@ -63,7 +63,7 @@ def demo(
 def _demo(out: Path, method: str) -> None:
     import os
 
-    from prefed.config import load, method_kind
+    from prefed.config import Experiment, method_kind
 
     method_kind(method)
     from prefed import files
@@ -91,7 +91,7 @@ def _demo(out: Path, method: str) -> None:
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
         files.write(file, EXPERIMENT.format(file=file, method=method, workers=workers).encode())
-    result = run(load(file, []), _free(out / f"run-{method}"), progress=True)
+    result = run(Experiment.load(file, []), _free(out / f"run-{method}"), progress=True)
     summary: dict[str, Any] = dict(result.summary)
     print_result(summary, console, {"oracle": _oracle(records)})
     console.print("oracle: what knowing a client's taste would reach; its labels are noisy")

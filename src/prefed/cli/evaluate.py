@@ -67,7 +67,7 @@ def evaluate(
 def _print(judged: Evaluation, name: str, console: Console) -> None:
     from prefed.metrics.accuracy import MEANS
     from prefed.report.tables import clients_table, unseen_table
-    from prefed.runs.record import REWARDED, figures_of
+    from prefed.runs.figures import REWARDED, figures_of
 
     if judged.figures:
         held = {n: figure for n, figure in figures_of(judged.figures).items() if n not in MEANS}

@@ -51,7 +51,7 @@ def export(
 
         quiet()
         opened = load_run(run)
-        tensors = opened.published if client is None else opened.model(client)
+        tensors = opened.published_model if client is None else opened.model(client)
         # Personal parts of the model that all share are as they started: they change nothing.
         names = opened.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
         more = sorted({tensors.layout[name].part for name in names} - IN_ADAPTER)

@@ -51,7 +51,7 @@ def generate(
         quiet()
         opened = load_run(run)
         backbone = opened.backbone
-        aligned = opened.published if client is None else opened.model(client)
+        aligned = opened.published_model if client is None else opened.model(client)
         how = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
         template = Template(backbone.tokenizer, opened.experiment.data.template)
         name = "aligned" if client is None else f"aligned, {client}"
@@ -70,7 +70,7 @@ def generate(
 
 def _example(opened: LoadedRun) -> Prompt | None:
     """A prompt of the run's data, if they are there."""
-    return opened.place.federation.tokens.record(0).prompt if opened.has_data else None
+    return opened.trainers.dataset.tokens.record(0).prompt if opened.has_pairs else None
 
 
 def _print(prompt: str, base: str, aligned: str, name: str) -> None:

@@ -33,10 +33,10 @@ def run(
 def _run(file: Path, overrides: list[str], out: Path | None, resume: bool) -> None:
     words = ["prefed", "run", str(file), *(word for text in overrides for word in ("--set", text))]
     with _interruptible(words, out, resume) as told:
-        from prefed.config import load
+        from prefed.config import Experiment
 
         # What is wrong with the file is said before PyTorch is imported, which takes seconds.
-        experiment = load(file, overrides)
+        experiment = Experiment.load(file, overrides)
         from prefed.core.text import counted
         from prefed.report.result import print_result
         from prefed.runs.run import default_out

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import tomli_w
@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from prefed.config.errors import ConfigError, explain, nearest
+from prefed.config.file import Origins, parse_toml, read_tables
 from prefed.core import Privacy
 from prefed.core.strict import Strict
 from prefed.data import DataConfig
@@ -26,13 +27,11 @@ from prefed.methods import METHODS, MethodKind, TrainingSettings
 from prefed.models import ModelConfig
 
 __all__ = [
-    "FREE",
     "CohortConfig",
     "EngineConfig",
     "EvaluateConfig",
     "Experiment",
     "MethodConfig",
-    "load",
     "method_kind",
     "to_toml",
 ]
@@ -106,15 +105,11 @@ class EngineConfig(Strict):
     )
 
 
-FREE = frozenset({"engine.workers", "engine.visit_timeout"})
-"""Settings that change no number, and may be others when a run is resumed."""
-
-
 def method_kind(name: str) -> MethodKind:
-    """The method's entry in the registry.
+    """Look a method up in the registry.
 
     Raises:
-        ValueError: there is none; the message has the nearest name.
+        ValueError: it has no such method; the message has the nearest name.
     """
     if name not in METHODS:
         raise ValueError(
@@ -162,7 +157,7 @@ class MethodConfig(BaseModel):
 
 
 class Experiment(Strict):
-    """A whole experiment: what a run needs to know and nothing else.
+    """A whole experiment: everything that a run needs to know.
 
     >>> experiment = Experiment(
     ...     data={"train": "pairs.jsonl", "partition": {"by": "iid", "clients": 4}},
@@ -192,145 +187,55 @@ class Experiment(Strict):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
-        """The experiment in a file: see :func:`load`."""
-        return load(path, overrides)
+        """Read an experiment file.
+
+        A path to data or to a model folder is relative to the file's folder, or else to the working folder.
+        It becomes absolute. A name that is no path there stays as it is: it is a hub name.
+
+        Args:
+            path: a TOML file.
+            overrides: ``"key.sub=value"`` each. The value is written as in TOML; a bare word is a string.
+
+        Raises:
+            ConfigError: the file or an override cannot be read, names an unknown key, or has a value that is
+                not allowed. The message names the place, the problem and a remedy.
+        """
+        tables, origins = read_tables(Path(path), overrides)
+        return cls.from_tables(tables, str(path), origins)
 
     @classmethod
     def parse(cls, text: str) -> Experiment:
-        """The experiment in a TOML text, paths as they stand.
+        """Read an experiment from a TOML text; relative paths in it stay relative.
 
         Raises:
-            ConfigError: it is no TOML, or not a valid experiment.
+            ConfigError: the text is not TOML, or not a valid experiment.
         """
-        return _validate(_toml(text, "the text"), "the text", {})
+        return cls.from_tables(parse_toml(text, "the text"), "the text")
 
+    @classmethod
+    def from_tables(
+        cls, tables: Mapping[str, Any], where: str, origins: Origins = MappingProxyType({})
+    ) -> Experiment:
+        """Validate nested tables.
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Read an experiment file.
+        Args:
+            tables: as TOML gives them.
+            where: the file that they come from, for messages.
+            origins: path of a key → the option that set it, for keys that the file does not set.
 
-    Paths to data and to a model folder are taken from the file's folder, or else from the working folder,
-    and come out absolute; a name that is neither stays what it is, a hub name.
+        Raises:
+            ConfigError: they are not a valid experiment; the message has a line for each problem.
+        """
+        try:
+            return cls.model_validate(dict(tables))
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls, tables, where, origins)) from None
 
-    Args:
-        path: a TOML file.
-        overrides: ``"key.sub=value"`` each, the value as TOML has it, or a bare word for a string.
-
-    Raises:
-        ConfigError: the file or an override cannot be read, names an unknown key or holds a value that is
-            not allowed; the message says where, what, and what would do.
-    """
-    path = Path(path)
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `prefed init METHOD --out {path}` writes one") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    try:
-        # Editors on Windows may put a byte order mark before the text.
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{path}: not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line}); save it as UTF-8"
-        ) from None
-    tree = _toml(text.replace("\r\n", "\n"), str(path))
-    _root(tree, (path.parent, Path()))
-    origins: dict[tuple[str, ...], str] = {}
-    for override in overrides:
-        keys, value = _override(override)
-        origins[keys] = f"--set {override}"
-        patch = _nested(keys, value)
-        _root(patch, (Path(), path.parent))
-        _put(tree, patch, override)
-    return _validate(tree, str(path), origins)
+    def tables(self) -> dict[str, Any]:
+        """The experiment as nested tables: every default is filled in, keys that are ``None`` are left out."""
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 def to_toml(experiment: Experiment) -> str:
-    """The experiment with every default filled in, as :meth:`Experiment.parse` reads it again."""
-    return tomli_w.dumps(experiment.model_dump(mode="json", exclude_none=True))
-
-
-def _validate(tree: dict[str, Any], where: str, origins: Mapping[tuple[str, ...], str]) -> Experiment:
-    try:
-        return Experiment.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Experiment, tree, where, origins)) from None
-
-
-def _toml(text: str, where: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not TOML: {error}") from None
-
-
-def _override(text: str) -> tuple[tuple[str, ...], Any]:
-    name, equals, written = text.partition("=")
-    try:
-        keys: list[str] = []
-        inside: Any = tomllib.loads(f"{name} = 0")
-        while isinstance(inside, dict):
-            ((key, inside),) = inside.items()
-            keys.append(key)
-    except (tomllib.TOMLDecodeError, ValueError):
-        equals = ""
-    if not equals:
-        raise ConfigError(f"--set {text}: write it as key=value, e.g. --set method.lr=1e-4")
-    try:
-        held = tomllib.loads(f"value = {written}")
-        value = held["value"] if len(held) == 1 else written
-    except tomllib.TOMLDecodeError:
-        value = written
-    known = isinstance(value, bool | int | float | str | list | dict)
-    return tuple(keys), value if known else written
-
-
-def _nested(keys: tuple[str, ...], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
-        value = {key: value}
-    tree: dict[str, Any] = value
-    return tree
-
-
-def _put(tree: dict[str, Any], patch: Mapping[str, Any], override: str) -> None:
-    """Lay ``patch``, one value deep in tables, over ``tree``."""
-    ((key, value),) = patch.items()
-    keys, _ = _override(override)
-    while keys[1:]:
-        inside = tree.setdefault(key, {})
-        if not isinstance(inside, dict):
-            raise ConfigError(f"--set {override}: {key} is {inside!r}, not a table")
-        tree, keys = inside, keys[1:]
-        ((key, value),) = value.items()
-    tree[key] = value
-
-
-def _root(tree: dict[str, Any], folders: Sequence[Path]) -> None:
-    """Make the paths in ``tree`` absolute that lead to something from one of ``folders``."""
-    for table, key in list(_paths(tree)):
-        written = Path(table[key]).expanduser()
-        for folder in folders if table[key] else ():
-            if (folder / written).exists():
-                table[key] = str((folder / written).resolve())
-                break
-
-
-def _paths(tree: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Where ``tree`` holds text that may be a path: the table or list, and the key in it."""
-    data = tree.get("data")
-    for table, key in (("model", "name"), ("method", "reward_model")):
-        held = tree.get(table)
-        if isinstance(held, dict) and isinstance(held.get(key), str):
-            yield held, key
-    roles = ("train", "validation", "test")
-    waiting: list[tuple[Any, Any]] = [(data, role) for role in roles] if isinstance(data, dict) else []
-    while waiting:
-        table, key = waiting.pop()
-        value = table[key] if isinstance(table, list) else table.get(key)
-        if isinstance(value, str):
-            yield table, key
-        elif isinstance(value, list):
-            waiting += [(value, index) for index in range(len(value))]
-        elif isinstance(value, dict):
-            waiting += [(value, "path")] if "path" in value else [(value, name) for name in value]
+    """Write an experiment, with every default filled in, as :meth:`Experiment.parse` reads it."""
+    return tomli_w.dumps(experiment.tables())

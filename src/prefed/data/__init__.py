@@ -7,7 +7,7 @@ from prefed.core.lazy import names
 if TYPE_CHECKING:
     from prefed.data.build import build_dataset
     from prefed.data.config import Columns, DataConfig, Partition, Source, resolve
-    from prefed.data.dataset import ClientData, FederatedDataset, Report
+    from prefed.data.dataset import ClientData, ClientSizes, FederatedDataset, Report
     from prefed.data.errors import DataError, OtherDataError
     from prefed.data.record import Message, Prompt, Record
     from prefed.data.sources import FORMATS
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMATS",
     "ClientData",
+    "ClientSizes",
     "Columns",
     "DataConfig",
     "DataError",
@@ -44,7 +45,7 @@ __getattr__ = names(
         "build": "build_dataset",
         "config": "Columns DataConfig Partition Source resolve",
         "errors": "DataError OtherDataError",
-        "dataset": "ClientData FederatedDataset Report",
+        "dataset": "ClientData ClientSizes FederatedDataset Report",
         "record": "Message Prompt Record",
         "sources": "FORMATS",
         "templates": "Template dialogue",

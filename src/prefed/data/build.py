@@ -18,7 +18,7 @@ from prefed.core.key import Key
 from prefed.data import splits
 from prefed.data.assign import ROLES, Assignment, Rows, assign, label, natural
 from prefed.data.config import DataConfig
-from prefed.data.dataset import CLIENTS, FederatedDataset, Report, kept_clients
+from prefed.data.dataset import CLIENTS, FederatedDataset, Report, read_manifest
 from prefed.data.errors import AbsentError, DataError, OtherDataError, Problems, Where
 from prefed.data.sources import Tally, origin, records
 from prefed.data.templates import Template, Tokenizer
@@ -61,7 +61,7 @@ def build_dataset(
     folder = Path(folder)
     inputs = _inputs(config, tokenizer, key, base)
     if (folder / CLIENTS).exists():
-        before = kept_clients(folder)["inputs"]
+        before = read_manifest(folder)["inputs"]
         changed = sorted(
             name for name in inputs.keys() | before.keys() if inputs.get(name) != before.get(name)
         )

@@ -1,29 +1,36 @@
-"""A federation: clients, the rows each holds, and the tokens of all of them on disk."""
+"""A federated dataset: its clients, the rows of each client, and the tokens of all rows on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefed import files
 from prefed.core.strict import Strict
-from prefed.data.assign import ROLES
 from prefed.data.errors import DataError
 from prefed.data.tokens import TokenSet
 
-__all__ = ["ClientData", "FederatedDataset", "Report"]
+__all__ = ["ClientData", "ClientSizes", "FederatedDataset", "Report"]
 
 CLIENTS = "clients.json"
 
 
+class ClientSizes(NamedTuple):
+    """How many pairs one client has in each split."""
+
+    train: int
+    validation: int
+    test: int
+
+
 @dataclass(frozen=True)
 class ClientData:
-    """One client's rows: sorted ``int64`` indices into the token set, no pair in two of them."""
+    """One client's rows by split: sorted ``int64`` indices into the token set. No pair is in two splits."""
 
     id: str
     train: NDArray[np.int64]
@@ -32,22 +39,22 @@ class ClientData:
 
 
 class Report(Strict):
-    """What became of the rows that were read.
+    """Counts of the rows that were read, left out and used.
 
     Attributes:
         read: rows read.
         invalid: left out as malformed or blank (with ``invalid = "drop"``).
         identical: left out because both responses are the same.
         ties: left out because the source prefers neither response.
-        too_long: left out because a response does not fit.
-        cut: prompts that lost their beginning to fit.
-        prefixes: pairs whose responses repeated the prompt, and lost it.
+        too_long: left out because a response is longer than the limit.
+        cut: prompts whose beginning was cut off so that they fit.
+        prefixes: pairs whose responses repeated the prompt; the repetition was removed.
         duplicates: left out as repeats.
-        leaks: left out of training (or validation) because the pair is also tested on.
+        leaks: left out of training (or validation) because the pair is also a test pair.
         unplaced: validation and test rows that belong to no client that trains.
         limited: training pairs left out by ``limit``.
         dropped: clients without a training pair, left out.
-        kept: rows that clients hold.
+        kept: rows that belong to a client.
     """
 
     read: int = 0
@@ -66,7 +73,7 @@ class Report(Strict):
 
 
 class _Clients(Mapping[str, ClientData]):
-    """Clients by id, made when asked for from one array of rows."""
+    """Clients by id. Each is made from one array of all rows when it is asked for."""
 
     def __init__(self, ids: tuple[str, ...], rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> None:
         self._index = {name: k for k, name in enumerate(ids)}
@@ -91,34 +98,36 @@ class FederatedDataset:
     """Clients and the token set that their rows index.
 
     Attributes:
-        clients: by id; every one has a training pair.
+        clients: by id; each has a training pair.
+        sizes: client → its number of pairs in each split. They are known without the pairs too.
         tokens: the tokens and texts of all rows.
-        flipped: clients whose chosen and rejected stand swapped from what the source says.
-        report: what became of the rows that were read.
-        fingerprint: SHA-256 over the data and who holds them: a run resumes only on an equal one.
+        flipped: clients whose chosen and rejected responses are swapped.
+        report: counts of the rows that were read.
+        fingerprint: SHA-256 over the data and their owners. A run resumes only on an equal one.
     """
 
     clients: Mapping[str, ClientData]
+    sizes: Mapping[str, ClientSizes]
     tokens: TokenSet
     flipped: frozenset[str]
     report: Report
     fingerprint: str
 
     def __repr__(self) -> str:
-        return f"Federation({len(self.clients)} clients, {self.report.kept} pairs)"
+        return f"FederatedDataset({len(self.clients)} clients, {self.report.kept} pairs)"
 
     @classmethod
     def open(cls, folder: Path) -> FederatedDataset:
-        """The federation that :func:`prefed.data.build_dataset` left in ``folder``.
+        """Open the dataset that :func:`prefed.data.build_dataset` wrote into ``folder``.
 
         Raises:
-            DataError: there is none, or a file is damaged.
+            DataError: the folder holds none, or a file is damaged.
         """
-        held = kept_clients(folder)
+        manifest = read_manifest(folder)
         try:
-            _unchanged(folder, held.get("digests", {}))
+            _unchanged(folder, manifest.get("digests", {}))
             tokens = TokenSet.open(folder)
-            ids = tuple(held["ids"])
+            ids = tuple(manifest["ids"])
             rows = np.fromfile(folder / "held.i64", dtype="<i8").astype(np.int64, copy=False)
             ends = np.fromfile(folder / "bounds.i64", dtype="<i8").astype(np.int64, copy=False)
             if len(ends) != 4 * len(ids):
@@ -135,26 +144,31 @@ class FederatedDataset:
             raise DataError(_damaged(folder, error)) from error
         return cls(
             _Clients(ids, rows, bounds),
+            {name: ClientSizes(*counts) for name, counts in zip(ids, np.diff(bounds).tolist(), strict=True)},
             tokens,
-            frozenset(held["flipped"]),
-            Report(**held["report"]),
-            held["fingerprint"],
+            frozenset(manifest["flipped"]),
+            Report(**manifest["report"]),
+            manifest["fingerprint"],
         )
 
-    def pooled(self) -> FederatedDataset:
-        """All rows as one client named ``pooled``: what centralised training sees."""
-        every = list(self.clients.values())
-        parts = [np.sort(np.concatenate([getattr(data, role) for data in every])) for role in ROLES]
-        ends = np.cumsum([0, *map(len, parts)])
-        clients = _Clients(("pooled",), np.concatenate(parts), ends.reshape(1, 4).astype(np.int64))
-        return FederatedDataset(clients, self.tokens, frozenset(), self.report, self.fingerprint)
+    @classmethod
+    def without_pairs(cls, sizes: Mapping[str, ClientSizes]) -> FederatedDataset:
+        """A dataset whose pairs are not on this machine: it knows its clients and their sizes alone."""
+        none = np.zeros(0, np.int64)
+        clients = {name: ClientData(name, none, none, none) for name in sizes}
+        return cls(clients, sizes, TokenSet.empty(), frozenset(), Report(), "")
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the pairs are on this machine."""
+        return len(self.tokens) > 0
 
 
-def kept_clients(folder: Path) -> dict[str, Any]:
-    """What ``clients.json`` holds: who has which rows, from what, and the digests of all other files.
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read ``clients.json``: the clients, the sources of their rows, and the digests of all other files.
 
     Raises:
-        DataError: it is not there, or damaged.
+        DataError: the file is missing or damaged.
     """
     try:
         return files.unsealed((folder / CLIENTS).read_bytes())
@@ -163,7 +177,7 @@ def kept_clients(folder: Path) -> dict[str, Any]:
 
 
 def _unchanged(folder: Path, digests: Mapping[str, str]) -> None:
-    """Refuse files that are not what was written; an earlier version wrote no digests."""
+    """Refuse files that changed since they were written. Earlier versions wrote no digests."""
     for name, digest in digests.items():
         if files.digest_of(folder / name) != digest:
             raise ValueError(f"{name} is not what was written")

@@ -129,6 +129,16 @@ class TokenSet:
         """
         return cls(Path(folder))
 
+    @classmethod
+    def empty(cls) -> TokenSet:
+        """A set without pairs, for a dataset whose pairs are not on this machine."""
+        tokens = cls.__new__(cls)
+        tokens._length, tokens.fingerprint, tokens.category_names = 0, "", ()
+        tokens.lengths = np.empty((0, 3), np.int32)
+        for name in ("margins", "prompts", "pairs", "categories", "flipped", "orientations"):
+            setattr(tokens, name, np.empty(0, COLUMNS[name]))
+        return tokens
+
     def _whole(self, name: str, size: int) -> None:
         """Refuse a file that lost or gained bytes: reads beyond its end would give fewer tokens."""
         path = self.folder / name

@@ -16,7 +16,8 @@ from prefed.metrics.accuracy import unmoved
 from prefed.metrics.fairness import spread
 from prefed.report import plots
 from prefed.report.tables import SPREAD, UNSEEN, unseen_rows, written
-from prefed.runs.record import REWARDED, RunRecord
+from prefed.runs.figures import REWARDED
+from prefed.runs.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,8 +29,9 @@ from prefed.report.drawing import (
     svg,
 )
 from prefed.report.tables import disagreements, labels
+from prefed.runs.figures import REWARDED
 from prefed.runs.profiles import Profile
-from prefed.runs.record import REWARDED, RunRecord
+from prefed.runs.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

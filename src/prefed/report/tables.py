@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import duration, size, visible
+from prefed.core.tree import flatten
 from prefed.metrics.accuracy import Accuracy
 from prefed.metrics.fairness import Spread, spread
-from prefed.runs.record import REWARDED, Figure, RunRecord, leaves
+from prefed.runs.figures import REWARDED, Figure
+from prefed.runs.record import RunRecord
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -208,7 +210,7 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
     A method's own settings are compared between the runs that have them. Where the work was done,
     ``[engine]``, is left out: it decides nothing.
     """
-    settings = [dict(leaves(run.config)) for run in runs]
+    settings = [flatten(run.config) for run in runs]
     names = list(dict.fromkeys(name for held in settings for name in held))
     found = {}
     for name in names:
@@ -226,9 +228,7 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
 def _foreign(name: str, run: RunRecord, runs: Sequence[RunRecord]) -> bool:
     """Whether a run lacks a setting because its method has no such thing."""
     inside = name.startswith("method.")
-    return inside and all(
-        name not in dict(leaves(other.config)) for other in runs if other.method == run.method
-    )
+    return inside and all(name not in flatten(other.config) for other in runs if other.method == run.method)
 
 
 def differences_table(runs: Sequence[RunRecord], shown: int = SHOWN) -> Table | None:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.engines import Task, run_task
 from prefed.metrics.accuracy import Accuracy, all_over_clients, diverged, measure, not_finite, unlisted
 from prefed.runs.loaded import LoadedRun
+from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.train import PairTrainer
 from prefed.train.trainer_factory import check_lengths
 from prefed.wire import encode
 
-__all__ = ["Evaluation", "judge", "evaluate_file"]
+__all__ = ["Evaluation", "evaluate_file", "judge"]
 
 Tell = Callable[[int, int], None]
 """Told how many of how many clients are judged."""
@@ -83,16 +83,16 @@ def judge(
     seen: dict[str, dict[str, float]] = {}
     unseen: dict[str, dict[str, float]] = {}
     for done, client in enumerate(able, 1):
-        private = run.checkpoint.client(client)
+        private = run.reader.client(client)
         message = encode(run.method.publish(run.server, client))
         state = None if private is None else encode(private)
-        task = Task("judge", client, run.checkpoint.commit.round, "", message, state)
+        task = Task("judge", client, run.reader.commit.round, "", message, state)
         (unseen if client in job.unseen else seen)[client] = json.loads(run_task(job, task).message)
         tell(done, len(able))
     notes = []
     if len(able) < len(asked):
         notes.append(f"{len(asked) - len(able):,} clients have no pair in their {split} split")
-    pairs = {client: getattr(run.place.clients[client], split) for client in able}
+    pairs = {client: getattr(run.trainers.clients[client], split) for client in able}
     notes += _diverged(seen, pairs)
     return _judged(run, f"{split} pairs", pairs, seen, unseen, notes)
 
@@ -129,7 +129,7 @@ def evaluate_file(
         pairs = read_pairs(run, file, Path(folder), everyone=everyone)
         rows, common = dict(pairs.rows), pairs.common and not (run.method.personal or asked)
         if pairs.common and not common:
-            rows = dict.fromkeys(asked or run.seen, rows[EVERYBODY])
+            rows = dict.fromkeys(asked or run.participants, rows[EVERYBODY])
         elif asked:
             rows = {client: rows[client] for client in asked if client in rows}
         if not rows:
@@ -144,14 +144,14 @@ def evaluate_file(
         found: dict[str, dict[str, float]] = {}
         for client, held in rows.items():
             if common:
-                own, weight = run.published, 1.0
+                own, weight = run.published_model, 1.0
             else:
-                private = run.private(client)
+                private = run.private_state(client)
                 own = run.model(client, private)
-                weight = run.method.reward_weight(private, run.checkpoint.commit.round)
+                weight = run.method.reward_weight(private, run.reader.commit.round)
             found[client] = measure(pair_trainer.score(own, held), run.job.beta, weight)
             if run.method.personal:
-                scores = pair_trainer.score(run.shared(client), held)
+                scores = pair_trainer.score(run.shared_model(client), held)
                 found[client]["shared_accuracy"] = measure(scores, run.job.beta)["preference_accuracy"]
             tell(len(found), len(rows))
     counts = {client: len(held) for client, held in rows.items()}

@@ -1,4 +1,4 @@
-"""Pairs that a run has never seen, given to its clients."""
+"""Pairs of another file, assigned to the clients of a run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from prefed.data.errors import Problems
 from prefed.data.sources import Tally, records
 from prefed.runs.loaded import LoadedRun
 
-__all__ = ["EVERYBODY", "Pairs", "read_pairs"]
+__all__ = ["EVERYBODY", "NewPairs", "read_pairs"]
 
 EVERYBODY = "everybody"
-"""Stands for all clients, where they have one model and one set of pairs."""
+"""Stands for all clients together, where all pairs belong to each of them."""
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Pairs and who is judged on them.
+class NewPairs:
+    """Pairs, and the clients that are evaluated on them.
 
     Attributes:
         tokens: the pairs.
-        rows: client → its rows; or all rows under :data:`EVERYBODY`.
-        common: whether it is the latter: a client may have that name too.
-        notes: what was left out, and whether the run has trained on any of the pairs.
+        rows: client → its rows; or :data:`EVERYBODY` → all rows.
+        common: whether ``rows`` has one entry for everybody. A client of the run may have that name too.
+        notes: sentences on rows that were left out, and on pairs that the run has trained on.
     """
 
     tokens: TokenSet
@@ -39,19 +39,19 @@ class Pairs:
     notes: tuple[str, ...]
 
 
-def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Pairs:
-    """Read, tokenise and hand out the pairs of ``file`` as the run's own were.
+def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> NewPairs:
+    """Read and tokenise the pairs of ``file``, and assign them to clients, as the run did with its own.
 
     Args:
-        run: gives formats, template, lengths, and the partition's column.
+        run: its settings give the format, the template, the lengths and the partition's column.
         file: a file, a folder of files or a hub name; relative to the working folder.
-        folder: where to keep the tokens.
-        everyone: everybody is given all pairs, whatever the partition's column says.
+        folder: the tokens are written there.
+        everyone: all pairs belong to everybody, whatever the partition's column says.
 
     Raises:
-        DataError: rows that cannot be used, or no row that belongs to a client of the run.
+        DataError: a row cannot be used, or no row belongs to a client of the run.
     """
-    # How many rows of each of its own sources the run read says nothing about this one.
+    # [data] rows limits the run's own sources, not this one.
     config, clients = run.experiment.data.model_copy(update={"rows": None}), run.clients
     groups = None if everyone else _groups(config.partition, clients)
     hint = "Repair them, or judge every client on all rows with --everyone." if groups else "Repair them."
@@ -79,26 +79,26 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Pa
             writer.add(record, where, None, client)
         writer.flush()
         problems.finish()
-        held = np.array(writer.codes[0], dtype=np.int64)
-        if not len(held):
+        owners = np.array(writer.codes[0], dtype=np.int64)
+        if not len(owners):
             raise DataError(f"{file}: {_nobody(strangers, config.partition, clients)}")
-        turned = run.place.federation.flipped if groups else frozenset()
-        writer.finish(np.isin(held, [k for k, name in enumerate(clients) if name in turned]))
+        flipped = run.trainers.dataset.flipped if groups else frozenset()
+        writer.finish(np.isin(owners, [k for k, name in enumerate(clients) if name in flipped]))
     finally:
         writer.close()
     tokens = TokenSet.open(folder)
-    rows = {EVERYBODY: np.arange(len(held))}
+    rows = {EVERYBODY: np.arange(len(owners))}
     if groups is not None:
-        rows = {clients[k]: np.flatnonzero(held == k) for k in np.unique(held)}
-    lost = {
+        rows = {clients[k]: np.flatnonzero(owners == k) for k in np.unique(owners)}
+    left_out = {
         "pairs are of no client of the run": strangers,
         "pairs have two equal responses": tally.identical,
         "pairs are ties": tally.ties,
         "pairs are malformed": problems.count,
         "pairs are too long": writer.too_long,
     }
-    notes = [f"left out: {count:,} {why}" for why, count in lost.items() if count]
-    return Pairs(tokens, rows, groups is None, (*notes, *_trained(run, tokens)))
+    notes = [f"left out: {count:,} {why}" for why, count in left_out.items() if count]
+    return NewPairs(tokens, rows, groups is None, (*notes, *_trained_on(run, tokens)))
 
 
 def _groups(partition: Partition, clients: tuple[str, ...]) -> Mapping[str, int] | None:
@@ -125,13 +125,10 @@ def _nobody(strangers: int, partition: Partition, clients: tuple[str, ...]) -> s
     return f"no row's {column!r} is a client of the run ({shown}); --everyone judges every client on all rows"
 
 
-def _trained(run: LoadedRun, tokens: TokenSet) -> list[str]:
+def _trained_on(run: LoadedRun, tokens: TokenSet) -> list[str]:
     """A note if the run has trained on some of the pairs."""
-    if not run.has_data:
-        return []
-    federation = run.place.federation
-    rows = np.concatenate([data.train for data in federation.clients.values()])
-    known = int(np.isin(tokens.pairs, federation.tokens.pairs[rows]).sum())
-    if not known:
-        return []
-    return [f"the run has trained on {known:,} of these {len(tokens):,} pairs, some client or other"]
+    dataset = run.trainers.dataset
+    rows = np.concatenate([data.train for data in dataset.clients.values()])
+    count = int(np.isin(tokens.pairs, dataset.tokens.pairs[rows]).sum())
+    note = f"the run has trained on {count:,} of these {len(tokens):,} pairs, some client or other"
+    return [note] if count else []

@@ -1,4 +1,4 @@
-"""What clients' private states tell of a model's blocks: which layers each client personalises."""
+"""Figures of each block from clients' private states: they show which layers each client personalises."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "how much of the shared model a client takes in, block by block: 1 is all of it, 0 none",
     ),
 }
-"""Figure → its heading and what it means; others go by their names."""
+"""Figure → its heading and its meaning. Other figures have their name as heading and meaning."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One figure of every block of the clients that took part.
+    """One figure of every block, for the clients that took part.
 
     Attributes:
         name: as in ``summary.json``.
-        label: what a plot or a table is headed.
+        label: heading of its plot or table.
         meaning: one sentence.
         clients: sorted.
-        blocks: their numbers, rising.
-        values: ``[clients, blocks]``, NaN where a client has none.
+        blocks: numbers of the blocks, ascending.
+        values: ``[clients, blocks]``, NaN where a client has no value.
     """
 
     name: str
@@ -62,20 +62,22 @@ class Profile:
 
 
 def profiles_of(summary: Mapping[str, Any]) -> dict[str, Profile]:
-    """The profiles that a ``summary.json`` holds, by name.
+    """The profiles in a ``summary.json``, by name.
 
-    >>> held = {"gate": {"bob": {"0": 0.5, "1": 0.25}, "ann": {"0": 0.75, "1": 0.5}}}
-    >>> gates = profiles_of({"personal": held})["gate"]
+    >>> personal = {"gate": {"bob": {"0": 0.5, "1": 0.25}, "ann": {"0": 0.75, "1": 0.5}}}
+    >>> gates = profiles_of({"personal": personal})["gate"]
     >>> gates.clients, gates.values[0].tolist(), gates.ends
     (('ann', 'bob'), [0.75, 0.5], '0.62 in block 0, 0.38 in block 1')
     """
-    found = {}
-    for name, held in summary.get("personal", {}).items():
-        clients = tuple(sorted(client for client, values in held.items() if values))
-        blocks = sorted({int(block) for client in clients for block in held[client]})
+    profiles = {}
+    for name, by_client in summary.get("personal", {}).items():
+        clients = tuple(sorted(client for client, values in by_client.items() if values))
+        blocks = sorted({int(block) for client in clients for block in by_client[client]})
         if not blocks:
             continue
-        rows = [[held[client].get(str(block), np.nan) for block in blocks] for client in clients]
+        rows = [[by_client[client].get(str(block), np.nan) for block in blocks] for client in clients]
         label, meaning = MEANINGS.get(name, (name.replace("_", " "), name.replace("_", " ")))
-        found[name] = Profile(name, label, meaning, clients, tuple(blocks), np.array(rows, dtype=np.float64))
-    return found
+        profiles[name] = Profile(
+            name, label, meaning, clients, tuple(blocks), np.array(rows, dtype=np.float64)
+        )
+    return profiles

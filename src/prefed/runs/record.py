@@ -1,11 +1,11 @@
-"""A finished run as its directory tells it, without its model or its data."""
+"""A finished run as its directory describes it, without its model or its data."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,69 +13,28 @@ from typing import Any
 
 from prefed.metrics.accuracy import Accuracy, unlisted
 from prefed.metrics.fairness import Spread, spread
+from prefed.runs.figures import USUAL, Figure, figures_of
 from prefed.runs.profiles import Profile, profiles_of
-from prefed.runs.shapes import read_config, read_rounds, read_summary
+from prefed.runs.schema import read_config, read_rounds, read_summary
 from prefed.store import RunReader, StoreError
 
-__all__ = [
-    "REWARDED",
-    "Figure",
-    "RunError",
-    "RunRecord",
-    "figures_of",
-    "leaves",
-    "nearest_clients",
-    "read_run",
-]
-
-KNOWN = (
-    "baseline_accuracy",
-    "shared_accuracy",
-    "preference_accuracy",
-    "reward_accuracy",
-    "normalized_accuracy",
-    "combined_accuracy",
-    "explicit_accuracy",
-    "agreement",
-)
-"""Figures of every client, in the order in which they are shown; others follow in the run's own order."""
-
-
-REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
-"""Figures of models with an explicit reward head."""
+__all__ = ["RunError", "RunRecord", "read_run"]
 
 
 class RunError(ValueError):
-    """A directory that holds no finished run, or a client that is not in it; the message says what to do."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure that every judged client has.
-
-    Attributes:
-        name: as in ``summary.json``.
-        label: what a column or a curve is headed.
-        meaning: one sentence.
-        values: over clients, after the last round.
-    """
-
-    name: str
-    label: str
-    meaning: str
-    values: Accuracy
+    """A directory holds no finished run, or the run has no such client. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a finished run left: its settings, its rounds and its end.
+    """A finished run: its settings, its rounds and its summary.
 
     Attributes:
         path: the run directory.
         config: the experiment as it was run, every default filled in.
         rounds: the records of ``rounds.jsonl``.
         summary: ``summary.json``.
-        fingerprint: digests of the data and the model; empty where the checkpoint is not there.
+        fingerprint: digests of the data and the model; empty where the checkpoint is missing.
     """
 
     path: Path
@@ -96,50 +55,50 @@ class RunRecord:
 
     @property
     def split(self) -> str:
-        """The pairs that clients were judged on: ``"test"`` or ``"validation"``."""
+        """The split that clients were evaluated on: ``"test"`` or ``"validation"``."""
         return str(self.summary.get("split", "test"))
 
     @cached_property
     def figures(self) -> Mapping[str, Figure]:
-        """The figures of every client, by name, in the order in which they are shown.
+        """The figures that every client has, by name, in the order in which they are shown.
 
-        Besides those of every run, whatever else of this shape the method or the data brought.
+        Besides the usual ones, the method or the data may add more.
         """
         return figures_of(self.summary)
 
     @cached_property
     def profiles(self) -> Mapping[str, Profile]:
-        """What private states tell of a model's blocks, such as gates, by name."""
+        """Figures of each block from private states, such as gates, by name."""
         return profiles_of(self.summary)
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """The judged clients, sorted, without those that are too small for a figure of their own."""
+        """The evaluated clients, sorted, without those that are too small for a figure of their own."""
         return tuple(sorted(self.summary["preference_accuracy"]["per_client"]))
 
     @property
     def judged(self) -> int:
-        """How many clients were judged, those included that are too small for a figure of their own."""
+        """How many clients were evaluated, the ones too small for a figure of their own included."""
         figure: Accuracy = self.summary["preference_accuracy"]
         return len(self.clients) + figure.get("mean_alone", 0) + figure.get("left_out", 0)
 
     @property
     def unlisted(self) -> str:
-        """What to say of the judged clients that are not listed; empty if all are."""
+        """A sentence on evaluated clients that are not listed; empty if all are."""
         return unlisted(self.summary["preference_accuracy"])
 
     def pairs(self, client: str) -> int | None:
-        """How many pairs a client was judged on, where the summary says so."""
+        """How many pairs a client was evaluated on; ``None`` if the summary does not say."""
         sizes = self.summary.get("clients", {}).get(client, {})
         value = sizes.get(self.split)
         return None if value is None else int(value)
 
     def spread(self, name: str) -> Spread:
-        """How a figure is spread over clients, after the last round."""
+        """The spread of a figure over clients, after the last round."""
         return spread(self.summary[name])
 
     def curve(self, name: str, of: str = "mean") -> tuple[list[int], list[float]]:
-        """Rounds and values of a figure where it was measured.
+        """The rounds in which a figure was measured, and its values there.
 
         Args:
             name: a figure of every client, a figure of the evaluation such as ``margin``, or a number of
@@ -148,33 +107,33 @@ class RunRecord:
         """
         points: list[tuple[int, float]] = []
         for record in self.rounds:
-            held = record.get("evaluation", {}).get(name, record.get(name))
-            value = held.get(of) if isinstance(held, Mapping) else held if of == "mean" else None
+            figure = record.get("evaluation", {}).get(name, record.get(name))
+            value = figure.get(of) if isinstance(figure, Mapping) else figure if of == "mean" else None
             if isinstance(value, int | float) and math.isfinite(value):
                 points.append((int(record["round"]), float(value)))
         return [number for number, _ in points], [value for _, value in points]
 
     @cached_property
     def own_figures(self) -> tuple[str, ...]:
-        """Names of the numbers that the method or the merge rule put into the rounds' records."""
-        usual = {"round", "loss", "bytes_up", "bytes_down", "seconds", *KNOWN}
-        found: dict[str, None] = {}
+        """Names of the numbers that the method or the merge rule added to the rounds' records."""
+        usual = {"round", "loss", "bytes_up", "bytes_down", "seconds", *USUAL}
+        names: dict[str, None] = {}
         for record in self.rounds:
             for name, value in {**record, **record.get("evaluation", {})}.items():
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 if number and name not in usual and name not in ("clients", "left_out"):
-                    found[name] = None
-        return tuple(found)
+                    names[name] = None
+        return tuple(names)
 
 
 def read_run(path: str | Path) -> RunRecord:
-    """The finished run in a directory.
+    """Read the finished run in a directory.
 
-    It needs ``config.toml``, ``rounds.jsonl`` and ``summary.json`` alone: a directory that was passed on
-    without its private ``checkpoint/`` and ``cache/`` will do.
+    It needs ``config.toml``, ``rounds.jsonl`` and ``summary.json``. The private ``checkpoint/`` and ``cache/``
+    may be missing.
 
     Raises:
-        RunError: there is no run, or it is not finished.
+        RunError: there is no run, it is not finished, or a file is damaged.
     """
     path = Path(path)
     if not path.is_dir():
@@ -209,83 +168,7 @@ def read_run(path: str | Path) -> RunRecord:
     return RunRecord(path, settings, rounds, summary, fingerprint)
 
 
-def figures_of(held: Mapping[str, Any]) -> dict[str, Figure]:
-    """What of ``held`` every client has, in the order in which it is shown."""
-    found = {name: value for name, value in held.items() if _per_client(value)}
-    personal = "shared_accuracy" in found
-    order = [name for name in KNOWN if name in found] + [name for name in found if name not in KNOWN]
-    return {name: Figure(name, *_words(name, personal), found[name]) for name in order}
-
-
-def nearest_clients(client: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    """What to say of a client that is not there: the nearest names, or the first few.
-
-    >>> nearest_clients("ward7", ("ward-7", "ward-8", "clinic"))
-    "no client is called 'ward7'; did you mean 'ward-7' or 'ward-8'?"
-    >>> nearest_clients("x", ("ward-7", "ward-8"))
-    "no client is called 'x'; the clients are 'ward-7', 'ward-8'"
-    """
-    names = list(known)
-    near = difflib.get_close_matches(client, names, n=3)
-    if near:
-        return f"no client is called {client!r}; did you mean {' or '.join(map(repr, near))}?"
-    shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8:,} more" if len(names) > 8 else "")
-    return f"no client is called {client!r}; the clients are {shown}"
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of nested tables by their dotted names.
-
-    >>> dict(leaves({"seed": 1, "method": {"lr": 0.1}}))
-    {'seed': 1, 'method.lr': 0.1}
-    """
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 def _runs(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(item.name for item in folder.iterdir() if (item / "config.toml").exists())
-
-
-def _per_client(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("per_client"), Mapping)
-
-
-def _words(name: str, personal: bool) -> tuple[str, str]:
-    """The label and the meaning of a figure."""
-    likelier = "share of pairs whose chosen response the model finds likelier than the rejected one"
-    known = {
-        "baseline_accuracy": ("before", f"{likelier}, by the untouched model"),
-        "shared_accuracy": (
-            "shared model",
-            f"{likelier}, by the shared model without the client's own parts",
-        ),
-        "preference_accuracy": (
-            ("own model", f"{likelier}, by the client's own model") if personal else ("after", likelier)
-        ),
-        "reward_accuracy": (
-            "reward",
-            "share of pairs whose chosen response gained more likelihood over the untouched model",
-        ),
-        "normalized_accuracy": ("per token", f"{likelier}, token for token"),
-        "combined_accuracy": (
-            "combined",
-            "share of pairs whose chosen response is favoured by both margins together, the model's own and "
-            "the reward head's, weighed as in the loss",
-        ),
-        "explicit_accuracy": (
-            "reward head",
-            "share of pairs whose chosen response the reward head scores higher",
-        ),
-        "agreement": (
-            "agreement",
-            "share of pairs on which the reward head favours the response that gained more likelihood",
-        ),
-    }
-    plain = name.replace("_", " ")
-    return known.get(name, (plain.removesuffix(" accuracy"), plain))

@@ -1,134 +1,139 @@
-"""Whether the run in a directory is the one that is asked for."""
+"""Reconcile an experiment with the run that a directory holds already."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tomli_w
 import torch
-from pydantic import ValidationError
 
 from prefed import files
-from prefed.config import FREE, ConfigError, Experiment, to_toml
-from prefed.config.errors import explain
+from prefed.config import ConfigError, Experiment, to_toml
+from prefed.core.tree import flatten
 from prefed.store import RunWriter, StoreError
 
-__all__ = ["settings_digest", "settle", "start_again", "written"]
+__all__ = ["reconcile", "reset_run", "settings_digest"]
 
-_FREE = {"rounds", "model.name", *FREE}
-"""Settings that may change while a run goes on; so may the paths of its data. Model and data are told by
-their content, so where they lie does not matter."""
+_CHANGEABLE = {"engine.workers", "engine.visit_timeout"}
+"""Settings that change no number. A resumed run may have others."""
 
-_UNCACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy"}
-"""Keys and tables of an experiment on which nothing in ``cache/`` depends."""
+_NOT_DIGESTED = {"rounds", "model.name", *_CHANGEABLE}
+"""Settings outside the digest of a run's settings.
+
+So are the paths of its data. Model and data have digests of their contents, so their places do not matter.
+"""
+
+_NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy"}
+"""Keys and tables of an experiment that nothing in ``cache/`` depends on."""
+
+_REMEDY = "put a copy of it back, or start a new run with another --out"
 
 
-def settle(experiment: Experiment, store: RunWriter) -> Experiment:
-    """The experiment to run: with the number of threads filled in, and equal to the stored one.
+def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
+    """Check an experiment against the run in a directory, and write ``config.toml``.
 
-    Before the first round another experiment takes the stored one's place.
+    Before the first round, another experiment replaces the one in the directory.
 
     Args:
-        experiment: what is asked for.
-        store: of the run's directory; its ``config.toml`` is written where it is missing or changes.
+        experiment: the experiment to run or to resume.
+        writer: of the run directory.
+
+    Returns:
+        The experiment with its number of threads filled in.
 
     Raises:
-        ConfigError: the stored experiment is another one.
-        StoreError: ``config.toml`` is not the one that the run was begun with.
+        ConfigError: the directory holds a run of another experiment.
+        StoreError: ``config.toml`` changed since the run began.
     """
-    held = store.config()
-    if store.round == 0:
-        asked = dict(_leaves(written(experiment)))
-        changed = _differing(dict(_leaves(held or {})), asked)
-        if changed - {"engine.threads", *FREE}:
-            start_again(store, keep_cache={name.partition(".")[0] for name in changed} <= _UNCACHED)
-            held = None
-    stored = _valid(held, store) if held is not None else None
-    engine = experiment.engine
-    if engine.threads is None:
-        kept = stored.engine.threads if stored else None
-        threads = kept or max(1, torch.get_num_threads() // max(1, engine.workers))
-        experiment = experiment.model_copy(update={"engine": engine.model_copy(update={"threads": threads})})
-    _as_begun(held, experiment, store)
-    if held is None or stored is None:
-        store.write_config(to_toml(experiment))
+    config = writer.config()
+    if writer.round == 0:
+        changed = _differing(flatten(config or {}), flatten(experiment.tables()))
+        if changed - {"engine.threads", *_CHANGEABLE}:
+            reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= _NOT_CACHED)
+            config = None
+    stored = None if config is None else _stored(config, writer.path / "config.toml")
+    experiment = _with_threads(experiment, stored)
+    _check_digest(config, experiment, writer)
+    if config is None or stored is None:
+        writer.write_config(to_toml(experiment))
         return experiment
-    _same(stored, experiment, store)
-    # All that may not change stays as it was written, also where this version would fill in more defaults.
-    asked = written(experiment)["engine"]
-    tables = {
-        name: asked if f"engine.{name}" in FREE else held["engine"] for name in {**asked, **held["engine"]}
-    }
-    table = {name: source[name] for name, source in tables.items() if name in source}
-    now = {**held, "rounds": experiment.rounds, "engine": table}
-    if now != held:
-        store.write_config(tomli_w.dumps(now))
+    _check_settings(stored, experiment, writer)
+    # All other settings stay as they were written, even if this version has more defaults to fill in.
+    before, after = config["engine"], experiment.tables()["engine"]
+    names = {**after, **before}
+    sources = {name: after if f"engine.{name}" in _CHANGEABLE else before for name in names}
+    engine = {name: source[name] for name, source in sources.items() if name in source}
+    updated = {**config, "rounds": experiment.rounds, "engine": engine}
+    if updated != config:
+        writer.write_config(tomli_w.dumps(updated))
     return experiment
 
 
-def start_again(store: RunWriter, *, keep_cache: bool = False) -> None:
-    """Delete what a start left that came to no round.
+def reset_run(writer: RunWriter, *, keep_cache: bool = False) -> None:
+    """Delete what a run wrote before its first round.
 
     Args:
-        store: of the run's directory.
-        keep_cache: leave ``cache/``, its tokens and log-probabilities, as it is.
+        writer: of the run directory.
+        keep_cache: keep ``cache/``: its tokens and log-probabilities.
     """
-    store.forget()
+    writer.forget()
     if not keep_cache:
-        shutil.rmtree(store.path / "cache", ignore_errors=True)
-
-
-def written(experiment: Experiment) -> dict[str, Any]:
-    """What a ``config.toml`` of ``experiment`` holds once it is read again."""
-    return tomllib.loads(to_toml(experiment))
+        shutil.rmtree(writer.path / "cache", ignore_errors=True)
 
 
 def settings_digest(config: Mapping[str, Any]) -> str:
-    """The digest of the settings of a ``config.toml`` that may not change while a run goes on."""
-    held = {
+    """The digest of those settings of a ``config.toml`` that a resumed run must share."""
+    settings = {
         name: value
-        for name, value in _leaves(config)
-        if name not in _FREE and not (name.startswith("data.") and name.endswith(".path"))
+        for name, value in flatten(config).items()
+        if name not in _NOT_DIGESTED and not (name.startswith("data.") and name.endswith(".path"))
     }
-    return files.digest(json.dumps(held, sort_keys=True, default=str).encode())
+    return files.digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
-def _valid(held: dict[str, Any], store: RunWriter) -> Experiment:
+def _stored(config: Mapping[str, Any], path: Path) -> Experiment:
     try:
-        return Experiment.model_validate(held)
-    except ValidationError as error:
-        wrong = explain(error, Experiment, held, str(store.path / "config.toml"), {})
-        raise StoreError(f"{wrong}\nput a copy of it back, or start a new run with another --out") from error
+        return Experiment.from_tables(config, str(path))
+    except ConfigError as error:
+        raise StoreError(f"{error}\n{_REMEDY}") from error
 
 
-def _as_begun(held: Mapping[str, Any] | None, experiment: Experiment, store: RunWriter) -> None:
-    """Refuse a ``config.toml`` that was changed, or that is gone while other settings are asked for."""
-    begun = store.commit.settings if store.commit and store.round else None
-    if begun is None or settings_digest(written(experiment) if held is None else held) == begun:
+def _with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:
+    """Fill in the number of threads: the stored run's, or the machine's shared out over the workers."""
+    engine = experiment.engine
+    if engine.threads is not None:
+        return experiment
+    threads = stored.engine.threads if stored else None
+    threads = threads or max(1, torch.get_num_threads() // max(1, engine.workers))
+    return experiment.model_copy(update={"engine": engine.model_copy(update={"threads": threads})})
+
+
+def _check_digest(config: Mapping[str, Any] | None, experiment: Experiment, writer: RunWriter) -> None:
+    """Refuse a changed ``config.toml``, and other settings where the file is missing."""
+    digest = writer.commit.settings if writer.commit and writer.round else None
+    if digest is None or settings_digest(experiment.tables() if config is None else config) == digest:
         return
-    path = store.path / "config.toml"
-    if held is None:
+    if config is None:
         wrong = "is missing, and the settings asked for are not those that its run was begun with"
     else:
         wrong = "is not what its run was begun with"
-    raise StoreError(f"{path} {wrong}; put a copy of it back, or start a new run with another --out")
+    raise StoreError(f"{writer.path / 'config.toml'} {wrong}; {_REMEDY}")
 
 
-def _same(stored: Experiment, asked: Experiment, store: RunWriter) -> None:
-    """Refuse to go on with settings that are not the run's own, naming each."""
-    before = dict(_leaves(stored.model_dump(mode="json", exclude_none=True)))
-    after = dict(_leaves(asked.model_dump(mode="json", exclude_none=True)))
-    changed = _differing(before, after) - FREE
-    if asked.rounds >= max(stored.rounds, store.round):
+def _check_settings(stored: Experiment, experiment: Experiment, writer: RunWriter) -> None:
+    """Refuse to resume a run with other settings; the message names each."""
+    before, after = flatten(stored.tables()), flatten(experiment.tables())
+    changed = _differing(before, after) - _CHANGEABLE
+    if experiment.rounds >= max(stored.rounds, writer.round):
         changed -= {"rounds"}
     if changed:
         lines = [f"  {name}: {before.get(name)!r} → {after.get(name)!r}" for name in sorted(changed)]
         raise ConfigError(
-            f"the run in {store.path} was begun with other settings (run → asked for):\n"
+            f"the run in {writer.path} was begun with other settings (run → asked for):\n"
             + "\n".join(lines)
             + "\nresume it with its own (rounds may be raised, engine.workers and engine.visit_timeout may "
             "change), or start another with --out"
@@ -136,16 +141,5 @@ def _same(stored: Experiment, asked: Experiment, store: RunWriter) -> None:
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """The names under which two flat trees differ."""
+    """The names at which two flat tables differ."""
     return {name for name in {*before, *after} if before.get(name) != after.get(name)}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted name and value of each setting in a tree of tables."""
-    found: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found += _leaves(value, f"{prefix}{key}.")
-        else:
-            found.append((prefix + key, value))
-    return found

@@ -17,7 +17,7 @@ from prefed.engines import InProcess, JobFactory, ServerRounds, WorkerProcesses
 from prefed.metrics.accuracy import unmoved
 from prefed.models import ModelError
 from prefed.runs.build import build_job
-from prefed.runs.resume import settings_digest, settle, start_again, written
+from prefed.runs.resume import reconcile, reset_run, settings_digest
 from prefed.runs.summary import published_model, summarize
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state, encode
@@ -90,7 +90,7 @@ def run(
     with RunWriter(path, resume=resume) as store:
         summary = path / "summary.json"
         try:
-            experiment = settle(experiment, store)
+            experiment = reconcile(experiment, store)
             if not (store.round == experiment.rounds and summary.exists()):
                 _carry_out(experiment, store, callback)
         except Exception as error:
@@ -114,16 +114,16 @@ def _carry_out(experiment: Experiment, store: RunWriter, callback: Callback) -> 
     except OtherDataError:
         if store.round:
             raise
-        start_again(store)
+        reset_run(store)
         job = build_job(experiment, folder)
     first = encode(job.method.init_server(job.trainers.initial))
-    store.begin(first, job.trainers.fingerprint, settings_digest(written(experiment)))
+    store.begin(first, job.trainers.fingerprint, settings_digest(experiment.tables()))
     store.reopen()
     threads = experiment.engine.threads or 1
     backend: InProcess | WorkerProcesses
     if experiment.engine.workers:
         order = {"experiment": to_toml(experiment), "folder": str(folder.resolve())}
-        recipe = JobFactory("prefed.runs.build:worker_job", json.dumps(order))
+        recipe = JobFactory("prefed.runs.build:build_worker_job", json.dumps(order))
         backend = WorkerProcesses(recipe, experiment.engine.workers, threads, experiment.engine.visit_timeout)
     else:
         backend = InProcess(job, threads)

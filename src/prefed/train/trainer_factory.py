@@ -1,20 +1,20 @@
-"""A process's place of work: one bench, the federation's data, a desk for whoever visits."""
+"""The factory of client trainers: one frozen model and the data of all clients, once in a process."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from prefed.core import POOLED, Key, Ownership, Round, Tensors
-from prefed.data import ClientData, FederatedDataset
+from prefed.data import ClientData, ClientSizes, FederatedDataset
 from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
 from prefed.train.client_trainer import ClientPairTrainer
@@ -26,49 +26,28 @@ __all__ = ["PairTrainerFactory", "check_lengths"]
 _log = logging.getLogger("prefed")
 
 
-class _Sizes(NamedTuple):
-    train: int
-    validation: int
-    test: int
-
-
-class _ClientSizes(Mapping[str, _Sizes]):
-    """Sizes by client, read off the federation when asked for."""
-
-    def __init__(self, clients: Mapping[str, ClientData]) -> None:
-        self._clients = clients
-
-    def __getitem__(self, client: str) -> _Sizes:
-        data = self._clients[client]
-        return _Sizes(len(data.train), len(data.validation), len(data.test))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._clients)
-
-    def __len__(self) -> int:
-        return len(self._clients)
-
-
 class PairTrainerFactory:
-    """The workplace of real models and real data (see :class:`prefed.engines.TrainerFactory`).
+    """Makes trainers of clients over a language model and preference pairs.
+
+    It is the :class:`prefed.engines.TrainerFactory` of every real run.
 
     Args:
-        backbone: the frozen model; this place becomes its only user.
-        federation: who holds which rows.
-        cache: folder for the reference's log-probabilities, kept with the run.
+        backbone: the frozen model. Nothing else may use it.
+        dataset: the clients and their pairs.
+        cache: folder for the log-probabilities of the reference model; ``None`` keeps them in memory.
         max_tokens: tokens of one forward pass.
-        fast: use the bench's fast paths.
-        unseen: clients whose pairs no method trains on, pooled or not.
-        reward_model: a folder or hub name of what scores responses, for offline PPO.
+        fast: use the fast paths of the pair trainer.
+        unseen: clients whose pairs no method trains on, pooled methods included.
+        reward_model: folder or hub name of the model that scores responses, for offline PPO.
 
     Raises:
-        ModelError: the model has no positions for the longest pair of a client.
+        ModelError: the model has fewer positions than the longest pair of a client has tokens.
     """
 
     def __init__(
         self,
         backbone: Backbone,
-        federation: FederatedDataset,
+        dataset: FederatedDataset,
         *,
         cache: Path | None = None,
         max_tokens: int = 4096,
@@ -76,19 +55,19 @@ class PairTrainerFactory:
         unseen: Sequence[str] = (),
         reward_model: str | None = None,
     ) -> None:
-        self.backbone, self.federation, self._unseen = backbone, federation, frozenset(unseen)
-        held = [
-            part for data in federation.clients.values() for part in (data.train, data.validation, data.test)
+        self.backbone, self.dataset, self._unseen = backbone, dataset, frozenset(unseen)
+        rows = [
+            split for data in dataset.clients.values() for split in (data.train, data.validation, data.test)
         ]
-        check_lengths(backbone, federation.tokens.lengths[np.concatenate(held)])
+        check_lengths(backbone, dataset.tokens.lengths[np.concatenate(rows)])
         rewards = None
         if reward_model is not None:
-            rewards = Rewards(reward_model, federation.tokens, cache, backbone.device)
+            rewards = Rewards(reward_model, dataset.tokens, cache, backbone.device)
         self._model = _digest(backbone)
-        name = f"reference-{self._model[:12]}-{federation.tokens.fingerprint[:12]}"
+        name = f"reference-{self._model[:12]}-{dataset.tokens.fingerprint[:12]}"
         self.pair_trainer = PairTrainer(
             backbone,
-            federation.tokens,
+            dataset.tokens,
             cache=cache,
             name=name,
             max_tokens=max_tokens,
@@ -102,25 +81,25 @@ class PairTrainerFactory:
         return self.backbone.initial
 
     @property
-    def clients(self) -> Mapping[str, _Sizes]:
+    def clients(self) -> Mapping[str, ClientSizes]:
         """Every client's number of training, validation and test pairs."""
-        return _ClientSizes(self.federation.clients)
+        return self.dataset.sizes
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """Digests of the data and of the model with its adapter's start."""
-        return {"data": self.federation.fingerprint, "model": self._model}
+        """Digests of the data, and of the model together with the start of its adapter."""
+        return {"data": self.dataset.fingerprint, "model": self._model}
 
     def _data(self, client: str) -> ClientData:
-        if client == POOLED and client not in self.federation.clients:
-            seen = [data for name, data in self.federation.clients.items() if name not in self._unseen]
+        if client == POOLED and client not in self.dataset.clients:
+            members = [data for name, data in self.dataset.clients.items() if name not in self._unseen]
             splits = ("train", "validation", "test")
-            pooled = (np.sort(np.concatenate([getattr(data, split) for data in seen])) for split in splits)
+            pooled = (np.sort(np.concatenate([getattr(data, split) for data in members])) for split in splits)
             return ClientData(POOLED, *pooled)
-        return self.federation.clients[client]
+        return self.dataset.clients[client]
 
     def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientPairTrainer:
-        """A visit to a client; ``"pooled"`` is all of them as one."""
+        """The trainer of one client in one exchange of a round; ``"pooled"`` is all clients as one."""
         data = self._data(client)
         return ClientPairTrainer(self.pair_trainer, client, data.train, data.validation, now, key, ownership)
 
@@ -134,14 +113,17 @@ class PairTrainerFactory:
 
 
 def check_lengths(backbone: Backbone, lengths: npt.NDArray[np.int32]) -> None:
-    """See that the longest pair is within the model's context; rotary positions go on beyond it, untrained.
+    """Check that the longest pair is within the model's context.
+
+    A model with rotary positions has positions beyond its context, but they are untrained: that is a warning.
+
 
     Args:
         backbone: the model.
         lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
 
     Raises:
-        ModelError: it is not, and the model has no further positions.
+        ModelError: the pair is longer, and the model has no further positions.
     """
     config = backbone.causal.config
     window = getattr(config, "max_position_embeddings", None)
@@ -158,7 +140,7 @@ def check_lengths(backbone: Backbone, lengths: npt.NDArray[np.int32]) -> None:
 
 
 def _digest(backbone: Backbone) -> str:
-    """SHA-256 over the architecture, a sample of every weight, and the adapter's start."""
+    """SHA-256 over the architecture, a sample of every weight, and the start of the adapter."""
     config = backbone.causal.config.to_dict()
     for where in ("_name_or_path", "transformers_version"):
         config.pop(where, None)

@@ -1,4 +1,4 @@
-"""What the files of a run directory have to hold for anything to be told of the run."""
+"""The least that the files of a run directory must hold, checked when they are read."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 __all__ = ["read_config", "read_rounds", "read_summary"]
 
 
-class _Shape(BaseModel):
+class _Schema(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _Named(_Shape):
+class _Named(_Schema):
     name: str
 
 
-class _Config(_Shape):
+class _Config(_Schema):
     seed: int
     data: dict[str, Any]
     model: _Named
     method: _Named
 
 
-class _Figure(_Shape):
+class _Figure(_Schema):
     mean: float
     worst: float
     worst_decile: float
     per_client: dict[str, float] = Field(min_length=1)
 
 
-class _Traffic(_Shape):
+class _Traffic(_Schema):
     up: float
     down: float
 
 
-class _Summary(_Shape):
+class _Summary(_Schema):
     method: str
     rounds: int = Field(ge=1)
     preference_accuracy: _Figure
@@ -56,7 +56,7 @@ class _Summary(_Shape):
     personal: dict[str, dict[str, dict[str, float | None]]] = {}
 
 
-class _Round(_Shape):
+class _Round(_Schema):
     round: int
     bytes_up: float
     bytes_down: float
@@ -66,55 +66,55 @@ class _Round(_Shape):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """``config.toml``.
+    """Read ``config.toml``.
 
     Raises:
-        ValueError: it is not there, or damaged; the message names the file and what is wrong in it.
+        ValueError: it is missing or damaged; the message names the file and the problem.
     """
-    held: dict[str, Any] = _read(path, tomllib.loads, _Config)
-    return held
+    config: dict[str, Any] = _read(path, tomllib.loads, _Config)
+    return config
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """``summary.json``; raises as :func:`read_config`."""
-    held: dict[str, Any] = _read(path, json.loads, _Summary)
-    return held
+    """Read ``summary.json``; raises as :func:`read_config`."""
+    summary: dict[str, Any] = _read(path, json.loads, _Summary)
+    return summary
 
 
 def read_rounds(path: Path, rounds: int) -> tuple[dict[str, Any], ...]:
-    """The first ``rounds`` records of ``rounds.jsonl``; raises as :func:`read_config`."""
+    """Read the first ``rounds`` records of ``rounds.jsonl``; raises as :func:`read_config`."""
 
     def parse(text: str) -> list[Any]:
         lines = text.splitlines()[:rounds]
         if len(lines) < rounds:
             raise ValueError(f"it holds {len(lines)} of {rounds} rounds")
-        return [_line(number, line) for number, line in enumerate(lines, 1)]
+        return [_parse_line(number, line) for number, line in enumerate(lines, 1)]
 
     return tuple(_read(path, parse, list[_Round]))
 
 
-def _line(number: int, line: str) -> Any:
+def _parse_line(number: int, line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
         raise ValueError(f"line {number}: {error}") from error
 
 
-def _read(path: Path, parse: Callable[[str], Any], shape: Any) -> Any:
+def _read(path: Path, parse: Callable[[str], Any], schema: Any) -> Any:
     try:
-        held = parse(path.read_text("utf-8"))
-        TypeAdapter(shape).validate_python(held)
+        content = parse(path.read_text("utf-8"))
+        TypeAdapter(schema).validate_python(content)
     except FileNotFoundError:
         wrong = "it is not there"
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = [f"line {step + 1}" if isinstance(step, int) else step for step in first["loc"]]
-        said = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", first["msg"])
-        wrong = f"{'.'.join(place) or 'all of it'}: {said.removeprefix('Input ').lower()}"
+        message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", first["msg"])
+        wrong = f"{'.'.join(place) or 'all of it'}: {message.removeprefix('Input ').lower()}"
         if not isinstance(first["input"], Mapping | list):
             wrong += f", and is {first['input']!r}"
     except (OSError, ValueError) as error:
         wrong = str(error)
     else:
-        return held
+        return content
     raise ValueError(f"{path} is damaged: {wrong}; put a copy of it back")

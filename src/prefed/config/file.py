@@ -1,0 +1,124 @@
+"""Read an experiment file: its tables, the overrides laid over them, and the paths in them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from prefed.config.errors import ConfigError
+
+__all__ = ["Origins", "parse_toml", "read_tables"]
+
+Origins: TypeAlias = Mapping[tuple[str, ...], str]
+"""Path of a key → the option that set it, for keys that the file does not set."""
+
+
+def read_tables(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins]:
+    """Read an experiment file and lay overrides over it; see :meth:`prefed.config.Experiment.load`.
+
+    Returns:
+        The nested tables, and the origin of each key that an override set.
+
+    Raises:
+        ConfigError: the file or an override cannot be read.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; `prefed init METHOD --out {path}` writes one") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        # Editors on Windows may put a byte order mark before the text.
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line}); save it as UTF-8"
+        ) from None
+    tables = parse_toml(text.replace("\r\n", "\n"), str(path))
+    _resolve_paths(tables, (path.parent, Path()))
+    origins: dict[tuple[str, ...], str] = {}
+    for override in overrides:
+        keys, value = _parse_override(override)
+        origins[keys] = f"--set {override}"
+        for key in reversed(keys):
+            value = {key: value}
+        _resolve_paths(value, (Path(), path.parent))
+        _put(tables, keys, value, override)
+    return tables, origins
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Parse a TOML text.
+
+    Raises:
+        ConfigError: it is not TOML; the message names ``where``.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML: {error}") from None
+
+
+def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """The path of the key and the value of ``"key.sub=value"``."""
+    name, equals, word = text.partition("=")
+    try:
+        keys: list[str] = []
+        inside: Any = tomllib.loads(f"{name} = 0")
+        while isinstance(inside, dict):
+            ((key, inside),) = inside.items()
+            keys.append(key)
+    except (tomllib.TOMLDecodeError, ValueError):
+        equals = ""
+    if not equals:
+        raise ConfigError(f"--set {text}: write it as key=value, e.g. --set method.lr=1e-4")
+    try:
+        parsed = tomllib.loads(f"value = {word}")
+        value = parsed["value"] if len(parsed) == 1 else word
+    except tomllib.TOMLDecodeError:
+        value = word
+    known = isinstance(value, bool | int | float | str | list | dict)
+    return tuple(keys), value if known else word
+
+
+def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], override: str) -> None:
+    """Copy the value at ``keys`` from ``patch`` into ``tables``."""
+    for key in keys[:-1]:
+        inside = tables.setdefault(key, {})
+        if not isinstance(inside, dict):
+            raise ConfigError(f"--set {override}: {key} is {inside!r}, not a table")
+        tables, patch = inside, patch[key]
+    tables[keys[-1]] = patch[keys[-1]]
+
+
+def _resolve_paths(tables: dict[str, Any], folders: Sequence[Path]) -> None:
+    """Make each path absolute that exists in one of ``folders``; the first such folder counts."""
+    for table, key in list(_paths(tables)):
+        path = Path(table[key]).expanduser()
+        for folder in folders if table[key] else ():
+            if (folder / path).exists():
+                table[key] = str((folder / path).resolve())
+                break
+
+
+def _paths(tables: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Find each text that may be a path: the table or list that holds it, and its key there."""
+    for name, key in (("model", "name"), ("method", "reward_model")):
+        table = tables.get(name)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            yield table, key
+    data, roles = tables.get("data"), ("train", "validation", "test")
+    waiting: list[tuple[Any, Any]] = [(data, role) for role in roles] if isinstance(data, dict) else []
+    while waiting:
+        table, key = waiting.pop()
+        value = table[key] if isinstance(table, list) else table.get(key)
+        if isinstance(value, str):
+            yield table, key
+        elif isinstance(value, list):
+            waiting += [(value, index) for index in range(len(value))]
+        elif isinstance(value, dict):
+            waiting += [(value, "path")] if "path" in value else [(value, name) for name in value]
