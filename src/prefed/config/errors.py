@@ -1,4 +1,4 @@
-"""What is wrong with an experiment file, said with the file, the key, the value and what would do."""
+"""Messages about an experiment file: they name the file, the key, the value and a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ConfigError", "explain", "nearest", "records"]
 
 
 class ConfigError(ValueError):
-    """An experiment file that cannot be run; the message names the file, the key and what to do."""
+    """An experiment file cannot be run. The message names the file, the key and a remedy."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -34,26 +34,26 @@ def explain(
     where: str,
     origins: Mapping[tuple[str, ...], str],
 ) -> str:
-    """One line for each thing that is wrong.
+    """Describe each problem in a line.
 
     Args:
-        error: what pydantic found.
-        root: the record that ``tree`` should have been.
-        tree: what was read.
-        where: the file.
-        origins: where a key came from if not from the file.
+        error: pydantic's error.
+        root: the record that ``tree`` does not fit.
+        tree: the nested tables that were validated.
+        where: the file that they come from.
+        origins: path of a key → the option that set it, for keys that the file does not set.
     """
     branches: dict[tuple[str, ...], dict[str, list[tuple[tuple[str, ...], str]]]] = {}
     for detail in error.errors(include_url=False):
-        keys, union, tag = _place(detail["loc"], tree)
+        keys, union, tag = _locate(detail["loc"], tree)
         line = f"{_origin(keys, where, origins)}: {_line(detail, keys, root, tree)}"
         branches.setdefault(union, {}).setdefault(tag, []).append((keys, line))
-    # A value that fits no branch of a union fails in each: the branch that it misses by least is meant.
-    meant = [
-        min(tags.values(), key=lambda found: (len(found), -max(len(keys) for keys, _ in found)))
+    # A value that fits no branch of a union fails in each. The branch with the fewest problems is shown.
+    nearest_branches = [
+        min(tags.values(), key=lambda lines: (len(lines), -max(len(keys) for keys, _ in lines)))
         for tags in branches.values()
     ]
-    lines = [line for found in meant for _, line in found]
+    lines = [line for branch in nearest_branches for _, line in branch]
     return "\n".join(dict.fromkeys(lines))
 
 
@@ -85,12 +85,12 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
     return f"{name} = {value!r}: {message}"
 
 
-def _place(loc: tuple[int | str, ...], tree: Any) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Where in the file pydantic's ``loc`` is.
+def _locate(loc: tuple[int | str, ...], tree: Any) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Find the key that pydantic's ``loc`` names.
 
     Returns:
-        The key's path without the tags of unions; the path of the outermost union on the way that chose
-        none of its branches itself, and its branch: both empty if there is none.
+        The path of the key, without tags of unions. Then the outermost union on that path for which no tag
+        chose a branch: its path and the branch, both empty if there is no such union.
     """
     keys: list[str] = []
     union: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ def _place(loc: tuple[int | str, ...], tree: Any) -> tuple[tuple[str, ...], tupl
     for number, step in enumerate(loc):
         last = number == len(loc) - 1
         if isinstance(tree, Mapping) and step == tree.get("by") and not last:
-            continue  # the tag of the branch that the table itself names
+            continue  # a tag that the table itself names
         if isinstance(tree, Mapping) and (step in tree or last):
             tree = tree.get(step)
         elif isinstance(tree, list) and isinstance(step, int) and (step < len(tree) or last):
@@ -111,20 +111,20 @@ def _place(loc: tuple[int | str, ...], tree: Any) -> tuple[tuple[str, ...], tupl
 
 
 def records(root: type[BaseModel], keys: Iterable[str], tree: Mapping[str, Any]) -> list[type[BaseModel]]:
-    """The records that a table at ``keys`` could be, in view of what ``tree`` holds."""
-    found = [root]
+    """The records that the table at ``keys`` may be, given the tags in ``tree``."""
+    candidates = [root]
     inside: Any = tree
     for key in keys:
-        fields = [record.model_fields[key] for record in found if key in record.model_fields]
+        fields = [record.model_fields[key] for record in candidates if key in record.model_fields]
         inside = inside.get(key, {}) if isinstance(inside, Mapping) else {}
         if fields:
-            found = [record for field in fields for record in _inner(field.annotation)]
-        found = [record for choice in found for record in _chosen(choice, inside)]
-    return found
+            candidates = [record for field in fields for record in _records_in(field.annotation)]
+        candidates = [record for candidate in candidates for record in _by_tag(candidate, inside)]
+    return candidates
 
 
-def _chosen(record: type[BaseModel], inside: Any) -> list[type[BaseModel]]:
-    """``record``, or what takes its place or is ruled out in view of the table's tag."""
+def _by_tag(record: type[BaseModel], inside: Any) -> list[type[BaseModel]]:
+    """``record`` if the table's tag allows it; for a method, the record of that method's settings."""
     tags = inside if isinstance(inside, Mapping) else {}
     if record.__name__ == "MethodConfig":
         from prefed.methods import METHODS
@@ -135,8 +135,8 @@ def _chosen(record: type[BaseModel], inside: Any) -> list[type[BaseModel]]:
     return [record] if tag is None or tags.get("by", tag.default) == tag.default else []
 
 
-def _inner(annotation: Any) -> Iterator[type[BaseModel]]:
+def _records_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _inner(argument)
+        yield from _records_in(argument)

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from prefed.config.errors import ConfigError, explain, nearest
-from prefed.config.file import Origins, parse_toml, read_tables
+from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
 from prefed.core import Privacy
 from prefed.core.strict import Strict
 from prefed.data import DataConfig
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class CohortConfig(Strict):
-    """How many clients take part in a round, drawn without replacement.
+    """How many clients take part in a round; they are drawn without replacement.
 
     >>> CohortConfig(fraction=0.1).of(53), CohortConfig().of(53)
     (5, None)
@@ -54,12 +54,12 @@ class CohortConfig(Strict):
         return self
 
     def of(self, clients: int) -> int | None:
-        """Clients a round out of ``clients``, at least one; ``None`` for all."""
+        """Clients a round, out of ``clients`` in all, and at least one; ``None`` for all."""
         return self.size if self.fraction is None else max(1, round(self.fraction * clients))
 
 
 class EvaluateConfig(Strict):
-    """How clients' models are judged on their own pairs."""
+    """How clients' models are evaluated on their own pairs."""
 
     every: int = Field(1, ge=0, description="rounds from one evaluation to the next; 0: after the last alone")
     split: Literal["test", "validation"] = Field("test", description="the pairs that clients are judged on")
@@ -86,7 +86,7 @@ class EvaluateConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """Where clients work; ``threads``, ``max_tokens`` and ``state_dtype`` alone can change a digit."""
+    """Where clients work. Only ``threads``, ``max_tokens`` and ``state_dtype`` can change a digit."""
 
     name: Literal["local"] = Field("local", description="on this machine")
     workers: int = Field(0, ge=0, description="processes that share the clients' work; 0: this one alone")
@@ -119,13 +119,13 @@ def method_kind(name: str) -> MethodKind:
 
 
 class MethodConfig(BaseModel):
-    """A method by name, with its own settings.
+    """A method's name and its settings.
 
-    In a file, and in a mapping, name and settings stand side by side: ``{"name": "feddpo", "lr": 1e-4}``.
+    In a file and in a mapping they are in one table: ``{"name": "feddpo", "lr": 1e-4}``.
 
     Attributes:
         name: one of :data:`prefed.methods.METHODS`.
-        settings: that method's record.
+        settings: the record of that method's settings.
     """
 
     model_config = {"frozen": True, "extra": "forbid"}
@@ -135,19 +135,19 @@ class MethodConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _apart(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            given = {"name": given}
-        if not isinstance(given, Mapping) or isinstance(given.get("settings"), TrainingSettings):
-            return given
-        name = given.get("name")
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping) or isinstance(value.get("settings"), TrainingSettings):
+            return value
+        name = value.get("name")
         if not isinstance(name, str):
             raise ValueError(f"name says which method to run: {', '.join(METHODS)}")
-        settings = {key: value for key, value in given.items() if key != "name"}
+        settings = {key: item for key, item in value.items() if key != "name"}
         return {"name": name, "settings": method_kind(name).Settings.model_validate(settings)}
 
     @model_serializer
-    def _together(self) -> dict[str, Any]:
+    def _join(self) -> dict[str, Any]:
         return {"name": self.name, **self.settings.model_dump(mode="json", exclude_none=True)}
 
     @property
@@ -200,8 +200,12 @@ class Experiment(Strict):
             ConfigError: the file or an override cannot be read, names an unknown key, or has a value that is
                 not allowed. The message names the place, the problem and a remedy.
         """
-        tables, origins = read_tables(Path(path), overrides)
-        return cls.from_tables(tables, str(path), origins)
+        path = Path(path)
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file; `prefed init METHOD --out {path}` writes one")
+        tables = read_toml(path)
+        make_absolute(tables, (path.parent, Path()))
+        return cls.from_tables(tables, str(path), override(tables, overrides, path.parent))
 
     @classmethod
     def parse(cls, text: str) -> Experiment:
@@ -232,7 +236,7 @@ class Experiment(Strict):
             raise ConfigError(explain(error, cls, tables, where, origins)) from None
 
     def tables(self) -> dict[str, Any]:
-        """The experiment as nested tables: every default is filled in, keys that are ``None`` are left out."""
+        """Nested tables with every default filled in, without the keys that are ``None``."""
         return self.model_dump(mode="json", exclude_none=True)
 
 

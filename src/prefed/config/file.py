@@ -9,25 +9,20 @@ from typing import Any, TypeAlias
 
 from prefed.config.errors import ConfigError
 
-__all__ = ["Origins", "parse_toml", "read_tables"]
+__all__ = ["Origins", "make_absolute", "override", "parse_toml", "read_toml"]
 
 Origins: TypeAlias = Mapping[tuple[str, ...], str]
 """Path of a key → the option that set it, for keys that the file does not set."""
 
 
-def read_tables(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Origins]:
-    """Read an experiment file and lay overrides over it; see :meth:`prefed.config.Experiment.load`.
-
-    Returns:
-        The nested tables, and the origin of each key that an override set.
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
 
     Raises:
-        ConfigError: the file or an override cannot be read.
+        ConfigError: it cannot be read, is not UTF-8 or is not TOML.
     """
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `prefed init METHOD --out {path}` writes one") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
@@ -38,17 +33,7 @@ def read_tables(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], O
         raise ConfigError(
             f"{path}: not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line}); save it as UTF-8"
         ) from None
-    tables = parse_toml(text.replace("\r\n", "\n"), str(path))
-    _resolve_paths(tables, (path.parent, Path()))
-    origins: dict[tuple[str, ...], str] = {}
-    for override in overrides:
-        keys, value = _parse_override(override)
-        origins[keys] = f"--set {override}"
-        for key in reversed(keys):
-            value = {key: value}
-        _resolve_paths(value, (Path(), path.parent))
-        _put(tables, keys, value, override)
-    return tables, origins
+    return parse_toml(text.replace("\r\n", "\n"), str(path))
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -61,6 +46,41 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}") from None
+
+
+def override(tables: dict[str, Any], overrides: Sequence[str], folder: Path) -> Origins:
+    """Put the values of ``--set`` into ``tables``.
+
+    Args:
+        tables: of an experiment; changed in place.
+        overrides: ``"key.sub=value"`` each.
+        folder: relative paths are looked for in the working folder, and then here.
+
+    Returns:
+        Path of each key that an override set → the override, for messages.
+
+    Raises:
+        ConfigError: an override is not ``key=value``, or its key is inside a value that is no table.
+    """
+    origins: dict[tuple[str, ...], str] = {}
+    for text in overrides:
+        keys, patch = _parse_override(text)
+        origins[keys] = f"--set {text}"
+        for key in reversed(keys):
+            patch = {key: patch}
+        make_absolute(patch, (Path(), folder))
+        _put(tables, keys, patch, text)
+    return origins
+
+
+def make_absolute(tables: dict[str, Any], folders: Sequence[Path]) -> None:
+    """Make each path in ``tables`` absolute that exists in one of ``folders``; the first such folder counts."""
+    for table, key in list(_paths(tables)):
+        path = Path(table[key]).expanduser()
+        for folder in folders if table[key] else ():
+            if (folder / path).exists():
+                table[key] = str((folder / path).resolve())
+                break
 
 
 def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -93,16 +113,6 @@ def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], o
             raise ConfigError(f"--set {override}: {key} is {inside!r}, not a table")
         tables, patch = inside, patch[key]
     tables[keys[-1]] = patch[keys[-1]]
-
-
-def _resolve_paths(tables: dict[str, Any], folders: Sequence[Path]) -> None:
-    """Make each path absolute that exists in one of ``folders``; the first such folder counts."""
-    for table, key in list(_paths(tables)):
-        path = Path(table[key]).expanduser()
-        for folder in folders if table[key] else ():
-            if (folder / path).exists():
-                table[key] = str((folder / path).resolve())
-                break
 
 
 def _paths(tables: dict[str, Any]) -> Iterator[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Starting files for experiments, written from the settings records themselves."""
+"""Starting files for experiments, written from the settings records."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ local_epochs = 1
 """
 COLUMNS = ("prompt", "chosen", "rejected", "client")
 PAIRS = 40
-"""Pairs of each client of the example."""
+"""Pairs of each client in the example."""
 SET = {("seed",), ("rounds",), ("method", "lr"), ("method", "batch_size")}
-"""Keys that are set although they have a default: those that one changes first."""
+"""Keys that are written with their default, not commented out: people change them first."""
 
 
 def starting_file(method: str) -> str:
-    """A commented experiment file for ``method``: every key, its default and what it means.
+    """A commented experiment file for ``method``: every key, its default and its meaning.
 
-    Keys with a default are commented out, so that the file takes no side where one setting depends on
-    another.
+    Keys with a default are commented out. So the file sets none of two settings that exclude each other.
 
     Raises:
         KeyError: there is no such method.
@@ -75,7 +74,7 @@ def example_file(method: str, pairs: str) -> str:
 
 
 def example_pairs() -> str:
-    """JSON lines to begin with: pairs of four clients whose tastes differ (:mod:`prefed.data.synthetic`)."""
+    """Example pairs as JSON lines: four clients with different tastes (:mod:`prefed.data.synthetic`)."""
     from prefed.core import Key
     from prefed.data import synthetic
 
@@ -85,7 +84,7 @@ def example_pairs() -> str:
 
 
 def describe(record: type[BaseModel], name: str) -> str:
-    """What a key means: the field's description, or its line under ``Attributes:`` in the record's docstring.
+    """The meaning of a key: the field's description, or its line under ``Attributes:`` in the docstring.
 
     >>> from prefed.data import DataConfig
     >>> describe(DataConfig, "flip")
@@ -94,8 +93,8 @@ def describe(record: type[BaseModel], name: str) -> str:
     text = record.model_fields[name].description
     if text is None:
         lines = inspect.cleandoc(record.__doc__ or "").partition("Attributes:\n")[2].splitlines()
-        found = re.search(rf"^    {name}: (.*(?:\n      .*)*)", "\n".join(lines), re.MULTILINE)
-        text = re.sub(r"\s+", " ", found[1]) if found else ""
+        match = re.search(rf"^    {name}: (.*(?:\n      .*)*)", "\n".join(lines), re.MULTILINE)
+        text = re.sub(r"\s+", " ", match[1]) if match else ""
     return text.strip().rstrip(".").replace("``", "").replace("`", "")
 
 
@@ -119,7 +118,7 @@ def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> 
 
 
 def _record(field: FieldInfo, path: tuple[str, ...], kind: MethodKind) -> type[BaseModel] | None:
-    """The record of a key that is a table of its own."""
+    """The record of a key that is a table of its own; ``None`` for another key."""
     if path == ("method",):
         return kind.Settings
     annotation = field.annotation

@@ -78,7 +78,7 @@ class RunRecord:
 
     @property
     def judged(self) -> int:
-        """How many clients were evaluated, the ones too small for a figure of their own included."""
+        """How many clients were evaluated, with those that are too small for a figure of their own."""
         figure: Accuracy = self.summary["preference_accuracy"]
         return len(self.clients) + figure.get("mean_alone", 0) + figure.get("left_out", 0)
 
