@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import re
 import sys
 import tomllib
@@ -88,6 +89,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not path.exists() or (anchor and anchor not in anchors(path)):
             broken.append(target)
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_references_name_something(page: Path) -> None:
+    """``::: module.name`` with its members, and ``[text][module.name]``."""
+    text = page.read_text("utf-8")
+    names = re.findall(r"\]\[(prefed[\w.]*)\]", text)
+    for name, members in re.findall(
+        r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?$", text, re.MULTILINE
+    ):
+        names += [name, *(f"{name}.{member}" for member in members.split(", ") if member)]
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 def test_every_method_has_a_page_and_a_line_in_the_readme() -> None:

@@ -72,14 +72,14 @@ def test_what_is_imported_later_is_the_library_itself():
         _ = lazy.torch.tensors
 
 
-@pytest.mark.parametrize("package", ["data", "models"])
+@pytest.mark.parametrize("package", ["prefed", "prefed.data", "prefed.models"])
 def test_a_package_hands_out_all_its_names_and_no_other(package):
     from importlib import import_module
 
-    module = import_module(f"prefed.{package}")
+    module = import_module(package)
     for name in module.__all__:
         assert getattr(module, name) is not None
-    with pytest.raises(AttributeError, match=f"module 'prefed.{package}' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         _ = module.nothing
 
 

@@ -74,7 +74,7 @@ def override(tables: dict[str, Any], overrides: Sequence[str], folder: Path) -> 
 
 
 def make_absolute(tables: dict[str, Any], folders: Sequence[Path]) -> None:
-    """Make each path in ``tables`` absolute that exists in one of ``folders``; the first such folder counts."""
+    """Make each path absolute that exists in one of ``folders``; the first such folder counts."""
     for table, key in list(_paths(tables)):
         path = Path(table[key]).expanduser()
         for folder in folders if table[key] else ():

@@ -78,7 +78,7 @@ class RunRecord:
 
     @property
     def judged(self) -> int:
-        """How many clients were evaluated, with those that are too small for a figure of their own."""
+        """How many clients were evaluated, with those too small for a figure of their own."""
         figure: Accuracy = self.summary["preference_accuracy"]
         return len(self.clients) + figure.get("mean_alone", 0) + figure.get("left_out", 0)
 
@@ -129,8 +129,8 @@ class RunRecord:
 def read_run(path: str | Path) -> RunRecord:
     """Read the finished run in a directory.
 
-    It needs ``config.toml``, ``rounds.jsonl`` and ``summary.json``. The private ``checkpoint/`` and ``cache/``
-    may be missing.
+    It needs ``config.toml``, ``rounds.jsonl`` and ``summary.json``. The private folders ``checkpoint/`` and
+    ``cache/`` may be missing.
 
     Raises:
         RunError: there is no run, it is not finished, or a file is damaged.
