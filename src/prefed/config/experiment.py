@@ -61,19 +61,24 @@ class CohortConfig(Strict):
 class EvaluateConfig(Strict):
     """How clients' models are evaluated on their own pairs."""
 
-    every: int = Field(1, ge=0, description="rounds from one evaluation to the next; 0: after the last alone")
-    split: Literal["test", "validation"] = Field("test", description="the pairs that clients are judged on")
+    every: int = Field(
+        1, ge=0, description="rounds from one evaluation to the next; 0: only after the last round"
+    )
+    split: Literal["test", "validation"] = Field(
+        "test", description="the pairs that clients are evaluated on"
+    )
     clients: int | None = Field(
-        None, ge=1, description="judge at most so many clients, the same ones each time; left out: all"
+        None, ge=1, description="evaluate at most so many clients, the same ones each time; left out: all"
     )
     beta: float | None = Field(
         None, gt=0, description="beta of the reported DPO loss; left out: the method's, else 0.1"
     )
     unseen: int | list[str] = Field(
-        0, description="clients, by number or by id, that never train and are judged apart as newcomers"
+        0, description="clients, by number or by id, that never train; they are evaluated apart, as newcomers"
     )
     unseen_steps: list[int] = Field(
-        [0], description="local steps a newcomer takes on its own pairs before it is judged; one figure each"
+        [0],
+        description="local steps a newcomer takes on its own pairs before its evaluation; one figure each",
     )
 
     @model_validator(mode="after")
@@ -89,7 +94,7 @@ class EngineConfig(Strict):
     """Where clients work. Only ``threads``, ``max_tokens`` and ``state_dtype`` can change a digit."""
 
     name: Literal["local"] = Field("local", description="on this machine")
-    workers: int = Field(0, ge=0, description="processes that share the clients' work; 0: this one alone")
+    workers: int = Field(0, ge=0, description="processes that share the clients' work; 0: only this one")
     visit_timeout: float = Field(
         0,
         ge=0,
@@ -170,20 +175,18 @@ class Experiment(Strict):
     True
     """
 
-    seed: int = Field(42, description="of every random draw")
+    seed: int = Field(42, description="seed of every random draw")
     rounds: int = Field(20, ge=1, description="communication rounds")
-    data: DataConfig = Field(description="where preferences come from and who holds them")
+    data: DataConfig = Field(description="sources of the preferences, and their clients")
     model: ModelConfig = Field(description="which causal language model is aligned, and how")
-    cohort: CohortConfig = Field(default_factory=CohortConfig, description="who takes part in a round")
+    cohort: CohortConfig = Field(default_factory=CohortConfig, description="the clients of a round")
     method: MethodConfig = Field(description="the method and its settings")
     merge: MergeConfig = Field(default_factory=lambda: MergeConfig(), description="how uploads merge")
     evaluate: EvaluateConfig = Field(
-        default_factory=lambda: EvaluateConfig(), description="how clients' models are judged"
+        default_factory=lambda: EvaluateConfig(), description="how clients' models are evaluated"
     )
-    privacy: Privacy = Field(
-        default_factory=lambda: Privacy(), description="what must not leave a client, whatever else is sent"
-    )
-    engine: EngineConfig = Field(default_factory=lambda: EngineConfig(), description="where work is done")
+    privacy: Privacy = Field(default_factory=lambda: Privacy(), description="limits on what leaves a client")
+    engine: EngineConfig = Field(default_factory=lambda: EngineConfig(), description="where clients work")
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
