@@ -34,15 +34,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Callback": "prefed.core",
-    "ConfigError": "prefed.config",
-    "Experiment": "prefed.config",
-    "LoadedRun": "prefed.runs.loaded",
-    "RunRecord": "prefed.runs.record",
-    "RunResult": "prefed.runs.run",
-    "load_run": "prefed.runs.loaded",
-    "read_run": "prefed.runs.record",
-    "run": "prefed.runs.run",
+    "config": ("ConfigError", "Experiment"),
+    "core": ("Callback",),
+    "runs.loaded": ("LoadedRun", "load_run"),
+    "runs.record": ("RunRecord", "read_run"),
+    "runs.run": ("RunResult", "run"),
 }
 
 # OpenMP reads this when PyTorch is loaded. By default, threads that wait for each other spin: on a machine
@@ -52,9 +48,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 def __getattr__(name: str) -> Any:
     # Imported at first use: PyTorch and transformers take seconds, and `prefed --help` needs neither.
-    if name not in _MODULES:
-        raise AttributeError(f"module 'prefed' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"prefed.{module}"), name)
+    raise AttributeError(f"module 'prefed' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -237,7 +237,7 @@ def test_interrupted_while_it_starts_it_forgets_nothing(place, monkeypatch, aske
     def stopped(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefed.config, "load", stopped)
+    monkeypatch.setattr(prefed.config.Experiment, "load", stopped)
     output = prefed_("run", "exp.toml", *asked, code=130)
     assert output.strip().splitlines()[-1].strip() == " ".join(["prefed run exp.toml", *asked])
     assert ("whole rounds are kept" in output) == ("--resume" in asked)

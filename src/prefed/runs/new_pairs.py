@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.data import DataError, Record, Source, Template, TokenSet, TokenWriter
+from prefed.data import DataError, Source, Template, TokenSet, TokenWriter
 from prefed.data.assign import label
 from prefed.data.config import ByColumn, Partition
 from prefed.data.errors import Problems
@@ -69,7 +69,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     try:
         for record, where in records(Source(path=file), config, "test", None, None, problems, tally):
             try:
-                client = _client(config.partition, record, groups)
+                client = 0 if groups is None else groups.get(label(config.partition, record, None))
             except ValueError as error:
                 problems.add(where, str(error))
                 continue
@@ -111,10 +111,6 @@ def _groups(partition: Partition, clients: tuple[str, ...]) -> Mapping[str, int]
     return {
         value: index[name] for name, values in partition.groups.items() if name in index for value in values
     }
-
-
-def _client(partition: Partition, record: Record, groups: Mapping[str, int] | None) -> int | None:
-    return 0 if groups is None else groups.get(label(partition, record, None))
 
 
 def _nobody(strangers: int, partition: Partition, clients: tuple[str, ...]) -> str:

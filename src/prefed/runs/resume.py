@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -55,7 +54,10 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
         if changed - {"engine.threads", *_CHANGEABLE}:
             reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= _NOT_CACHED)
             config = None
-    stored = None if config is None else _stored(config, writer.path / "config.toml")
+    try:
+        stored = None if config is None else Experiment.from_tables(config, f"{writer.path / 'config.toml'}")
+    except ConfigError as error:
+        raise StoreError(f"{error}\n{_REMEDY}") from error
     experiment = _with_threads(experiment, stored)
     _check_digest(config, experiment, writer)
     if config is None or stored is None:
@@ -93,13 +95,6 @@ def settings_digest(config: Mapping[str, Any]) -> str:
         if name not in _NOT_DIGESTED and not (name.startswith("data.") and name.endswith(".path"))
     }
     return files.digest(json.dumps(settings, sort_keys=True, default=str).encode())
-
-
-def _stored(config: Mapping[str, Any], path: Path) -> Experiment:
-    try:
-        return Experiment.from_tables(config, str(path))
-    except ConfigError as error:
-        raise StoreError(f"{error}\n{_REMEDY}") from error
 
 
 def _with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:
