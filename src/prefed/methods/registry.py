@@ -27,7 +27,7 @@ from prefed.methods import (
     pfedme,
     scaffold,
 )
-from prefed.methods.base.settings import TrainingSettings
+from prefed.methods.base import TrainingSettings
 
 __all__ = ["METHODS", "MethodKind"]
 
