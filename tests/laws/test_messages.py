@@ -117,10 +117,10 @@ def test_personal_values_under_a_shared_name_are_found(monkeypatch):
     """An upload that carries B's values in the place of A's, as a careless flattening would."""
     honest = FedAvgBase.upload
 
-    def careless(plan, visit, trained):
-        upload = honest(plan, visit, trained)
+    def careless(fedavg, trainer, tensors, loss):
+        upload = honest(fedavg, trainer, tensors, loss)
         model = upload.tensors["model"]
-        hidden = torch.cat([trained.tensors["lora/0/q/B"].reshape(-1), torch.zeros(2, dtype=torch.float64)])
+        hidden = torch.cat([tensors["lora/0/q/B"].reshape(-1), torch.zeros(2, dtype=torch.float64)])
         return replace(upload, tensors={"model": model.replace({"lora/0/q/A": hidden.view(2, 3)})})
 
     monkeypatch.setattr(FedAvgBase, "upload", careless)
@@ -132,9 +132,9 @@ def test_an_undeclared_number_is_found():
     method, aggregator = make("feddpo", "fedit")
     (exchange,) = method.exchanges
 
-    def chatty(visit, private, download):
-        upload, kept = exchange.work(visit, private, download)
-        return replace(upload, scalars={**upload.scalars, "longest_prompt": 17.0}), kept
+    def chatty(trainer, private, download):
+        upload, state = exchange.work(trainer, private, download)
+        return replace(upload, scalars={**upload.scalars, "longest_prompt": 17.0}), state
 
     with pytest.raises(AssertionError, match="undeclared numbers"):
         inspect(replace(method, exchanges=(replace(exchange, work=chatty),)), aggregator, frozenset())

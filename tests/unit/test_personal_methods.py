@@ -112,7 +112,6 @@ def test_how_long_the_personal_phase_is(name):
     assert lengths(local_steps=4, personal_epochs=2) == [(None, 2)]
     assert lengths(local_epochs=3, personal_steps=5) == [(5, None)]
     assert "not both" in refusal(name, personal_steps=1, personal_epochs=1)
-    assert METHODS["ditto"].Settings(local_steps=4).personal_length() == (4, None)
 
 
 # FedPer, FedRep, FedBN

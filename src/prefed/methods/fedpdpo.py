@@ -93,12 +93,8 @@ class Settings(TwoPhaseSettings):
 
 def needs(settings: Settings) -> frozenset[str]:
     """The LoRA, and the personal parts that are switched on."""
-    parts = {
-        "bottleneck": settings.bottleneck,
-        "head": settings.personal_head,
-        "reward": settings.reward_head,
-    }
-    return lora_parts(settings, *(part for part, on in parts.items() if on))
+    s = settings
+    return lora_parts(s, bottleneck=s.bottleneck, head=s.personal_head, reward=s.reward_head)
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:

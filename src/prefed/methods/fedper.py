@@ -38,7 +38,7 @@ class Settings(PersonalSettings, BaselineSettings):
 
 def needs(settings: Settings) -> frozenset[str]:
     """The LoRA, and the head unless it is switched off."""
-    return lora_parts(settings, *(["head"] if settings.personal_head else []))
+    return lora_parts(settings, head=settings.personal_head)
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:

@@ -68,20 +68,15 @@ class Settings(LocalSettings):
 
 def needs(settings: Settings) -> frozenset[str]:
     """The LoRA on output projections, and the personal LoRA, gates and head that the settings switch on."""
-    parts = {
-        "outputs": True,
-        "personal_lora": settings.personal,
-        "gate": settings.personal,
-        "factors": settings.personal and settings.branch == "factors",
-        "head": settings.head != "frozen",
-    }
-    return lora_parts(settings, *(part for part, on in parts.items() if on))
+    own, factors = settings.personal, settings.branch == "factors"
+    parts = {"personal_lora": own, "gate": own, "factors": own and factors, "head": settings.head != "frozen"}
+    return lora_parts(settings, "outputs", **parts)
 
 
 def gates(state: State, layout: Layout) -> dict[int, float]:
     """How much of its personal LoRA a client uses: block → m, from 0 to 1.
 
-    This is the method's profile. Reports are made where the client's private state is; no message holds it.
+    This is the method's profile. It is computed where the client's private state is; no message holds it.
 
     Args:
         state: the client's private state.

@@ -72,11 +72,13 @@ class BaselineSettings(LocalSettings):
         return epochs * self.ppo_epochs if self.ppo else epochs
 
 
-def lora_parts(settings: TrainingSettings, *others: str) -> frozenset[str]:
-    """The parts that a method needs of a model: the LoRA, ``others``, and PPO's critic where PPO trains it.
+def lora_parts(settings: TrainingSettings, *parts: str, **optional: bool) -> frozenset[str]:
+    """The parts that a method needs of a model: the LoRA, ``parts``, and PPO's critic for objective PPO.
 
-    >>> sorted(lora_parts(BaselineSettings(objective="ppo"), "head"))
+    ``optional`` says of further parts whether they are needed.
+
+    >>> sorted(lora_parts(BaselineSettings(objective="ppo"), "head", gate=False))
     ['head', 'lora', 'value']
     """
-    critic = {VALUE} if isinstance(settings, BaselineSettings) and settings.ppo else set[str]()
-    return frozenset({lora.LORA, *others, *critic})
+    optional = {**optional, VALUE: isinstance(settings, BaselineSettings) and settings.ppo}
+    return frozenset({lora.LORA, *parts, *(part for part, needed in optional.items() if needed)})
