@@ -10,7 +10,7 @@ from prefed.core import Download, Key, Method, Objective, Owner, Phase, Round, S
 from prefed.losses import OBJECTIVES, PPO
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS, fedsdg
-from quadratic import Quadratic, QuadraticVisit, Run, crowd, initial, simulate
+from quadratic import Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
 
 BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
 PERSONAL = tuple(name for name, kind in METHODS.items() if kind.personal and name != "local")
@@ -178,12 +178,12 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
     published = Download({"model": start})
     now = Round(3, 5, Key(0), {"a": 4.0})
     empty = Quadratic(torch.zeros(0, start.layout.size, dtype=torch.float64))
-    visit = QuadraticVisit("a", empty, now, Key(0), method.ownership, start)
-    assert method.predict(visit, State(), published).equal(start)
+    trainer = QuadraticTrainer("a", empty, now, Key(0), method.ownership, start)
+    assert method.predict(trainer, State(), published).equal(start)
     data = Quadratic.at([5.0] * start.layout.size, size=4)
-    visit = QuadraticVisit("a", data, now, Key(0), method.ownership, start)
-    assert not method.predict(visit, State(), published).equal(start)
-    (phase,) = visit.phases
+    trainer = QuadraticTrainer("a", data, now, Key(0), method.ownership, start)
+    assert not method.predict(trainer, State(), published).equal(start)
+    (phase,) = trainer.phases
     assert (phase.name, phase.steps, phase.optimizer.lr) == ("inner", 5, 0.01)
 
 
