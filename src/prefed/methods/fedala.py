@@ -59,7 +59,6 @@ needs = lora_parts
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedALA over ``layout``."""
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
-    width, count = settings.batches()
     groups = _groups(settings, layout.select(fedavg.shared))
     each = settings.grain == "element"
 
@@ -77,11 +76,10 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         if "own" not in private.tensors:
             return private
         gap = received.select(fedavg.shared) - private.tensors["own"]
-        first = "weighed" not in private.values
+        first, pairs = "weighed" not in private.values, settings.step_pairs()
         for step in range(settings.first_weight_steps if first else settings.weight_steps):
-            slope, _ = trainer.gradient(
-                mixed(private, received), settings.goal(), batch_size=width * count, name=f"weights/{step}"
-            )
+            model, name = mixed(private, received), f"weights/{step}"
+            slope, _ = trainer.gradient(model, settings.goal(), batch_size=pairs, name=name)
             step_down = _pooled(slope.select(gap) * gap, groups, each) * settings.weight_lr
             weights = private.tensors["weights"] - step_down
             private = private.update({"weights": Tensors(weights.layout, weights.flat.clamp(0, 1))})

@@ -94,7 +94,6 @@ needs = lora_parts
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """Per-FedAvg over ``layout``."""
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
-    width, count = settings.batches()
 
     def inner(trainer: ClientTrainer, download: Download, name: str, steps: int) -> Phase:
         phase = fedavg.phase(trainer, download, name, steps=steps)
@@ -124,7 +123,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             points.append(trainer.train(points[-1], phase).tensors)
 
         def gradient(at: Tensors, name: str) -> tuple[Tensors, float]:
-            slope, loss = trainer.gradient(at, settings.goal(), batch_size=width * count, name=name)
+            slope, loss = trainer.gradient(at, settings.goal(), batch_size=settings.step_pairs(), name=name)
             return slope.select(trainable), loss
 
         g, loss = gradient(points[-1], f"outer/{number}")

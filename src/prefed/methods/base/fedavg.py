@@ -118,11 +118,11 @@ class FedAvgBase(FedAvgServer):
 
         ``local_steps`` times, or as often as the steps of ``local_epochs`` passes make necessary.
         """
-        s, (batch_size, accumulate) = self.settings, self.settings.batches()
+        s = self.settings
         if s.local_epochs is None:
             assert s.local_steps is not None
             return s.local_steps
-        total = s.passes(s.local_epochs) * math.ceil(trainer.size / (batch_size * accumulate))
+        total = s.passes(s.local_epochs) * math.ceil(trainer.size / s.step_pairs())
         return math.ceil(total / steps)
 
     def share(self, tensors: Tensors, now: Round) -> Tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,6 +76,10 @@ class TrainingSettings(Strict):
     def batches(self) -> tuple[int, int]:
         """Pairs in a batch, and batches that make an optimiser step."""
         return self.batch_size, self.accumulate
+
+    def step_pairs(self) -> int:
+        """Pairs that make an optimiser step."""
+        return math.prod(self.batches())
 
     def passes(self, epochs: int) -> int:
         """How often a phase of ``epochs`` goes over the client's pairs."""
