@@ -46,7 +46,7 @@ def test_kinds_and_methods_agree(kind):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"lr": 0}, "greater than 0"),
         ({"local_steps": 3, "local_epochs": 2}, "exactly one of local_steps and local_epochs"),
@@ -62,8 +62,8 @@ def test_kinds_and_methods_agree(kind):
         ({"learning_rate": 1e-4}, "learning_rate"),
     ],
 )
-def test_settings_that_are_refused(settings, told):
-    with pytest.raises(ValidationError, match=told):
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
         LocalSettings(**settings)
 
 
@@ -239,10 +239,10 @@ def test_a_plateau_takes_the_losses_that_there_are():
     and 3 stays what the next loss, 2.5, is compared with."""
     state = State({}, schedule.begin(LocalSettings(schedule="plateau")))
     silent = Upload("b", 3)
-    for told, factor in (({"loss": 2.0}, 1), ({"loss": 3.0}, 0.8), ({}, 0.8), ({"loss": 2.5}, 0.8)):
-        state = schedule.advance(state, [Upload("a", 1, {}, told), silent])
+    for scalars, factor in (({"loss": 2.0}, 1), ({"loss": 3.0}, 0.8), ({}, 0.8), ({"loss": 2.5}, 0.8)):
+        state = schedule.advance(state, [Upload("a", 1, {}, scalars), silent])
         assert schedule.announce(state)["rate"] == pytest.approx(factor)
-        assert state.values["last_loss"] == told.get("loss", 3.0)
+        assert state.values["last_loss"] == scalars.get("loss", 3.0)
 
 
 @pytest.mark.parametrize("name", [name for name in SPINE if name != "centralized"])
