@@ -3,7 +3,7 @@
 Algorithm 1, in every round, with the affine parameters of all norms as v_i::
 
     server   samples a cohort S and broadcasts the LoRA φ
-    client   φ_i ← φ; takes up its own norms v_i; trains both together
+    client   φ_i ← φ; loads its own norms v_i; trains both together
     server   φ ← Σ_{i∈S} p_i φ_i;  v_i stays with the client
 """
 

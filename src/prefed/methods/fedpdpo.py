@@ -3,7 +3,7 @@
 Algorithm 1, in round t, Θ_i = (W0 ∥ LoRA) ∘ M_i ∘ (h1_i ∥ h2_i)::
 
     server   broadcasts the LoRA φ                                                     line 7
-    client   φ_i ← φ; takes up its own M_i, h1_i, h2_i                                 lines 9-10
+    client   φ_i ← φ; loads its own M_i, h1_i, h2_i                                 lines 9-10
              (1) LoRA frozen: trains M_i, h1_i, h2_i on the PDPO loss                  lines 12-15
              (2) M_i, h1_i, h2_i frozen: trains φ_i on the PDPO loss                   lines 16-17
     server   φ ← Σ_i p_i φ_i, A and B apart unless the merge rule says otherwise       lines 20-22

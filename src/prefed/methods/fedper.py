@@ -4,7 +4,7 @@ Algorithm 1 of arXiv:1912.00818, the LoRA of the first k blocks being the base l
 LoRA and an untied language model head the personalisation layers (FedPDPO's baseline, arXiv:2603.19741)::
 
     server   samples a cohort S and broadcasts the base layers φ
-    client   φ_i ← φ; takes up its own layers v_i; trains both together
+    client   φ_i ← φ; loads its own layers v_i; trains both together
     server   φ ← Σ_{i∈S} p_i φ_i;  v_i stays with the client
 """
 

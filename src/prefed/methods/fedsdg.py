@@ -4,7 +4,7 @@ With θ_g shared, θ_p and the logits a personal, and m = sigmoid(a), a block gi
 W0 x + s (B_g A_g + m B_p A_p) x. In every round (FedSDG, sections 3.2 and 3.3)::
 
     server   samples a cohort S and broadcasts θ_g
-    client   takes up its own θ_p and a; trains all three together on
+    client   loads its own θ_p and a; trains all three together on
              L_k + λ1 Σ_l |m_l| + λ2 ‖θ_p‖²                                   eqs. 5 to 8
              sends θ_g^k, which is θ_g + Δ_k                                   eq. 9
     server   α_k = max(0, cos(Δ_k, mean Δ)),  w_k = α_k / (Σ_j α_j + ε)        eq. 10
