@@ -1,9 +1,9 @@
-"""A federation of quadratics: visits whose answers are known in closed form, and the plainest engine.
+"""A federation of quadratics, whose runs are known in closed form, and the plainest engine.
 
 A client holds targets a_j (rows, one per "preference pair") and a curvature H. The loss of a batch is
 the mean over its targets of ½ (φ − a_j)ᵀ H (φ − a_j), φ being all the model's tensors laid end to
-end; its gradient is H (φ − mean a_j). Everything else - which batch, which optimiser, which tensors
-move - follows the :class:`~prefed.core.Phase`, as on a real bench.
+end; its gradient is H (φ − mean a_j). The :class:`~prefed.core.Phase` decides about everything else (which
+batch, which optimiser, which tensors move), as it does for a language model.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class Quadratic:
 
 
 @dataclass
-class QuadraticVisit:
-    """A :class:`prefed.core.ClientTrainer` over a :class:`Quadratic`. ``phases`` keeps what was trained.
+class QuadraticTrainer:
+    """A :class:`prefed.core.ClientTrainer` over a :class:`Quadratic`. ``phases`` lists what it ran.
 
-    What an objective carries from step to step grows by 1 with every step here.
+    The values of an objective's memory grow by 1 with every step here.
     """
 
     client: str
@@ -121,7 +121,7 @@ class QuadraticVisit:
         step = _optimizer(phase, moving)
         if phase.moments is not None and phase.moments.steps:
             for name, parameter in moving.items():
-                slots = {slot: held[name].clone() for slot, held in phase.moments.slots.items()}
+                slots = {slot: values[name].clone() for slot, values in phase.moments.slots.items()}
                 step.state[parameter] = {"step": torch.tensor(float(phase.moments.steps)), **slots}
         losses, pairs = [], 0
         for rows in self._batches(phase):
@@ -198,10 +198,10 @@ def _moments(
 ) -> Moments:
     """What the optimiser remembers of the phase's tensors, after ``steps`` more steps."""
     assert phase.moments is not None
-    own, held = tensors.select(phase.train), {n: step.state[p] for n, p in moving.items()}
-    slots = sorted({slot for state in held.values() for slot in state} - {"step"})
+    own, states = tensors.select(phase.train), {n: step.state[p] for n, p in moving.items()}
+    slots = sorted({slot for state in states.values() for slot in state} - {"step"})
     return Moments(
-        {slot: own.replace({name: state[slot] for name, state in held.items()}) for slot in slots},
+        {slot: own.replace({name: state[slot] for name, state in states.items()}) for slot in slots},
         phase.moments.steps + steps,
     )
 
@@ -226,7 +226,7 @@ def _extra(phase: Phase, name: str, value: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """Where a run has come to, and all that was sent on the way."""
+    """The states of a run after its last round, and all messages and phases so far."""
 
     server: State
     private: dict[str, State]
@@ -238,11 +238,11 @@ class Run:
     def models(
         self, method: Method, clients: Mapping[str, Quadratic], initial: Tensors
     ) -> dict[str, Tensors]:
-        """Each client's own model, as it would predict now."""
-        seen = Round(self.round, self.round, Key(0), {c: float(q.size) for c, q in clients.items()})
+        """The model with which each client would predict after the last round."""
+        now = Round(self.round, self.round, Key(0), {c: float(q.size) for c, q in clients.items()})
         return {
             client: method.predict(
-                QuadraticVisit(client, data, seen, Key(0).at("client", client), method.ownership, initial),
+                QuadraticTrainer(client, data, now, Key(0).at("client", client), method.ownership, initial),
                 self.private[client],
                 method.publish(self.server, client),
             )
@@ -262,8 +262,8 @@ def simulate(
 ) -> Run:
     """Run ``method`` to the end of round ``rounds``, one client after the other.
 
-    With ``run`` it goes on from there. A ``pooled`` method sees one client, ``"pooled"``, with all
-    targets, unless there is but one to start with.
+    With ``run`` it goes on from there. A ``pooled`` method sees one client, ``"pooled"``, with all targets,
+    unless there is only one client anyway.
     """
     if method.pooled and len(clients) > 1:
         first = next(iter(clients.values()))
@@ -272,9 +272,9 @@ def simulate(
     run = run or Run(
         method.init_server(initial), {client: method.init_client(initial, client) for client in clients}
     )
-    key, weights = Key(seed), {client: float(data.size) for client, data in clients.items()}
+    root, weights = Key(seed), {client: float(data.size) for client, data in clients.items()}
     for number in range(run.round + 1, rounds + 1):
-        now = Round(number, rounds, key.at("round", number), weights)
+        now = Round(number, rounds, root.at("round", number), weights)
         sampled = now.key.at("cohort").numpy().choice(sorted(clients), cohort or len(clients), replace=False)
         for exchange in method.exchanges:
             if not exchange.due(number):
@@ -283,8 +283,8 @@ def simulate(
             for client in sorted(sampled if exchange.to == "cohort" else clients):
                 client = str(client)
                 download = exchange.send(run.server, client)
-                where = now.key.at("exchange", exchange.name).at("client", client)
-                trainer = QuadraticVisit(client, clients[client], now, where, method.ownership, initial)
+                key = now.key.at("exchange", exchange.name).at("client", client)
+                trainer = QuadraticTrainer(client, clients[client], now, key, method.ownership, initial)
                 upload, run.private[client] = exchange.work(trainer, run.private[client], download)
                 uploads.append(upload)
                 run.downloads.append(download)

@@ -42,7 +42,7 @@ from prefed.core import (
 from prefed.engines import POOLED, InProcess, Job, ServerRounds
 from prefed.store import RunWriter
 from prefed.wire import encode
-from quadratic import Quadratic, QuadraticVisit
+from quadratic import Quadratic, QuadraticTrainer
 
 LAYOUT = Layout(
     (
@@ -127,8 +127,8 @@ class ToyWorkplace:
                     pass
         if client == POOLED:
             targets = torch.cat([self.data[name].targets for name in sorted(self.data)])
-            return QuadraticVisit(client, Quadratic(targets), now, key, parts, self.initial)
-        return QuadraticVisit(client, self.data[client], now, key, parts, self.initial)
+            return QuadraticTrainer(client, Quadratic(targets), now, key, parts, self.initial)
+        return QuadraticTrainer(client, self.data[client], now, key, parts, self.initial)
 
     def score(self, client: str, tensors: Tensors, split: str) -> Scores:
         targets = self.data[client].targets

@@ -18,8 +18,8 @@ PAIRS = Pairs(6)
 
 
 def visits(steps: list[int], rule: str = "fedit", **settings: object) -> tuple[Tensors, State]:
-    """A client that is visited again and again, finding each time the model that it sent: what it sends in
-    the end, and what it keeps. A step takes all of its pairs."""
+    """The model that a client sends after its last visit, and its private state. Each visit starts from the
+    model that the client sent at the one before. A step takes all of the client's pairs."""
     model = backbone()
     pair_trainer = PairTrainer(model, PAIRS)
     kind = METHODS["feddpo"]
@@ -30,10 +30,10 @@ def visits(steps: list[int], rule: str = "fedit", **settings: object) -> tuple[T
         method = kind.build(chosen, model.layout, aggregator, 3)
         (exchange,) = method.exchanges
         rows = np.arange(6)
-        desk = ClientPairTrainer(
+        trainer = ClientPairTrainer(
             pair_trainer, "a", rows, rows, Round(number, 9, Key(0), {"a": 6.0}), Key(1), method.ownership
         )
-        upload, private = exchange.work(desk, private, Download({"model": received}))
+        upload, private = exchange.work(trainer, private, Download({"model": received}))
         received = received.replace(upload.tensors["model"])
     return received, private
 
@@ -80,7 +80,7 @@ def test_what_optimisers_remember_keeps_its_digits() -> None:
     """(1e-4)² = 1e-8 is 0 in 16 bits, and Adam would divide by it; all else is stored as asked."""
     layout = Layout((Entry("lora/0/q/A", (1,), "lora", 0, "A"),))
     small = Tensors(layout, torch.tensor([1e-8]))
-    kept = State({"optimizer.train.exp_avg_sq": small, "personal": small})
-    back = decode_state(encode(kept, torch.float16)).tensors
+    state = State({"optimizer.train.exp_avg_sq": small, "personal": small})
+    back = decode_state(encode(state, torch.float16)).tensors
     assert back["optimizer.train.exp_avg_sq"].equal(small)
     assert back["personal"].flat.item() == 0

@@ -396,13 +396,13 @@ def test_fedala_learns_its_weights_for_the_published_model_before_it_predicts():
     learnt weights yet, and predicts with the minimum all the same."""
     method, clients, start, _, _, second = after_one_round("block", weight_steps=400)
     first = simulate(method, clients, start, 1)
-    for done in (first, second):
-        before = {client: state.tensors["weights"].flat.clone() for client, state in done.private.items()}
-        models, moved = done.models(method, clients, start), []
+    for outcome in (first, second):
+        before = {client: state.tensors["weights"].flat.clone() for client, state in outcome.private.items()}
+        models, moved = outcome.models(method, clients, start), []
         for client, data in clients.items():
-            state = done.private[client]
+            state = outcome.private[client]
             own, a = state.tensors["own"].flat.numpy(), data.targets[0].numpy()
-            d = model(done) - own
+            d = model(outcome) - own
             toward, square = ((v.reshape(2, 2).sum(1)) for v in (d * (a - own), d * d))
             best = np.repeat(np.clip(toward / square, 0, 1), 2)
             close(models[client], own + best * d, rtol=1e-6)

@@ -7,15 +7,15 @@ import torch
 
 from prefed.core import Key, Method, Owner, Ownership, Round
 from prefed.engines.validation import refusal
-from prefed.merge import Aggregator, MergeConfig
+from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
-from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base import FedAvgBase
 from prefed.wire import encode
 from quadratic import crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
 PERSONAL = frozenset({"bottleneck", "gate", "head", "norm", "personal_lora", "reward", "value"})
-"""Parts that must never travel, in any method, said here apart from the methods' own declarations."""
+"""Parts that must never travel in any method. This list does not rest on the methods' own declarations."""
 STAYS = {"local": frozenset({"A", "B"})}
 """Method → LoRA factors that must never travel."""
 STAYS_BY_RULE = {"fedsa": frozenset({"B"}), "ffa": frozenset({"A"})}
@@ -26,7 +26,7 @@ def make(name: str, rule: str) -> tuple[Method, Aggregator]:
     kind = METHODS[name]
     config = MergeConfig(lora=rule)
     chosen = kind.Settings()
-    parts = kind.needs(chosen) | Aggregator(config, initial().layout, 2.0).needs
+    parts = kind.needs(chosen) | lora.needs(rule)
     aggregator = Aggregator(config, initial(parts).layout, 2.0)
     return kind.build(chosen, aggregator.layout, aggregator, 3), aggregator
 
@@ -59,8 +59,8 @@ def inspect(method: Method, aggregator: Aggregator, stays: frozenset[str]) -> No
         names = {name for group in message.tensors.values() for name in group}
         assert names <= shared, f"{method.name}: {sorted(names - shared)} left a client"
         sent = [aggregator.layout[name] for name in names]
-        told = {e.name for e in sent if e.part in PERSONAL or (e.part == "lora" and e.factor in stays)}
-        assert not told, f"{method.name}: {sorted(told)} must stay"
+        private = {e.name for e in sent if e.part in PERSONAL or (e.part == "lora" and e.factor in stays)}
+        assert not private, f"{method.name}: {sorted(private)} must stay"
         data = encode(message)
         assert not any(secret in data for secret in secrets), f"{method.name}: a personal tensor's bytes left"
     for upload in run.uploads:
@@ -117,10 +117,10 @@ def test_personal_values_under_a_shared_name_are_found(monkeypatch):
     """An upload that carries B's values in the place of A's, as a careless flattening would."""
     honest = FedAvgBase.upload
 
-    def careless(plan, visit, trained):
-        upload = honest(plan, visit, trained)
+    def careless(fedavg, trainer, tensors, loss):
+        upload = honest(fedavg, trainer, tensors, loss)
         model = upload.tensors["model"]
-        hidden = torch.cat([trained.tensors["lora/0/q/B"].reshape(-1), torch.zeros(2, dtype=torch.float64)])
+        hidden = torch.cat([tensors["lora/0/q/B"].reshape(-1), torch.zeros(2, dtype=torch.float64)])
         return replace(upload, tensors={"model": model.replace({"lora/0/q/A": hidden.view(2, 3)})})
 
     monkeypatch.setattr(FedAvgBase, "upload", careless)
@@ -132,9 +132,9 @@ def test_an_undeclared_number_is_found():
     method, aggregator = make("feddpo", "fedit")
     (exchange,) = method.exchanges
 
-    def chatty(visit, private, download):
-        upload, kept = exchange.work(visit, private, download)
-        return replace(upload, scalars={**upload.scalars, "longest_prompt": 17.0}), kept
+    def chatty(trainer, private, download):
+        upload, state = exchange.work(trainer, private, download)
+        return replace(upload, scalars={**upload.scalars, "longest_prompt": 17.0}), state
 
     with pytest.raises(AssertionError, match="undeclared numbers"):
         inspect(replace(method, exchanges=(replace(exchange, work=chatty),)), aggregator, frozenset())

@@ -27,12 +27,12 @@ problems = st.fixed_dictionaries(
 
 def make(name: str, problem: dict, merge: MergeConfig | None = None, **own: object) -> Method:
     kind = METHODS[name]
-    given = {key: problem[key] for key in ("optimizer", "schedule", "local_steps", "batch_size", "lr")}
-    given = {key: value for key, value in given.items() if value is not None}
+    common = {key: problem[key] for key in ("optimizer", "schedule", "local_steps", "batch_size", "lr")}
+    common = {key: value for key, value in common.items() if value is not None}
     if name in ("scaffold", "perfedavg"):
-        given["optimizer"] = "sgd"
+        common["optimizer"] = "sgd"
     aggregator = Aggregator(merge or MergeConfig(), start(problem, merge, name).layout, 2.0)
-    return kind.build(kind.Settings(**given, **own), aggregator.layout, aggregator, 3)
+    return kind.build(kind.Settings(**common, **own), aggregator.layout, aggregator, 3)
 
 
 def start(problem: dict, merge: MergeConfig | None = None, name: str = "feddpo") -> Tensors:

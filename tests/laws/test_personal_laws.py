@@ -30,11 +30,15 @@ def start(problem: dict) -> Tensors:
     return initial({"lora"} | lora.needs(problem["rule"]), seed=problem["seed"])
 
 
+def common(problem: dict) -> dict:
+    """The settings in a problem."""
+    return {k: v for k, v in problem.items() if k not in ("seed", "size", "rule") and v is not None}
+
+
 def make(name: str, problem: dict, merge: MergeConfig | None = None, **own: object) -> Method:
-    given = {k: v for k, v in problem.items() if k not in ("seed", "size", "rule") and v is not None}
     layout = start(problem).layout
     aggregator = Aggregator(merge or MergeConfig(lora=problem["rule"]), layout, 2.0)
-    return METHODS[name].build(METHODS[name].Settings(**{**given, **own}), layout, aggregator, 3)
+    return METHODS[name].build(METHODS[name].Settings(**{**common(problem), **own}), layout, aggregator, 3)
 
 
 def run(method: Method, problem: dict, **more) -> Run:
@@ -43,9 +47,9 @@ def run(method: Method, problem: dict, **more) -> Run:
     return simulate(method, clients, begin, 3, seed=problem["seed"], **more)
 
 
-def models(method: Method, problem: dict, done: Run) -> dict[str, Tensors]:
+def models(method: Method, problem: dict, outcome: Run) -> dict[str, Tensors]:
     clients = crowd(problem["size"], start(problem).layout.size, problem["seed"])
-    return done.models(method, clients, start(problem))
+    return outcome.models(method, clients, start(problem))
 
 
 NOTHING_PERSONAL = {
@@ -140,17 +144,16 @@ def test_a_client_that_stays_away_keeps_its_first_state(name, problem):
     """And it predicts with what was published and its own parts as they started."""
     kind = METHODS[name]
     begin = initial(kind.needs(kind.Settings()), seed=problem["seed"])
-    given_ = {k: v for k, v in problem.items() if k not in ("seed", "size", "rule") and v is not None}
     method = kind.build(
-        kind.Settings(**given_), begin.layout, Aggregator(MergeConfig(), begin.layout, 2.0), 3
+        kind.Settings(**common(problem)), begin.layout, Aggregator(MergeConfig(), begin.layout, 2.0), 3
     )
     clients = crowd(3, begin.layout.size, problem["seed"])
-    done = simulate(method, clients, begin, 2, cohort=1, seed=problem["seed"])
-    away = set(clients) - {upload.client for upload in done.uploads}
-    published = begin.replace(done.server.tensors["model"])
+    outcome = simulate(method, clients, begin, 2, cohort=1, seed=problem["seed"])
+    away = set(clients) - {upload.client for upload in outcome.uploads}
+    published = begin.replace(outcome.server.tensors["model"])
     for client in away:
-        assert done.private[client].tensors.keys() == method.init_client(begin, client).tensors.keys()
-        model = done.models(method, clients, begin)[client]
+        assert outcome.private[client].tensors.keys() == method.init_client(begin, client).tensors.keys()
+        model = outcome.models(method, clients, begin)[client]
         assert model.equal(published)
 
 
@@ -159,14 +162,13 @@ def test_a_client_that_stays_away_keeps_its_first_state(name, problem):
 def test_fedpdpo_without_bottleneck_and_reward_head_is_fedrep(problem):
     """What is left is a shared LoRA and a personal head, fitted in turn on DPO's loss: equal to the bit."""
     begin = initial({"lora", "head"} | lora.needs(problem["rule"]), seed=problem["seed"])
-    given_ = {k: v for k, v in problem.items() if k not in ("seed", "size", "rule") and v is not None}
     clients = crowd(problem["size"], begin.layout.size, problem["seed"])
-    found = []
+    outcomes = []
     for name, own in (("fedpdpo", {"bottleneck": False, "reward_head": False}), ("fedrep", {})):
         kind, aggregator = METHODS[name], Aggregator(MergeConfig(lora=problem["rule"]), begin.layout, 2.0)
-        method = kind.build(kind.Settings(**given_, **own), begin.layout, aggregator, 3)
-        done = simulate(method, clients, begin, 3, seed=problem["seed"])
-        found.append((done.server.tensors["model"], done.models(method, clients, begin)))
-    (shared, own), (theirs, each) = found
+        method = kind.build(kind.Settings(**common(problem), **own), begin.layout, aggregator, 3)
+        outcome = simulate(method, clients, begin, 3, seed=problem["seed"])
+        outcomes.append((outcome.server.tensors["model"], outcome.models(method, clients, begin)))
+    (shared, own), (theirs, each) = outcomes
     assert shared.equal(theirs)
     assert all(own[client].equal(each[client]) for client in clients)

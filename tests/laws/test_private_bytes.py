@@ -1,10 +1,10 @@
 """What is private leaves no trace in any message: every private number is made one recognisable bit pattern.
 
-Every upload of every method passes the guard besides, which lets only declared names, shapes and numbers out.
+Every upload of every method also passes validation, which lets only declared names, shapes and numbers out.
 
-The mark stands for whatever a private tensor may hold. It is put into every tensor that must stay, at the
-start, and into all of a client's private state before each visit; training leaves marked numbers as they are.
-Then the eight bytes of the mark, and its decimal digits, must be in no encoded message of any exchange.
+The mark stands for any value of a private tensor. The tests put it into every tensor that must stay, at the
+start, and into all of a client's private state before each visit. Training leaves marked numbers as they are.
+Then no encoded message of any exchange may hold the eight bytes of the mark, or its decimal digits.
 """
 
 import math
@@ -33,7 +33,7 @@ from prefed.engines.validation import refusal
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
 from prefed.wire import encode
-from quadratic import QuadraticVisit, crowd, initial
+from quadratic import QuadraticTrainer, crowd, initial
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
 PRIVATE = {"bottleneck", "head", "reward", "value", "personal_lora", "gate", "norm"}
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def stays(name: str, settings: Mapping[str, Any], rule: str, layout: Layout) -> tuple[str, ...]:
-    """What must never leave a client, said here apart from what the methods declare."""
+    """The tensors that must never leave a client. They do not rest on the methods' own declarations."""
     names = {entry.name for entry in layout.entries if entry.part in PRIVATE}
     factors = [entry for entry in layout.entries if entry.part == "lora"]
     if name == "local":
@@ -72,13 +72,13 @@ def stays(name: str, settings: Mapping[str, Any], rule: str, layout: Layout) -> 
     return tuple(entry.name for entry in layout.entries if entry.name in names)
 
 
-class MarkedVisit(QuadraticVisit):
+class MarkedTrainer(QuadraticTrainer):
     """Training that leaves marked numbers as they are."""
 
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
-        trained = super().train(tensors, phase)
-        flat = torch.where(tensors.flat == MARK, tensors.flat, trained.tensors.flat)
-        return replace(trained, tensors=Tensors(tensors.layout, flat))
+        result = super().train(tensors, phase)
+        flat = torch.where(tensors.flat == MARK, tensors.flat, result.tensors.flat)
+        return replace(result, tensors=Tensors(tensors.layout, flat))
 
 
 def marked(tensors: Tensors, names: tuple[str, ...] | None = None) -> Tensors:
@@ -88,9 +88,9 @@ def marked(tensors: Tensors, names: tuple[str, ...] | None = None) -> Tensors:
 
 
 def build(case: str, rule: str) -> tuple[Method, Aggregator]:
-    name, given = CASES[case]
+    name, settings = CASES[case]
     kind = METHODS[name]
-    chosen, config = kind.Settings(**given), MergeConfig(lora=rule)
+    chosen, config = kind.Settings(**settings), MergeConfig(lora=rule)
     parts = kind.needs(chosen) | lora.needs(config.lora)
     aggregator = Aggregator(config, initial(parts, blocks=3).layout, 2.0)
     return kind.build(chosen, aggregator.layout, aggregator, 3), aggregator
@@ -102,7 +102,7 @@ def messages(method: Method, layout: Layout, private: tuple[str, ...]) -> Iterat
     clients = crowd(1 if method.pooled else 3, layout.size)
     weights = {client: float(data.size) for client, data in clients.items()}
     server = method.init_server(start)
-    kept = {client: method.init_client(start, client) for client in clients}
+    states = {client: method.init_client(start, client) for client in clients}
     for number in (1, 2, 3):
         now = Round(number, 3, Key(1).at("round", number), weights)
         for exchange in method.exchanges:
@@ -112,8 +112,9 @@ def messages(method: Method, layout: Layout, private: tuple[str, ...]) -> Iterat
             for client, data in clients.items():
                 download = exchange.send(server, client)
                 yield encode(download)
-                visit = MarkedVisit(client, data, now, now.key.at("client", client), method.ownership, start)
-                upload, kept[client] = exchange.work(visit, secret(method.name, kept[client]), download)
+                key = now.key.at("client", client)
+                trainer = MarkedTrainer(client, data, now, key, method.ownership, start)
+                upload, states[client] = exchange.work(trainer, secret(method.name, states[client]), download)
                 yield encode(upload)
                 assert not refusal(upload, client, exchange, method.ownership, start, now)
                 uploads.append(upload)
@@ -130,8 +131,8 @@ def secret(name: str, state: State) -> State:
 
 
 def inspect(case: str, rule: str, method: Method, layout: Layout) -> tuple[str, ...]:
-    name, given = CASES[case]
-    private = stays(name, given, rule, layout)
+    name, settings = CASES[case]
+    private = stays(name, settings, rule, layout)
     for message in messages(method, layout, private):
         assert MARK_BYTES not in message, f"{case} under {rule}: private bytes in a message"
         assert repr(MARK).encode() not in message, f"{case} under {rule}: a private number in a message"
@@ -164,7 +165,7 @@ def test_no_private_number_is_in_any_message(case, rule):
     ],
 )
 def test_any_one_tensor_declared_wrongly_is_found(case, name, monkeypatch):
-    """The method is built from parts in which one private tensor is said to be shared."""
+    """The method is built with an ownership that calls one private tensor shared."""
     honest = Aggregator.ownership
 
     def careless(aggregator, owner=lambda entry: Owner.SHARED):
@@ -184,8 +185,8 @@ def test_private_state_under_a_shared_name_is_found(name, group):
     method, aggregator = build(name, "fedit")
     (exchange,) = method.exchanges
 
-    def leaky(visit, private, download):
-        upload, after = exchange.work(visit, private, download)
+    def leaky(trainer, private, download):
+        upload, after = exchange.work(trainer, private, download)
         own = private.tensors.get(group)
         return (upload if own is None else replace(upload, tensors={"model": own})), after
 
@@ -199,8 +200,8 @@ def test_a_private_number_among_the_scalars_is_found():
     method, aggregator = build("fedsdg", "fedit")
     (exchange,) = method.exchanges
 
-    def chatty(visit, private, download):
-        upload, after = exchange.work(visit, private, download)
+    def chatty(trainer, private, download):
+        upload, after = exchange.work(trainer, private, download)
         gate = float(after.tensors["personal"]["gate/0"].mean())
         return replace(upload, scalars={**upload.scalars, "gate": gate}), after
 

@@ -11,7 +11,7 @@ from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS, LocalSettings
 from prefed.methods.base import schedule
 from prefed.methods.base.fedavg import FedAvgBase
-from quadratic import Quadratic, QuadraticVisit, crowd, initial, simulate
+from quadratic import Quadratic, QuadraticTrainer, crowd, initial, simulate
 
 SIZE = initial().layout.size
 SPINE = ("feddpo", "fedsft", "fedprox", "scaffold", "centralized", "local")
@@ -46,7 +46,7 @@ def test_kinds_and_methods_agree(kind):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"lr": 0}, "greater than 0"),
         ({"local_steps": 3, "local_epochs": 2}, "exactly one of local_steps and local_epochs"),
@@ -62,8 +62,8 @@ def test_kinds_and_methods_agree(kind):
         ({"learning_rate": 1e-4}, "learning_rate"),
     ],
 )
-def test_settings_that_are_refused(settings, told):
-    with pytest.raises(ValidationError, match=told):
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
         LocalSettings(**settings)
 
 
@@ -239,10 +239,10 @@ def test_a_plateau_takes_the_losses_that_there_are():
     and 3 stays what the next loss, 2.5, is compared with."""
     state = State({}, schedule.begin(LocalSettings(schedule="plateau")))
     silent = Upload("b", 3)
-    for told, factor in (({"loss": 2.0}, 1), ({"loss": 3.0}, 0.8), ({}, 0.8), ({"loss": 2.5}, 0.8)):
-        state = schedule.advance(state, [Upload("a", 1, {}, told), silent])
+    for scalars, factor in (({"loss": 2.0}, 1), ({"loss": 3.0}, 0.8), ({}, 0.8), ({"loss": 2.5}, 0.8)):
+        state = schedule.advance(state, [Upload("a", 1, {}, scalars), silent])
         assert schedule.announce(state)["rate"] == pytest.approx(factor)
-        assert state.values["last_loss"] == told.get("loss", 3.0)
+        assert state.values["last_loss"] == scalars.get("loss", 3.0)
 
 
 @pytest.mark.parametrize("name", [name for name in SPINE if name != "centralized"])
@@ -265,15 +265,15 @@ def test_other_schedules_send_no_rate():
 def test_rates_of_single_tensors_follow_the_schedule():
     """Half way through a cosine to 0.04 a rate r is (r + 0.04) / 2, and one below 0.04 stays what it is."""
     start = initial()
-    plan = FedAvgBase.of(
+    fedavg = FedAvgBase.of(
         LocalSettings(lr=1.0, lr_min=0.04, schedule="cosine"),
         Aggregator(MergeConfig(), start.layout, 2.0),
         10,
     )
     now = Round(6, 10, Key(0), {"a": 1.0})
-    visit = QuadraticVisit("a", Quadratic.at([0.0] * SIZE), now, Key(0), plan.ownership, start)
+    trainer = QuadraticTrainer("a", Quadratic.at([0.0] * SIZE), now, Key(0), fedavg.ownership, start)
     rates = {"lora/0/q/A": 0.1, "lora/0/q/B": 0.01}
-    phase = plan.phase(visit, Download(), "inner", lr=0.4, rates=rates, steps=3)
+    phase = fedavg.phase(trainer, Download(), "inner", lr=0.4, rates=rates, steps=3)
     assert phase.optimizer.lr == pytest.approx(0.22)
     assert phase.rates == {"lora/0/q/A": pytest.approx(0.07), "lora/0/q/B": pytest.approx(0.01)}
     assert (phase.name, phase.steps, phase.epochs) == ("inner", 3, None)

@@ -10,7 +10,7 @@ import torch
 from prefed.core import Download, Key, Phase, Round, Tensors
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from quadratic import Quadratic, QuadraticVisit, initial
+from quadratic import Quadratic, QuadraticTrainer, initial
 
 ROUNDS = 5
 
@@ -29,10 +29,10 @@ def newcomer(name: str, steps: int, **settings: Any) -> tuple[Phase, Tensors, Te
     )
     data = Quadratic(torch.zeros(6, start.layout.size, dtype=torch.float64))
     now = Round(ROUNDS, ROUNDS, Key(0), {"old": 6.0})
-    visit = QuadraticVisit("new", data, now, Key(1), method.ownership, start)
+    trainer = QuadraticTrainer("new", data, now, Key(1), method.ownership, start)
     assert method.adapt is not None
-    after = method.adapt(visit, published, steps)
-    (phase,) = visit.phases
+    after = method.adapt(trainer, published, steps)
+    (phase,) = trainer.phases
     return phase, start.replace(*published.tensors.values()), after
 
 

@@ -20,13 +20,13 @@ def test_a_model_of_ones_own_keeps_the_residual_it_was_trained_on(name: str, vis
     aggregator = Aggregator(MergeConfig(lora="fedex"), start.layout, 2.0)
     method = kind.build(kind.Settings(lr=0.1), start.layout, aggregator, 3)
     clients = crowd(2, start.layout.size)
-    done = simulate(method, clients, start, 3)
+    outcome = simulate(method, clients, start, 3)
     residuals = [n for n in start if n.startswith("residual/")]
-    received = [download.tensors["model"] for download in done.downloads[::2]]
-    for client, model in done.models(method, clients, start).items():
+    received = [download.tensors["model"] for download in outcome.downloads[::2]]
+    for client, model in outcome.models(method, clients, start).items():
         if client == "client-0":
             _equal(model, received[visit], residuals)
-    last = done.server.tensors["model"]
+    last = outcome.server.tensors["model"]
     assert any(not last[n].equal(received[visit][n]) for n in residuals)
 
 

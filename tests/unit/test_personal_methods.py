@@ -10,7 +10,7 @@ from prefed.core import Download, Key, Method, Objective, Owner, Phase, Round, S
 from prefed.losses import OBJECTIVES, PPO
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS, fedsdg
-from quadratic import Quadratic, QuadraticVisit, Run, crowd, initial, simulate
+from quadratic import Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
 
 BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
 PERSONAL = tuple(name for name, kind in METHODS.items() if kind.personal and name != "local")
@@ -71,17 +71,17 @@ def test_fedpdpos_explicit_reward_gains_weight_over_the_rounds():
     assert [phase.objective.settings["weight"] for phase in phases] == [0.5, 0.75, 1.0, 1.25, 1.5]
     constant = run("fedpdpo", rounds=2, clients=1, reward_schedule=False).phases
     assert {phase.objective.settings["weight"] for phase in constant} == {0.8}
-    told = {"beta": 0.3, "weight": 0.5, "exclude": 1.0, "k": 3.0, "most": 0.5, **bounds}
-    assert phases[0].objective == Objective("pdpo", told)
-    assert OBJECTIVES["pdpo"].resolve(told) == told
+    expected = {"beta": 0.3, "weight": 0.5, "exclude": 1.0, "k": 3.0, "most": 0.5, **bounds}
+    assert phases[0].objective == Objective("pdpo", expected)
+    assert OBJECTIVES["pdpo"].resolve(expected) == expected
 
 
 def test_fedpdpo_carries_the_scale_from_phase_to_phase_and_visit_to_visit():
     """Here it grows by 1 with each step, from 1; three and two steps a visit."""
-    done = run("fedpdpo", clients=1, personal_steps=3, local_steps=2)
-    assert [phase.memory for phase in done.phases] == [{"scale": s} for s in (1.0, 4.0, 6.0, 9.0)]
-    assert done.private["client-0"].values == {"scale": 11.0}
-    assert all(set(upload.scalars) == {"loss"} for upload in done.uploads)
+    outcome = run("fedpdpo", clients=1, personal_steps=3, local_steps=2)
+    assert [phase.memory for phase in outcome.phases] == [{"scale": s} for s in (1.0, 4.0, 6.0, 9.0)]
+    assert outcome.private["client-0"].values == {"scale": 11.0}
+    assert all(set(upload.scalars) == {"loss"} for upload in outcome.uploads)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_fedpdpo_carries_the_scale_from_phase_to_phase_and_visit_to_visit():
 )
 def test_fedpdpos_ablations_leave_a_part_out(off, parts):
     assert METHODS["fedpdpo"].needs(METHODS["fedpdpo"].Settings(**off)) == {"lora", *parts}
-    done = run("fedpdpo", rounds=1, clients=1, **off)
-    assert kinds(done.phases[0].train) == parts
+    outcome = run("fedpdpo", rounds=1, clients=1, **off)
+    assert kinds(outcome.phases[0].train) == parts
     objective = "pdpo" if "reward" in parts else "dpo"
-    assert {phase.objective.name for phase in done.phases} == {objective}
-    assert set(done.private["client-0"].values) == ({"scale"} if objective == "pdpo" else set())
+    assert {phase.objective.name for phase in outcome.phases} == {objective}
+    assert set(outcome.private["client-0"].values) == ({"scale"} if objective == "pdpo" else set())
 
 
 @pytest.mark.parametrize("name", ["fedpdpo", "fedrep", "ditto"])
@@ -112,7 +112,6 @@ def test_how_long_the_personal_phase_is(name):
     assert lengths(local_steps=4, personal_epochs=2) == [(None, 2)]
     assert lengths(local_epochs=3, personal_steps=5) == [(5, None)]
     assert "not both" in refusal(name, personal_steps=1, personal_epochs=1)
-    assert METHODS["ditto"].Settings(local_steps=4).personal_length() == (4, None)
 
 
 # FedPer, FedRep, FedBN
@@ -136,9 +135,9 @@ def test_fedrep_fits_the_head_first():
 
 
 def test_fedbn_keeps_norms():
-    done = run("fedbn", rounds=1, clients=1)
-    assert kinds(done.phases[0].train) == {"lora", "norm"}
-    assert kinds(done.private["client-0"].tensors["personal"]) == {"norm"}
+    outcome = run("fedbn", rounds=1, clients=1)
+    assert kinds(outcome.phases[0].train) == {"lora", "norm"}
+    assert kinds(outcome.private["client-0"].tensors["personal"]) == {"norm"}
 
 
 # Per-FedAvg, pFedMe: what a visit is made of
@@ -147,10 +146,10 @@ def test_fedbn_keeps_norms():
 def test_perfedavgs_rates_and_steps():
     """Inner rates keep still under a schedule; the last of two rounds has half of the outer one."""
     method, start = make("perfedavg", local_steps=2, lr_min=0.0, rounds=2)
-    done = simulate(method, crowd(1, start.layout.size), start, 2)
-    inner = [phase for phase in done.phases if phase.name.startswith("inner")]
-    outer = [phase for phase in done.phases if phase.name.startswith("outer")]
-    assert [phase.name for phase in done.phases[:4]] == ["inner/0", "outer/0", "inner/1", "outer/1"]
+    outcome = simulate(method, crowd(1, start.layout.size), start, 2)
+    inner = [phase for phase in outcome.phases if phase.name.startswith("inner")]
+    outer = [phase for phase in outcome.phases if phase.name.startswith("outer")]
+    assert [phase.name for phase in outcome.phases[:4]] == ["inner/0", "outer/0", "inner/1", "outer/1"]
     assert {(phase.steps, phase.optimizer.lr, phase.optimizer.name) for phase in inner} == {(5, 0.01, "sgd")}
     assert [phase.steps for phase in outer] == [1, 1, 1, 1]
     assert [phase.optimizer.lr for phase in outer] == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4])
@@ -170,8 +169,8 @@ def test_perfedavgs_rates_and_steps():
 def test_a_visit_in_passes_counts_inner_steps_too(name, settings, visits):
     method, start = make(name, **settings)
     target = Quadratic.at([0.0] * start.layout.size, size=100)
-    done = simulate(method, {"a": target}, start, 1)
-    assert sum(phase.name.startswith("inner") for phase in done.phases) == visits
+    outcome = simulate(method, {"a": target}, start, 1)
+    assert sum(phase.name.startswith("inner") for phase in outcome.phases) == visits
 
 
 def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
@@ -179,17 +178,17 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
     published = Download({"model": start})
     now = Round(3, 5, Key(0), {"a": 4.0})
     empty = Quadratic(torch.zeros(0, start.layout.size, dtype=torch.float64))
-    visit = QuadraticVisit("a", empty, now, Key(0), method.ownership, start)
-    assert method.predict(visit, State(), published).equal(start)
+    trainer = QuadraticTrainer("a", empty, now, Key(0), method.ownership, start)
+    assert method.predict(trainer, State(), published).equal(start)
     data = Quadratic.at([5.0] * start.layout.size, size=4)
-    visit = QuadraticVisit("a", data, now, Key(0), method.ownership, start)
-    assert not method.predict(visit, State(), published).equal(start)
-    (phase,) = visit.phases
+    trainer = QuadraticTrainer("a", data, now, Key(0), method.ownership, start)
+    assert not method.predict(trainer, State(), published).equal(start)
+    (phase,) = trainer.phases
     assert (phase.name, phase.steps, phase.optimizer.lr) == ("inner", 5, 0.01)
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "told"),
+    ("name", "settings", "message"),
     [
         ("perfedavg", {"optimizer": "adam"}, "'sgd' or 'adamw'"),
         ("perfedavg", {"optimizer": "adamw", "variant": "hf"}, "'first_order' with 'adamw'"),
@@ -205,12 +204,12 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
         ("feddpo", {"objective": "ppo", "objective_settings": {"klx": 1}}, "did you mean 'kl'"),
     ],
 )
-def test_settings_that_are_refused(name, settings, told):
-    assert told in refusal(name, **settings)
+def test_settings_that_are_refused(name, settings, message):
+    assert message in refusal(name, **settings)
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "merge", "told"),
+    ("name", "settings", "merge", "message"),
     [
         ("fedamp", {}, {"rule": "krum"}, "rule 'mean'"),
         ("fedamp", {}, {"optimizer": {"name": "fedadam"}}, "optimizer 'none'"),
@@ -219,11 +218,11 @@ def test_settings_that_are_refused(name, settings, told):
         ("fedsdg", {}, {"weights": "mass"}, "set alignment to 'off'"),
     ],
 )
-def test_merge_rules_that_do_not_go_with_a_method(name, settings, merge, told):
+def test_merge_rules_that_do_not_go_with_a_method(name, settings, merge, message):
     kind = METHODS[name]
     chosen = kind.Settings(**settings)
     layout = initial(kind.needs(chosen)).layout
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         kind.build(chosen, layout, Aggregator(MergeConfig(**merge), layout, 2.0), 3)
 
 
@@ -233,18 +232,18 @@ def test_merge_rules_that_do_not_go_with_a_method(name, settings, merge, told):
 def test_fedamp_sends_each_client_its_own_and_a_new_one_the_mean():
     method, start = make("fedamp")
     clients = crowd(4, start.layout.size)
-    done = simulate(method, clients, start, 3, cohort=2)
-    seen = {upload.client for upload in done.uploads}
-    kept = {name.removeprefix("client/") for name in done.server.tensors if name.startswith("client/")}
-    assert kept == seen
-    sent = {client: method.exchanges[0].send(done.server, client).tensors["model"] for client in clients}
-    mean = done.server.tensors["model"]
+    outcome = simulate(method, clients, start, 3, cohort=2)
+    senders = {upload.client for upload in outcome.uploads}
+    stored = {name.removeprefix("client/") for name in outcome.server.tensors if name.startswith("client/")}
+    assert stored == senders
+    sent = {client: method.exchanges[0].send(outcome.server, client).tensors["model"] for client in clients}
+    mean = outcome.server.tensors["model"]
     for client, model in sent.items():
-        assert model.equal(mean) == (client not in seen)
-    rows = done.server.values["attention"]
+        assert model.equal(mean) == (client not in senders)
+    rows = outcome.server.values["attention"]
     assert all(math.isclose(sum(row.values()), 1) for row in rows.values())
-    assert min(weight for row in rows.values() for weight in row.values()) >= 0.05 / (1 + 0.05 * len(seen))
-    assert method.exchanges[0].figures(done.server)["own_weight"] == pytest.approx(
+    assert min(weight for row in rows.values() for weight in row.values()) >= 0.05 / (1 + 0.05 * len(senders))
+    assert method.exchanges[0].figures(outcome.server)["own_weight"] == pytest.approx(
         sum(rows[client][client] for client in rows) / len(rows)
     )
 
@@ -253,15 +252,15 @@ def test_fedamp_sends_each_client_its_own_and_a_new_one_the_mean():
 def test_fedamps_mixtures_are_of_products_under_the_rules_that_mean_products(rule):
     """s B A + R of what i receives is Σ_j a_ij (s B_j A_j + R_j); flexlora's rank 2 is full, and R is 0."""
     method, start = make("fedamp", rule, lr=0.3, optimizer="sgd", clip=0)
-    done = simulate(method, crowd(3, start.layout.size), start, 3)
+    outcome = simulate(method, crowd(3, start.layout.size), start, 3)
 
     def product(model: Tensors) -> torch.Tensor:
         whole = 2.0 * model["lora/1/q/B"] @ model["lora/1/q/A"]
         return whole + model["residual/1/q/W"] if rule == "fedex" else whole
 
-    models = {c: done.server.tensors[f"client/{c}"] for c in done.private}
-    for receiver, row in done.server.values["attention"].items():
-        mixed = product(method.exchanges[0].send(done.server, receiver).tensors["model"])
+    models = {c: outcome.server.tensors[f"client/{c}"] for c in outcome.private}
+    for receiver, row in outcome.server.values["attention"].items():
+        mixed = product(method.exchanges[0].send(outcome.server, receiver).tensors["model"])
         expected = sum(weight * product(models[sender]) for sender, weight in row.items())
         assert (mixed - expected).abs().max() < 1e-12
 
@@ -270,11 +269,11 @@ def test_fedamp_keeps_what_rested_as_the_client_was_sent_it():
     """Under rolora the second round trains A: of B the server keeps the mixture that the client had."""
     method, start = make("fedamp", "rolora", lr=0.3, optimizer="sgd", clip=0)
     clients = crowd(3, start.layout.size)
-    done = simulate(method, clients, start, 1)
-    sent = {c: method.exchanges[0].send(done.server, c).tensors["model"]["lora/0/q/B"] for c in clients}
-    done = simulate(method, clients, start, 2, run=done)
+    outcome = simulate(method, clients, start, 1)
+    sent = {c: method.exchanges[0].send(outcome.server, c).tensors["model"]["lora/0/q/B"] for c in clients}
+    outcome = simulate(method, clients, start, 2, run=outcome)
     for client in clients:
-        assert done.server.tensors[f"client/{client}"]["lora/0/q/B"].equal(sent[client])
+        assert outcome.server.tensors[f"client/{client}"]["lora/0/q/B"].equal(sent[client])
     assert not sent["client-0"].equal(sent["client-1"])
 
 
@@ -318,9 +317,9 @@ def test_fedsdgs_head_is_shared_or_personal(head, owner):
 
 
 def test_gates_are_read_from_the_private_state_by_block():
-    done = run("fedsdg", rounds=2, clients=1, gate_lr=1.0)
+    outcome = run("fedsdg", rounds=2, clients=1, gate_lr=1.0)
     _, start = make("fedsdg")
-    state = done.private["client-0"]
+    state = outcome.private["client-0"]
     expected = {b: torch.sigmoid(state.tensors["personal"][f"gate/{b}"]).item() for b in range(3)}
     assert fedsdg.gates(state, start.layout) == expected
     assert any(abs(value - 0.5) > 0.1 for value in expected.values())
@@ -351,11 +350,11 @@ def test_before_its_first_visit_a_client_predicts_with_the_shared_model(name):
 
 
 def test_fedalas_weights_are_learnt_once_there_is_a_model_of_ones_own():
-    done = run("fedala", rounds=1)
-    assert all((state.tensors["weights"].flat == 1).all() for state in done.private.values())
-    assert all("weighed" not in state.values for state in done.private.values())
-    done = run("fedala", rounds=2)
-    for state in done.private.values():
+    outcome = run("fedala", rounds=1)
+    assert all((state.tensors["weights"].flat == 1).all() for state in outcome.private.values())
+    assert all("weighed" not in state.values for state in outcome.private.values())
+    outcome = run("fedala", rounds=2)
+    for state in outcome.private.values():
         weights = state.tensors["weights"].flat
         assert ((weights >= 0) & (weights <= 1)).all()
         assert (weights < 1).any()
@@ -373,11 +372,11 @@ def test_the_critic_is_needed_and_never_leaves(name):
     method, start = make(name, objective="ppo")
     assert method.ownership.owners["value/weight"] is Owner.PERSONAL
     assert method.personal == METHODS[name].personal
-    done = simulate(method, crowd(2, start.layout.size), start, 2)
-    assert all(phase.objective == Objective("ppo", PPO.defaults) for phase in done.phases)
-    assert all("value/weight" in phase.train for phase in done.phases)
-    assert not any("value/weight" in upload.tensors["model"] for upload in done.uploads)
-    for state in done.private.values():
+    outcome = simulate(method, crowd(2, start.layout.size), start, 2)
+    assert all(phase.objective == Objective("ppo", PPO.defaults) for phase in outcome.phases)
+    assert all("value/weight" in phase.train for phase in outcome.phases)
+    assert not any("value/weight" in upload.tensors["model"] for upload in outcome.uploads)
+    for state in outcome.private.values():
         assert not torch.equal(state.tensors["personal"]["value/weight"], start["value/weight"])
 
 
@@ -406,8 +405,8 @@ def test_ppo_is_for_the_baselines_alone(name):
     if name in BASELINES:
         assert METHODS[name].Settings(objective="ppo").reward_model.startswith("OpenAssistant/")
     else:
-        told = refusal(name, objective="ppo")
-        assert "one of feddpo, perfedavg, fedamp, fedper and fedrep" in told or "objective" in told
+        message = refusal(name, objective="ppo")
+        assert "one of feddpo, perfedavg, fedamp, fedper and fedrep" in message or "objective" in message
 
 
 # All of them
@@ -436,14 +435,16 @@ def test_a_plateau_reaches_every_phase_but_inner_steps(name):
         settings.update(inner_steps=1, outer_lr=1.0)
     method, start = make(name, schedule="plateau", **settings)
     target = {"a": Quadratic.at([1.0] * start.layout.size)}
-    done = simulate(method, target, start, 3)
-    each = len(done.phases) // 3
+    outcome = simulate(method, target, start, 3)
+    each = len(outcome.phases) // 3
     steady = name == "perfedavg"
 
     def rates(phases: list[Phase]) -> list[float]:
         return [p.optimizer.lr for p in phases if not (steady and p.name.startswith("inner"))]
 
-    assert rates(done.phases[2 * each :]) == pytest.approx([0.8 * lr for lr in rates(done.phases[:each])])
+    assert rates(outcome.phases[2 * each :]) == pytest.approx(
+        [0.8 * lr for lr in rates(outcome.phases[:each])]
+    )
 
 
 @pytest.mark.parametrize(
@@ -460,17 +461,17 @@ def test_a_plateau_reaches_every_phase_but_inner_steps(name):
 @pytest.mark.parametrize("name", PERSONAL)
 def test_lora_rules_decide_which_shared_factors_train_and_are_sent(name, rule, trained, sent):
     """Of the first block, which all methods share."""
-    done = run(name, rule, clients=1, local_steps=1)
+    outcome = run(name, rule, clients=1, local_steps=1)
 
     def factors(names: object) -> str:
         return "".join(sorted({n[-1] for n in names if n.startswith("lora/0/")}))
 
-    shared = [p for p in done.phases if "lora/0/q/A" in p.train or "lora/0/q/B" in p.train]
+    shared = [p for p in outcome.phases if "lora/0/q/A" in p.train or "lora/0/q/B" in p.train]
     shared = [p for p in shared if p.name != "personal"]
     each = len(shared) // 2
     assert [factors(shared[0].train), factors(shared[each].train)] == trained
-    assert [factors(upload.tensors["model"]) for upload in done.uploads] == sent
-    assert not any("residual" in n for p in done.phases for n in p.train)
+    assert [factors(upload.tensors["model"]) for upload in outcome.uploads] == sent
+    assert not any("residual" in n for p in outcome.phases for n in p.train)
 
 
 def test_methods_of_this_module_are_the_registered_ones():

@@ -1,4 +1,4 @@
-"""A method is a value: who owns what, what is exchanged, what a visit does, how uploads merge."""
+"""A method is a value: who owns which tensor, what is exchanged, what clients do, how uploads merge."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from prefed.core.tensors import Layout, Tensors
 __all__ = ["POOLED", "ClientTrainer", "Exchange", "Method", "Round"]
 
 POOLED = "pooled"
-"""The one client of a method that trains on everybody's pairs."""
+"""The id of the only client of a method that trains on everybody's pairs."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Where a run stands.
+    """A round of a run.
 
     Attributes:
         number: 1 for the first round.
-        rounds: how many the run has.
+        rounds: how many rounds the run has.
         key: the round's randomness.
         weights: client → number of training pairs n_i, over all clients that train.
-        privacy: what must not leave a client.
+        privacy: limits on what leaves a client.
     """
 
     number: int
@@ -39,9 +39,9 @@ class Round:
 
 
 class ClientTrainer(Protocol):
-    """What a method's work sees of a client: its data through losses, never as text.
+    """A client, as a method's work sees it: it can train on the client's pairs, and never sees their text.
 
-    Engines provide it; :class:`prefed.train.ClientPairTrainer` is the one over a real bench.
+    Engines provide it. :class:`prefed.train.ClientPairTrainer` is the one for a language model.
     """
 
     @property
@@ -66,10 +66,10 @@ class ClientTrainer(Protocol):
 
     @property
     def initial(self) -> Tensors:
-        """The tensors that every client starts from; they hold the values of frozen tensors."""
+        """The tensors that every client starts from, with the values of frozen tensors."""
 
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
-        """Run ``phase`` from ``tensors`` (the model's full layout) on the client's training pairs."""
+        """Run ``phase`` on the client's training pairs, from ``tensors`` (the model's full layout)."""
 
     def gradient(
         self, tensors: Tensors, objective: Objective, *, batch_size: int, name: str
@@ -81,10 +81,10 @@ class ClientTrainer(Protocol):
         """
 
     def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
-        """Mean loss over a split, without dropout."""
+        """Mean loss over a split of the client's pairs, without dropout."""
 
     def assemble(self, *groups: Tensors) -> Tensors:
-        """``initial`` with the given tensors put in, later groups over earlier ones."""
+        """``initial`` with the tensors of ``groups`` put in; a later value replaces an earlier one."""
 
     def upload(self, tensors: Mapping[str, Tensors], scalars: Mapping[str, float] | None = None) -> Upload:
         """An upload from this client in this round, weighted by ``size``."""
@@ -92,19 +92,19 @@ class ClientTrainer(Protocol):
 
 @dataclass(frozen=True)
 class Exchange:
-    """One kind of conversation between server and clients within a round.
+    """One download to each client and one upload from it, within a round.
 
     Attributes:
         name: e.g. ``"train"``, ``"score"``.
+        send: server state and client id → the client's download.
+        work: what the client does: trainer, private state and download → its upload and next private state.
+        merge: server state, uploads sorted by client id, round → the server's next state.
         to: the round's sampled cohort, or every client.
-        due: whether it takes place in round ``number``.
-        send: server state and client id → what that client receives.
-        work: what the client does: returns its upload and its next private state.
-        merge: the server's next state, from the uploads sorted by client id.
-        scalars: names of the numbers that an upload of this exchange holds, each a mean over the client's
-            training pairs; see :meth:`numbers`.
-        groups: client id and round → the groups of tensors that this client's upload of this round holds,
-            each with its layout. An upload holds exactly these groups and numbers, or it is not merged.
+        due: round number → whether the exchange takes place in that round.
+        scalars: names of the numbers in an upload of this exchange, each a mean over the client's training
+            pairs; see :meth:`numbers`.
+        groups: client id and round → the groups of tensors in this client's upload of this round, each with
+            its layout. An upload that does not hold exactly these groups and numbers is not merged.
             ``None``: all of the method's shared tensors, in the group ``"model"``.
         late: how many rounds ago the client may have started. With 0, an upload of an earlier round is
             refused.
@@ -123,16 +123,16 @@ class Exchange:
     figures: Callable[[State], Mapping[str, float]] = lambda state: {}
 
     def numbers(self, client: str, now: Round) -> frozenset[str]:
-        """Names of the numbers that ``client``'s upload of round ``now`` holds: all of ``scalars``.
+        """Names of the numbers in ``client``'s upload of round ``now``.
 
-        None of them where the client has fewer training pairs than ``[privacy] minimum_pairs``.
+        All of ``scalars``, or none if the client has fewer training pairs than ``[privacy] minimum_pairs``.
         """
         return self.scalars if now.privacy.tells(now.weights[client]) else frozenset()
 
 
 @dataclass(frozen=True)
 class Method:
-    """A federated method, complete and free of any engine.
+    """A federated method, for any engine to run.
 
     Attributes:
         name: as in ``[method] name``.
@@ -142,17 +142,17 @@ class Method:
         init_client: initial tensors and client id → that client's first private state.
         exchanges: in the order in which a round runs them.
         publish: server state and client id → what the client needs to use its model.
-        predict: the tensors (full layout) with which a client predicts, from its visit, its private
-            state and what was published.
-        adapt: a newcomer's visit, what was published and a number of local steps, at least 1 → the tensors
-            (full layout) with which it then predicts; ``None`` where no step can be taken.
+        predict: a client's trainer, its private state and what was published → the tensors (full layout) with
+            which the client predicts.
+        adapt: a newcomer's trainer, what was published and a number of local steps, at least 1 → the tensors
+            (full layout) with which the newcomer then predicts. ``None`` if no step can be taken.
         pooled: all training pairs belong to one client (centralised training).
         personal: a client's model differs from the published one.
-        reward_weight: a client's private state and a round's number → what the margin of an explicit reward
-            head counts beside the implicit one, where the model has such a head.
-        profile: a client's private state → what it tells of the model's blocks: figure → block → number, e.g.
-            ``{"gate": {0: 0.52}}``. It is asked where private states are kept, and no message has it;
-            ``None`` if there is nothing to tell.
+        reward_weight: a client's private state and a round's number → the weight of an explicit reward head's
+            margin beside the implicit margin. It matters only where the model has such a head.
+        profile: a client's private state → figures of the model's blocks, as figure → block → number, e.g.
+            ``{"gate": {0: 0.52}}``. It is called where private states are kept, and no message holds it.
+            ``None`` if the method has no such figures.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Who owns which part of a model."""
+"""Who owns which tensor of a model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Owner(Enum):
     """What may happen to a tensor."""
 
     FROZEN = "frozen"
-    """Never trained, never sent."""
+    """It never trains and is never sent."""
     SHARED = "shared"
-    """Trained, and the only kind that leaves a client."""
+    """It trains, and it travels. No other kind of tensor leaves a client."""
     PERSONAL = "personal"
-    """Trained, and stays with its client."""
+    """It trains, and it stays with its client."""
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """An owner for every movable tensor of a model.
+    """The owner of every movable tensor of a model.
 
     Args:
         owners: tensor name → :class:`Owner`.
@@ -59,10 +59,10 @@ class Ownership:
         return tensors.select(name for name in tensors if self.owners[name] in owners)
 
     def check(self, layout: Layout) -> None:
-        """Confirm that this names exactly the tensors of ``layout``.
+        """Confirm that this ownership names exactly the tensors of ``layout``.
 
         Raises:
-            ValueError: with the names that one side has and the other lacks.
+            ValueError: it does not; the message holds the names that one side has and the other lacks.
         """
         ours, theirs = set(self.owners), set(layout.names)
         if ours == theirs:

@@ -1,4 +1,4 @@
-"""What a client trains in one stretch of a visit, as data."""
+"""A phase of a visit, as data: what a client trains, on which loss, for how long."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Moments:
     """What an optimiser remembers of the steps it took.
 
     Attributes:
-        slots: e.g. ``"exp_avg"`` → one number for each that it moved; empty before its first step.
-        steps: how many it took.
+        slots: e.g. ``"exp_avg"`` → one number for each element that trains; empty before the first step.
+        steps: how many steps it took.
     """
 
     slots: Mapping[str, Tensors] = field(default_factory=dict)
@@ -79,14 +79,14 @@ class Phase:
 
     Attributes:
         name: names the phase's randomness; unique within a visit.
-        train: names of the tensors that move; all others are held.
+        train: names of the tensors that train; all others keep their values.
         rates: learning rates that differ from the optimiser's, by tensor name.
         proximal: a pull towards given tensors (FedProx, Ditto, pFedMe, FedAMP).
         correction: added to the gradient of the tensors it names (SCAFFOLD's c − c_i).
         penalties: norms added to the loss.
         memory: values that the objective carries from step to step (the PDPO loss's ``scale``).
-        moments: where the optimiser goes on from; ``None``: it is new, and what it remembers at the end is
-            not asked for.
+        moments: what the optimiser remembers at the start. With ``None`` it is new, and the result has no
+            ``moments``.
 
     Raises:
         ValueError: nothing is trained, or not exactly one of steps and epochs is given.
@@ -114,19 +114,19 @@ class Phase:
             raise ValueError(f"phase {self.name!r} trains nothing")
 
     def check(self, ownership: Ownership) -> Phase:
-        """This phase, if all it trains may be trained.
+        """This phase, if every tensor that it trains may be trained.
 
         Raises:
-            ValueError: it would train a frozen tensor or one the model does not have.
+            ValueError: it would train a frozen tensor, or one that the model does not have.
         """
-        allowed = set(ownership.names(Owner.SHARED, Owner.PERSONAL))
-        refused = [name for name in self.train if name not in allowed]
-        if refused:
-            raise ValueError(f"phase {self.name!r} would train what is frozen: {', '.join(refused)}")
+        trainable = set(ownership.names(Owner.SHARED, Owner.PERSONAL))
+        frozen = [name for name in self.train if name not in trainable]
+        if frozen:
+            raise ValueError(f"phase {self.name!r} would train what is frozen: {', '.join(frozen)}")
         return self
 
     def at_rates(self, change: Callable[[float], float]) -> Phase:
-        """This phase with ``change`` of every learning rate in its place."""
+        """This phase with ``change(rate)`` in place of each learning rate."""
         return replace(
             self,
             optimizer=replace(self.optimizer, lr=change(self.optimizer.lr)),
@@ -136,16 +136,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """What a phase gives back.
+    """The result of a phase.
 
     Attributes:
-        tensors: all the tensors that went in, those of ``Phase.train`` moved.
+        tensors: all tensors of the model, those of ``Phase.train`` with their new values.
         loss: mean over the steps of the batch loss (without proximal terms and penalties).
         steps: optimiser steps taken.
         pairs: preference pairs seen, repeats counted.
         figures: means over the steps of the objective's own figures, e.g. ``margin``.
-        memory: what the objective carries on, as :attr:`Phase.memory` takes it.
-        moments: what the optimiser remembers, where the phase asked for it.
+        memory: the objective's values after the last step, as :attr:`Phase.memory` takes them.
+        moments: what the optimiser remembers after the last step; ``None`` where ``Phase.moments`` is.
     """
 
     tensors: Tensors

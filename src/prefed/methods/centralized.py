@@ -1,14 +1,14 @@
-"""Centralised DPO: all pairs in one place, the reference point that federations are measured against.
+"""Centralised DPO: all pairs in one place, a reference point for federated methods.
 
-DPO (Rafailov et al. 2023, arXiv:2305.18290), eq. 7, on the pooled pairs; a round is one local visit to
-the pool, so that its rounds and steps are counted as a federation's are.
+DPO (Rafailov et al. 2023, arXiv:2305.18290), eq. 7, on the pooled pairs. A round is one visit to the pool,
+so rounds and steps count as they do for a federated method.
 """
 
 from __future__ import annotations
 
-from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Upload
+from prefed.core import Layout, Method
 from prefed.merge import Aggregator, MergeConfig
-from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
+from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -19,17 +19,10 @@ class Settings(LocalSettings):
     """Settings of centralised DPO."""
 
 
-needs = lora_only
+needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
-    """Centralised DPO over ``layout``. The mean of one upload is that upload: ``aggregator`` has no say."""
+    """Centralised DPO over ``layout``. With one client there is nothing to merge, so no rule applies."""
     fedavg = FedAvgBase.of(settings, Aggregator(MergeConfig(), layout, aggregator.scaling), rounds)
-
-    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        start = fedavg.start(trainer, private, download)
-        trained = trainer.train(start, fedavg.phase(trainer, download))
-        return fedavg.upload(trainer, trained), private
-
-    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
-    return fedavg.method("centralized", SOURCE, train, pooled=True)
+    return fedavg.method("centralized", SOURCE, fedavg.exchange(), pooled=True)

@@ -1,4 +1,4 @@
-"""FedALA: each client weighs, layer by layer, how much of the shared model it takes in (Zhang et al. 2023).
+"""FedALA: each client learns, layer by layer, how much of the shared model to take (Zhang et al. 2023).
 
 Algorithm 1 of arXiv:2212.01197, in every round, for a client that has a model φ_i of its own::
 
@@ -8,9 +8,9 @@ Algorithm 1 of arXiv:2212.01197, in every round, for a client that has a model �
     server   φ ← Σ_{i∈S} p_i φ_i;  W and φ_i stay with the client
     to predict, a client learns W on the published φ and takes φ_i + (φ − φ_i) ⊙ W
 
-W starts at 1, the shared model, and is kept from visit to visit. Of a LoRA the factors A and B are weighed as
-they are, with one weight for all factors of a block unless ``grain`` says otherwise: ∂L/∂w is then the sum of
-∇L(φ̂) ⊙ (φ − φ_i) over the block.
+W starts at 1, which is the shared model, and a client keeps it from visit to visit. W weighs the LoRA factors
+A and B, not their product. All factors of a block have one weight w unless ``grain`` says otherwise; ∂L/∂w is
+the sum of ∇L(φ̂) ⊙ (φ − φ_i) over the block.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Tensors, Upload
+from prefed.core import ClientTrainer, Download, Layout, Method, State, Tensors, Upload
 from prefed.core.lazy import torch
 from prefed.merge import Aggregator
-from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
-from prefed.methods.base.settings import PersonalSettings
+from prefed.methods.base import FedAvgBase, LocalSettings, PersonalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "block_weights", "build", "needs"]
 
@@ -54,18 +53,17 @@ class Settings(PersonalSettings, LocalSettings):
     )
 
 
-needs = lora_only
+needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedALA over ``layout``."""
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
-    width, count = settings.batches()
-    groups = _groups(settings, layout.select(fedavg.common))
+    groups = _groups(settings, layout.select(fedavg.shared))
     each = settings.grain == "element"
 
     def mixed(private: State, received: Tensors) -> Tensors:
-        """φ_i + (φ − φ_i) ⊙ W put into ``received``; that itself without a φ_i."""
+        """``received`` with φ_i + (φ − φ_i) ⊙ W in place of φ; unchanged if the client has no φ_i."""
         if "own" not in private.tensors:
             return received
         own, weights = private.tensors["own"], private.tensors["weights"]
@@ -77,12 +75,11 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         """The private state with its weights fitted to the client's pairs."""
         if "own" not in private.tensors:
             return private
-        gap = received.select(fedavg.common) - private.tensors["own"]
-        first = "weighed" not in private.values
+        gap = received.select(fedavg.shared) - private.tensors["own"]
+        first, pairs = "weighed" not in private.values, settings.step_pairs()
         for step in range(settings.first_weight_steps if first else settings.weight_steps):
-            slope, _ = trainer.gradient(
-                mixed(private, received), settings.goal(), batch_size=width * count, name=f"weights/{step}"
-            )
+            model, name = mixed(private, received), f"weights/{step}"
+            slope, _ = trainer.gradient(model, settings.goal(), batch_size=pairs, name=name)
             step_down = _pooled(slope.select(gap) * gap, groups, each) * settings.weight_lr
             weights = private.tensors["weights"] - step_down
             private = private.update({"weights": Tensors(weights.layout, weights.flat.clamp(0, 1))})
@@ -91,23 +88,22 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         received = fedavg.start(trainer, private, download)
         private = learn(trainer, private, received)
-        trained = trainer.train(mixed(private, received), fedavg.phase(trainer, download))
-        own = trained.tensors.select(fedavg.common)
+        result = trainer.train(mixed(private, received), fedavg.phase(trainer, download))
+        state = fedavg.keep_own(private, result.tensors)
+        own = state.tensors["own"]
         weights = private.tensors.get("weights", Tensors(own.layout, torch.ones_like(own.flat)))
-        kept = fedavg.keep(private, trained.tensors).update({"own": own, "weights": weights})
-        return fedavg.upload(trainer, trained), kept
+        return fedavg.upload(trainer, result.tensors, result.loss), state.update({"weights": weights})
 
     def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
         received = fedavg.start(trainer, private, published)
-        # What is learnt here is for this prediction alone: the client's state changes in visits only.
-        known = learn(trainer, private, received) if settings.relearn and trainer.size else private
-        return mixed(known, received)
+        # These weights serve this prediction alone: the client's state changes in visits only.
+        state = learn(trainer, private, received) if settings.relearn and trainer.size else private
+        return mixed(state, received)
 
-    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
     return fedavg.method(
         "fedala",
         SOURCE,
-        train,
+        fedavg.exchange(work=work),
         predict=predict,
         personal=True,
         profile=lambda private: {"weight": block_weights(private)},
@@ -115,7 +111,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def block_weights(private: State) -> dict[int, float]:
-    """How much of the shared model a client takes in: block → W, a mean over the block's elements.
+    """How much of the shared model a client takes: block → W, the mean over the block's elements.
 
     Args:
         private: the client's private state; before its first visit it has no weights.
@@ -130,11 +126,11 @@ def block_weights(private: State) -> dict[int, float]:
     for entry in weights.layout.entries:
         if entry.block is not None:
             blocks[entry.block].append(weights[entry.name].reshape(-1).double())
-    return {block: float(torch.cat(held).mean()) for block, held in sorted(blocks.items())}
+    return {block: float(torch.cat(values).mean()) for block, values in sorted(blocks.items())}
 
 
 def _groups(settings: Settings, layout: Layout) -> list[list[str]]:
-    """Names of the tensors that have a weight in common; under ``element`` those that are weighed."""
+    """Groups of names: the tensors of a group share a weight; under ``element`` each element has its own."""
     blocks = sorted({entry.block for entry in layout.entries if entry.block is not None})
     weighed = blocks if settings.adaptive_layers is None else blocks[-settings.adaptive_layers :]
     groups: dict[object, list[str]] = defaultdict(list)
@@ -145,7 +141,7 @@ def _groups(settings: Settings, layout: Layout) -> list[list[str]]:
 
 
 def _pooled(slopes: Tensors, groups: list[list[str]], each: bool) -> Tensors:
-    """The slope of every element's weight: its group's sum, its own if ``each``; 0 outside the groups."""
+    """The slope of each element's weight: its own if ``each``, else its group's sum; 0 outside the groups."""
     pooled = Tensors.zeros(slopes.layout, slopes.flat.dtype)
     for names in groups:
         total = torch.stack([slopes[name].sum() for name in names]).sum()

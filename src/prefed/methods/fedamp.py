@@ -1,15 +1,15 @@
 """FedAMP: the server sends each client its own mixture of all clients' models (Huang et al. 2021).
 
-Algorithm 1 of arXiv:2007.03797, in every round, the server keeping the last φ_i of each client::
+Algorithm 1 of arXiv:2007.03797, in every round. The server keeps the last φ_i of each client::
 
     server   samples a cohort S and sends each i ∈ S alone  u_i = Σ_j a_ij φ_j
     client   φ_i ← u_i; local training on L_i(φ), or on L_i(φ) + λ/2α ‖φ − u_i‖²
              sends φ_i and predicts with it
     server   keeps φ_i; computes the attention a among all φ_j
 
-``cosine``: a_i = softmax_j(cos(Δφ_i, Δφ_j) / τ) raised to a floor, Δφ = φ − φ_init, no proximal term: the
-baseline of FedPDPO (arXiv:2603.19741).  ``distance``: a_ij = α A'(‖φ_i − φ_j‖²) for j ≠ i, the rest being
-a_ii, A(x) = 1 − e^(−x/σ), with the proximal term: FedAMP's own.
+``cosine`` is the baseline of FedPDPO (arXiv:2603.19741): a_i = softmax_j(cos(Δφ_i, Δφ_j) / τ) raised to a
+floor, with Δφ = φ − φ_init and no proximal term.  ``distance`` is FedAMP's own: a_ij = α A'(‖φ_i − φ_j‖²) for
+j ≠ i and a_ii the rest, with A(x) = 1 − e^(−x/σ) and the proximal term.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pydantic import Field
 from prefed.core import (
     ClientTrainer,
     Download,
-    Exchange,
     Layout,
     Method,
     Plain,
@@ -36,23 +35,20 @@ from prefed.merge import (
     Aggregator,
     distance_attention,
     largest_alpha,
-    lora,
     ordered,
     similarity_attention,
     spread,
 )
-from prefed.methods.base import ppo, schedule
-from prefed.methods.base.fedavg import FedAvgBase
-from prefed.methods.base.settings import PersonalSettings
+from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, lora_parts, schedule
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
 SOURCE = "FedAMP (arXiv:2007.03797), algorithm 1"
-KEPT = "client/"
-"""Groups of the server's state that hold the clients' models."""
+CLIENT = "client/"
+"""How the names of the server's groups begin that hold the clients' models."""
 
 
-class Settings(PersonalSettings, ppo.BaselineSettings):
+class Settings(PersonalSettings, BaselineSettings):
     """Settings of FedAMP."""
 
     lr: float = Field(5e-5, gt=0, description="learning rate of the LoRA")
@@ -84,16 +80,14 @@ class Settings(PersonalSettings, ppo.BaselineSettings):
     )
 
 
-def needs(settings: Settings) -> frozenset[str]:
-    """The LoRA."""
-    return ppo.needs(settings, lora.LORA)
+needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedAMP over ``layout``.
 
     Raises:
-        ValueError: the merge rules ask for what attention decides.
+        ValueError: a merge rule asks for something that attention decides.
     """
     config = aggregator.config
     if config.rule != "mean" or config.weights == "mass" or config.optimizer.name != "none":
@@ -104,12 +98,12 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
     def mixture(server: State, client: str) -> Tensors:
-        """u_i; the mean of all models for a client the server has none of."""
+        """u_i. A client without a model on the server receives the mean of all models."""
         row = _attention(server).get(client)
         if row is None:
             return server.tensors["model"]
         senders = sorted(row)
-        return aggregator.blend([server.tensors[KEPT + j] for j in senders], [row[j] for j in senders])
+        return aggregator.blend([server.tensors[CLIENT + j] for j in senders], [row[j] for j in senders])
 
     def init_server(initial: Tensors) -> State:
         start = fedavg.init_server(initial)
@@ -117,57 +111,54 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
     def send(server: State, client: str) -> Download:
         alpha = server.values["alpha"]
-        told = {"alpha": alpha} if isinstance(alpha, float) else {}
-        return Download({"model": mixture(server, client)}, {**schedule.announce(server), **told})
+        scalars = {"alpha": alpha} if isinstance(alpha, float) else {}
+        return Download({"model": mixture(server, client)}, {**schedule.announce(server), **scalars})
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         start, pull = fedavg.start(trainer, private, download), None
         if settings.lam and "alpha" in download.scalars:
             strength = settings.lam / download.scalars["alpha"]
             pull = Proximal(strength, to=fedavg.share(start, trainer.round))
-        trained = trainer.train(start, fedavg.phase(trainer, download, proximal=pull))
-        kept = fedavg.keep(private, trained.tensors).update({"own": trained.tensors.select(fedavg.common)})
-        return fedavg.upload(trainer, trained), kept
+        result = trainer.train(start, fedavg.phase(trainer, download, proximal=pull))
+        return fedavg.upload(trainer, result.tensors, result.loss), fedavg.keep_own(private, result.tensors)
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        # A client's model is what it was sent, with what it trained put in.
+        # A client's model is the mixture that it received, with the tensors that it trained put in.
         news = {
-            KEPT + upload.client: mixture(server, upload.client).replace(upload.tensors["model"])
+            CLIENT + upload.client: mixture(server, upload.client).replace(upload.tensors["model"])
             for upload in ordered(uploads)
         }
-        kept = {name: group for name, group in server.tensors.items() if name.startswith(KEPT)} | news
-        models = {name.removeprefix(KEPT): model for name, model in sorted(kept.items())}
+        groups = {name: group for name, group in server.tensors.items() if name.startswith(CLIENT)} | news
+        models = {name.removeprefix(CLIENT): model for name, model in sorted(groups.items())}
         sizes = [now.weights[client] if config.weights == "samples" else 1.0 for client in models]
         mean = aggregator.blend(list(models.values()), sizes)
-        moved = {client: model.select(fedavg.learnt) for client, model in models.items()}
+        trained = {client: model.select(fedavg.shared_trainable) for client, model in models.items()}
         alpha = None
         if settings.attention == "cosine":
-            origin = server.tensors["initial"].select(fedavg.learnt)
+            origin = server.tensors["initial"].select(fedavg.shared_trainable)
             attention = similarity_attention(
-                moved, origin, temperature=settings.temperature, floor=settings.floor
+                trained, origin, temperature=settings.temperature, floor=settings.floor
             )
         else:
-            sigma = settings.sigma or spread(moved) or 1.0
+            sigma = settings.sigma or spread(trained) or 1.0
             alpha = settings.alpha or sigma / len(now.weights)
             if settings.alpha:
-                # Whether α is too long a step depends on what clients send, and no upload may end a run.
-                alpha = min(alpha, largest_alpha(moved, sigma))
-            attention = distance_attention(moved, alpha=alpha, sigma=sigma)
+                # The clients' models decide which α is too large, and no upload may end a run.
+                alpha = min(alpha, largest_alpha(trained, sigma))
+            attention = distance_attention(trained, alpha=alpha, sigma=sigma)
         rows: dict[str, Plain] = {i: {**row} for i, row in attention.items()}
         after = server.update({**news, "model": mean}, {"attention": rows, "alpha": alpha})
         return fedavg.advance(after, uploads)
-
-    def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-        model, own = fedavg.start(trainer, private, published), private.tensors.get("own")
-        return model if own is None else model.replace(own)
 
     def figures(server: State) -> dict[str, float]:
         rows = _attention(server)
         own = [row[client] for client, row in rows.items()]
         return {**fedavg.figures(server), **({"own_weight": sum(own) / len(own)} if own else {})}
 
-    train = Exchange("train", send, work, merge, figures=figures)
-    return fedavg.method("fedamp", SOURCE, train, init_server=init_server, predict=predict, personal=True)
+    train = fedavg.exchange(send=send, work=work, merge=merge, figures=figures)
+    return fedavg.method(
+        "fedamp", SOURCE, train, init_server=init_server, predict=fedavg.predict_own, personal=True
+    )
 
 
 def _attention(server: State) -> Mapping[str, Mapping[str, float]]:

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Upload
-from prefed.merge import Aggregator, lora
-from prefed.methods.base import ppo
-from prefed.methods.base.fedavg import FedAvgBase
+from prefed.core import Layout, Method
+from prefed.merge import Aggregator
+from prefed.methods.base import BaselineSettings, FedAvgBase, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
 SOURCE = "Distributed DPO (arXiv:2605.20696), algorithm 1"
 
 
-class Settings(ppo.BaselineSettings):
+class Settings(BaselineSettings):
     """Settings of FedDPO. Table 1 of the paper: local_steps 3, batch_size 4, beta 0.2, lr 1e-4, clip 1."""
 
     beta: float = Field(
@@ -32,20 +31,10 @@ class Settings(ppo.BaselineSettings):
     )
 
 
-def needs(settings: Settings) -> frozenset[str]:
-    """The LoRA."""
-    return ppo.needs(settings, lora.LORA)
+needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedDPO over ``layout``."""
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
-
-    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        start = fedavg.start(trainer, private, download)
-        trained = trainer.train(start, fedavg.phase(trainer, download))
-        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
-
-    return fedavg.method(
-        "feddpo", SOURCE, Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
-    )
+    return fedavg.method("feddpo", SOURCE, fedavg.exchange())

@@ -3,13 +3,13 @@
 Algorithm 1, in round t, Θ_i = (W0 ∥ LoRA) ∘ M_i ∘ (h1_i ∥ h2_i)::
 
     server   broadcasts the LoRA φ                                                     line 7
-    client   φ_i ← φ; takes up its own M_i, h1_i, h2_i                                 lines 9-10
-             (1) LoRA held: trains M_i, h1_i, h2_i on the PDPO loss                    lines 12-15
-             (2) M_i, h1_i, h2_i held: trains φ_i on the PDPO loss                     lines 16-17
+    client   φ_i ← φ; loads its own M_i, h1_i, h2_i                                 lines 9-10
+             (1) LoRA frozen: trains M_i, h1_i, h2_i on the PDPO loss                  lines 12-15
+             (2) M_i, h1_i, h2_i frozen: trains φ_i on the PDPO loss                   lines 16-17
     server   φ ← Σ_i p_i φ_i, A and B apart unless the merge rule says otherwise       lines 20-22
 
-The PDPO loss is −log σ(β (Δ_ir + w_r s Δ_er)), eqs. 4 to 8; s is carried from step to step and from visit
-to visit, w_r(t) = 0.5 + (t − 1) / (T − 1).
+The PDPO loss is −log σ(β (Δ_ir + w_r s Δ_er)), eqs. 4 to 8. The client carries s from step to step and from
+visit to visit. w_r(t) = 0.5 + (t − 1) / (T − 1).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from functools import partial
 
 from pydantic import Field, model_validator
 
-from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, Objective, State, Upload
-from prefed.merge import Aggregator, lora
-from prefed.methods.base.fedavg import FedAvgBase
-from prefed.methods.base.settings import TwoPhaseSettings
+from prefed.core import ClientTrainer, Download, Layout, Method, Objective, State, Upload
+from prefed.merge import Aggregator
+from prefed.methods.base import FedAvgBase, TwoPhaseSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
 SOURCE = "FedPDPO (arXiv:2603.19741), algorithm 1"
+PERSONAL = ("bottleneck", "head", "reward")
+"""The parts that are each client's own."""
 
 
 class Settings(TwoPhaseSettings):
@@ -91,55 +92,40 @@ class Settings(TwoPhaseSettings):
 
 
 def needs(settings: Settings) -> frozenset[str]:
-    """The LoRA and those personal parts that are switched on."""
-    parts = {
-        "bottleneck": settings.bottleneck,
-        "head": settings.personal_head,
-        "reward": settings.reward_head,
-    }
-    return frozenset({lora.LORA, *(part for part, on in parts.items() if on)})
+    """The LoRA, and the personal parts that are switched on."""
+    s = settings
+    return lora_parts(s, bottleneck=s.bottleneck, head=s.personal_head, reward=s.reward_head)
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """FedPDPO over ``layout``."""
-    own = {"bottleneck", "head", "reward"}
-    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: entry.part in own)
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: entry.part in PERSONAL)
 
     def scale(private: State) -> float:
         return float(str(private.values.get("scale", 1.0)))
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        goal = settings.goal(settings.weight(trainer.round.number, rounds))
+        objective = settings.goal(settings.weight(trainer.round.number, rounds))
         memory = {"scale": scale(private)} if settings.reward_head else {}
-        model, moving = fedavg.start(trainer, private, download), fedavg.movable(trainer.round)
-        personal = [name for name in moving if layout[name].part in own]
+        model, trainable = fedavg.start(trainer, private, download), fedavg.trainable(trainer.round)
+        personal = [name for name in trainable if layout[name].part in PERSONAL]
+        factors = [name for name in trainable if layout[name].part not in PERSONAL]
         if personal:
-            steps, epochs = settings.personal_length()
-            first = fedavg.phase(
-                trainer,
-                download,
-                "personal",
-                train=personal,
-                goal=goal,
-                lr=settings.personal_lr,
-                steps=steps,
-                epochs=epochs,
-                memory=memory,
-            )
-            after = trainer.train(model, first)
-            model, memory = after.tensors, dict(after.memory)
-        factors = [name for name in moving if layout[name].part not in own]
-        trained = trainer.train(
-            model, fedavg.phase(trainer, download, train=factors, goal=goal, memory=memory)
-        )
-        kept = fedavg.keep(private, trained.tensors).update(values=dict(trained.memory))
-        return fedavg.upload(trainer, trained), kept
+            changes = {"objective": objective, "memory": memory, **settings.personal_phase()}
+            first = fedavg.phase(trainer, download, "personal", train=personal, **changes)
+            fitted = trainer.train(model, first)
+            model, memory = fitted.tensors, dict(fitted.memory)
+        second = fedavg.phase(trainer, download, train=factors, objective=objective, memory=memory)
+        result = trainer.train(model, second)
+        state = fedavg.keep(private, result.tensors).update(values=dict(result.memory))
+        return fedavg.upload(trainer, result.tensors, result.loss), state
 
-    rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part in own}
+    rates = fedavg.rates(**dict.fromkeys(PERSONAL, settings.personal_lr))
+    last = settings.goal(settings.weight(rounds, rounds))
     return fedavg.method(
         "fedpdpo",
         SOURCE,
-        Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures),
-        adapt=partial(fedavg.adapt, goal=settings.goal(settings.weight(rounds, rounds)), rates=rates),
+        fedavg.exchange(work=work),
+        adapt=partial(fedavg.adapt, objective=last, rates=rates),
         reward_weight=lambda private, number: settings.weight(number, rounds) * scale(private),
     )

@@ -1,10 +1,10 @@
-"""FedPer: the first blocks are shared, the rest and the head are personal (Arivazhagan et al. 2019).
+"""FedPer: the first blocks are shared, the other blocks and the head are personal (Arivazhagan et al. 2019).
 
 Algorithm 1 of arXiv:1912.00818, the LoRA of the first k blocks being the base layers, and the other blocks'
 LoRA and an untied language model head the personalisation layers (FedPDPO's baseline, arXiv:2603.19741)::
 
     server   samples a cohort S and broadcasts the base layers φ
-    client   φ_i ← φ; takes up its own layers v_i; trains both together
+    client   φ_i ← φ; loads its own layers v_i; trains both together
     server   φ ← Σ_{i∈S} p_i φ_i;  v_i stays with the client
 """
 
@@ -14,18 +14,16 @@ from functools import partial
 
 from pydantic import Field
 
-from prefed.core import ClientTrainer, Download, Entry, Exchange, Layout, Method, State, Upload
-from prefed.merge import Aggregator, lora
-from prefed.methods.base import ppo
-from prefed.methods.base.fedavg import FedAvgBase
-from prefed.methods.base.settings import PersonalSettings
+from prefed.core import Entry, Layout, Method
+from prefed.merge import Aggregator
+from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
 SOURCE = "FedPer (arXiv:1912.00818), algorithm 1"
 
 
-class Settings(PersonalSettings, ppo.BaselineSettings):
+class Settings(PersonalSettings, BaselineSettings):
     """Settings of FedPer."""
 
     lr: float = Field(5e-5, gt=0, description="learning rate of the LoRA, shared and personal")
@@ -40,7 +38,7 @@ class Settings(PersonalSettings, ppo.BaselineSettings):
 
 def needs(settings: Settings) -> frozenset[str]:
     """The LoRA, and the head unless it is switched off."""
-    return ppo.needs(settings, lora.LORA, *(["head"] if settings.personal_head else []))
+    return lora_parts(settings, head=settings.personal_head)
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
@@ -50,13 +48,6 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return entry.part == "head" or entry.block is None or entry.block >= settings.shared_layers
 
     fedavg = FedAvgBase.of(settings, aggregator, rounds, personal)
-
-    rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part == "head"}
-
-    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        start = fedavg.start(trainer, private, download)
-        trained = trainer.train(start, fedavg.phase(trainer, download, rates=rates))
-        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
-
-    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
+    rates = fedavg.rates(head=settings.personal_lr)
+    train = fedavg.exchange(work=partial(fedavg.work, rates=rates))
     return fedavg.method("fedper", SOURCE, train, adapt=partial(fedavg.adapt, rates=rates))

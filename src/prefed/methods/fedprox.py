@@ -1,4 +1,4 @@
-"""FedProx: FedDPO whose clients are held near the model they received (Li et al. 2020, arXiv:1812.06127).
+"""FedProx: FedDPO with a pull of each client to the model it received (Li et al. 2020, arXiv:1812.06127).
 
 Algorithm 2, in every round::
 
@@ -13,9 +13,9 @@ from functools import partial
 
 from pydantic import Field
 
-from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, Proximal, State, Upload
+from prefed.core import ClientTrainer, Download, Layout, Method, Proximal, State, Upload
 from prefed.merge import Aggregator
-from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
+from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -30,7 +30,7 @@ class Settings(LocalSettings):
     )
 
 
-needs = lora_only
+needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
@@ -38,11 +38,9 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        start = fedavg.start(trainer, private, download)
-        received = fedavg.share(start, trainer.round)
+        received = fedavg.share(fedavg.start(trainer, private, download), trainer.round)
         pull = Proximal(settings.mu, to=received) if settings.mu else None
-        trained = trainer.train(start, fedavg.phase(trainer, download, proximal=pull))
-        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
+        return fedavg.work(trainer, private, download, proximal=pull)
 
-    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
-    return fedavg.method("fedprox", SOURCE, train, adapt=partial(fedavg.adapt, pull=settings.mu))
+    adapt = partial(fedavg.adapt, pull=settings.mu)
+    return fedavg.method("fedprox", SOURCE, fedavg.exchange(work=work), adapt=adapt)

@@ -3,7 +3,7 @@
 Algorithm 1 of arXiv:2102.07078, with the LoRA as representation φ and an untied language model head h_i::
 
     server   samples a cohort S and broadcasts φ
-    client   h_i by local training on L_i(φ, h), φ held; then φ_i by local training on L_i(φ, h_i), h_i held
+    client   trains h_i on L_i(φ, h_i) with φ frozen; then trains φ_i on L_i(φ_i, h_i) with h_i frozen
     server   φ ← Σ_{i∈S} p_i φ_i;  h_i stays with the client
 """
 
@@ -13,26 +13,24 @@ from functools import partial
 
 from pydantic import Field
 
-from prefed.core import ClientTrainer, Download, Exchange, Layout, Method, State, Upload
-from prefed.merge import Aggregator, lora
-from prefed.methods.base import ppo
-from prefed.methods.base.fedavg import FedAvgBase
-from prefed.methods.base.settings import TwoPhaseSettings
+from prefed.core import ClientTrainer, Download, Layout, Method, State, Upload
+from prefed.merge import Aggregator
+from prefed.methods.base import VALUE, BaselineSettings, FedAvgBase, TwoPhaseSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
 SOURCE = "FedRep (arXiv:2102.07078), algorithm 1"
 
 
-class Settings(TwoPhaseSettings, ppo.BaselineSettings):
-    """Settings of FedRep, as FedPDPO's experiments have them (arXiv:2603.19741, D.3.1)."""
+class Settings(TwoPhaseSettings, BaselineSettings):
+    """Settings of FedRep, with the defaults of FedPDPO's experiments (arXiv:2603.19741, D.3.1)."""
 
     lr: float = Field(5e-5, gt=0, description="learning rate of the shared LoRA")
 
 
 def needs(settings: Settings) -> frozenset[str]:
     """The LoRA and the head."""
-    return ppo.needs(settings, lora.LORA, "head")
+    return lora_parts(settings, "head")
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
@@ -40,18 +38,14 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: entry.part == "head")
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        moving = fedavg.movable(trainer.round)
-        # PPO's critic follows whatever moves.
-        head = [name for name in moving if layout[name].part in ("head", ppo.VALUE)]
-        rest = [name for name in moving if layout[name].part != "head"]
-        steps, epochs = settings.personal_length()
-        first = fedavg.phase(
-            trainer, download, "personal", train=head, lr=settings.personal_lr, steps=steps, epochs=epochs
-        )
+        trainable = fedavg.trainable(trainer.round)
+        # PPO's critic trains in both phases.
+        head = [name for name in trainable if layout[name].part in ("head", VALUE)]
+        rest = [name for name in trainable if layout[name].part != "head"]
+        first = fedavg.phase(trainer, download, "personal", train=head, **settings.personal_phase())
         fitted = trainer.train(fedavg.start(trainer, private, download), first)
-        trained = trainer.train(fitted.tensors, fedavg.phase(trainer, download, train=rest))
-        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
+        result = trainer.train(fitted.tensors, fedavg.phase(trainer, download, train=rest))
+        return fedavg.upload(trainer, result.tensors, result.loss), fedavg.keep(private, result.tensors)
 
-    rates = {entry.name: settings.personal_lr for entry in layout.entries if entry.part == "head"}
-    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
-    return fedavg.method("fedrep", SOURCE, train, adapt=partial(fedavg.adapt, rates=rates))
+    adapt = partial(fedavg.adapt, rates=fedavg.rates(head=settings.personal_lr))
+    return fedavg.method("fedrep", SOURCE, fedavg.exchange(work=work), adapt=adapt)

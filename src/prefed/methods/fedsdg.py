@@ -4,7 +4,7 @@ With θ_g shared, θ_p and the logits a personal, and m = sigmoid(a), a block gi
 W0 x + s (B_g A_g + m B_p A_p) x. In every round (FedSDG, sections 3.2 and 3.3)::
 
     server   samples a cohort S and broadcasts θ_g
-    client   takes up its own θ_p and a; trains all three together on
+    client   loads its own θ_p and a; trains all three together on
              L_k + λ1 Σ_l |m_l| + λ2 ‖θ_p‖²                                   eqs. 5 to 8
              sends θ_g^k, which is θ_g + Δ_k                                   eq. 9
     server   α_k = max(0, cos(Δ_k, mean Δ)),  w_k = α_k / (Σ_j α_j + ε)        eq. 10
@@ -20,21 +20,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from prefed.core import (
-    ClientTrainer,
-    Download,
-    Entry,
-    Exchange,
-    Layout,
-    Method,
-    Penalty,
-    Round,
-    State,
-    Tensors,
-    Upload,
-)
-from prefed.merge import Aggregator, alignment_weights, lora
-from prefed.methods.base.fedavg import FedAvgBase, LocalSettings
+from prefed.core import Entry, Layout, Method, Penalty, Round, State, Tensors, Upload
+from prefed.merge import Aggregator, alignment_weights
+from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "gates", "needs"]
 
@@ -79,18 +67,16 @@ class Settings(LocalSettings):
 
 
 def needs(settings: Settings) -> frozenset[str]:
-    """The LoRA on output projections, unless told otherwise the second and the gates, and a trained head."""
-    parts = {lora.LORA, "outputs"}
-    if settings.personal:
-        parts |= {"personal_lora", "gate"}
-        parts |= {"factors"} if settings.branch == "factors" else set()
-    return frozenset(parts | ({"head"} if settings.head != "frozen" else set()))
+    """The LoRA on output projections, and the personal LoRA, gates and head that the settings switch on."""
+    own, factors = settings.personal, settings.branch == "factors"
+    parts = {"personal_lora": own, "gate": own, "factors": own and factors, "head": settings.head != "frozen"}
+    return lora_parts(settings, "outputs", **parts)
 
 
 def gates(state: State, layout: Layout) -> dict[int, float]:
-    """How much of its own LoRA a client lets in: block → m, from 0 to 1.
+    """How much of its personal LoRA a client uses: block → m, from 0 to 1.
 
-    The method's profile: for reports made where the client's private state is; no message has it.
+    This is the method's profile. It is computed where the client's private state is; no message holds it.
 
     Args:
         state: the client's private state.
@@ -116,8 +102,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """
     config = aggregator.config
     if settings.alignment != "off" and (config.weights == "mass" or config.rule in UNWEIGHTED):
-        told = "weights 'mass'" if config.weights == "mass" else f"rule {config.rule!r}"
-        raise ValueError(f"{told} in [merge] leaves no place for FedSDG's weights: set alignment to 'off'")
+        setting = "weights 'mass'" if config.weights == "mass" else f"rule {config.rule!r}"
+        raise ValueError(f"{setting} in [merge] leaves no place for FedSDG's weights: set alignment to 'off'")
 
     def personal(entry: Entry) -> bool:
         return entry.part in ("personal_lora", "gate") or (
@@ -133,13 +119,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     )
     slow = settings.lr if settings.personal_lr is None else settings.personal_lr
     rates = {entry.name: slow for entry in layout.entries if personal(entry)}
-    rates |= dict.fromkeys(logits, settings.gate_lr)
-    beside: dict[str, Any] = {"rates": rates, "penalties": penalties if second else ()}
-
-    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        start = fedavg.start(trainer, private, download)
-        trained = trainer.train(start, fedavg.phase(trainer, download, **beside))
-        return fedavg.upload(trainer, trained), fedavg.keep(private, trained.tensors)
+    rates |= fedavg.rates(gate=settings.gate_lr)
+    changes: dict[str, Any] = {"rates": rates, "penalties": penalties if second else ()}
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         if settings.alignment == "off":
@@ -158,6 +139,6 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         aligned = server.values.get("aligned")
         return {**fedavg.figures(server), **({"aligned": aligned} if isinstance(aligned, float) else {})}
 
-    exchange = Exchange("train", fedavg.send, work, merge, figures=figures)
-    tell = (lambda private: {"gate": gates(private, layout)}) if logits else None
-    return fedavg.method("fedsdg", SOURCE, exchange, adapt=partial(fedavg.adapt, **beside), profile=tell)
+    train = fedavg.exchange(work=partial(fedavg.work, **changes), merge=merge, figures=figures)
+    profile = (lambda private: {"gate": gates(private, layout)}) if logits else None
+    return fedavg.method("fedsdg", SOURCE, train, adapt=partial(fedavg.adapt, **changes), profile=profile)

@@ -8,16 +8,16 @@ Algorithm 1 of arXiv:2002.07948, in every round, with K inner steps of rate α a
     server   w ← Σ_{i∈S} p_i w_i
     to predict, a client takes K inner steps from w on its training pairs
 
-First order: g = ∇L(θ; D').  HF: g = Π_k (I − α ∇²L(θ_k; D''_k)) ∇L(θ; D') over the points θ_k from which
-inner steps were taken, each product with a Hessian being [∇L(θ_k + h v) − ∇L(θ_k − h v)] / 2h.
+First order: g = ∇L(θ; D').  HF: g = Π_k (I − α ∇²L(θ_k; D''_k)) ∇L(θ; D') over the points θ_k at which inner
+steps began. A product with a Hessian is taken as [∇L(θ_k + h v) − ∇L(θ_k − h v)] / 2h.
 
-With AdamW, as in FedPDPO's experiments, the K inner steps are those of an AdamW new at each θ ← w_i; w_i's
-own AdamW takes ∇L(θ; D') as the gradient at w_i, and its moments go on from outer step to outer step.
+With AdamW, as in FedPDPO's experiments, the K inner steps have an AdamW that is new at each θ ← w_i. The
+outer steps have another AdamW, which takes ∇L(θ; D') as the gradient at w_i. Its moments go on from outer
+step to outer step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,36 +25,23 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core import (
-    ClientTrainer,
-    Download,
-    Exchange,
-    Layout,
-    Method,
-    Moments,
-    Phase,
-    State,
-    Tensors,
-    Upload,
-)
-from prefed.merge import Aggregator, lora
-from prefed.methods.base import ppo
-from prefed.methods.base.fedavg import FedAvgBase
-from prefed.methods.base.settings import PersonalSettings
+from prefed.core import ClientTrainer, Download, Layout, Method, Moments, Phase, State, Tensors, Upload
+from prefed.merge import Aggregator
+from prefed.methods.base import VALUE, BaselineSettings, FedAvgBase, PersonalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
-Gradient = Callable[[Tensors, str], "tuple[Tensors, float]"]
-Stepped = tuple[Tensors, float, "Moments | None"]
-
 SOURCE = "Per-FedAvg (arXiv:2002.07948), algorithm 1"
+Gradient = Callable[[Tensors, str], "tuple[Tensors, float]"]
+OuterStep = tuple[Tensors, float, "Moments | None"]
+"""The model after an outer step, the loss where its gradient was taken, and the optimiser's moments."""
 
 
-class Settings(PersonalSettings, ppo.BaselineSettings):
+class Settings(PersonalSettings, BaselineSettings):
     """Settings of Per-FedAvg.
 
-    ``local_steps`` counts outer steps; ``local_epochs`` the passes of all steps, inner and outer. Clipping
-    bounds the gradient of each, of both kinds.
+    ``local_steps`` is the number of outer steps. ``local_epochs`` counts the passes of all steps, inner and
+    outer. Clipping bounds the gradient of each inner and each outer step.
 
     >>> Settings().weight_decay, Settings(optimizer="adamw").weight_decay
     (0.0, 0.01)
@@ -81,9 +68,9 @@ class Settings(PersonalSettings, ppo.BaselineSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_decay(cls, given: Any) -> Any:
-        adamw = isinstance(given, dict) and given.get("optimizer") == "adamw"
-        return {"weight_decay": 0.01, **given} if adamw else given
+    def _usual_decay(cls, values: Any) -> Any:
+        adamw = isinstance(values, dict) and values.get("optimizer") == "adamw"
+        return {"weight_decay": 0.01, **values} if adamw else values
 
     @model_validator(mode="after")
     def _plain(self) -> Settings:
@@ -101,18 +88,12 @@ class Settings(PersonalSettings, ppo.BaselineSettings):
         return self
 
 
-def needs(settings: Settings) -> frozenset[str]:
-    """The LoRA."""
-    return ppo.needs(settings, lora.LORA)
+needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """Per-FedAvg over ``layout``."""
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
-    width, count = settings.batches()
-
-    def outer_steps(trainer: ClientTrainer) -> int:
-        return settings.local_steps or math.ceil(fedavg.steps(trainer) / (settings.inner_steps + 1))
 
     def inner(trainer: ClientTrainer, download: Download, name: str, steps: int) -> Phase:
         phase = fedavg.phase(trainer, download, name, steps=steps)
@@ -120,41 +101,40 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
     def first_order(
         trainer: ClientTrainer, download: Download, w: Tensors, number: int, moments: Moments | None
-    ) -> Stepped:
-        """The model after an outer step from ``w``, the loss where its gradient was taken, and moments."""
+    ) -> OuterStep:
         theta = trainer.train(w, inner(trainer, download, f"inner/{number}", settings.inner_steps)).tensors
         phase = fedavg.phase(trainer, download, f"outer/{number}", steps=1, moments=moments)
-        how = phase.optimizer
-        # A step from θ moves by what the optimiser makes of ∇L(θ), which w moves by in its place; w decays.
-        after = trainer.train(theta, replace(phase, optimizer=replace(how, weight_decay=0.0)))
-        moving = fedavg.movable(trainer.round)
-        own = w.select(moving) * (1 - how.lr * how.weight_decay)
-        moved = own + (after.tensors.select(moving) - theta.select(moving))
-        critic = after.tensors.select(name for name in moving if layout[name].part == ppo.VALUE)
+        optimizer = phase.optimizer
+        # The optimiser makes its step from ∇L(θ) at θ. w takes that step, and its own weight decay.
+        after = trainer.train(theta, replace(phase, optimizer=replace(optimizer, weight_decay=0.0)))
+        trainable = fedavg.trainable(trainer.round)
+        decayed = w.select(trainable) * (1 - optimizer.lr * optimizer.weight_decay)
+        moved = decayed + (after.tensors.select(trainable) - theta.select(trainable))
+        critic = after.tensors.select(name for name in trainable if layout[name].part == VALUE)
         return w.replace(moved).replace(critic), after.loss, after.moments
 
     def second_order(
         trainer: ClientTrainer, download: Download, w: Tensors, number: int, moments: Moments | None
-    ) -> Stepped:
+    ) -> OuterStep:
         """As :func:`first_order`, with the Hessians of the inner steps."""
-        moving, points = fedavg.movable(trainer.round), [w]
+        trainable, points = fedavg.trainable(trainer.round), [w]
         for step in range(settings.inner_steps):
             phase = inner(trainer, download, f"inner/{number}/{step}", 1)
             points.append(trainer.train(points[-1], phase).tensors)
 
         def gradient(at: Tensors, name: str) -> tuple[Tensors, float]:
-            slope, loss = trainer.gradient(at, settings.goal(), batch_size=width * count, name=name)
-            return slope.select(moving), loss
+            slope, loss = trainer.gradient(at, settings.goal(), batch_size=settings.step_pairs(), name=name)
+            return slope.select(trainable), loss
 
         g, loss = gradient(points[-1], f"outer/{number}")
         for step, point in reversed(list(enumerate(points[:-1]))):
             g = g - hessian(gradient, point, g, f"hessian/{number}/{step}") * settings.inner_lr
         if settings.clip and g.norm() > settings.clip:
             g = g * (settings.clip / g.norm())
-        return w.replace(w.select(moving) - g * fedavg.rate(trainer, download, settings.lr)), loss, moments
+        return w.replace(w.select(trainable) - g * fedavg.rate(trainer, download, settings.lr)), loss, moments
 
     def hessian(gradient: Gradient, at: Tensors, v: Tensors, name: str) -> Tensors:
-        """∇²L(at) v; one name for both gradients, so that batch and dropout are the same."""
+        """∇²L(at) v. Both gradients have one name, so that their batch and dropout are the same."""
         length = v.norm()
         if not length:
             return v
@@ -167,13 +147,10 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         step = first_order if settings.variant == "first_order" else second_order
         w, losses = fedavg.start(trainer, private, download), []
         moments = Moments() if settings.optimizer == "adamw" else None
-        for number in range(outer_steps(trainer)):
+        for number in range(fedavg.repeats(trainer, settings.inner_steps + 1)):
             w, loss, moments = step(trainer, download, w, number, moments)
             losses.append(loss)
-        mean = sum(losses) / len(losses)
-        return trainer.upload({"model": fedavg.share(w, trainer.round)}, {"loss": mean}), fedavg.keep(
-            private, w
-        )
+        return fedavg.upload(trainer, w, sum(losses) / len(losses)), fedavg.keep(private, w)
 
     def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
         w = fedavg.start(trainer, private, published)
@@ -181,6 +158,6 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             return w
         return trainer.train(w, inner(trainer, published, "inner", settings.inner_steps)).tensors
 
-    train = Exchange("train", fedavg.send, work, fedavg.merge, figures=fedavg.figures)
     adapt = partial(fedavg.adapt, lr=settings.inner_lr)
+    train = fedavg.exchange(work=work)
     return fedavg.method("perfedavg", SOURCE, train, predict=predict, adapt=adapt, personal=True)

@@ -5,12 +5,11 @@ Algorithm 1, in every round, with R local rounds::
     server   samples a cohort S and broadcasts w
     client   w_i ← w; R times:  θ_i ≈ argmin_θ L_i(θ) + λ/2 ‖θ − w_i‖²  by K steps from the last θ_i
                                 w_i ← w_i − η λ (w_i − θ_i)
-    server   w ← (1 − β) w + β Σ_{i∈S} p_i w_i;  θ_i stays with the client, who predicts with it
+    server   w ← (1 − β) w + β Σ_{i∈S} p_i w_i;  θ_i stays with the client, which predicts with it
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,7 +18,6 @@ from pydantic import Field, model_validator
 from prefed.core import (
     ClientTrainer,
     Download,
-    Exchange,
     Layout,
     Method,
     Owner,
@@ -31,8 +29,7 @@ from prefed.core import (
 )
 from prefed.core.lazy import torch
 from prefed.merge import Aggregator
-from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
-from prefed.methods.base.settings import PersonalSettings
+from prefed.methods.base import FedAvgBase, LocalSettings, PersonalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -42,7 +39,7 @@ SOURCE = "pFedMe (arXiv:2006.08848), algorithm 1"
 class Settings(PersonalSettings, LocalSettings):
     """Settings of pFedMe.
 
-    ``local_steps`` counts local rounds R; ``local_epochs`` the passes that all their steps make together.
+    ``local_steps`` is the number of local rounds R. ``local_epochs`` counts the passes of all their steps.
     """
 
     lr: float = Field(1e-4, gt=0, description="learning rate of the inner problem's optimiser")
@@ -67,11 +64,11 @@ class Settings(PersonalSettings, LocalSettings):
         return self
 
 
-needs = lora_only
+needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
-    """The method over ``layout``.
+    """PFedMe over ``layout``.
 
     Raises:
         ValueError: a LoRA rule that sets the product of the factors is to be mixed with the old factors.
@@ -83,34 +80,26 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
-    def local_rounds(trainer: ClientTrainer) -> int:
-        return settings.local_steps or math.ceil(fedavg.steps(trainer) / settings.inner_steps)
-
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         theta = fedavg.start(trainer, private, download)
-        moving = fedavg.movable(trainer.round, Owner.SHARED)
-        w, loss, count = theta.select(moving), 0.0, local_rounds(trainer)
+        trainable = fedavg.trainable(trainer.round, Owner.SHARED)
+        w, loss, count = theta.select(trainable), 0.0, fedavg.repeats(trainer, settings.inner_steps)
         for number in range(count):
             pull = Proximal(settings.lam, to=w)
             name, steps = f"inner/{number}", settings.inner_steps
-            trained = trainer.train(theta, fedavg.phase(trainer, download, name, steps=steps, proximal=pull))
-            theta, loss = trained.tensors, loss + trained.loss / count
-            w = _towards(w, theta.select(moving), settings.outer_lr * settings.lam)
-        kept = fedavg.keep(private, theta).update({"own": theta.select(fedavg.common)})
-        return trainer.upload({"model": w}, {"loss": loss}), kept
+            result = trainer.train(theta, fedavg.phase(trainer, download, name, steps=steps, proximal=pull))
+            theta, loss = result.tensors, loss + result.loss / count
+            w = _towards(w, theta.select(trainable), settings.outer_lr * settings.lam)
+        return trainer.upload({"model": w}, {"loss": loss}), fedavg.keep_own(private, theta)
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         merged, before = fedavg.merge(server, uploads, now), server.tensors["model"]
         mixed = _towards(before, merged.tensors["model"], settings.server_mixing)
         return merged.update({"model": mixed})
 
-    def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-        model, own = fedavg.start(trainer, private, published), private.tensors.get("own")
-        return model if own is None else model.replace(own)
-
     adapt = partial(fedavg.adapt, pull=settings.lam)
-    train = Exchange("train", fedavg.send, work, merge, figures=fedavg.figures)
-    return fedavg.method("pfedme", SOURCE, train, predict=predict, adapt=adapt, personal=True)
+    train = fedavg.exchange(work=work, merge=merge)
+    return fedavg.method("pfedme", SOURCE, train, predict=fedavg.predict_own, adapt=adapt, personal=True)
 
 
 def _towards(start: Tensors, end: Tensors, share: float) -> Tensors:

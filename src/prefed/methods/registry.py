@@ -27,7 +27,7 @@ from prefed.methods import (
     pfedme,
     scaffold,
 )
-from prefed.methods.base.settings import TrainingSettings
+from prefed.methods.base import TrainingSettings
 
 __all__ = ["METHODS", "MethodKind"]
 
@@ -44,7 +44,7 @@ class MethodKind:
         needs: settings → the parts that the model must have, e.g. ``{"lora"}``. A merge rule may need
             more: :func:`prefed.merge.lora.needs`.
         build: ``(settings, layout, aggregator, rounds) -> Method``.
-        personal: clients end with models of their own, if no setting or merge rule says otherwise.
+        personal: with default settings and merge rules, each client ends with a model of its own.
     """
 
     name: str

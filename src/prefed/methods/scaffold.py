@@ -8,8 +8,8 @@ Algorithm 1 with option II, in every round, K local steps of rate η::
              sends φ_i and Δc_i = c_i⁺ − c_i;  c_i ← c_i⁺ stays with the client
     server   φ ← the mean of the φ_i,  c ← c + Σ_{i∈S} p_i Δc_i,  p_i = n_i / Σ_{all clients} n, or 1/N
 
-Under a robust merge rule that rule makes φ of the φ_i, and c takes the step Σ_{i∈S} p_i times what the rule
-makes of the Δc_i.
+A robust merge rule makes φ of the φ_i. It then makes one step of the Δc_i too, and c moves by that step times
+Σ_{i∈S} p_i.
 """
 
 from __future__ import annotations
@@ -19,20 +19,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core import (
-    ClientTrainer,
-    Download,
-    Exchange,
-    Layout,
-    Method,
-    Owner,
-    Round,
-    State,
-    Tensors,
-    Upload,
-)
-from prefed.merge import Aggregator, lora, ordered
-from prefed.methods.base.fedavg import FedAvgBase, LocalSettings, lora_only
+from prefed.core import ClientTrainer, Download, Layout, Method, Owner, Round, State, Tensors, Upload
+from prefed.merge import Aggregator, ordered
+from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
 
@@ -40,10 +29,10 @@ SOURCE = "SCAFFOLD (arXiv:1910.06378), algorithm 1, option II"
 
 
 class Settings(LocalSettings):
-    """Settings of SCAFFOLD: plain SGD, on which its control variates rest.
+    """Settings of SCAFFOLD, whose control variates need plain SGD.
 
-    Momentum, weight decay and clipping would each make (φ − φ_i) / (K η) something else than the mean of
-    the gradients taken: the first two are refused, and clipping is off unless asked for.
+    (φ − φ_i) / (K η) is the mean of the visit's gradients only without momentum, weight decay and clipping.
+    The first two are refused, and clipping is off by default.
     """
 
     lr: float = Field(0.1, gt=0, description="learning rate η of the clients' SGD")
@@ -60,7 +49,7 @@ class Settings(LocalSettings):
         return self
 
 
-needs = lora_only
+needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
@@ -68,8 +57,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
     def zero(initial: Tensors) -> Tensors:
-        names = fedavg.ownership.names(Owner.SHARED)
-        return initial.select(n for n in names if layout[n].part != lora.RESIDUAL) * 0.0
+        return initial.select(fedavg.shared_trainable) * 0.0
 
     def init_server(initial: Tensors) -> State:
         return fedavg.init_server(initial).update({"control": zero(initial)})
@@ -82,19 +70,19 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return Download({**broadcast.tensors, "control": server.tensors["control"]}, broadcast.scalars)
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        moving = fedavg.movable(trainer.round, Owner.SHARED)
-        c, c_i = download.tensors["control"].select(moving), private.tensors["control"].select(moving)
+        trainable = fedavg.trainable(trainer.round, Owner.SHARED)
+        c, c_i = download.tensors["control"].select(trainable), private.tensors["control"].select(trainable)
         start = fedavg.start(trainer, private, download)
         phase = fedavg.phase(trainer, download, correction=c - c_i)
-        trained = trainer.train(start, phase)
-        before, after = start.select(moving), trained.tensors.select(moving)
-        c_next = c_i - c + (before - after) / (trained.steps * phase.optimizer.lr)
-        kept = {"control": private.tensors["control"].replace(c_next)}
-        upload = trainer.upload({"model": after, "control": c_next - c_i}, {"loss": trained.loss})
-        return upload, fedavg.keep(private, trained.tensors).update(kept)
+        result = trainer.train(start, phase)
+        before, after = start.select(trainable), result.tensors.select(trainable)
+        c_next = c_i - c + (before - after) / (result.steps * phase.optimizer.lr)
+        control = private.tensors["control"].replace(c_next)
+        upload = trainer.upload({"model": after, "control": c_next - c_i}, {"loss": result.loss})
+        return upload, fedavg.keep(private, result.tensors).update({"control": control})
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        # c stays Σ p_i c_i over all N clients, the p_i being those of the mean: 1/N if it is uniform.
+        # c is the mean Σ p_i c_i over all N clients, with the weights of φ's mean: 1/N if these are uniform.
         replies, everyone = ordered(uploads), sum(now.weights.values())
         if aggregator.config.weights == "uniform":
             shares = [1 / len(now.weights)] * len(replies)
@@ -106,10 +94,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return fedavg.merge(server, uploads, now).update({"control": control})
 
     def groups(client: str, now: Round) -> dict[str, Layout]:
-        (sent,) = fedavg.groups(client, now).values()
-        return {"model": sent, "control": sent}
+        (model,) = fedavg.groups(client, now).values()
+        return {"model": model, "control": model}
 
-    train = Exchange("train", send, work, merge, groups=groups, figures=fedavg.figures)
-    return fedavg.method(
-        "scaffold", SOURCE, train, steps={"control"}, init_server=init_server, init_client=init_client
-    )
+    train = fedavg.exchange(send=send, work=work, merge=merge, groups=groups, steps={"control"})
+    return fedavg.method("scaffold", SOURCE, train, init_server=init_server, init_client=init_client)

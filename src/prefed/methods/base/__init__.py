@@ -1,1 +1,16 @@
 """What method files are written with: the usual moves of a round, settings, schedules, offline PPO."""
+
+from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base.ppo import VALUE, BaselineSettings, lora_parts
+from prefed.methods.base.settings import LocalSettings, PersonalSettings, TrainingSettings, TwoPhaseSettings
+
+__all__ = [
+    "VALUE",
+    "BaselineSettings",
+    "FedAvgBase",
+    "LocalSettings",
+    "PersonalSettings",
+    "TrainingSettings",
+    "TwoPhaseSettings",
+    "lora_parts",
+]

@@ -1,8 +1,8 @@
 """Offline PPO as the objective of a baseline (FedPDPO, arXiv:2603.19741, D.3.1).
 
-FedAvg, Per-FedAvg, FedAMP, FedPer and FedRep can each train on it: ``objective = "ppo"``. A frozen reward
-model scores the responses of the fixed pairs. The critic that PPO learns, the part ``"value"``, stays with
-its client whatever else a method shares.
+FedDPO, Per-FedAvg, FedAMP, FedPer and FedRep can each train on it: ``objective = "ppo"``. A frozen reward
+model scores the responses of the fixed pairs. PPO also trains a critic, the part ``"value"``. The critic
+stays with its client in every method.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from pydantic import Field, model_validator
 
 from prefed.core import Objective
 from prefed.losses import PPO
-from prefed.methods.base.settings import PAIRWISE, LocalSettings
+from prefed.merge import lora
+from prefed.methods.base.settings import PAIRWISE, LocalSettings, TrainingSettings
 
-__all__ = ["VALUE", "BaselineSettings", "needs"]
+__all__ = ["VALUE", "BaselineSettings", "lora_parts"]
 
 VALUE = "value"
 """The part of a model that holds PPO's critic."""
 
 
 class BaselineSettings(LocalSettings):
-    """How a client trains on its preferences, by a loss on pairs or by offline PPO.
+    """How a client trains on its preferences: by a loss on pairs, or by offline PPO.
 
-    With PPO an optimiser step takes one minibatch, and a pass of ``local_epochs`` goes over the pairs
+    With PPO an optimiser step takes one minibatch. A pass of ``local_epochs`` then goes over the pairs
     ``ppo_epochs`` times.
 
     >>> settings = BaselineSettings(objective="ppo", objective_settings={"kl": 0.2})
@@ -71,10 +72,13 @@ class BaselineSettings(LocalSettings):
         return epochs * self.ppo_epochs if self.ppo else epochs
 
 
-def needs(settings: BaselineSettings, *parts: str) -> frozenset[str]:
-    """``parts``, and what PPO needs besides them.
+def lora_parts(settings: TrainingSettings, *parts: str, **optional: bool) -> frozenset[str]:
+    """The parts that a method needs of a model: the LoRA, ``parts``, and PPO's critic for objective PPO.
 
-    >>> sorted(needs(BaselineSettings(objective="ppo"), "lora"))
-    ['lora', 'value']
+    ``optional`` says of further parts whether they are needed.
+
+    >>> sorted(lora_parts(BaselineSettings(objective="ppo"), "head", gate=False))
+    ['head', 'lora', 'value']
     """
-    return frozenset({*parts, VALUE} if settings.ppo else parts)
+    optional = {**optional, VALUE: isinstance(settings, BaselineSettings) and settings.ppo}
+    return frozenset({lora.LORA, *parts, *(part for part, needed in optional.items() if needed)})

@@ -16,14 +16,14 @@ DECAY = 0.8
 
 
 def begin(settings: TrainingSettings) -> dict[str, Plain]:
-    """What the server remembers of the schedule before the first round."""
+    """The schedule's values in the server's first state."""
     return {"rate": 1.0, "last_loss": None} if settings.schedule == "plateau" else {}
 
 
 def announce(server: State) -> dict[str, float]:
-    """What the server must tell clients of the schedule: the plateau's factor, else nothing."""
-    told = server.values.get("rate")
-    return {"rate": told} if isinstance(told, float) else {}
+    """The schedule's numbers in a download: the plateau's factor, and none for other schedules."""
+    factor = server.values.get("rate")
+    return {"rate": factor} if isinstance(factor, float) else {}
 
 
 def rate(
@@ -31,11 +31,11 @@ def rate(
 ) -> float:
     """This round's learning rate, where the first round's is ``first``.
 
-    Cosine gives lr_min + ½ (first − lr_min)(1 + cos(π (t − 1) / T)) in round t of T, so that the first round
-    has ``first`` and a round after the last would have lr_min; a rate below lr_min stays.
+    Cosine gives lr_min + ½ (first − lr_min)(1 + cos(π (t − 1) / T)) in round t of T. So the first round has
+    ``first``, and a round after the last would have lr_min. A rate below lr_min does not change.
 
     Args:
-        first: the shared tensors' rate, or that of what is personal.
+        first: the rate of the shared or of the personal tensors.
         settings: name the schedule.
         now: the round t.
         rounds: T.
@@ -50,25 +50,25 @@ def rate(
 def advance(server: State, uploads: Sequence[Upload], *, robust: bool = False) -> State:
     """The server's state after a round: the plateau's factor falls if the loss rose.
 
-    The loss is the mean of the uploads' ``loss`` by n_i, compared with that of the round before. Uploads
-    without a loss have no say.
+    The loss is the mean of the uploads' ``loss``, weighted by n_i. It is compared with the loss of the round
+    before. Uploads without a loss do not count.
 
     Args:
         server: the state after the merge.
         uploads: those that were merged.
-        robust: take the median of the losses in the place of their mean, so that less than half of the
-            clients cannot choose everybody's rate.
+        robust: take the median of the losses instead of their mean, so that less than half of the clients
+            cannot choose everybody's rate.
     """
-    told, last = server.values.get("rate"), server.values.get("last_loss")
-    given = [(upload.weight, upload.scalars["loss"]) for upload in uploads if "loss" in upload.scalars]
-    # Exact sums: the order in which replies came must not move a bit of what clients are told.
-    weight = math.fsum(weight for weight, _ in given)
-    if not isinstance(told, float) or weight <= 0:
+    factor, last = server.values.get("rate"), server.values.get("last_loss")
+    losses = [(upload.weight, upload.scalars["loss"]) for upload in uploads if "loss" in upload.scalars]
+    # Sums are exact: the order in which replies came must not change a bit of the rate.
+    weight = math.fsum(weight for weight, _ in losses)
+    if not isinstance(factor, float) or weight <= 0:
         return server
     if robust:
-        # A client may send a whole number as one without a point, and what is kept is a float.
-        loss = float(statistics.median(value for _, value in given))
+        # A client may send a whole number without a decimal point; the state holds a float.
+        loss = float(statistics.median(value for _, value in losses))
     else:
-        loss = math.fsum(weight * value for weight, value in given) / weight
+        loss = math.fsum(weight * value for weight, value in losses) / weight
     rose = isinstance(last, float) and loss > last
-    return server.update(values={"rate": told * DECAY if rose else told, "last_loss": loss})
+    return server.update(values={"rate": factor * DECAY if rose else factor, "last_loss": loss})

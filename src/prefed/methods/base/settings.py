@@ -1,13 +1,16 @@
-"""What every method's settings have in common: how a client trains."""
+"""Settings that methods have in common: how a client trains."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core import Objective
+from prefed.core import Objective, Optimizer, Phase
 from prefed.core.strict import Strict
 from prefed.losses import OBJECTIVES, PPO, objective
 
@@ -50,11 +53,11 @@ class TrainingSettings(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_length(cls, given: Any) -> Any:
-        # Steps alone replace the default number of epochs.
-        if isinstance(given, dict) and given.get("local_steps") is not None:
-            return {"local_epochs": None, **given}
-        return given
+    def _one_length(cls, values: Any) -> Any:
+        # local_steps alone replaces the default number of epochs.
+        if isinstance(values, dict) and values.get("local_steps") is not None:
+            return {"local_epochs": None, **values}
+        return values
 
     @model_validator(mode="after")
     def _coherent(self) -> TrainingSettings:
@@ -74,28 +77,69 @@ class TrainingSettings(Strict):
         """Pairs in a batch, and batches that make an optimiser step."""
         return self.batch_size, self.accumulate
 
+    def step_pairs(self) -> int:
+        """Pairs that make an optimiser step."""
+        return math.prod(self.batches())
+
     def passes(self, epochs: int) -> int:
         """How often a phase of ``epochs`` goes over the client's pairs."""
         return epochs
+
+    def phase(
+        self,
+        name: str,
+        train: Sequence[str],
+        *,
+        lr: float | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        **changes: Any,
+    ) -> Phase:
+        """The phase that these settings describe.
+
+        Args:
+            name: names the phase's randomness.
+            train: the tensors that train.
+            lr: a learning rate in place of the settings'.
+            steps: optimiser steps; with ``epochs`` left out too, the settings' length.
+            epochs: passes over the client's pairs.
+            changes: other fields of :class:`~prefed.core.Phase`, e.g. ``objective``, ``rates``, ``proximal``.
+        """
+        if steps is None and epochs is None:
+            steps, epochs = self.local_steps, self.local_epochs
+        batch_size, accumulate = self.batches()
+        phase = Phase(
+            name=name,
+            train=tuple(train),
+            objective=self.goal(),
+            optimizer=Optimizer(
+                self.optimizer, lr or self.lr, self.betas, self.momentum, self.weight_decay, self.clip
+            ),
+            batch_size=batch_size,
+            steps=steps,
+            epochs=None if epochs is None else self.passes(epochs),
+            accumulate=accumulate,
+        )
+        return replace(phase, **changes)
 
 
 class PersonalSettings(TrainingSettings):
     """How a client trains under a personalised method: FedPDPO (arXiv:2603.19741), section 5 and D.3."""
 
-    accumulate: int = Field(2, ge=1, description="batches whose gradients make one optimiser step")
+    accumulate: int = Field(2, ge=1, description=TrainingSettings.model_fields["accumulate"].description)
     schedule: Literal["constant", "cosine", "plateau"] = Field(
-        "cosine",
-        description="learning rate over the rounds: constant; cosine from lr towards lr_min; "
-        "plateau: x 0.8 after each round whose mean training loss is above the round's before it",
+        "cosine", description=TrainingSettings.model_fields["schedule"].description
     )
 
 
 class TwoPhaseSettings(PersonalSettings):
-    """A visit that trains what is personal and what is shared one after the other.
+    """How a client trains in a visit with a phase for personal tensors and one for shared tensors.
 
     >>> from prefed.methods.ditto import Settings
-    >>> Settings(local_steps=3).personal_length(), Settings(local_epochs=3).personal_length()
-    ((3, None), (None, 1))
+    >>> Settings(local_steps=3).personal_phase()
+    {'lr': 0.0001, 'steps': 3, 'epochs': None}
+    >>> Settings(local_epochs=3).personal_phase()
+    {'lr': 0.0001, 'steps': None, 'epochs': 1}
     """
 
     personal_lr: float = Field(1e-4, gt=0, description="learning rate of the personal phase")
@@ -117,14 +161,16 @@ class TwoPhaseSettings(PersonalSettings):
             raise ValueError("give personal_steps or personal_epochs, not both")
         return self
 
-    def personal_length(self) -> tuple[int | None, int | None]:
-        """Steps and epochs of the personal phase; one of them is ``None``."""
-        if self.personal_steps is None and self.personal_epochs is None:
-            return (self.local_steps, None) if self.local_steps is not None else (None, 1)
-        return self.personal_steps, self.personal_epochs
+    def personal_phase(self) -> dict[str, Any]:
+        """Rate and length of the personal phase, as :meth:`phase` takes them."""
+        steps, epochs = self.personal_steps, self.personal_epochs
+        if steps is None and epochs is None:
+            steps, epochs = (self.local_steps, None) if self.local_steps is not None else (None, 1)
+        return {"lr": self.personal_lr, "steps": steps, "epochs": epochs}
 
 
 def _extras() -> str:
+    """The settings of all objectives but ``beta``, each with the objectives that have it."""
     names: dict[str, list[str]] = {}
     for objective_name in PAIRWISE:
         for name in OBJECTIVES[objective_name].defaults:
@@ -154,11 +200,11 @@ class LocalSettings(TrainingSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_beta(cls, given: Any) -> Any:
-        loss = OBJECTIVES.get(given.get("objective", "")) if isinstance(given, dict) else None
+    def _own_beta(cls, values: Any) -> Any:
+        loss = OBJECTIVES.get(values.get("objective", "")) if isinstance(values, dict) else None
         if loss is not None and "beta" in loss.defaults:
-            return {"beta": loss.defaults["beta"], **given}
-        return given
+            return {"beta": loss.defaults["beta"], **values}
+        return values
 
     @model_validator(mode="after")
     def _known_objective(self) -> LocalSettings:
@@ -171,7 +217,7 @@ class LocalSettings(TrainingSettings):
         """The loss that clients minimise, its settings checked and complete.
 
         Raises:
-            ValueError: there is no such objective, it is none for this method, or has no such setting.
+            ValueError: there is no such objective, this method cannot train on it, or it has no such setting.
         """
         if self.objective == PPO.name:
             raise ValueError(

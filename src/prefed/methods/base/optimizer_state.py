@@ -1,4 +1,4 @@
-"""Optimisers that go on where they stood at a client's last visit, whatever the method."""
+"""``optimizer_state = "kept"``: optimisers go on where they stood at a client's last visit, in any method."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from prefed.core import (
     Upload,
 )
 
-__all__ = ["remembering"]
+__all__ = ["keep_optimizer_state"]
 
 
-class _Desk:
-    """A visit whose phases start with what their optimisers left, and leave what they then hold.
+class _KeepingTrainer:
+    """A client's trainer whose phases start with the optimiser state of the phases before them.
 
-    Phases ``inner/0``, ``inner/1`` share one optimiser. Where a phase trains now these tensors and now those,
-    as under RoLoRA, it has one for each set.
+    Phases ``inner/0``, ``inner/1`` share one optimiser. Under RoLoRA a phase trains one set of tensors in
+    odd rounds and another in even rounds; then each set has an optimiser.
     """
 
     def __init__(self, trainer: ClientTrainer, private: State) -> None:
-        self._visit, self._private = trainer, private
+        self._trainer, self._private = trainer, private
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._visit, name)
+        return getattr(self._trainer, name)
 
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
-        name, held = self._held(phase)
-        trained = self._visit.train(tensors, replace(phase, moments=held))
-        if trained.moments is not None:
-            groups = {f"{name}.{slot}": value for slot, value in trained.moments.slots.items()}
-            self._private = self._private.update(groups, {name: trained.moments.steps})
-        return trained
+        name, moments = self._moments(phase)
+        result = self._trainer.train(tensors, replace(phase, moments=moments))
+        if result.moments is not None:
+            groups = {f"{name}.{slot}": value for slot, value in result.moments.slots.items()}
+            self._private = self._private.update(groups, {name: result.moments.steps})
+        return result
 
-    def _held(self, phase: Phase) -> tuple[str, Moments]:
-        """What the optimiser of ``phase`` is called, and what it remembers."""
+    def _moments(self, phase: Phase) -> tuple[str, Moments]:
+        """The name of the optimiser of ``phase``, and what it remembers."""
         first = OPTIMIZER + phase.name.partition("/")[0]
         for number in itertools.count(1):
             name = first if number == 1 else f"{first}+{number}"
@@ -58,19 +58,19 @@ class _Desk:
         return name, Moments()
 
     def keep(self, state: State) -> State:
-        """``state`` with what the optimisers hold, which the client alone sees."""
+        """``state`` with the optimisers' state, which never leaves the client."""
         return state.update(
             {name: group for name, group in self._private.tensors.items() if name.startswith(OPTIMIZER)},
             {name: value for name, value in self._private.values.items() if name.startswith(OPTIMIZER)},
         )
 
 
-def remembering(exchange: Exchange) -> Exchange:
-    """``exchange`` with local optimisers that are kept from visit to visit in the client's private state."""
+def keep_optimizer_state(exchange: Exchange) -> Exchange:
+    """``exchange`` with the state of local optimisers kept in the client's private state."""
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        desk = _Desk(trainer, private)
-        upload, state = exchange.work(cast("ClientTrainer", desk), private, download)
-        return upload, desk.keep(state)
+        keeping = _KeepingTrainer(trainer, private)
+        upload, state = exchange.work(cast("ClientTrainer", keeping), private, download)
+        return upload, keeping.keep(state)
 
     return replace(exchange, work=work)

@@ -1,0 +1,89 @@
+"""The server's moves in a round of FedAvg."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefed.core import Download, Owner, Ownership, Round, State, Tensors, Upload
+from prefed.merge import Aggregator, Weigh, lora
+from prefed.methods.base import schedule
+from prefed.methods.base.settings import TrainingSettings
+
+__all__ = ["FedAvgServer"]
+
+
+@dataclass(frozen=True)
+class FedAvgServer:
+    """Which tensors a method shares, and what the server does with them.
+
+    The server's state holds the shared tensors φ, in one group, and whatever the merge rule keeps.
+
+    Attributes:
+        settings: how clients train.
+        aggregator: how uploads merge, and which factors of a LoRA are shared.
+        rounds: how many rounds the run has.
+        ownership: who owns which tensor.
+        group: the name of φ's group in the server's state and in messages.
+    """
+
+    settings: TrainingSettings
+    aggregator: Aggregator
+    rounds: int
+    ownership: Ownership
+    group: str = "model"
+
+    # Names of tensors
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """All shared tensors, the LoRA rule's residuals among them.
+
+        A model of a client's own consists of these. LoRA factors are worth nothing without the residual that
+        they were trained on.
+        """
+        return self.ownership.names(Owner.SHARED)
+
+    @property
+    def shared_trainable(self) -> tuple[str, ...]:
+        """The shared tensors that clients train in some round: all of them but the LoRA rule's residuals."""
+        return tuple(name for name in self.shared if self.aggregator.layout[name].part != lora.RESIDUAL)
+
+    def trainable(self, now: Round, *owners: Owner) -> tuple[str, ...]:
+        """The tensors of ``owners`` (default: shared and personal) that train in this round.
+
+        The LoRA rule may let some of the shared ones rest.
+        """
+        names = self.aggregator.trainable(self.ownership, now.number)
+        return tuple(name for name in names if not owners or self.ownership.owners[name] in owners)
+
+    # The server
+
+    def init_server(self, initial: Tensors) -> State:
+        """The shared tensors as they start, φ⁰."""
+        state = self.aggregator.init(self.ownership.select(initial, Owner.SHARED), self.group)
+        return state.update(values=schedule.begin(self.settings))
+
+    def send(self, server: State, client: str) -> Download:
+        """Broadcast: the shared tensors φ, and the learning-rate schedule's numbers."""
+        return Download({self.group: server.tensors[self.group]}, schedule.announce(server))
+
+    def merge(
+        self, server: State, uploads: Sequence[Upload], now: Round, weigh: Weigh | None = None
+    ) -> State:
+        """φ ← the merge of the φ_i: their mean by n_i, unless ``[merge]`` or ``weigh`` says otherwise."""
+        names = self.trainable(now, Owner.SHARED)
+        merged = self.aggregator.merge(server, uploads, now, self.group, weigh, names)
+        return self.advance(merged, uploads)
+
+    def advance(self, server: State, uploads: Sequence[Upload]) -> State:
+        """The server's state with the learning-rate schedule advanced by one round."""
+        return schedule.advance(server, uploads, robust=self.aggregator.config.rule != "mean")
+
+    def publish(self, server: State, client: str) -> Download:
+        """What predictions need of the server: φ."""
+        return Download({self.group: server.tensors[self.group]})
+
+    def figures(self, server: State) -> dict[str, float]:
+        """For the round log: the merge rule's own figures and, on a plateau schedule, the rate's factor."""
+        return {**self.aggregator.figures(server, self.group), **schedule.announce(server)}
