@@ -60,7 +60,7 @@ ALLOWED = {
         "train",
         "wire",
     },
-    "report": BOTTOM | {"losses", "methods", "metrics", "runs", "store"},
+    "report": BOTTOM | {"data", "losses", "methods", "metrics", "runs", "store"},
 }
 """Room → the rooms it may import. Only the command line may import any."""
 

@@ -12,8 +12,9 @@ from finished import write_run
 from prefed.cli import app
 from prefed.cli.errors import reported
 from prefed.cli.generate import _print
-from prefed.data.statistics import print_survey, survey
+from prefed.data.statistics import dataset_statistics
 from prefed.report import read_run
+from prefed.report.dataset import print_dataset_statistics
 from prefed.report.result import print_result
 from prefed.report.tables import clients_table, comparison_table, differences_table
 from prefed.trackers.terminal import standard_output
@@ -57,7 +58,7 @@ def test_a_result_in_80_columns():
         assert text.count(value) == 6
 
 
-def test_a_survey_in_80_columns(tmp_path):
+def test_dataset_statistics_in_80_columns(tmp_path):
     """Headers and lengths of four digits whole beside long ids and categories."""
     from tests.unit.test_data_statistics import build
 
@@ -66,8 +67,8 @@ def test_a_survey_in_80_columns(tmp_path):
         | {"category": "information seeking"}
         for k, name in enumerate(NAMES * 3)
     ]
-    found = survey(build(tmp_path, rows, max_length=4096))
-    text, first = narrow(lambda console: print_survey(found, console))
+    statistics = dataset_statistics(build(tmp_path, rows, max_length=4096))
+    text, first = narrow(lambda console: print_dataset_statistics(statistics, console))
     assert all(name.replace(" ", "") in first for name in NAMES)
     for word in ("train", "val.", "test", "prompt", "response", "category", "JSD", "cat.", "tok."):
         assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text), word

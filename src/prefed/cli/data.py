@@ -16,10 +16,12 @@ def data(file: File, overrides: Overrides = None) -> None:
         from prefed.config import Experiment
 
         experiment = Experiment.load(file, overrides or [])
-        from prefed.data.statistics import print_survey, survey
+        from prefed.data.statistics import dataset_statistics
+        from prefed.report.dataset import print_dataset_statistics
         from prefed.runs.build import build_data
         from prefed.trackers.terminal import quiet, standard_output
 
         quiet()
         with TemporaryDirectory(prefix="prefed-data-") as folder:
-            print_survey(survey(build_data(experiment, Path(folder) / "data")), standard_output())
+            statistics = dataset_statistics(build_data(experiment, Path(folder) / "data"))
+            print_dataset_statistics(statistics, standard_output())

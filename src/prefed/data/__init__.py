@@ -1,4 +1,4 @@
-"""Preferences: records, sources, tokens on disk, and who holds what."""
+"""Preference data: records, sources, partitions, and tokens on disk."""
 
 from typing import TYPE_CHECKING
 
@@ -6,9 +6,9 @@ from prefed.core.lazy import names
 
 if TYPE_CHECKING:
     from prefed.data.build import build_dataset
-    from prefed.data.config import Columns, DataConfig, Partition, Source, resolve
+    from prefed.data.config import Columns, DataConfig, Partition, Source
     from prefed.data.dataset import ClientData, ClientSizes, FederatedDataset, Report
-    from prefed.data.errors import DataError, OtherDataError
+    from prefed.data.errors import DataError, DataMismatchError
     from prefed.data.record import Message, Prompt, Record
     from prefed.data.sources import FORMATS
     from prefed.data.templates import Template, dialogue
@@ -22,9 +22,9 @@ __all__ = [
     "Columns",
     "DataConfig",
     "DataError",
+    "DataMismatchError",
     "FederatedDataset",
     "Message",
-    "OtherDataError",
     "Pair",
     "Partition",
     "Prompt",
@@ -36,15 +36,14 @@ __all__ = [
     "TokenWriter",
     "build_dataset",
     "dialogue",
-    "resolve",
 ]
 
 __getattr__ = names(
     __name__,
     {
         "build": "build_dataset",
-        "config": "Columns DataConfig Partition Source resolve",
-        "errors": "DataError OtherDataError",
+        "config": "Columns DataConfig Partition Source",
+        "errors": "DataError DataMismatchError",
         "dataset": "ClientData ClientSizes FederatedDataset Report",
         "record": "Message Prompt Record",
         "sources": "FORMATS",

@@ -1,4 +1,4 @@
-"""From the ``[data.partition]`` table to a client for every row."""
+"""Assigns a client to every row, as the ``[data.partition]`` table says."""
 
 from __future__ import annotations
 
@@ -11,74 +11,76 @@ from numpy.typing import NDArray
 
 from prefed.core.key import Key
 from prefed.core.text import hidden
-from prefed.data import partition as deal
+from prefed.data import partition as partitions
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin, Partition
-from prefed.data.errors import AbsentError, DataError
+from prefed.data.errors import DataError, MissingColumnError
 from prefed.data.record import Record
 
-__all__ = ["ROLES", "Assignment", "Rows", "assign", "label", "natural"]
+__all__ = ["ROLES", "Assignment", "RowTable", "assign_clients", "natural_partition", "partition_value"]
 
 ROLES = ("train", "validation", "test")
-"""What rows are for; a row's role is an index into this."""
+"""The roles of rows. A row's role is stored as an index into this tuple."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The columns that a partition looks at, one entry per row.
+class RowTable:
+    """The columns that a partition needs, one entry per row.
 
     Attributes:
         role: ``int64 [n]``, index into :data:`ROLES`.
-        label: ``int64 [n]``, index into ``labels``.
-        labels: values of the partition's column (or names of sources).
+        value: ``int64 [n]``, index into ``values``.
+        values: the different values of the partition's column, or the names of the sources.
         margin: ``float [n]``.
         prompt: ``uint64 [n]``, equal for equal prompts.
-        use: ``bool [n]``, rows to be given a client.
+        usable: ``bool [n]``, false for rows that get no client.
     """
 
     role: NDArray[np.int64]
-    label: NDArray[np.int64]
-    labels: Sequence[str]
+    value: NDArray[np.int64]
+    values: Sequence[str]
     margin: NDArray[np.floating[Any]]
     prompt: NDArray[np.uint64]
-    use: NDArray[np.bool_]
+    usable: NDArray[np.bool_]
 
-    def of(self, role: int) -> NDArray[np.int64]:
-        """Indices of the used rows of a role."""
-        return np.flatnonzero(self.use & (self.role == role))
+    def rows_of(self, role: int) -> NDArray[np.int64]:
+        """The indices of the usable rows of a role."""
+        return np.flatnonzero(self.usable & (self.role == role))
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who holds what.
+    """The client of every row.
 
     Attributes:
-        names: the clients' ids.
-        client: ``int64 [n]``, index into ``names``, −1 for a row that no client holds.
-        flipped: ``bool [clients]``, clients whose chosen and rejected are swapped.
+        ids: the ids of the clients.
+        client: ``int64 [n]``, index into ``ids``; −1 for a row without a client.
+        flipped: ``bool [clients]``, true for clients whose chosen and rejected are swapped.
     """
 
-    names: tuple[str, ...]
+    ids: tuple[str, ...]
     client: NDArray[np.int64]
     flipped: NDArray[np.bool_]
 
 
-def label(partition: Partition, record: Record, source: str | None) -> str:
-    """What the partition needs to know of a record: the value of its column, or its source.
+def partition_value(partition: Partition, record: Record, source: str | None) -> str:
+    """A record's value for the partition: that of the partition's column, or the name of its source.
+
+    It is empty for a partition that needs neither.
 
     Raises:
-        AbsentError: the record does not have it.
-        ValueError: it is no name.
+        MissingColumnError: the record has no such value.
+        ValueError: the value cannot be a name.
     """
     if isinstance(partition, BySource):
         return source or ""
     if isinstance(partition, Margin) and record.margin is None:
-        raise AbsentError("margin", "no margin", record.columns)
+        raise MissingColumnError("margin", "no margin", record.columns)
     column = getattr(partition, "column", None)
     if column is None:
         return ""
     value = record.column(column)
     if value is None or value == "":
-        raise AbsentError(column, f"no value in column {column!r}", record.columns)
+        raise MissingColumnError(column, f"no value in column {column!r}", record.columns)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     name = str(value)
@@ -88,158 +90,173 @@ def label(partition: Partition, record: Record, source: str | None) -> str:
     return name
 
 
-def natural(partition: Partition, rows: Rows) -> Assignment | None:
-    """The assignment where the data say whose rows are whose, else ``None``.
+def natural_partition(partition: Partition, table: RowTable) -> Assignment | None:
+    """The assignment where the data themselves name the clients, otherwise ``None``.
 
     Raises:
         DataError: a value belongs to no group, or a group has no rows.
     """
-    if not isinstance(partition, ByColumn | BySource):
-        return None
-    held = np.unique(rows.label[rows.of(0)])
-    groups = partition.groups if isinstance(partition, ByColumn) else None
-    of_label = np.full(len(rows.labels), -1, dtype=np.int64)
-    if groups is None:
-        present = [rows.labels[k] for k in held]
-        names = (
-            tuple(rows.labels[k] for k in held) if isinstance(partition, BySource) else tuple(sorted(present))
-        )
-        code = {name: k for k, name in enumerate(rows.labels)}
-        of_label[[code[name] for name in names]] = np.arange(len(names))
+    if isinstance(partition, BySource):
+        ids = [table.values[k] for k in np.unique(table.value[table.rows_of(0)])]
+        client_of = {name: k for k, name in enumerate(ids)}
+    elif isinstance(partition, ByColumn) and partition.groups is None:
+        ids = sorted(table.values[k] for k in np.unique(table.value[table.rows_of(0)]))
+        client_of = {name: k for k, name in enumerate(ids)}
+    elif isinstance(partition, ByColumn) and partition.groups is not None:
+        ids = list(partition.groups)
+        client_of = _client_of_value(partition.groups, table)
     else:
-        names = tuple(groups)
-        group_of: dict[str, int] = {}
-        for index, (name, values) in enumerate(groups.items()):
-            for value in values:
-                if value in group_of:
-                    raise DataError(f"value {value!r} is in two groups: {names[group_of[value]]} and {name}")
-                group_of[value] = index
-        homeless = [rows.labels[k] for k in held if rows.labels[k] not in group_of]
-        if homeless:
-            raise DataError(f"these values belong to no group: {_listed(sorted(homeless))}")
-        for k, value in enumerate(rows.labels):
-            of_label[k] = group_of.get(value, -1)
-        empty = set(range(len(names))) - set(of_label[held].tolist())
-        if empty:
-            raise DataError(
-                f"these groups have no rows: {_listed([names[k] for k in sorted(empty)])}; "
-                f"the values are {_listed(sorted(rows.labels[k] for k in held))}"
-            )
-    client = np.where(rows.use, of_label[rows.label], -1)
-    return Assignment(names, client, np.zeros(len(names), dtype=np.bool_))
+        return None
+    of_value = np.array([client_of.get(value, -1) for value in table.values], dtype=np.int64)
+    client = np.where(table.usable, of_value[table.value], -1)
+    return Assignment(tuple(ids), client, np.zeros(len(ids), dtype=np.bool_))
 
 
-def assign(partition: Partition, rows: Rows, key: Key) -> Assignment:
+def _client_of_value(groups: dict[str, list[str]], table: RowTable) -> dict[str, int]:
+    """The client, by index, of each value that a group names."""
+    ids = list(groups)
+    client_of: dict[str, int] = {}
+    for index, (name, values) in enumerate(groups.items()):
+        for value in values:
+            if value in client_of:
+                raise DataError(f"value {value!r} is in two groups: {ids[client_of[value]]} and {name}")
+            client_of[value] = index
+    present = [table.values[k] for k in np.unique(table.value[table.rows_of(0)])]
+    without_group = sorted(value for value in present if value not in client_of)
+    if without_group:
+        raise DataError(f"these values belong to no group: {_listed(without_group)}")
+    empty = set(range(len(ids))) - {client_of[value] for value in present}
+    if empty:
+        raise DataError(
+            f"these groups have no rows: {_listed([ids[k] for k in sorted(empty)])}; "
+            f"the values are {_listed(sorted(present))}"
+        )
+    return client_of
+
+
+def assign_clients(partition: Partition, table: RowTable, key: Key) -> Assignment:
     """A client for every row.
 
-    Rows of validation and test sources are dealt by the same rule: to the client of their column's value;
-    shuffled and cut, or sorted by margin and cut, in the sizes of the training rows; by the shares drawn for
-    the training rows, or to the client that trains on their prompt. A row whose value no client trains on
-    gets none.
+    Rows for validation and test follow the rule of the training rows:
+
+    - Column, source: a row goes to the client of its value. A row whose value no client trains on gets no
+      client.
+    - Iid, margin, conflict: the rows of each role are shuffled, or sorted, and cut on their own. The relative
+      sizes are those of the training rows.
+    - Dirichlet: a row goes to the client that trains on its prompt. Other rows follow the shares that were
+      drawn for the training rows.
 
     Args:
         partition: the rule.
-        rows: the columns.
+        table: the columns of the rows.
         key: the randomness.
 
     Raises:
-        DataError: the rows cannot be divided so.
+        DataError: the rows cannot be divided by this rule.
     """
-    found = natural(partition, rows)
-    if found is not None:
-        return found
-    client = np.full(len(rows.role), -1, dtype=np.int64)
+    natural = natural_partition(partition, table)
+    if natural is not None:
+        return natural
+    if isinstance(partition, Conflict):
+        return _conflict(partition, table, key)
+    client = np.full(len(table.role), -1, dtype=np.int64)
     if isinstance(partition, Dirichlet):
-        _dirichlet(partition, rows, key, client)
-        return _drawn("client", partition.clients, client)
-    assert isinstance(partition, Iid | Margin | Conflict)
-    weight = deal.weights(partition.clients, partition.sizes)
-    kinds = _kinds(partition, rows) if isinstance(partition, Conflict) and partition.column else None
+        _dirichlet(partition, table, key, client)
+    else:
+        assert isinstance(partition, Iid | Margin)
+        weight = partitions.client_weights(partition.clients, partition.sizes)
+        for role, name in enumerate(ROLES):
+            rows, least = table.rows_of(role), int(role == 0)
+            if isinstance(partition, Margin):
+                client[rows] = partitions.margin_partition(table.margin[rows], weight, least=least)
+            else:
+                client[rows] = partitions.iid_partition(len(rows), weight, key.at(name), least=least)
+    ids = _numbered("client", partition.clients)
+    return Assignment(ids, client, np.zeros(len(ids), dtype=np.bool_))
+
+
+def _conflict(partition: Conflict, table: RowTable, key: Key) -> Assignment:
+    client = np.full(len(table.role), -1, dtype=np.int64)
+    weight = partitions.client_weights(partition.clients, partition.sizes)
+    kind_of, kinds = _kinds(partition, table) if partition.column else (None, ("as-given", "reversed"))
     for role, name in enumerate(ROLES):
-        members = rows.of(role)
-        least = 1 if role == 0 else 0
-        here = key.at(name)
-        if isinstance(partition, Margin):
-            client[members] = deal.margin(rows.margin[members], weight, least=least)
-        elif kinds is None:
-            client[members] = deal.iid(len(members), weight, here, least=least)
-        else:
-            assert isinstance(partition, Conflict)
-            category = kinds[0][rows.label[members]]
-            known = members[category >= 0]
-            client[known] = deal.conflict(category[category >= 0], weight, partition.ratio, here, least=least)
-    if not isinstance(partition, Conflict):
-        return _drawn("client", partition.clients, client)
-    first = deal.split_of(partition.clients, partition.ratio)
-    parts = kinds[1] if kinds is not None else ("as-given", "reversed")
-    names = (*_names(parts[0], first), *_names(parts[1], partition.clients - first))
-    flipped = (
-        deal.flip(partition.clients, partition.ratio)
-        if partition.flip
-        else np.zeros(len(names), dtype=np.bool_)
-    )
-    return Assignment(names, client, flipped)
+        rows, least, role_key = table.rows_of(role), int(role == 0), key.at(name)
+        if kind_of is None:
+            client[rows] = partitions.iid_partition(len(rows), weight, role_key, least=least)
+            continue
+        kind = kind_of[table.value[rows]]
+        rows, kind = rows[kind >= 0], kind[kind >= 0]
+        client[rows] = partitions.conflict_partition(kind, weight, partition.ratio, role_key, least=least)
+    first = partitions.first_kind_count(partition.clients, partition.ratio)
+    ids = (*_numbered(kinds[0], first), *_numbered(kinds[1], partition.clients - first))
+    flipped = partitions.flipped_clients(partition.clients, partition.ratio)
+    return Assignment(ids, client, flipped & partition.flip)
 
 
-def _dirichlet(partition: Dirichlet, rows: Rows, key: Key, client: NDArray[np.int64]) -> None:
-    train = rows.of(0)
-    # Categories in the order of their names, so that the order of the rows does not change the draw.
-    present = sorted(np.unique(rows.label[train]).tolist(), key=lambda k: rows.labels[k])
-    code = np.full(len(rows.labels), -1, dtype=np.int64)
-    code[present] = np.arange(len(present))
-    prompt = np.arange(len(rows.role), dtype=np.uint64) if partition.share_prompts else rows.prompt
+def _dirichlet(partition: Dirichlet, table: RowTable, key: Key, client: NDArray[np.int64]) -> None:
+    train = table.rows_of(0)
+    # Categories are sorted by name, so that the order of the rows does not change the draw.
+    present = sorted(np.unique(table.value[train]).tolist(), key=lambda k: table.values[k])
+    category_of = np.full(len(table.values), -1, dtype=np.int64)
+    category_of[present] = np.arange(len(present))
+    category = category_of[table.value]
+    # With share_prompts every row counts as a prompt of its own.
+    prompt = np.arange(len(table.role), dtype=np.uint64) if partition.share_prompts else table.prompt
     if not partition.share_prompts:
-        _check_prompts(prompt[train], code[rows.label[train]])
-    share = deal.shares(len(present), partition.clients, partition.alpha, key.at("shares"))
-    first = deal.deal(code[rows.label[train]], prompt[train], share, key.at("train"))
-    client[train] = deal.fill(first, prompt[train], partition.clients)
-    held = train
+        _check_prompts(prompt[train], category[train])
+    share = partitions.dirichlet_shares(len(present), partition.clients, partition.alpha, key.at("shares"))
+    first = partitions.dirichlet_partition(category[train], prompt[train], share, key.at("train"))
+    client[train] = partitions.fill_empty_clients(first, prompt[train], partition.clients)
+    assigned = train
     for role in (1, 2):
-        members = rows.of(role)
-        members = members[code[rows.label[members]] >= 0]
-        owner = (prompt[held], client[held])
-        client[members] = deal.deal(
-            code[rows.label[members]], prompt[members], share, key.at(ROLES[role]), owner
+        rows = table.rows_of(role)
+        rows = rows[category[rows] >= 0]
+        placed = (prompt[assigned], client[assigned])
+        client[rows] = partitions.dirichlet_partition(
+            category[rows], prompt[rows], share, key.at(ROLES[role]), placed
         )
-        held = np.concatenate([held, members])
+        assigned = np.concatenate([assigned, rows])
 
 
 def _check_prompts(prompt: NDArray[np.uint64], category: NDArray[np.int64]) -> None:
-    """Refuse prompts that cross categories: kept apart, they would decide who holds what, not the shares."""
-    names, group = np.unique(prompt, return_inverse=True)
+    """Refuse data in which most pairs have a prompt of several categories.
+
+    A prompt goes to one client as a whole. In such data the prompts would decide the partition, not the
+    shares.
+    """
+    codes, group = np.unique(prompt, return_inverse=True)
     group = group.reshape(-1)
-    low, high = np.full(len(names), category.max()), np.zeros(len(names), dtype=np.int64)
+    low, high = np.full(len(codes), category.max()), np.zeros(len(codes), dtype=np.int64)
     np.minimum.at(low, group, category)
     np.maximum.at(high, group, category)
     crossing = float((low != high)[group].mean())
     if crossing > 0.5:
         raise DataError(
-            f"{crossing:.0%} of the pairs have a prompt that occurs in several categories ({len(names)} "
+            f"{crossing:.0%} of the pairs have a prompt that occurs in several categories ({len(codes)} "
             "different prompts in all); keeping each prompt with one client would undo the Dirichlet shares: "
             "set share_prompts = true"
         )
 
 
-def _kinds(partition: Conflict, rows: Rows) -> tuple[NDArray[np.int64], tuple[str, str]]:
-    """The kind (0, 1, −1 for neither) of each label, and the two categories."""
-    present = sorted(rows.labels[k] for k in np.unique(rows.label[rows.of(0)]))
-    wanted = partition.categories or tuple(present)
-    if len(wanted) != 2 or set(wanted) != set(present):
+def _kinds(partition: Conflict, table: RowTable) -> tuple[NDArray[np.int64], tuple[str, str]]:
+    """The kind of each value (0 or 1; −1 for neither), and the two categories."""
+    present = sorted(table.values[k] for k in np.unique(table.value[table.rows_of(0)]))
+    categories = partition.categories or tuple(present)
+    if len(categories) != 2 or set(categories) != set(present):
         raise DataError(
             f"a conflict is between two categories, and column {partition.column!r} has {len(present)}: "
-            f"{_listed(present)}" + (f"; categories names {_listed(wanted)}" if partition.categories else "")
+            f"{_listed(present)}"
+            + (f"; categories names {_listed(categories)}" if partition.categories else "")
         )
-    order = {wanted[0]: 0, wanted[1]: 1}
-    return np.array([order.get(name, -1) for name in rows.labels], dtype=np.int64), (wanted[0], wanted[1])
+    kind_of = {categories[0]: 0, categories[1]: 1}
+    kind = np.array([kind_of.get(value, -1) for value in table.values], dtype=np.int64)
+    return kind, (categories[0], categories[1])
 
 
-def _names(stem: str, count: int) -> tuple[str, ...]:
+def _numbered(stem: str, count: int) -> tuple[str, ...]:
+    """``stem-0``, ``stem-1``, … with numbers of equal width."""
     width = len(str(count - 1))
     return tuple(f"{stem}-{k:0{width}d}" for k in range(count))
-
-
-def _drawn(stem: str, count: int, client: NDArray[np.int64]) -> Assignment:
-    return Assignment(_names(stem, count), client, np.zeros(count, dtype=np.bool_))
 
 
 def _listed(names: Sequence[str], most: int = 12) -> str:

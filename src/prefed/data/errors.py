@@ -1,47 +1,55 @@
-"""What is wrong with data, said with the file and the row."""
+"""Errors about data. Their messages name the file and the row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["AbsentError", "DataError", "OtherDataError", "Problems", "RowError", "Where"]
+__all__ = [
+    "DataError",
+    "DataMismatchError",
+    "ErrorCollector",
+    "MissingColumnError",
+    "RowError",
+    "RowLocation",
+]
 
 
 class DataError(ValueError):
-    """Data that cannot be used, or that cannot be divided as asked. The message says where and what to do."""
+    """The data cannot be used, or not divided as configured. The message names the place and a remedy."""
 
 
-class OtherDataError(DataError):
-    """A folder of kept data was made from other sources, or in another way."""
+class DataMismatchError(DataError):
+    """A folder holds a dataset that was built from other sources or with other settings."""
 
 
 class RowError(ValueError):
-    """One row that does not give a preference pair. The reader adds the file and the row."""
+    """One row does not give a preference pair. The reader adds the file and the row to the message."""
 
 
-class AbsentError(RowError):
-    """A row without the column that the partition asks for.
+class MissingColumnError(RowError):
+    """A row lacks the column that the partition needs.
 
     Attributes:
-        column: what was asked for.
-        there: the columns that the row has.
+        column: the column that the partition needs.
+        columns: the columns that the row has.
     """
 
-    def __init__(self, column: str, what: str, there: Sequence[str]) -> None:
-        super().__init__(f"{what}, which the partition uses; this row has {', '.join(there) or 'none'}")
-        self.column, self.there = column, tuple(there)
+    def __init__(self, column: str, problem: str, columns: Sequence[str]) -> None:
+        super().__init__(f"{problem}, which the partition uses; this row has {', '.join(columns) or 'none'}")
+        self.column, self.columns = column, tuple(columns)
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where a row was read.
+class RowLocation:
+    """The place that a row was read from.
 
     Attributes:
-        file: the file's path as found, or a hub name with its split.
-        row: 1 for the first; for text files the line's number in the file, so the first row of a CSV is 2.
+        file: the path of the file, or a hub name with its split.
+        row: the number of the row, from 1. In a text file it is the number of the line, so the first row of a
+            CSV file is row 2.
 
-    >>> str(Where("pairs.jsonl", 7))
+    >>> str(RowLocation("pairs.jsonl", 7))
     'pairs.jsonl, row 7'
     """
 
@@ -53,12 +61,20 @@ class Where:
 
 
 @dataclass
-class Problems:
-    """Collects what is wrong with rows, so that one run names several of them.
+class ErrorCollector:
+    """Collects errors about rows, so that one message lists several of them.
 
-    >>> problems = Problems(limit=2)
-    >>> problems.add(Where("a.jsonl", 1), "chosen is empty")
-    >>> problems.add(Where("a.jsonl", 5), "chosen is empty")
+    Attributes:
+        limit: the number of errors at which reading stops.
+        hint: the last line of the message: a remedy.
+        count_only: count errors and never raise.
+        count: how many errors there were.
+        first: the text of the first error.
+        messages: the texts of all errors; empty with ``count_only``.
+
+    >>> errors = ErrorCollector(limit=2)
+    >>> errors.add(RowLocation("a.jsonl", 1), "chosen is empty")
+    >>> errors.add(RowLocation("a.jsonl", 5), "chosen is empty")
     Traceback (most recent call last):
     ...
     prefed.data.errors.DataError: these rows cannot be used (stopped at 2 problems):
@@ -68,33 +84,34 @@ class Problems:
 
     limit: int = 10
     hint: str = ""
-    forgiving: bool = False
+    count_only: bool = False
     count: int = 0
     first: str = ""
-    found: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
-    def add(self, where: Where, message: str) -> None:
-        """Note a problem; where ``forgiving``, only count it.
+    def add(self, location: RowLocation, message: str) -> None:
+        """Note an error about a row. With ``count_only`` it is only counted.
 
         Raises:
-            DataError: at the ``limit``-th problem, listing all of them.
+            DataError: this is error number ``limit``. The message lists all of them.
         """
         self.count += 1
-        text = f"{where}: {message}"
+        text = f"{location}: {message}"
         self.first = self.first or text
-        if self.forgiving:
+        if self.count_only:
             return
-        self.found.append(text)
-        if len(self.found) >= self.limit:
-            self.finish(stopped=True)
+        self.messages.append(text)
+        if len(self.messages) >= self.limit:
+            self.raise_if_any(stopped=True)
 
-    def finish(self, *, stopped: bool = False) -> None:
-        """End of the data.
+    def raise_if_any(self, *, stopped: bool = False) -> None:
+        """Call this at the end of the data.
 
         Raises:
-            DataError: if there was any problem, listing all of them.
+            DataError: there were errors. The message lists all of them.
         """
-        if not self.found:
+        if not self.messages:
             return
         head = "these rows cannot be used" + (f" (stopped at {self.limit} problems)" if stopped else "")
-        raise DataError(f"{head}:\n  " + "\n  ".join(self.found) + (f"\n{self.hint}" if self.hint else ""))
+        text = f"{head}:\n  " + "\n  ".join(self.messages)
+        raise DataError(text + (f"\n{self.hint}" if self.hint else ""))

@@ -1,8 +1,10 @@
-"""Who holds which rows: pure functions of a few columns and a key.
+"""Partitions: which client gets which rows. Pure functions of a few columns and a key.
 
-Every function gives each row exactly one client, as an index. Nothing depends on the order in which anything
-ran, and no row is left over. (flwr-datasets has partitioners of these names; it pins ``datasets<5``, its
-shards drop leftover rows by default, and its Dirichlet splits prompts between clients.)
+Every function gives each row exactly one client, as an index. No row is left over. Results depend on the
+arguments alone.
+
+flwr-datasets has partitioners of these names. It pins ``datasets<5``, its shards drop leftover rows by
+default, and its Dirichlet partitioner splits the rows of a prompt between clients.
 """
 
 from __future__ import annotations
@@ -17,33 +19,34 @@ from prefed.core.key import Key
 from prefed.data.errors import DataError
 
 __all__ = [
-    "apportion",
-    "conflict",
-    "contiguous",
-    "deal",
-    "fill",
-    "flip",
-    "iid",
-    "margin",
-    "shares",
-    "weights",
+    "client_weights",
+    "conflict_partition",
+    "contiguous_shards",
+    "dirichlet_partition",
+    "dirichlet_shares",
+    "fill_empty_clients",
+    "first_kind_count",
+    "flipped_clients",
+    "iid_partition",
+    "margin_partition",
+    "shard_sizes",
 ]
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
 
-def weights(clients: int, sizes: float | Sequence[float] | None) -> Floats:
-    """The clients' relative sizes, ``float64 [clients]``.
+def client_weights(clients: int, sizes: float | Sequence[float] | None) -> Floats:
+    """The relative sizes of the clients, ``float64 [clients]``.
 
     Args:
-        clients: how many.
-        sizes: ``None`` for equal ones, the exponent a of a power law (k+1)^−a, or one weight per client.
+        clients: the number of clients.
+        sizes: ``None`` for equal sizes, the exponent a of a power law (k+1)^−a, or one weight per client.
 
     Raises:
-        DataError: not one weight per client.
+        DataError: there is not one weight per client.
 
-    >>> weights(3, 1.0).round(2).tolist()
+    >>> client_weights(3, 1.0).round(2).tolist()
     [1.0, 0.5, 0.33]
     """
     if sizes is None:
@@ -55,14 +58,15 @@ def weights(clients: int, sizes: float | Sequence[float] | None) -> Floats:
     return np.asarray(sizes, dtype=np.float64)
 
 
-def apportion(total: int, weight: Floats, *, least: int = 1) -> Ints:
-    """``total`` split in proportion to ``weight`` by largest remainders, ``int64 [clients]``; each gets
-    ``least``.
+def shard_sizes(total: int, weight: Floats, *, least: int = 1) -> Ints:
+    """Split ``total`` in proportion to ``weight`` by the method of largest remainders, ``int64 [clients]``.
+
+    Every client gets at least ``least``.
 
     Raises:
-        DataError: there is not enough for everyone.
+        DataError: ``total`` is too small for that.
 
-    >>> apportion(10, np.array([5.0, 3.0, 2.0])).tolist(), apportion(11, np.ones(3)).tolist()
+    >>> shard_sizes(10, np.array([5.0, 3.0, 2.0])).tolist(), shard_sizes(11, np.ones(3)).tolist()
     ([5, 3, 2], [4, 4, 3])
     """
     count = len(weight)
@@ -79,35 +83,38 @@ def apportion(total: int, weight: Floats, *, least: int = 1) -> Ints:
     return np.asarray(sizes, dtype=np.int64)
 
 
-def contiguous(order: Ints, sizes: Ints) -> Ints:
-    """The client of each row, when rows in ``order`` are cut into stretches of ``sizes``."""
+def contiguous_shards(order: Ints, sizes: Ints) -> Ints:
+    """Cut the rows, sorted as in ``order``, into contiguous shards; returns the client of each row."""
     client = np.empty(len(order), dtype=np.int64)
     client[order] = np.repeat(np.arange(len(sizes)), sizes)
     return client
 
 
-def iid(rows: int, weight: Floats, key: Key, *, least: int = 1) -> Ints:
-    """A random deal: sizes as ``weight`` says, within one row.
+def iid_partition(rows: int, weight: Floats, key: Key, *, least: int = 1) -> Ints:
+    """Shuffle the rows and cut them into shards whose sizes follow ``weight``, within one row.
 
     Raises:
-        DataError: fewer rows than ``least`` for each client.
+        DataError: there are fewer than ``least`` rows per client.
     """
-    return contiguous(key.numpy().permutation(rows), apportion(rows, weight, least=least))
+    return contiguous_shards(key.numpy().permutation(rows), shard_sizes(rows, weight, least=least))
 
 
-def margin(margins: NDArray[np.floating[Any]], weight: Floats, *, least: int = 1) -> Ints:
-    """Rows sorted by margin, largest first, in contiguous shards; equal margins in the order of the rows.
+def margin_partition(margins: NDArray[np.floating[Any]], weight: Floats, *, least: int = 1) -> Ints:
+    """Sort the rows by margin, largest first, and cut them into contiguous shards.
+
+    Rows of equal margin keep their order.
 
     Raises:
-        DataError: fewer rows than ``least`` for each client.
+        DataError: there are fewer than ``least`` rows per client.
     """
-    return contiguous(np.argsort(-margins, kind="stable"), apportion(len(margins), weight, least=least))
+    sizes = shard_sizes(len(margins), weight, least=least)
+    return contiguous_shards(np.argsort(-margins, kind="stable"), sizes)
 
 
-def shares(categories: int, clients: int, alpha: float, key: Key) -> Floats:
-    """How each category is shared out: ``float64 [categories, clients]``, rows drawn from Dir(alpha)."""
+def dirichlet_shares(categories: int, clients: int, alpha: float, key: Key) -> Floats:
+    """The clients' shares of each category, ``float64 [categories, clients]``: rows drawn from Dir(α)."""
     generator = key.numpy()
-    # Gamma variates of a small alpha underflow to zero all at once; their logarithms do not:
+    # Gamma variates of a small alpha underflow to zero all at once. Their logarithms do not:
     # if G ~ Gamma(alpha + 1) and U is uniform, then G · U^(1/alpha) ~ Gamma(alpha).
     shape = (categories, clients)
     uniform = 1.0 - generator.random(shape)
@@ -116,36 +123,40 @@ def shares(categories: int, clients: int, alpha: float, key: Key) -> Floats:
     return np.asarray(values / values.sum(axis=1, keepdims=True))
 
 
-def deal(
-    category: Ints, prompt: NDArray[np.uint64], share: Floats, key: Key, owner: tuple[Any, Any] | None = None
+def dirichlet_partition(
+    category: Ints,
+    prompt: NDArray[np.uint64],
+    share: Floats,
+    key: Key,
+    placed: tuple[Any, Any] | None = None,
 ) -> Ints:
-    """Rows dealt by category in given shares, all rows of a prompt to one client.
+    """Divide the rows of each category by the given shares. All rows of a prompt go to one client.
 
-    The prompts of a category (that of a prompt's first row) are shuffled and cut where the clients'
-    cumulative shares of the category's rows fall.
+    A prompt's category is that of its first row. The prompts of a category are shuffled. Then they are cut at
+    the clients' cumulative shares of the category's rows.
 
     Args:
         category: ``int64 [n]``, in ``range(len(share))``.
         prompt: ``uint64 [n]``, equal for equal prompts.
-        share: ``float64 [categories, clients]``, rows summing to one.
-        key: shuffles.
-        owner: prompts (``uint64``) and the clients who hold them already.
+        share: ``float64 [categories, clients]``, each row sums to one; see :func:`dirichlet_shares`.
+        key: shuffles the prompts.
+        placed: prompts (``uint64``) that have a client already, and these clients.
     """
-    names, first, group, counts = np.unique(
+    codes, first, group, counts = np.unique(
         prompt, return_index=True, return_inverse=True, return_counts=True
     )
     of_group = category[first]
-    client = np.full(len(names), -1, dtype=np.int64)
-    if owner is not None and len(owner[0]):
-        order = np.argsort(owner[0], kind="stable")
-        held = np.asarray(owner[0])[order]
-        at = np.minimum(np.searchsorted(held, names), len(held) - 1)
-        client = np.where(held[at] == names, np.asarray(owner[1])[order][at], -1)
+    client = np.full(len(codes), -1, dtype=np.int64)
+    if placed is not None and len(placed[0]):
+        order = np.argsort(placed[0], kind="stable")
+        prompts = np.asarray(placed[0])[order]
+        at = np.minimum(np.searchsorted(prompts, codes), len(prompts) - 1)
+        client = np.where(prompts[at] == codes, np.asarray(placed[1])[order][at], -1)
     for index in range(len(share)):
         members = np.flatnonzero((of_group == index) & (client < 0))
         if len(members) == 0:
             continue
-        # Shuffled from the order of the rows, so that the names' own order does not matter.
+        # The shuffle starts from the order of the rows, so that the order of the codes has no influence.
         members = members[np.argsort(first[members], kind="stable")]
         members = members[key.at("category", index).numpy().permutation(len(members))]
         sizes = counts[members]
@@ -155,65 +166,75 @@ def deal(
     return np.asarray(client[group.reshape(-1)], dtype=np.int64)
 
 
-def fill(client: Ints, prompt: NDArray[np.uint64], clients: int) -> Ints:
-    """A deal in which nobody is left without: a client without rows takes the largest client's smallest
-    prompt.
+def fill_empty_clients(client: Ints, prompt: NDArray[np.uint64], clients: int) -> Ints:
+    """Give every client without rows one prompt: the smallest prompt of the client with the most rows.
+
+    Args:
+        client: ``int64 [n]``, the client of each row; all rows of a prompt have one client.
+        prompt: ``uint64 [n]``, equal for equal prompts.
+        clients: the number of clients.
+
+    Returns:
+        The client of each row, ``int64 [n]``.
 
     Raises:
         DataError: there are fewer prompts than clients.
     """
-    names, group, counts = np.unique(prompt, return_inverse=True, return_counts=True)
+    codes, group, counts = np.unique(prompt, return_inverse=True, return_counts=True)
     group = group.reshape(-1)
-    if len(names) < clients:
+    if len(codes) < clients:
         raise DataError(
-            f"{len(names)} different prompts are not enough for {clients} clients that share none; "
+            f"{len(codes)} different prompts are not enough for {clients} clients that share none; "
             "lower the number of clients"
         )
-    holder = np.empty(len(names), dtype=np.int64)
-    holder[group] = client
+    of_prompt = np.empty(len(codes), dtype=np.int64)
+    of_prompt[group] = client
     rows = np.bincount(client, minlength=clients)
-    prompts = np.bincount(holder, minlength=clients)
+    prompts = np.bincount(of_prompt, minlength=clients)
     for empty in np.flatnonzero(rows == 0):
-        giver = int(np.argmax(np.where(prompts > 1, rows, -1)))
-        own = np.flatnonzero(holder == giver)
-        given = own[int(np.argmin(counts[own]))]
-        holder[given] = empty
-        for array, amount in ((rows, counts[given]), (prompts, 1)):
-            array[giver] -= amount
+        largest = int(np.argmax(np.where(prompts > 1, rows, -1)))
+        own = np.flatnonzero(of_prompt == largest)
+        moved = own[int(np.argmin(counts[own]))]
+        of_prompt[moved] = empty
+        for array, amount in ((rows, counts[moved]), (prompts, 1)):
+            array[largest] -= amount
             array[empty] += amount
-    return np.asarray(holder[group], dtype=np.int64)
+    return np.asarray(of_prompt[group], dtype=np.int64)
 
 
-def split_of(clients: int, ratio: float) -> int:
-    """How many of the clients are of the first kind: the nearest to ``ratio``, at least one of each kind."""
+def first_kind_count(clients: int, ratio: float) -> int:
+    """How many clients of a conflict are of the first kind.
+
+    It is the whole number nearest to ``ratio * clients``, with at least one client of each kind.
+    """
     return min(max(int(np.floor(ratio * clients + 0.5)), 1), clients - 1)
 
 
-def conflict(category: Ints, weight: Floats, ratio: float, key: Key, *, least: int = 1) -> Ints:
-    """Rows of category 0 dealt to the first ``ratio`` of the clients, those of category 1 to the rest.
+def conflict_partition(category: Ints, weight: Floats, ratio: float, key: Key, *, least: int = 1) -> Ints:
+    """Divide the rows of category 0 among the clients of the first kind, those of category 1 among the rest.
 
     Args:
         category: ``int64 [n]`` of 0 and 1.
         weight: ``float64 [clients]``, relative sizes among the clients of each kind.
         ratio: the first kind's share of the clients.
-        key: shuffles.
-        least: rows that each client gets at least.
+        key: shuffles the rows.
+        least: the least number of rows per client.
 
     Raises:
-        DataError: too few rows of a category.
+        DataError: a category has too few rows.
     """
-    first = split_of(len(weight), ratio)
+    first = first_kind_count(len(weight), ratio)
     client = np.empty(len(category), dtype=np.int64)
     for kind, members in ((0, weight[:first]), (1, weight[first:])):
         rows = np.flatnonzero(category == kind)
-        client[rows] = iid(len(rows), members, key.at("kind", kind), least=least) + kind * first
+        client[rows] = iid_partition(len(rows), members, key.at("kind", kind), least=least) + kind * first
     return client
 
 
-def flip(clients: int, ratio: float) -> NDArray[np.bool_]:
-    """Which clients have the opposite taste, ``bool [clients]``: all but the first ``ratio`` of them.
+def flipped_clients(clients: int, ratio: float) -> NDArray[np.bool_]:
+    """The clients of the second kind, ``bool [clients]``: their chosen and rejected are swapped.
 
-    >>> flip(10, 0.7).sum()
+    >>> flipped_clients(10, 0.7).sum()
     np.int64(3)
     """
-    return np.arange(clients) >= split_of(clients, ratio)
+    return np.arange(clients) >= first_kind_count(clients, ratio)

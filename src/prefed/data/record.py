@@ -1,4 +1,4 @@
-"""One preference: a prompt, the response that was chosen and the one that was rejected."""
+"""A preference pair: a prompt, the chosen response and the rejected response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Split: TypeAlias = Literal["train", "validation", "test"]
 _ROLES = ("system", "user", "assistant")
 _SPLITS = ("train", "validation", "test")
 _LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest 32-bit float: columns keep margins as such."""
+"""The largest 32-bit float. Margins are stored as 32-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Message:
 
 
 Prompt: TypeAlias = "str | tuple[Message, ...]"
-"""Text that is used as it is, or the turns of a conversation (see :mod:`prefed.data.templates`)."""
+"""Text that is used unchanged, or the turns of a conversation (see :mod:`prefed.data.templates`)."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ class Record:
 
     Attributes:
         prompt: text, or the messages of a conversation up to the response.
-        chosen: the preferred response alone, without the prompt.
+        chosen: the preferred response, without the prompt.
         rejected: the other response.
-        margin: how strongly it is preferred, on the source's own scale; larger is clearer.
-        client: whose preference it is, where the source says so.
+        margin: how strongly it is preferred, on the source's scale. A larger margin is a clearer preference.
+        client: the person or organisation that has this preference, where the source names one.
         category: a label within the task (subreddit, programming language, persona…).
-        domain: the data set it comes from.
-        split: the split that the source puts it in.
-        extra: the source's other plain columns, by name.
+        domain: the data set that the pair comes from.
+        split: the split that the source assigns the pair to.
+        extra: the other columns of the source that hold numbers or short texts, by name.
 
     Raises:
-        ValueError: a response is blank, both are the same, a text is no Unicode, or the margin is not finite
-            in 32 bits.
+        ValueError: a response is blank, both responses are equal, a text is not valid Unicode, or the margin
+            is not finite in 32 bits.
 
     >>> record = Record("Name a colour.", " Blue.", " A dog.", margin=0.8, extra={"worker": 7})
     >>> Record.from_json(record.to_json()) == record
@@ -102,11 +102,11 @@ class Record:
             raise ValueError(f"split is one of {', '.join(_SPLITS)}, not {self.split!r}")
 
     def swapped(self) -> Record:
-        """The same pair as someone of the opposite taste would label it."""
+        """The same pair with the opposite preference."""
         return replace(self, chosen=self.rejected, rejected=self.chosen)
 
     def column(self, name: str) -> str | float | int | None:
-        """The value of a named column: a field of the record, or else one of ``extra``."""
+        """The value of a column: a field of the record, or an entry of ``extra``."""
         if name in ("client", "category", "domain", "split", "margin"):
             value: str | float | None = getattr(self, name)
             if value is not None:
@@ -120,7 +120,7 @@ class Record:
         return tuple(n for n in fields if getattr(self, n) is not None) + tuple(self.extra)
 
     def to_json(self) -> str:
-        """One line of JSON; fields without a value are left out."""
+        """The record as one line of JSON. Fields without a value are left out."""
         plain: dict[str, Any] = {
             "prompt": self.prompt
             if isinstance(self.prompt, str)
@@ -137,7 +137,7 @@ class Record:
 
     @staticmethod
     def from_json(line: str | bytes) -> Record:
-        """The record that :meth:`to_json` wrote."""
+        """Parse a line that :meth:`to_json` wrote."""
         plain = json.loads(line)
         if not isinstance(plain["prompt"], str):
             plain["prompt"] = tuple(Message(**message) for message in plain["prompt"])
@@ -145,7 +145,7 @@ class Record:
 
 
 def _unicode(name: str, text: str) -> None:
-    """Refuse what JSON's escapes can spell and UTF-8 cannot: half of a surrogate pair."""
+    """Refuse half a surrogate pair: JSON can write it as an escape, but UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,74 +1,181 @@
-"""Which of a client's rows train, choose and test, with no pair on two sides."""
+"""Splits each client's rows into training, validation and test, so that no pair is in two of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core.key import Key
+from prefed.data.assign import Assignment, RowTable
+from prefed.data.config import DataConfig
+from prefed.data.errors import DataError
 
-__all__ = ["cut", "leaks", "repeats"]
+__all__ = ["ClientSplits", "duplicate_mask", "leak_mask", "random_split", "split_clients"]
 
 Ints = NDArray[np.int64]
-Marks = NDArray[np.bool_]
+Mask = NDArray[np.bool_]
+
+_NO_ROLE = -1
+"""The role of a row that no client gets."""
 
 
-def repeats(scope: Ints, role: Ints, pair: NDArray[np.uint64], orientation: NDArray[Any]) -> Marks:
-    """Rows that say again what an earlier row of the same scope and role said, ``bool [n]``.
+def duplicate_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64], orientation: NDArray[Any]) -> Mask:
+    """Rows that repeat an earlier row of the same scope and role, ``bool [n]``.
 
     Args:
-        scope: ``int64 [n]``, within which repeats count; negative for rows to leave alone.
+        scope: ``int64 [n]``; rows are compared within a scope. Rows of a negative scope are never marked.
         role: ``int64 [n]``.
-        pair: ``uint64 [n]``, equal for one prompt and two responses.
-        orientation: ``[n]``, which of the two is chosen: the opposite preference is no repeat.
+        pair: ``uint64 [n]``, equal for equal prompts with the same two responses.
+        orientation: ``[n]``, which of the two responses is chosen. The opposite preference is no duplicate.
     """
-    # lexsort is stable, so that among equal rows the first in the data stays first.
+    # lexsort is stable: of equal rows, the first in the data comes first.
     order = np.lexsort((orientation, pair, role, scope))
     same = np.ones(len(order), dtype=np.bool_)
     for column in (scope, role, pair, orientation):
         ordered = column[order]
         same[1:] &= ordered[1:] == ordered[:-1]
     same[:1] = False
-    marks = np.zeros(len(order), dtype=np.bool_)
-    marks[order] = same
-    return marks & (scope >= 0)
+    mask = np.zeros(len(order), dtype=np.bool_)
+    mask[order] = same
+    return mask & (scope >= 0)
 
 
-def leaks(scope: Ints, role: Ints, pair: NDArray[np.uint64]) -> Marks:
-    """Rows whose pair, whichever response is chosen, also has a later role in the scope, ``bool [n]``.
+def leak_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64]) -> Mask:
+    """Rows whose pair has a later role too within the scope, ``bool [n]``.
 
-    Roles are ordered train, validation, test: what is tested on is neither trained on nor chosen by.
+    The order of the roles is train, validation, test. So a test pair is used for nothing else. Which response
+    is chosen does not matter.
     """
     order = np.lexsort((role, pair, scope))
     last = np.ones(len(order), dtype=np.bool_)
     last[:-1] = (pair[order][1:] != pair[order][:-1]) | (scope[order][1:] != scope[order][:-1])
     group = np.cumsum(np.concatenate([[False], last[:-1]]))
     highest = role[order][last][group]
-    marks = np.zeros(len(order), dtype=np.bool_)
-    marks[order] = role[order] < highest
-    return marks & (scope >= 0)
+    mask = np.zeros(len(order), dtype=np.bool_)
+    mask[order] = role[order] < highest
+    return mask & (scope >= 0)
 
 
-def cut(group: NDArray[np.uint64], validation: float, test: float, key: Key) -> Ints:
-    """The role of each of a client's rows, ``int64 [n]``: 0 train, 1 validation, 2 test.
+def random_split(group: NDArray[np.uint64], validation: float, test: float, key: Key) -> Ints:
+    """Draw the role of each of a client's rows, ``int64 [n]``: 0 train, 1 validation, 2 test.
 
-    Rows of one group stay together. Of m groups, the nearest whole numbers to ``test · m`` and ``validation ·
-    m`` are drawn, but one group always trains: a client with a single pair trains on it and tests on nothing.
+    All rows of a group get the same role. Of m groups, the whole numbers nearest to ``test · m`` and
+    ``validation · m`` are drawn. At least one group is left for training: a client with a single pair trains
+    on it and has no test pair.
 
-    >>> cut(np.arange(1, dtype=np.uint64), 0.5, 0.4, Key(0)).tolist()
+    >>> random_split(np.arange(1, dtype=np.uint64), 0.5, 0.4, Key(0)).tolist()
     [0]
     """
     if validation == 0 and test == 0:
         return np.zeros(len(group), dtype=np.int64)
     _, first, of_row = np.unique(group, return_index=True, return_inverse=True)
     count = len(first)
-    tested = min(int(np.floor(test * count + 0.5)), count - 1)
-    chosen_by = min(int(np.floor(validation * count + 0.5)), count - 1 - tested)
+    tests = min(int(np.floor(test * count + 0.5)), count - 1)
+    validations = min(int(np.floor(validation * count + 0.5)), count - 1 - tests)
     # Groups are shuffled in the order in which they first appear, not in that of their numbers.
-    drawn = np.argsort(first, kind="stable")[key.numpy().permutation(count)]
+    order = np.argsort(first, kind="stable")[key.numpy().permutation(count)]
     role = np.zeros(count, dtype=np.int64)
-    role[drawn[:tested]] = 2
-    role[drawn[tested : tested + chosen_by]] = 1
+    role[order[:tests]] = 2
+    role[order[tests : tests + validations]] = 1
     return np.asarray(role[of_row.reshape(-1)])
+
+
+@dataclass(frozen=True)
+class ClientSplits:
+    """The rows of each client by role.
+
+    Attributes:
+        ids: the clients that have a training pair.
+        rows: ``int64 [m]``, client by client; a client's rows for training come first, then those for
+            validation, then those for test, each sorted.
+        bounds: ``int64 [clients, 4]``, where a client's three parts begin in ``rows``, and where the last
+            ends.
+        counts: rows, or clients, that were left out, by the names of the fields of
+            :class:`~prefed.data.dataset.Report`.
+    """
+
+    ids: list[str]
+    rows: Ints
+    bounds: Ints
+    counts: dict[str, int]
+
+
+def split_clients(
+    config: DataConfig, assignment: Assignment, table: RowTable, pair: NDArray[np.uint64], key: Key
+) -> ClientSplits:
+    """Split the rows of each client into training, validation and test.
+
+    Args:
+        config: gives the fractions, the limit, and what to do with pairs that another client is tested on.
+        assignment: the client of each row.
+        table: the roles that the data give.
+        pair: ``uint64 [n]``, equal for equal pairs.
+        key: draws the splits, and the rows that stay within the limit.
+
+    Raises:
+        DataError: no client has a training pair, or the data and the settings both name the splits.
+    """
+    fractions = _fractions(config, table)
+    group = table.prompt if config.split_by == "prompt" else pair
+    usable = np.flatnonzero(table.usable & (assignment.client >= 0))
+    order = usable[np.argsort(assignment.client[usable], kind="stable")]
+    edges = np.searchsorted(assignment.client[order], np.arange(len(assignment.ids) + 1))
+    role = table.role.copy()
+    for k, name in enumerate(assignment.ids):
+        train = order[edges[k] : edges[k + 1]]
+        train = train[role[train] == 0]
+        if len(train):
+            role[train] = random_split(group[train], *fractions(name), key.at("client", name).at("split"))
+    counts = {"unplaced": int(table.usable.sum()) - len(usable), "limited": 0, "dropped": 0, "leaks": 0}
+    if config.duplicates == "drop_tested":
+        # All clients are one scope. This comes after the draws, which decide what is tested on.
+        scope = np.full(len(pair), -1, dtype=np.int64)
+        scope[usable] = 0
+        role[leak_mask(scope, role, pair)] = _NO_ROLE
+        counts["leaks"] = int((role[usable] == _NO_ROLE).sum())
+    ids: list[str] = []
+    # One array for all clients: many small ones would need more memory.
+    rows = np.empty(len(order), dtype=np.int64)
+    ends = [0]
+    for k, name in enumerate(assignment.ids):
+        own = order[edges[k] : edges[k + 1]]
+        train, validation, test = (own[role[own] == index] for index in range(3))
+        if not len(train):
+            counts["dropped"] += 1
+            counts["unplaced"] += len(validation) + len(test)
+            continue
+        if config.limit is not None and len(train) > config.limit:
+            counts["limited"] += len(train) - config.limit
+            drawn = key.at("client", name).at("limit").numpy().permutation(len(train))[: config.limit]
+            train = train[np.sort(drawn)]
+        ids.append(name)
+        for part in (train, validation, test):
+            rows[ends[-1] : ends[-1] + len(part)] = np.sort(part)
+            ends.append(ends[-1] + len(part))
+    if not ids:
+        raise DataError('no client keeps a pair to train on: all are tested on; set duplicates = "drop"')
+    every = np.array(ends, dtype=np.int64)
+    bounds = np.stack([every[0:-1:3], every[1::3], every[2::3], every[3::3]], axis=1)
+    return ClientSplits(ids, rows[: ends[-1]], bounds, counts)
+
+
+def _fractions(config: DataConfig, table: RowTable) -> Callable[[str], tuple[float, float]]:
+    """For a client's name, the shares of its training rows to take for validation and for test."""
+    test_fraction = 0.1 if config.test_fraction is None else config.test_fraction
+    if config.partition.by == "source":
+        named = [
+            set(sources) if isinstance(sources, dict) else set()
+            for sources in (config.validation, config.test)
+        ]
+        return lambda name: (
+            0.0 if name in named[0] else config.validation_fraction,
+            0.0 if name in named[1] else test_fraction,
+        )
+    has_validation, has_test = (bool(len(table.rows_of(role))) for role in (1, 2))
+    if (has_test and config.test_fraction) or (has_validation and config.validation_fraction):
+        raise DataError("the rows say which are for validation or test: leave that fraction out")
+    return lambda name: (config.validation_fraction, 0.0 if has_test else test_fraction)

@@ -1,4 +1,4 @@
-"""What a model reads: a prompt as text, and how a response goes on from it."""
+"""Templates: a prompt as text, and the responses as they continue it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["Template", "Tokenizer", "dialogue"]
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; any of transformers' has it."""
+    """The part of a transformers tokenizer that is used here."""
 
     eos_token_id: int | None
     bos_token_id: int | None
     chat_template: Any
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        """Token ids of one or several texts under ``"input_ids"``."""
+        """The token ids of one or several texts, under the key ``"input_ids"``."""
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         """The text of a conversation."""
 
 
 def dialogue(messages: Sequence[Message]) -> str:
-    r"""A conversation in the Human/Assistant form, ending where the assistant speaks next.
+    r"""A conversation in the Human/Assistant form. The text ends where the assistant's response begins.
 
     >>> dialogue([Message("user", "Hi")])
     '\n\nHuman: Hi\n\nAssistant:'
@@ -38,27 +38,27 @@ def dialogue(messages: Sequence[Message]) -> str:
 class Template:
     """Renders prompts and responses for one tokenizer.
 
-    A text prompt is used as it is and its responses follow it as they are. A conversation goes through the
-    tokenizer's chat template, up to and including the mark after which the assistant speaks; its responses
-    end as the template ends a turn. Without a chat template it takes the Human/Assistant form, in which a
-    response starts with a blank.
+    A text prompt and its responses are used unchanged. A conversation is rendered with the tokenizer's chat
+    template, up to and including the mark that opens the assistant's turn. Its responses end with the mark
+    that closes a turn. Without a chat template a conversation takes the Human/Assistant form. There a
+    response begins with a blank.
 
     Args:
         tokenizer: a transformers tokenizer.
         kind: ``auto``, ``chat`` or ``dialogue`` as in ``data.template``.
 
     Raises:
-        DataError: ``chat`` is asked for and the tokenizer has no chat template.
+        DataError: ``kind`` is ``chat`` and the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, kind: Literal["auto", "chat", "dialogue"] = "auto") -> None:
         self._tokenizer = tokenizer
-        has = bool(getattr(tokenizer, "chat_template", None))
-        if kind == "chat" and not has:
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if kind == "chat" and not has_template:
             raise DataError(
                 'template = "chat", but the tokenizer has no chat template; use "dialogue" or "auto"'
             )
-        self.chat = has and kind != "dialogue"
+        self.chat = has_template and kind != "dialogue"
 
     def prompt(self, prompt: Prompt) -> str:
         """The text that a response follows.
@@ -80,7 +80,7 @@ class Template:
     def _response(self, prompt: tuple[Message, ...], start: str, response: str) -> str:
         if self.chat:
             whole = self._render((*prompt, Message("assistant", response)), generate=False)
-            # A template may render the past differently once there is a reply; then the reply stands alone.
+            # Some templates change earlier turns once there is a response. Then it is used unchanged.
             return whole[len(start) :].rstrip() if whole.startswith(start) else response
         return response if response[:1].isspace() else " " + response
 
@@ -88,14 +88,14 @@ class Template:
         plain = [{"role": turn.role, "content": turn.content} for turn in messages]
         try:
             text = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate)
-        except Exception as error:  # jinja's and the template's own kinds
+        except Exception as error:  # errors of jinja, and of the template itself
             raise RowError(f"the tokenizer's chat template refuses this conversation: {error}") from error
         assert isinstance(text, str)
         return text
 
 
 def start_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The special tokens that the tokenizer puts before a text."""
+    """The special tokens that the tokenizer adds before a text."""
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a")["input_ids"])
     for k in range(len(whole) - len(plain) + 1):

@@ -1,4 +1,4 @@
-"""Preference pairs as token ids on disk, with their records; nothing but a few small columns in memory."""
+"""Preference pairs as token ids on disk, with their records. Memory holds a few small columns alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.data.errors import DataError, Where
+from prefed.data.errors import DataError, RowLocation
 from prefed.data.record import Record
 
 __all__ = ["Ids", "Pair", "TokenSet"]
@@ -36,16 +36,16 @@ COLUMNS: dict[str, str] = {
 }
 
 
-def place(folder: Path, column: str) -> Path:
-    """The file that holds a column: raw little-endian values, e.g. ``lengths.i32``."""
+def column_path(folder: Path, column: str) -> Path:
+    """The file of a column: raw little-endian values, e.g. ``lengths.i32``."""
     kind = COLUMNS[column]
     return folder / f"{column}.{kind[1]}{8 * int(kind[2])}"
 
 
 class Pair(NamedTuple):
-    """One pair's token ids, each ``int32 [length]``; prompt + response is what the model reads.
+    """The token ids of one pair, each ``int32 [length]``.
 
-    The responses end with the end-of-text token.
+    The model reads the prompt followed by a response. Each response ends with the end-of-text token.
     """
 
     prompt: Ids
@@ -54,14 +54,14 @@ class Pair(NamedTuple):
 
 
 class _Reader:
-    """Reads ranges of a file, from several threads or forked processes at once."""
+    """Reads ranges of a file. Several threads or forked processes may do so at once."""
 
     def __init__(self, path: Path) -> None:
         self._stream: BinaryIO = path.open("rb", buffering=0)
         self._lock = threading.Lock()
 
     def __call__(self, start: int, size: int) -> bytes:
-        # Reading rather than mapping: pages of a mapped file count as the process's memory once touched.
+        # The file is not mapped: pages of a mapped file count as memory of the process once they are touched.
         if hasattr(os, "pread"):
             return os.pread(self._stream.fileno(), size, start)
         with self._lock:
@@ -70,19 +70,19 @@ class _Reader:
 
 
 class TokenSet:
-    """Tokenised preference pairs in a folder; opened, not loaded.
+    """Tokenised preference pairs in a folder. Pairs are read from disk when they are used.
 
     Attributes:
         lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
         margins: ``float32 [n]``, NaN where the source gives none.
         prompts: ``uint64 [n]``, equal where the prompts are.
-        pairs: ``uint64 [n]``, equal where prompt and the two responses are, whichever of them is chosen.
+        pairs: ``uint64 [n]``, equal where the prompt and the set of the two responses are equal.
         categories: ``int32 [n]``, index into ``category_names``, −1 for none.
         category_names: tuple of names.
-        flipped: ``uint8 [n]``, 1 where chosen and rejected stand swapped from what the source says.
-        orientations: ``uint8 [n]``, 1 where chosen comes before rejected in the alphabet: two rows of equal
-            ``pairs`` and different orientations contradict each other.
-        fingerprint: SHA-256 over all tokens, texts and flips: equal fingerprints are equal data.
+        flipped: ``uint8 [n]``, 1 where chosen and rejected are swapped relative to the source.
+        orientations: ``uint8 [n]``, 1 where chosen comes before rejected in alphabetical order. Two rows with
+            equal ``pairs`` and different orientations contradict each other.
+        fingerprint: SHA-256 over all tokens, texts and flips. Equal fingerprints mean equal data.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,20 +112,19 @@ class TokenSet:
         self._rows: NDArray[np.int32] = self._column("rows")
         self._offsets: NDArray[np.int64] = self._column("offsets")
         self._lines: NDArray[np.int64] = self._column("lines")
-        self._whole(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
-        self._whole(RECORDS, int(self._lines[-1]) if self._length else 0)
+        self._check_size(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
+        self._check_size(RECORDS, int(self._lines[-1]) if self._length else 0)
         self._ids = _Reader(folder / IDS)
         self._records = _Reader(folder / RECORDS)
 
     @classmethod
     def open(cls, folder: Path) -> TokenSet:
-        """The set that a :class:`TokenWriter` finished in ``folder``.
+        """Open the set that a :class:`TokenWriter` finished in ``folder``.
 
-        Sizes alone are looked at here; :meth:`prefed.data.FederatedDataset.open` asks whether each file
-        holds what was written.
+        This checks the sizes of the files. :meth:`prefed.data.FederatedDataset.open` checks their contents.
 
         Raises:
-            DataError: there is none, it is of another version, or a file is not of the size it should be.
+            DataError: the folder holds no set, the set is of another version, or a file has a wrong size.
         """
         return cls(Path(folder))
 
@@ -139,22 +138,22 @@ class TokenSet:
             setattr(tokens, name, np.empty(0, COLUMNS[name]))
         return tokens
 
-    def _whole(self, name: str, size: int) -> None:
-        """Refuse a file that lost or gained bytes: reads beyond its end would give fewer tokens."""
+    def _check_size(self, name: str, size: int) -> None:
+        """Refuse a file of another size. Reads beyond its end would give fewer tokens."""
         path = self.folder / name
-        found = path.stat().st_size if path.exists() else 0
-        if found != size:
+        actual = path.stat().st_size if path.exists() else 0
+        if actual != size:
             raise DataError(
-                f"{path} is damaged ({found:,} bytes in the place of {size:,}); "
+                f"{path} is damaged ({actual:,} bytes in the place of {size:,}); "
                 f"delete {self.folder} to have it made again"
             )
 
     def _column(self, name: str, width: int = 1) -> Any:
-        path = place(self.folder, name)
+        path = column_path(self.folder, name)
         count = (self._length + (name in ("offsets", "lines"))) * width
         if count == 0:
             return np.empty(0, dtype=COLUMNS[name])
-        self._whole(path.name, count * np.dtype(COLUMNS[name]).itemsize)
+        self._check_size(path.name, count * np.dtype(COLUMNS[name]).itemsize)
         try:
             return np.memmap(path, dtype=COLUMNS[name], mode="r", shape=(count,))
         except (OSError, ValueError) as error:
@@ -165,16 +164,16 @@ class TokenSet:
     def __len__(self) -> int:
         return self._length
 
-    def _check(self, index: int) -> int:
+    def _check_index(self, index: int) -> int:
         if not 0 <= index < self._length:
             raise IndexError(f"no row {index} among {self._length}")
         return int(index)
 
     def pair(self, index: int) -> Pair:
         """The token ids of one pair, read from disk."""
-        index = self._check(index)
+        index = self._check_index(index)
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
-        # A copy, because arrays over bytes cannot be written to, and torch objects to that.
+        # A copy: an array over bytes is read-only, and torch warns about those.
         ids: Ids = np.frombuffer(self._ids(4 * start, 4 * (stop - start)), dtype="<i4").astype(np.int32)
         prompt, chosen, rejected = (int(n) for n in self.lengths[index])
         if self.flipped[index]:
@@ -182,13 +181,13 @@ class TokenSet:
         return Pair(ids[:prompt], ids[prompt : prompt + chosen], ids[prompt + chosen :])
 
     def record(self, index: int) -> Record:
-        """The text of one pair, read from disk; responses swapped where the row is flipped."""
-        index = self._check(index)
+        """The record of one pair, read from disk. Its responses are swapped where the row is flipped."""
+        index = self._check_index(index)
         start, stop = int(self._lines[index]), int(self._lines[index + 1])
         record = Record.from_json(self._records(start, stop - start))
         return record.swapped() if self.flipped[index] else record
 
-    def where(self, index: int) -> Where:
+    def location(self, index: int) -> RowLocation:
         """The file and row that a pair was read from."""
-        index = self._check(index)
-        return Where(self._files[self._sources[index]], int(self._rows[index]))
+        index = self._check_index(index)
+        return RowLocation(self._files[self._sources[index]], int(self._rows[index]))

@@ -1,4 +1,4 @@
-"""From records to the files of a :class:`prefed.data.TokenSet`."""
+"""Tokenises records and writes the files of a :class:`prefed.data.TokenSet`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed import files
-from prefed.data.errors import DataError, Problems, RowError, Where
+from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Record
 from prefed.data.templates import Template, Tokenizer, start_tokens
-from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, place
+from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, column_path
 
 __all__ = ["TokenWriter", "tokenizer_digest"]
 
@@ -24,21 +24,21 @@ _BATCH = 256
 
 
 class TokenWriter:
-    """Tokenises records as they come and writes them to a folder.
+    """Tokenises records one by one and writes them to a folder.
 
-    A prompt and its responses are tokenised apart and concatenate to what the model reads; the
-    beginning-of-text token, where the tokenizer would add one, belongs to the prompt, and the end-of-text
-    token to each response. A prompt that is too long loses its beginning (never its beginning-of-text token);
-    a response is never cut.
+    A prompt and its responses are tokenised separately. The model reads the prompt's tokens followed by those
+    of a response. The prompt begins with the beginning-of-text token if the tokenizer adds one. Each response
+    ends with the end-of-text token. A prompt that is too long is truncated at its beginning, but it keeps its
+    beginning-of-text token. A response is never truncated.
 
     Args:
-        folder: exists, and is empty.
+        folder: an existing, empty folder.
         tokenizer: a transformers tokenizer.
         template: renders conversations for it.
         max_length: tokens of the prompt and the longer response together.
         too_long: what happens to a pair whose longer response leaves no room for a token of the prompt.
-        problems: takes rows that the chat template refuses.
-        codes: how many integers :meth:`add` is given with each record.
+        errors: takes rows that the chat template refuses.
+        codes: the number of integers that :meth:`add` takes with each record.
 
     Raises:
         DataError: the tokenizer has no end-of-text token.
@@ -52,17 +52,17 @@ class TokenWriter:
         *,
         max_length: int,
         too_long: Literal["drop", "error"],
-        problems: Problems,
+        errors: ErrorCollector,
         codes: int = 0,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token; set its eos_token")
         self._tokenizer, self._template = tokenizer, template
         self._max_length = max_length
-        self._problems = problems
-        self._long = Problems(
+        self._errors = errors
+        self._long = ErrorCollector(
             hint='A response is never cut: raise max_length, or leave such pairs out with too_long = "drop".',
-            forgiving=too_long == "drop",
+            count_only=too_long == "drop",
         )
         self._end: int = tokenizer.eos_token_id
         self._start = start_tokens(tokenizer)
@@ -71,53 +71,53 @@ class TokenWriter:
         self._ids = (folder / IDS).open("wb")
         self._records = (folder / RECORDS).open("wb")
         self._hash = hashlib.sha256()
-        self._waiting: list[tuple[Record, Where, str | None, tuple[int, ...]]] = []
-        # Columns go to disk batch by batch, like everything else that grows with the rows.
-        self._columns = {name: place(self._folder, name).open("wb") for name in COLUMNS}
+        self._pending: list[tuple[Record, RowLocation, str | None, tuple[int, ...]]] = []
+        # Everything that grows with the rows goes to disk batch by batch, columns too.
+        self._columns = {name: column_path(self._folder, name).open("wb") for name in COLUMNS}
         self._batch: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self._count = self._offset = self._line = 0
         self._batch["offsets"].append(0)
         self._batch["lines"].append(0)
         self._categories: dict[str, int] = {}
         self._files: dict[str, int] = {}
-        self.cut = 0
-        """Prompts that lost their beginning."""
+        self.truncated = 0
+        """The number of prompts that were truncated."""
         self.shortest = 0
-        """The least ``max_length`` with which one of the pairs left out for their length would fit."""
+        """The smallest ``max_length`` that one of the pairs left out for their length would need."""
         self.codes: tuple[array[int], ...] = tuple(array("i") for _ in range(codes))
-        """Per row, what :meth:`add` was given along with it."""
+        """The codes that :meth:`add` took, one array of rows per code."""
 
     @property
     def too_long(self) -> int:
-        """Pairs left out for their length."""
+        """The number of pairs that were left out for their length."""
         return self._long.count
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, record: Record, where: Where, category: str | None = None, *codes: int) -> None:
-        """Take one record; ``codes`` are integers below 2^31 to keep beside its row if it is kept."""
-        self._waiting.append((record, where, category, codes))
-        if len(self._waiting) >= _BATCH:
+    def add(self, record: Record, location: RowLocation, category: str | None = None, *codes: int) -> None:
+        """Add one record. ``codes`` are integers below 2^31 that are kept with its row."""
+        self._pending.append((record, location, category, codes))
+        if len(self._pending) >= _BATCH:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting.
+        """Tokenise and write the pending records.
 
         Raises:
-            DataError: too many rows that cannot be used.
+            DataError: too many rows cannot be used.
         """
         texts: list[str] = []
         ready = []
-        for waiting in self._waiting:
-            record, where, *_ = waiting
+        for entry in self._pending:
+            record, location, *_ = entry
             try:
                 texts.extend(self._template.pair(record.prompt, record.chosen, record.rejected))
             except RowError as error:
-                self._problems.add(where, str(error))
+                self._errors.add(location, str(error))
                 continue
-            ready.append(waiting)
-        self._waiting = []
+            ready.append(entry)
+        self._pending = []
         if not ready:
             return
         tokens = self._tokenizer(
@@ -128,20 +128,25 @@ class TokenWriter:
             truncation=False,
             verbose=False,
         )["input_ids"]
-        for k, (record, where, category, codes) in enumerate(ready):
-            found = self._ids_of(record, where, *(list(ids) for ids in tokens[3 * k : 3 * k + 3]))
-            if found is not None:
-                self._write(record, where, category, found)
+        for k, (record, location, category, codes) in enumerate(ready):
+            pair = self._fit(record, location, *(list(ids) for ids in tokens[3 * k : 3 * k + 3]))
+            if pair is not None:
+                self._write(record, location, category, pair)
                 for column, code in zip(self.codes, codes, strict=True):
                     column.append(code)
         for name, values in self._batch.items():
             self._columns[name].write(np.array(values, dtype=COLUMNS[name]).tobytes())
             values.clear()
 
-    def _ids_of(
-        self, record: Record, where: Where, prompt: list[int], chosen: list[int], rejected: list[int]
+    def _fit(
+        self,
+        record: Record,
+        location: RowLocation,
+        prompt: list[int],
+        chosen: list[int],
+        rejected: list[int],
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """Prompt and responses with special tokens, within ``max_length``; ``None`` where they do not fit."""
+        """The pair with special tokens, within ``max_length``; ``None`` if a response is too long."""
         head: list[int] = [] if self._template.chat and not isinstance(record.prompt, str) else self._start
         if not head and prompt[:1] == [self._tokenizer.bos_token_id]:
             head, prompt = prompt[:1], prompt[1:]
@@ -156,11 +161,11 @@ class TokenWriter:
             needed = self._max_length - room + 1
             self.shortest = min(self.shortest or needed, needed)
             self._long.add(
-                where, f"{which} has {self._max_length - room} tokens and max_length is {self._max_length}"
+                location, f"{which} has {self._max_length - room} tokens and max_length is {self._max_length}"
             )
             return None
         if len(head) + len(prompt) > room:
-            self.cut += 1
+            self.truncated += 1
             head = head[:room]
             prompt = prompt[len(prompt) - (room - len(head)) :]
         return [*head, *prompt], chosen, rejected
@@ -168,7 +173,7 @@ class TokenWriter:
     def _write(
         self,
         record: Record,
-        where: Where,
+        location: RowLocation,
         category: str | None,
         tokens: tuple[list[int], list[int], list[int]],
     ) -> None:
@@ -188,48 +193,48 @@ class TokenWriter:
         columns["lines"].append(self._line)
         columns["margins"].append(math.nan if record.margin is None else record.margin)
         text = record.prompt if isinstance(record.prompt, str) else repr(record.prompt)
-        columns["prompts"].append(_number(text))
-        columns["pairs"].append(_number(text, *sorted((record.chosen, record.rejected))))
+        columns["prompts"].append(_hash64(text))
+        columns["pairs"].append(_hash64(text, *sorted((record.chosen, record.rejected))))
         columns["categories"].append(
             -1 if category is None else self._categories.setdefault(category, len(self._categories))
         )
         columns["flipped"].append(0)
         columns["orientations"].append(record.chosen < record.rejected)
-        columns["sources"].append(self._files.setdefault(where.file, len(self._files)))
-        columns["rows"].append(where.row)
+        columns["sources"].append(self._files.setdefault(location.file, len(self._files)))
+        columns["rows"].append(location.row)
 
     def column(self, name: str) -> NDArray[Any]:
-        """One of the columns of :class:`TokenSet`, as far as it was flushed."""
+        """A column of :class:`TokenSet`, up to the last row that was flushed."""
         if not self._columns[name].closed:
             self._columns[name].flush()
-        values = np.fromfile(place(self._folder, name), dtype=COLUMNS[name])
+        values = np.fromfile(column_path(self._folder, name), dtype=COLUMNS[name])
         return values.reshape(-1, 3) if name == "lengths" else values
 
     def finish(self, flipped: NDArray[np.bool_] | None = None) -> str:
-        """Write the columns and the manifest; returns the fingerprint.
+        """Write the columns and the manifest. Returns the fingerprint.
 
         Args:
             flipped: ``bool [n]``, rows whose chosen and rejected are swapped.
 
         Raises:
-            DataError: rows were too long, and that is an error.
+            DataError: pairs were too long and ``too_long`` is ``error``.
         """
         self.flush()
-        self._long.finish()
+        self._long.raise_if_any()
         self.close()
         if flipped is not None and flipped.any():
             lengths = self.column("lengths")
             lengths[flipped] = lengths[flipped][:, [0, 2, 1]]
-            turned = flipped.astype(np.uint8)
+            flips = flipped.astype(np.uint8)
             for name, values in (
                 ("lengths", lengths),
-                ("flipped", turned),
-                ("orientations", self.column("orientations") ^ turned),
+                ("flipped", flips),
+                ("orientations", self.column("orientations") ^ flips),
             ):
-                values.tofile(place(self._folder, name))
-        self._hash.update(place(self._folder, "flipped").read_bytes())
+                values.tofile(column_path(self._folder, name))
+        self._hash.update(column_path(self._folder, "flipped").read_bytes())
         for path in (
-            *(place(self._folder, name) for name in COLUMNS),
+            *(column_path(self._folder, name) for name in COLUMNS),
             self._folder / IDS,
             self._folder / RECORDS,
         ):
@@ -246,21 +251,21 @@ class TokenWriter:
         return fingerprint
 
     def close(self) -> None:
-        """Close the files, finished or not."""
+        """Close the files, also before :meth:`finish`."""
         for stream in (self._ids, self._records, *self._columns.values()):
             stream.close()
 
-    def where(self, index: int) -> Where:
-        """The file and row of a pair."""
-        return Where(list(self._files)[self.column("sources")[index]], int(self.column("rows")[index]))
+    def location(self, index: int) -> RowLocation:
+        """The file and row that a pair was read from."""
+        return RowLocation(list(self._files)[self.column("sources")[index]], int(self.column("rows")[index]))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 of what decides how a tokenizer cuts text, in hexadecimal."""
+    """SHA-256, in hexadecimal, of everything that decides how a tokenizer splits text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
-        # How the tokenizer was last called is no part of what it is.
+        # These depend on the last call of the tokenizer.
         state.pop("truncation", None)
         state.pop("padding", None)
     else:
@@ -269,8 +274,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
-def _number(*texts: str) -> int:
-    """A 64-bit number for texts: equal for equal ones, and for others with a chance of 2^−64."""
+def _hash64(*texts: str) -> int:
+    """A 64-bit hash of texts. Different texts have equal hashes with a probability of 2^−64."""
     digest = hashlib.blake2b(digest_size=8)
     for text in texts:
         encoded = text.encode()

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.data import DataError, Source, Template, TokenSet, TokenWriter
-from prefed.data.assign import label
+from prefed.data.assign import partition_value
 from prefed.data.config import ByColumn, Partition
-from prefed.data.errors import Problems
-from prefed.data.sources import Tally, records
+from prefed.data.errors import ErrorCollector
+from prefed.data.sources import ReadCounts, read_records
 from prefed.runs.loaded import LoadedRun
 
 __all__ = ["EVERYBODY", "NewPairs", "read_pairs"]
@@ -55,30 +55,30 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     config, clients = run.experiment.data.model_copy(update={"rows": None}), run.clients
     groups = None if everyone else _groups(config.partition, clients)
     hint = "Repair them, or judge every client on all rows with --everyone." if groups else "Repair them."
-    problems, tally = Problems(hint=hint, forgiving=config.invalid == "drop"), Tally()
+    errors, counts = ErrorCollector(hint=hint, count_only=config.invalid == "drop"), ReadCounts()
     writer = TokenWriter(
         folder,
         run.backbone.tokenizer,
         Template(run.backbone.tokenizer, config.template),
         max_length=config.max_length,
         too_long=config.too_long,
-        problems=problems,
+        errors=errors,
         codes=1,
     )
     strangers = 0
     try:
-        for record, where in records(Source(path=file), config, "test", None, None, problems, tally):
+        for record, location in read_records(Source(path=file), config, "test", None, errors, counts):
             try:
-                client = 0 if groups is None else groups.get(label(config.partition, record, None))
+                client = 0 if groups is None else groups.get(partition_value(config.partition, record, None))
             except ValueError as error:
-                problems.add(where, str(error))
+                errors.add(location, str(error))
                 continue
             if client is None:
                 strangers += 1
                 continue
-            writer.add(record, where, None, client)
+            writer.add(record, location, None, client)
         writer.flush()
-        problems.finish()
+        errors.raise_if_any()
         owners = np.array(writer.codes[0], dtype=np.int64)
         if not len(owners):
             raise DataError(f"{file}: {_nobody(strangers, config.partition, clients)}")
@@ -92,9 +92,9 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
         rows = {clients[k]: np.flatnonzero(owners == k) for k in np.unique(owners)}
     left_out = {
         "pairs are of no client of the run": strangers,
-        "pairs have two equal responses": tally.identical,
-        "pairs are ties": tally.ties,
-        "pairs are malformed": problems.count,
+        "pairs have two equal responses": counts.identical,
+        "pairs are ties": counts.ties,
+        "pairs are malformed": errors.count,
         "pairs are too long": writer.too_long,
     }
     notes = [f"left out: {count:,} {why}" for why, count in left_out.items() if count]

@@ -12,7 +12,7 @@ from typing import Any
 from prefed import files
 from prefed.config import Experiment, to_toml
 from prefed.core import Callback, Callbacks, State
-from prefed.data import OtherDataError
+from prefed.data import DataMismatchError
 from prefed.engines import InProcess, JobFactory, ServerRounds, WorkerProcesses
 from prefed.metrics.accuracy import unmoved
 from prefed.models import ModelError
@@ -111,7 +111,7 @@ def _carry_out(experiment: Experiment, store: RunWriter, callback: Callback) -> 
     folder = store.path / "cache"
     try:
         job = build_job(experiment, folder)
-    except OtherDataError:
+    except DataMismatchError:
         if store.round:
             raise
         reset_run(store)

@@ -1,4 +1,4 @@
-"""From files, folders and hub sets to records, one at a time."""
+"""Reads files, folders and hub sets, and gives their records one at a time."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prefed.data.config import Columns, DataConfig, Source, resolve
-from prefed.data.errors import DataError, Problems, RowError, Where
+from prefed.data.config import Columns, DataConfig, Source
+from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Record
 from prefed.data.sources import files, hub
-from prefed.data.sources.formats import FORMATS, Format, find, pairs, recognize
-from prefed.data.sources.pairs import Draft, separate, value
+from prefed.data.sources.formats import FORMATS, Format, detect_format, get_format, pairs_format
+from prefed.data.sources.pairs import RawPair, split_prompt, value_at
 
-__all__ = ["FORMATS", "Format", "Tally", "origin", "records"]
+__all__ = ["FORMATS", "Format", "ReadCounts", "read_records", "source_digests"]
 
 
 @dataclass
-class Tally:
-    """What became of the rows while they were read."""
+class ReadCounts:
+    """Counts of rows while they are read.
+
+    Attributes:
+        read: all rows.
+        identical: rows left out because both responses are the same.
+        ties: rows left out because the source prefers neither response.
+        prefixes: pairs whose responses repeated the prompt; the repetition was removed.
+    """
 
     read: int = 0
     identical: int = 0
@@ -27,142 +34,143 @@ class Tally:
     prefixes: int = 0
 
 
-def records(
+def read_records(
     source: Source,
     config: DataConfig,
     role: str,
     name: str | None,
-    base: Path | None,
-    problems: Problems,
-    tally: Tally,
-) -> Iterator[tuple[Record, Where]]:
+    errors: ErrorCollector,
+    counts: ReadCounts,
+) -> Iterator[tuple[Record, RowLocation]]:
     """The preference pairs of one source, in its order.
 
     Args:
         source: a file, a folder or a hub set.
         config: gives format, columns, encoding and the number of rows where the source does not.
-        role: ``train``, ``validation`` or ``test``: the hub split to take where the source names none.
-        name: the source's name; becomes the domain of rows that have none of their own.
-        base: folder that relative paths start from.
-        problems: takes the rows that are no pair.
-        tally: counts what is read and what is left out.
+        role: ``train``, ``validation`` or ``test``. It names the hub split where the source names none.
+        name: the source's name. It becomes the domain of rows that have no domain of their own.
+        errors: takes the rows that are not a pair.
+        counts: counts the rows.
 
     Raises:
-        DataError: nothing can be read, or rows of an unknown kind.
+        DataError: the source cannot be read, or the format of its rows is unknown.
     """
-    fixed = _fixed(source, config, base)
-    form, file = fixed, None
-    spellings = _Spellings.of(source, config)
-    for count, (row, where) in enumerate(_rows(source, config, role, base, fixed, problems)):
+    setting = _format_setting(source, config)
+    form, file = setting, None
+    spellings = _SpellingCheck.of(source, config)
+    for count, (row, location) in enumerate(_read_rows(source, config, role, setting, errors)):
         if config.rows is not None and count >= config.rows:
             return
-        tally.read += 1
-        if fixed is None and where.file != file:
+        counts.read += 1
+        if setting is None and location.file != file:
             try:
-                form, file = recognize(row), where.file
+                form, file = detect_format(row), location.file
             except RowError as error:
-                raise DataError(f"{where}: {error}") from error
+                raise DataError(f"{location}: {error}") from error
         assert form is not None
         try:
-            spellings.check(row, where)
-            draft = form.draft(row)
-            if draft is None:
-                tally.ties += 1
+            spellings.check(row, location)
+            raw = form.to_pair(row)
+            if raw is None:
+                counts.ties += 1
                 continue
-            record = _record(draft, name or source.subset, tally)
+            record = _record(raw, name or source.subset, counts)
         except ValueError as error:
-            problems.add(where, str(error))
+            errors.add(location, str(error))
             continue
         except (TypeError, AttributeError, OverflowError) as error:
-            # A value of a kind that the format's reader did not think of.
-            problems.add(where, f"malformed: {error}")
+            # A value of a type that the format does not expect.
+            errors.add(location, f"malformed: {error}")
             continue
         if record is not None:
-            yield record, where
+            yield record, location
 
 
 @dataclass
-class _Spellings:
-    """Values of the partition's column that a file writes in two ways and that would be one name."""
+class _SpellingCheck:
+    """Refuses two spellings of one name, such as 3 and "3", in the partition's column of a file."""
 
     column: str | None
     _file: str = ""
     _first: dict[str, tuple[str | int | float, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: Source, config: DataConfig) -> _Spellings:
+    def of(cls, source: Source, config: DataConfig) -> _SpellingCheck:
         column: str | None = getattr(config.partition, "column", None)
         columns = source.columns or config.columns
         if columns is not None and column is not None and column in Columns.model_fields:
             column = getattr(columns, column)
         return cls(column)
 
-    def check(self, row: files.Row, where: Where) -> None:
-        """Look at one row.
+    def check(self, row: files.Row, location: RowLocation) -> None:
+        """Check one row.
 
         Raises:
-            RowError: an earlier row of the file has the name as another kind of value.
+            RowError: an earlier row of the file has the same name as a value of another type.
         """
         if self.column is None:
             return
         try:
-            item = value(row, self.column)
+            value = value_at(row, self.column)
         except RowError:
             return
-        if not isinstance(item, str | int | float):
+        if not isinstance(value, str | int | float):
             return
-        if where.file != self._file:
-            self._file, self._first = where.file, {}
-        whole = int(item) if isinstance(item, float) and item.is_integer() else item
-        first, number = self._first.setdefault(str(whole), (item, where.row))
-        if type(first) is not type(item):
+        if location.file != self._file:
+            self._file, self._first = location.file, {}
+        whole = int(value) if isinstance(value, float) and value.is_integer() else value
+        first, number = self._first.setdefault(str(whole), (value, location.row))
+        if type(first) is not type(value):
             raise RowError(
-                f"{self.column} is {json.dumps(item)} here and {json.dumps(first)} in row {number}: both are "
-                f"{str(whole)!r}; write it in one way"
+                f"{self.column} is {json.dumps(value)} here and {json.dumps(first)} in row {number}: "
+                f"both are {str(whole)!r}; write it in one way"
             )
 
 
-def origin(source: Source, base: Path | None) -> dict[str, str]:
-    """What a source's rows come from: file names with their contents' SHA-256, or the hub name."""
-    path = resolve(source.path, base)
-    if not path.exists() and hub.looks_like_hub_name(source.path):
+def source_digests(source: Source) -> dict[str, str]:
+    """The content of a source: its file names with their SHA-256, or the hub name with its options."""
+    path = _path(source)
+    if _is_on_hub(source):
         return {source.path: f"hub {source.subset or ''} {source.split or ''} {source.revision or ''}"}
     return {
-        (item.relative_to(path).as_posix() if item != path else item.name): files.digest(item)
-        for item in files.files(path)
+        (item.relative_to(path).as_posix() if item != path else item.name): files.sha256_of(item)
+        for item in files.data_files(path)
     }
 
 
-def _fixed(source: Source, config: DataConfig, base: Path | None) -> Format | None:
-    """The format that the settings name; ``None`` where rows must tell."""
+def _path(source: Source) -> Path:
+    return Path(source.path).expanduser()
+
+
+def _is_on_hub(source: Source) -> bool:
+    return not _path(source).exists() and hub.looks_like_hub_name(source.path)
+
+
+def _format_setting(source: Source, config: DataConfig) -> Format | None:
+    """The format that the settings name; ``None`` where it must be detected."""
     if source.columns is not None or (source.format is None and config.columns is not None):
-        return pairs(source.columns or config.columns)
+        return pairs_format(source.columns or config.columns)
     name = source.format or config.format
     if name != "auto":
-        return find(name)
-    if not resolve(source.path, base).exists() and hub.looks_like_hub_name(source.path):
-        known = [entry for entry in FORMATS.values() if (entry.hub or "").lower() == source.path.lower()]
-        return known[0] if known else None
+        return get_format(name)
+    if _is_on_hub(source):
+        matches = [entry for entry in FORMATS.values() if (entry.hub or "").lower() == source.path.lower()]
+        return matches[0] if matches else None
     return None
 
 
-def _rows(
-    source: Source,
-    config: DataConfig,
-    role: str,
-    base: Path | None,
-    form: Format | None,
-    problems: Problems,
-) -> Iterator[tuple[files.Row, Where]]:
-    path = resolve(source.path, base)
+def _read_rows(
+    source: Source, config: DataConfig, role: str, form: Format | None, errors: ErrorCollector
+) -> Iterator[tuple[files.Row, RowLocation]]:
+    path = _path(source)
     if path.exists():
-        for item in files.files(path):
-            yield from files.rows(item, source.encoding or config.encoding, problems)
+        for item in files.data_files(path):
+            yield from files.read_rows(item, source.encoding or config.encoding, errors)
     elif hub.looks_like_hub_name(source.path):
-        yield from hub.rows(
+        yield from hub.read_rows(
             source.path,
             subset=source.subset or (form.subset if form else None),
-            folder=form is not None and form.folders,
+            subset_is_folder=form is not None and form.subset_is_folder,
             split=source.split or role,
             revision=source.revision,
         )
@@ -170,20 +178,21 @@ def _rows(
         raise DataError(f"{path}: no such file or folder, and {source.path!r} is not a hub name (owner/name)")
 
 
-def _record(draft: Draft, domain: str | None, tally: Tally) -> Record | None:
-    prompt, chosen, rejected, cut = separate(draft)
+def _record(raw: RawPair, domain: str | None, counts: ReadCounts) -> Record | None:
+    """The record of a pair; ``None`` if both responses are the same."""
+    prompt, chosen, rejected, repeated_prompt = split_prompt(raw)
     if chosen == rejected:
-        tally.identical += 1
+        counts.identical += 1
         return None
-    tally.prefixes += cut
+    counts.prefixes += repeated_prompt
     return Record(
         prompt,
         chosen,
         rejected,
-        margin=draft.margin,
-        client=draft.client,
-        category=draft.category,
-        domain=draft.domain or domain,
-        split=draft.split,
-        extra=draft.extra,
+        margin=raw.margin,
+        client=raw.client,
+        category=raw.category,
+        domain=raw.domain or domain,
+        split=raw.split,
+        extra=raw.extra,
     )

@@ -1,4 +1,4 @@
-"""Rows from files: JSON lines, JSON, CSV and Parquet, one at a time, each with where it came from."""
+"""Reads JSON lines, JSON, CSV and Parquet files row by row. Each row comes with its location."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from prefed.data.errors import DataError, Problems, Where
+from prefed.data.errors import DataError, ErrorCollector, RowLocation
 
-__all__ = ["Row", "digest", "files", "rows"]
+__all__ = ["Row", "data_files", "read_rows", "sha256_of"]
 
 Row: TypeAlias = "Mapping[str, Any]"
 
 _KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _BATCH = 512
 _SEPARATORS = re.compile(r"[;\t|]")
-_OTHERS = {
+_NOT_TEXT = {
     b"PAR1": "a Parquet file: its name should end in .parquet",
     b"PK\x03\x04": "a zip archive: unpack it",
     b"\x28\xb5\x2f\xfd": "a zstd file: unpack it",
     b"BZh": "a bzip2 file: unpack it",
     b"\xfd7zX": "an xz file: unpack it",
 }
-"""First bytes of files that are no text, and what to do with them."""
+"""The first bytes of files that are not text, and what the user should do."""
 _WIDE = {
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-"""First bytes that name an encoding; longer ones first, for one begins with another."""
-# One field of a CSV may hold a long dialogue; the module's own limit is 131,072 characters.
-_FIELD = 1 << 28
+"""The first bytes that mark an encoding. Longer ones come first, since a shorter one begins a longer one."""
+_LONGEST_FIELD = 1 << 28
+"""Characters in a CSV field: it may hold a long dialogue. The default of ``csv`` is 131,072."""
 
 
-def kind(path: Path) -> str | None:
-    """How ``path`` would be read: ``lines``, ``json``, ``csv``, ``parquet``, or ``None``."""
+def file_kind(path: Path) -> str | None:
+    """The kind of a file by its name: ``lines``, ``json``, ``csv`` or ``parquet``; ``None`` if unknown."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
@@ -52,15 +52,15 @@ def kind(path: Path) -> str | None:
     return _KINDS.get(suffixes[-1]) if suffixes else None
 
 
-def files(path: Path) -> list[Path]:
-    """The data files at ``path``: itself, or those in a folder and its subfolders, sorted by name.
+def data_files(path: Path) -> list[Path]:
+    """The data files at ``path``: the file itself, or those in a folder and its subfolders, sorted by name.
 
     Raises:
-        DataError: nothing there, or nothing of a known kind.
+        DataError: there is no file, or none of a known kind.
     """
     known = ".jsonl, .json, .csv (each also .gz) and .parquet"
     if path.is_file():
-        if kind(path) is None:
+        if file_kind(path) is None:
             raise DataError(f"{path}: cannot tell how to read this file; known are {known}")
         return [path]
     if not path.is_dir():
@@ -68,32 +68,32 @@ def files(path: Path) -> list[Path]:
         near = difflib.get_close_matches(path.name, beside, n=1)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
         raise DataError(f"{path}: no such file or folder{hint}")
-    found = sorted(
+    items = sorted(
         (
             item
             for item in path.rglob("*")
             if item.is_file()
-            and kind(item) is not None
+            and file_kind(item) is not None
             and not any(part.startswith(".") for part in item.relative_to(path).parts)
         ),
         key=lambda item: item.relative_to(path).as_posix(),
     )
-    if not found:
+    if not items:
         raise DataError(f"{path}: the folder holds no data file; known are {known}")
-    return found
+    return items
 
 
-def rows(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
-    """The rows of one file, read as they are asked for.
+def read_rows(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
+    """The rows of one file, read lazily.
 
-    A row that is not an object, or not text in ``encoding``, is noted in ``problems`` and left out.
+    A row that is not an object, or not text in ``encoding``, is added to ``errors`` and left out.
 
     Raises:
-        DataError: the file is cut short or is not of the kind its name says.
+        DataError: the file is truncated, or its content does not fit its name.
     """
-    reader = {"lines": _lines, "json": _json, "csv": _csv, "parquet": _parquet}[kind(path) or "lines"]
+    reader = {"lines": _lines, "json": _json, "csv": _csv, "parquet": _parquet}[file_kind(path) or "lines"]
     try:
-        yield from reader(path, encoding, problems)
+        yield from reader(path, encoding, errors)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: not a whole gzip file ({error})") from error
     except OSError as error:
@@ -102,38 +102,38 @@ def rows(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, W
         raise DataError(f"{path}: {error}") from error
 
 
-def digest(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _open(path: Path, encoding: str) -> BinaryIO:
-    """The bytes of a text file, unpacked if they are gzip's, whatever its name.
+    """Open a text file for reading bytes. Gzip is unpacked, whatever the name of the file.
 
     Raises:
-        DataError: the first bytes are those of no text, or of text in another encoding.
+        DataError: by its first bytes the file is not text, or is text in another encoding.
     """
     stream: Any = path.open("rb")
     try:
         if path.suffix.lower() == ".gz" or stream.peek(2)[:2] == b"\x1f\x8b":
             stream.close()
             stream = gzip.GzipFile(path, "rb")
-        wrong = _wrong(stream.peek(4)[:4], encoding)
-        if wrong is not None:
-            raise DataError(f"{path}: by its first bytes this is {wrong}")
+        problem = _problem_of_head(stream.peek(4)[:4], encoding)
+        if problem is not None:
+            raise DataError(f"{path}: by its first bytes this is {problem}")
     except BaseException:
         stream.close()
         raise
-    opened: BinaryIO = stream
-    return opened
+    result: BinaryIO = stream
+    return result
 
 
-def _wrong(head: bytes, encoding: str) -> str | None:
-    """What a file with these first bytes is, if not text in ``encoding``."""
-    for magic, what in _OTHERS.items():
+def _problem_of_head(head: bytes, encoding: str) -> str | None:
+    """A description of a file by its first bytes, or ``None`` if it may be text in ``encoding``."""
+    for magic, description in _NOT_TEXT.items():
         if head.startswith(magic):
-            return what
+            return description
     if _is_wide(encoding):
         return None
     for magic, name in _WIDE.items():
@@ -146,31 +146,31 @@ def _wrong(head: bytes, encoding: str) -> str | None:
 
 
 def _is_wide(encoding: str) -> bool:
-    """Whether ``encoding`` has newline bytes inside characters, as UTF-16 and its like have."""
+    """Whether newline bytes can be part of a character in ``encoding``, as in UTF-16."""
     return "\n".encode(encoding)[-1:] != b"\n" or len("a".encode(encoding)) != 1
 
 
 def _text(path: Path, encoding: str) -> Iterator[tuple[str, int, str | None]]:
-    """Lines with their numbers, and what is wrong with those that cannot be decoded."""
+    """Lines with their numbers, and an error message for those that cannot be decoded."""
     if _is_wide(encoding):
         yield from _wide_text(path, encoding)
         return
     with _open(path, encoding) as stream:
         for number, raw in enumerate(stream, 1):
-            wrong = None
+            message = None
             try:
                 line = raw.decode(encoding)
             except UnicodeDecodeError as error:
                 line = raw.decode(encoding, errors="replace")
-                wrong = (
+                message = (
                     f"not {encoding} text (byte 0x{raw[error.start]:02x} at position {error.start}); "
                     "set encoding to the file's, e.g. latin-1"
                 )
-            yield (line.removeprefix("\ufeff") if number == 1 else line), number, wrong
+            yield (line.removeprefix("\ufeff") if number == 1 else line), number, message
 
 
 def _wide_text(path: Path, encoding: str) -> Iterator[tuple[str, int, None]]:
-    # Lines can only be found after decoding.
+    # The text is decoded first: its lines cannot be told from the bytes.
     import io
 
     with _open(path, encoding) as stream, io.TextIOWrapper(stream, encoding, newline="") as text:
@@ -182,53 +182,53 @@ def _wide_text(path: Path, encoding: str) -> Iterator[tuple[str, int, None]]:
             raise DataError(f"{path}, after row {number}: not {encoding} text ({error.reason})") from error
 
 
-def _object(value: Any, where: Where, problems: Problems) -> Iterator[tuple[Row, Where]]:
+def _object(value: Any, location: RowLocation, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
     if isinstance(value, dict):
-        yield value, where
+        yield value, location
     else:
-        problems.add(where, f"a row is an object with named columns, and this is {_called(value)}")
+        errors.add(location, f"a row is an object with named columns, and this is {_type_name(value)}")
 
 
-def _called(value: Any) -> str:
+def _type_name(value: Any) -> str:
     names = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _lines(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
-    for line, number, wrong in _text(path, encoding):
+def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
+    for line, number, message in _text(path, encoding):
         if not line.strip():
             continue
-        where = Where(str(path), number)
-        if wrong is not None:
-            problems.add(where, wrong)
+        location = RowLocation(str(path), number)
+        if message is not None:
+            errors.add(location, message)
             continue
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            problems.add(where, f"not JSON: {error.msg} at character {error.pos + 1}")
+            errors.add(location, f"not JSON: {error.msg} at character {error.pos + 1}")
             continue
         except (ValueError, RecursionError) as error:
-            problems.add(where, _unreadable(error))
+            errors.add(location, _unreadable(error))
             continue
-        yield from _object(value, where, problems)
+        yield from _object(value, location, errors)
 
 
 def _unreadable(error: ValueError | RecursionError) -> str:
-    """What is wrong with JSON that follows the grammar and is more than Python reads."""
-    # A whole number of thousands of digits; after the semicolon Python says how to allow it.
+    """The message for valid JSON that exceeds a limit of Python: depth, or the digits of a number."""
+    # Python's own message goes on, after a semicolon, with how to raise the limit.
     reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
     return f"not readable as JSON: {reason}"
 
 
-def _json(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
-    """A list of objects (read whole), or JSON lines under the name ``.json``."""
+def _json(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
+    """A list of objects, which is read as a whole, or JSON lines under the name ``.json``."""
     for first, _, _ in _text(path, encoding):
         if first.strip():
             break
     else:
         return
     if not first.lstrip().startswith("["):
-        yield from _lines(path, encoding, problems)
+        yield from _lines(path, encoding, errors)
         return
     with _open(path, encoding) as stream:
         raw = stream.read()
@@ -244,21 +244,21 @@ def _json(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, 
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: {_unreadable(error)}") from error
     for number, value in enumerate(values, 1):
-        yield from _object(value, Where(str(path), number), problems)
+        yield from _object(value, RowLocation(str(path), number), errors)
 
 
-def _csv(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
-    csv.field_size_limit(_FIELD)
+def _csv(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
+    csv.field_size_limit(_LONGEST_FIELD)
     line = 0
-    # A line that cannot be decoded may be the middle of a quoted field: only its whole row can be left out.
-    undecoded: list[tuple[Where, str]] = []
+    # Such a line may be in the middle of a quoted field. Then its whole row is left out.
+    undecodable: list[tuple[RowLocation, str]] = []
 
     def lines() -> Iterator[str]:
         nonlocal line
-        for text, number, wrong in _text(path, encoding):
+        for text, number, message in _text(path, encoding):
             line = number
-            if wrong is not None:
-                undecoded.append((Where(str(path), number), wrong))
+            if message is not None:
+                undecodable.append((RowLocation(str(path), number), message))
             yield text
 
     reader = csv.reader(lines(), strict=True)
@@ -273,13 +273,13 @@ def _csv(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, W
             return
         if not values:
             continue
-        where = Where(str(path), before + 1)
-        if undecoded:
-            where, wrong = undecoded[0]
-            undecoded.clear()
+        location = RowLocation(str(path), before + 1)
+        if undecodable:
+            location, message = undecodable[0]
+            undecodable.clear()
             if header is None:
-                raise DataError(f"{where}: {wrong}")
-            problems.add(where, wrong)
+                raise DataError(f"{location}: {message}")
+            errors.add(location, message)
         elif header is None:
             header = values
             if len(header) == 1 and (other := _SEPARATORS.search(header[0])):
@@ -291,13 +291,14 @@ def _csv(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, W
             if repeated:
                 raise DataError(f"{path}: the header names {', '.join(sorted(repeated))} twice")
         elif len(values) != len(header):
-            problems.add(where, f"{len(values)} fields under a header of {len(header)}")
+            errors.add(location, f"{len(values)} fields under a header of {len(header)}")
         else:
-            # An empty CSV field is an absent value: the format has no other way to say so.
-            yield {name: value if value else None for name, value in zip(header, values, strict=True)}, where
+            # An empty CSV field means that the value is absent: CSV has no other way to write that.
+            row = {name: value if value else None for name, value in zip(header, values, strict=True)}
+            yield row, location
 
 
-def _parquet(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Row, Where]]:
+def _parquet(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -306,20 +307,20 @@ def _parquet(path: Path, encoding: str, problems: Problems) -> Iterator[tuple[Ro
         with pq.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=_BATCH):
                 try:
-                    found = batch.to_pylist()
+                    rows = batch.to_pylist()
                 except (ValueError, OverflowError):
-                    found = [None] * len(batch)
-                for k, row in enumerate(found):
+                    rows = [None] * len(batch)
+                for k, row in enumerate(rows):
                     number += 1
-                    where = Where(str(path), number)
+                    location = RowLocation(str(path), number)
                     try:
                         if row is None:
                             columns = zip(batch.schema.names, batch.columns, strict=True)
                             row = {name: _value(column[k]) for name, column in columns}
                     except UnicodeDecodeError as error:
-                        problems.add(where, f"not UTF-8 text ({error.reason})")
+                        errors.add(location, f"not UTF-8 text ({error.reason})")
                         continue
-                    yield row, where
+                    yield row, location
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}, after row {number}: not a whole Parquet file ({error})") from error
 
@@ -330,5 +331,5 @@ def _value(scalar: Any) -> Any:
     except UnicodeDecodeError:
         raise
     except (ValueError, OverflowError):
-        # A time that Python cannot hold. No column that is read may be a time, so it is as good as absent.
+        # A time that Python cannot represent. No column in use may be a time, so the value counts as absent.
         return None

@@ -1,4 +1,4 @@
-"""How the rows of known preference sets become pairs."""
+"""Formats: how the rows of known preference sets become pairs."""
 
 from __future__ import annotations
 
@@ -11,91 +11,100 @@ from typing import Any
 from prefed.data.config import Columns
 from prefed.data.errors import DataError, RowError
 from prefed.data.sources.files import Row
-from prefed.data.sources.pairs import Draft, common, extra, label, number, split_name, text, value
+from prefed.data.sources.pairs import (
+    RawPair,
+    extra_columns,
+    pair_from_columns,
+    parse_name,
+    parse_number,
+    parse_split,
+    text_at,
+    value_at,
+)
 
-__all__ = ["FORMATS", "Format", "find", "recognize"]
+__all__ = ["FORMATS", "Format", "detect_format", "get_format", "pairs_format"]
 
 
 @dataclass(frozen=True)
 class Format:
-    """How to read one kind of rows.
+    """How to read the rows of one data set.
 
     Attributes:
-        name: for ``data.format``.
-        draft: a row → its pair, or ``None`` where the source says that neither response is better.
-        hub: the hub name, which stands for the format too.
-        subset: the configuration to load where none is given.
-        folders: the hub set's subsets are folders.
-        needs: columns that tell such rows from others; empty where they cannot be told.
+        name: the name for ``data.format``.
+        to_pair: gives the pair of a row; ``None`` where the source says that neither response is better.
+        hub: the name of the data set on the hub. It may be used in place of ``name``.
+        subset: the configuration to load where the source names none.
+        subset_is_folder: the subsets of the hub set are folders.
+        detected_by: the columns by which such rows are detected; empty where they cannot be detected.
     """
 
     name: str
-    draft: Callable[[Row], Draft | None]
+    to_pair: Callable[[Row], RawPair | None]
     hub: str | None = None
     subset: str | None = None
-    folders: bool = False
-    needs: frozenset[str] = frozenset()
+    subset_is_folder: bool = False
+    detected_by: frozenset[str] = frozenset()
 
 
-def pairs(columns: Columns | None = None) -> Format:
-    """Rows with chosen and rejected in columns of their own, as TRL expects them.
+def pairs_format(columns: Columns | None = None) -> Format:
+    """Rows with columns for chosen and rejected, as TRL expects them.
 
-    Prompt, chosen and rejected are texts or lists of messages; without a prompt, chosen and rejected are
-    whole dialogues. Without ``columns``, those named margin, client, category, domain and split are used
+    Prompt, chosen and rejected are texts or lists of messages. Without a prompt, chosen and rejected are
+    whole dialogues. Without ``columns``, the columns margin, client, category, domain and split are used
     where present.
     """
 
-    def draft(row: Row) -> Draft:
+    def to_pair(row: Row) -> RawPair:
         if columns is not None:
-            return common(row, columns, columns.prompt)
+            return pair_from_columns(row, columns, columns.prompt)
         names = {n: n for n in ("margin", "client", "category", "domain", "split") if n in row}
-        return common(row, Columns(**names), "prompt" if "prompt" in row else None)
+        return pair_from_columns(row, Columns(**names), "prompt" if "prompt" in row else None)
 
-    return Format("pairs", draft)
+    return Format("pairs", to_pair)
 
 
-def _shp(row: Row) -> Draft:
-    choice = value(row, "labels")
+def _shp(row: Row) -> RawPair:
+    choice = value_at(row, "labels")
     if choice not in (0, 1):
         raise RowError(f"labels is {choice!r}, neither 1 (A is preferred) nor 0 (B is)")
     better, worse = ("A", "B") if choice == 1 else ("B", "A")
-    ratio = number(row.get("score_ratio"), "score_ratio")
+    ratio = parse_number(row.get("score_ratio"), "score_ratio")
     if ratio is not None and ratio <= 0:
         raise RowError(f"score_ratio is {ratio}, not positive")
-    domain = text(row, "domain")
+    domain = text_at(row, "domain")
     for split in ("_train", "_validation", "_test"):
         domain = domain.removesuffix(split)
-    return Draft(
-        _user(text(row, "history")),
-        text(row, f"human_ref_{better}"),
-        text(row, f"human_ref_{worse}"),
+    return RawPair(
+        _user(text_at(row, "history")),
+        text_at(row, f"human_ref_{better}"),
+        text_at(row, f"human_ref_{worse}"),
         margin=None if ratio is None else math.log(ratio),
         category=domain,
-        extra=extra(row, ("history", "human_ref_A", "human_ref_B", "domain")),
+        extra=extra_columns(row, ("history", "human_ref_A", "human_ref_B", "domain")),
     )
 
 
-def _summaries(row: Row) -> Draft:
-    choice, summaries, info = (value(row, name) for name in ("choice", "summaries", "info"))
+def _summaries(row: Row) -> RawPair:
+    choice, summaries, info = (value_at(row, name) for name in ("choice", "summaries", "info"))
     if not isinstance(summaries, list) or len(summaries) != 2 or choice not in (0, 1):
         raise RowError("a comparison has two summaries and a choice of 0 or 1")
     more = row.get("extra") or {}
     for name, item in (("info", info), ("extra", more)):
         if not isinstance(item, Mapping):
             raise RowError(f"{name} is not an object")
-    better, worse = (" " + text(summaries[k], "text").lstrip() for k in (choice, 1 - choice))
+    better, worse = (" " + text_at(summaries[k], "text").lstrip() for k in (choice, 1 - choice))
     split = row.get("split")
     confidence = more.get("confidence")
-    return Draft(
+    return RawPair(
         _post(info),
         better,
         worse,
-        client=label(row.get("worker"), "worker"),
-        category=label(info.get("subreddit") or info.get("site"), "subreddit"),
-        # "valid1" chose models while training and "valid2" was kept for the final figures.
-        split=split_name({"valid1": "validation", "valid2": "test"}.get(str(split), split)),
+        client=parse_name(row.get("worker"), "worker"),
+        category=parse_name(info.get("subreddit") or info.get("site"), "subreddit"),
+        # The authors chose models on "valid1" and took their final figures on "valid2".
+        split=parse_split({"valid1": "validation", "valid2": "test"}.get(str(split), split)),
         extra={
-            **extra(row, ("split",)),
+            **extra_columns(row, ("split",)),
             **({} if info.get("id") is None else {"post_id": str(info["id"])}),
             **({} if confidence is None else {"confidence": int(confidence)}),
         },
@@ -113,68 +122,70 @@ def _post(info: Mapping[str, Any]) -> str:
     raise RowError("info has neither a post nor an article")
 
 
-def _imdb(row: Row) -> Draft:
-    rewards = [number(value(row, f"{which}_reward"), f"{which}_reward") for which in ("chosen", "rejected")]
+def _imdb(row: Row) -> RawPair:
+    rewards = [
+        parse_number(value_at(row, f"{which}_reward"), f"{which}_reward") for which in ("chosen", "rejected")
+    ]
     margin = None if None in rewards else rewards[0] - rewards[1]  # type: ignore[operator]
-    return Draft(
-        text(row, "prompt"),
-        text(row, "chosen"),
-        text(row, "rejected"),
+    return RawPair(
+        text_at(row, "prompt"),
+        text_at(row, "chosen"),
+        text_at(row, "rejected"),
         margin=margin,
-        extra=extra(row, ("prompt", "chosen", "rejected")),
+        extra=extra_columns(row, ("prompt", "chosen", "rejected")),
     )
 
 
-def _code(row: Row) -> Draft:
-    return Draft(
-        _user(text(row, "question"), row.get("system")),
-        text(row, "chosen"),
-        text(row, "rejected"),
-        category=label(value(row, "lang"), "lang"),
-        extra=extra(row, ("question", "system", "chosen", "rejected")),
+def _code(row: Row) -> RawPair:
+    return RawPair(
+        _user(text_at(row, "question"), row.get("system")),
+        text_at(row, "chosen"),
+        text_at(row, "rejected"),
+        category=parse_name(value_at(row, "lang"), "lang"),
+        extra=extra_columns(row, ("question", "system", "chosen", "rejected")),
     )
 
 
-def _webgpt(row: Row) -> Draft | None:
-    scores = [number(value(row, f"score_{k}"), f"score_{k}") for k in (0, 1)]
+def _webgpt(row: Row) -> RawPair | None:
+    scores = [parse_number(value_at(row, f"score_{k}"), f"score_{k}") for k in (0, 1)]
     if scores[0] is None or scores[1] is None:
         raise RowError("a score is missing")
     if scores[0] == scores[1]:
         return None
     better = int(scores[1] > scores[0])
-    question = value(row, "question")
+    question = value_at(row, "question")
     nested = isinstance(question, Mapping)
-    return Draft(
-        _user(text(row, "question.full_text" if nested else "question")),
-        text(row, f"answer_{better}"),
-        text(row, f"answer_{1 - better}"),
+    return RawPair(
+        _user(text_at(row, "question.full_text" if nested else "question")),
+        text_at(row, f"answer_{better}"),
+        text_at(row, f"answer_{1 - better}"),
         margin=abs(scores[0] - scores[1]),
-        category=label(question.get("dataset"), "dataset") if nested else None,
-        extra=extra(row, ("question", "answer_0", "answer_1")),
+        category=parse_name(question.get("dataset"), "dataset") if nested else None,
+        extra=extra_columns(row, ("question", "answer_0", "answer_1")),
     )
 
 
-def _safe(which: str) -> Callable[[Row], Draft]:
-    def draft(row: Row) -> Draft:
-        choice = value(row, f"{which}_response_id")
+def _safe(which: str) -> Callable[[Row], RawPair]:
+    def to_pair(row: Row) -> RawPair:
+        choice = value_at(row, f"{which}_response_id")
         if choice not in (0, 1):
             raise RowError(f"{which}_response_id is {choice!r}, neither 0 nor 1")
-        return Draft(
-            _user(text(row, "prompt")),
-            text(row, f"response_{choice}"),
-            text(row, f"response_{1 - choice}"),
-            extra=extra(row, ("prompt", "response_0", "response_1")),
+        return RawPair(
+            _user(text_at(row, "prompt")),
+            text_at(row, f"response_{choice}"),
+            text_at(row, f"response_{1 - choice}"),
+            extra=extra_columns(row, ("prompt", "response_0", "response_1")),
         )
 
-    return draft
+    return to_pair
 
 
-def _instruction(row: Row) -> Draft:
-    """Prompt, chosen and rejected, with the prompt an instruction, and perhaps a system message."""
-    draft = common(row, Columns(), "prompt")
-    if isinstance(draft.prompt, str) and isinstance(draft.chosen, str):
-        draft.prompt = _user(draft.prompt, row.get("system") or row.get("system_message"))
-    return draft
+def _instruction(row: Row) -> RawPair:
+    """Columns prompt, chosen and rejected. A text prompt is a user's turn; there may be a system message."""
+    pair = pair_from_columns(row, Columns(), "prompt")
+    if isinstance(pair.prompt, str) and isinstance(pair.chosen, str):
+        pair.prompt = _user(pair.prompt, row.get("system") or row.get("system_message"))
+    return pair
 
 
 def _user(content: str, system: Any = None) -> list[dict[str, str]]:
@@ -190,39 +201,39 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         entry.name: entry
         for entry in (
-            pairs(),
-            Format("hh-rlhf", pairs().draft, "Anthropic/hh-rlhf", folders=True),
+            pairs_format(),
+            Format("hh-rlhf", pairs_format().to_pair, "Anthropic/hh-rlhf", subset_is_folder=True),
             Format(
                 "shp",
                 _shp,
                 "stanfordnlp/SHP",
-                folders=True,
-                needs=_columns("history", "human_ref_A", "human_ref_B", "labels"),
+                subset_is_folder=True,
+                detected_by=_columns("history", "human_ref_A", "human_ref_B", "labels"),
             ),
             Format(
                 "summarize-from-feedback",
                 _summaries,
                 "openai/summarize_from_feedback",
                 subset="comparisons",
-                needs=_columns("info", "summaries", "choice"),
+                detected_by=_columns("info", "summaries", "choice"),
             ),
             Format(
                 "imdb-dpo",
                 _imdb,
                 "yuasosnin/imdb-dpo",
-                needs=_columns("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward"),
+                detected_by=_columns("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward"),
             ),
             Format(
                 "code-vulnerability",
                 _code,
                 "CyberNative/Code_Vulnerability_Security_DPO",
-                needs=_columns("lang", "vulnerability", "question", "chosen", "rejected"),
+                detected_by=_columns("lang", "vulnerability", "question", "chosen", "rejected"),
             ),
             Format(
                 "webgpt",
                 _webgpt,
                 "openai/webgpt_comparisons",
-                needs=_columns("question", "answer_0", "answer_1", "score_0", "score_1"),
+                detected_by=_columns("question", "answer_0", "answer_1", "score_0", "score_1"),
             ),
             Format("py-dpo", _instruction, "jondurbin/py-dpo-v0.1"),
             Format("ultrafeedback", _instruction, "kaitchup/UltraFeedback-prompt-chosen-rejected"),
@@ -230,20 +241,20 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 "safe-rlhf",
                 _safe("better"),
                 "PKU-Alignment/PKU-SafeRLHF",
-                needs=_columns("prompt", "response_0", "response_1", "better_response_id"),
+                detected_by=_columns("prompt", "response_0", "response_1", "better_response_id"),
             ),
             Format("safe-rlhf-safer", _safe("safer")),
         )
     }
 )
-"""Formats by name. ``safe-rlhf`` takes the more helpful response, ``safe-rlhf-safer`` the safer one."""
+"""Formats by name. ``safe-rlhf`` prefers the more helpful response, ``safe-rlhf-safer`` the safer one."""
 
 
-def find(name: str) -> Format:
-    """The format of that name or hub name.
+def get_format(name: str) -> Format:
+    """The format with a name or hub name.
 
     Raises:
-        DataError: there is none, with the names there are.
+        DataError: there is no such format. The message suggests a name, or lists all.
     """
     import difflib
 
@@ -255,14 +266,14 @@ def find(name: str) -> Format:
     raise DataError(f"no data format {name!r}{hint}")
 
 
-def recognize(row: Row) -> Format:
-    """The format of a row, told by its columns.
+def detect_format(row: Row) -> Format:
+    """The format of a row by its columns.
 
     Raises:
-        RowError: it is of no known kind.
+        RowError: no format has these columns.
     """
     for entry in FORMATS.values():
-        if entry.needs and entry.needs <= row.keys():
+        if entry.detected_by and entry.detected_by <= row.keys():
             return entry
     if {"chosen", "rejected"} <= row.keys():
         return FORMATS["pairs"]

@@ -1,4 +1,4 @@
-"""Rows of a data set on the Hugging Face hub, through ``datasets``."""
+"""Reads the rows of a data set on the Hugging Face hub with ``datasets``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from prefed.core import hub as service
-from prefed.data.errors import DataError, Where
+from prefed.data.errors import DataError, RowLocation
 from prefed.data.sources.files import Row
 
-__all__ = ["looks_like_hub_name", "rows"]
+__all__ = ["looks_like_hub_name", "read_rows"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILE = re.compile(r"\.(jsonl|ndjson|json|csv|parquet|txt|tsv)(\.gz)?$", re.IGNORECASE)
@@ -25,47 +25,47 @@ def looks_like_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and _FILE.search(path) is None
 
 
-def rows(
-    name: str, *, subset: str | None, folder: bool, split: str, revision: str | None
-) -> Iterator[tuple[Row, Where]]:
-    """The rows of one split; what was loaded before is read from the local cache, also without a network.
+def read_rows(
+    name: str, *, subset: str | None, subset_is_folder: bool, split: str, revision: str | None
+) -> Iterator[tuple[Row, RowLocation]]:
+    """The rows of one split. A set that was loaded before comes from the local cache, also without a network.
 
     Args:
         name: e.g. ``stanfordnlp/SHP``.
         subset: a configuration of the data set, or a folder in it.
-        folder: ``subset`` is a folder.
+        subset_is_folder: ``subset`` is a folder in the data set.
         split: e.g. ``train``.
         revision: branch, tag or commit.
 
     Raises:
-        DataError: it cannot be had, with the library's reason and what to do.
+        DataError: the data set cannot be loaded. The message gives the library's reason and a remedy.
     """
-    where = f"{name}{f'/{subset}' if subset else ''} ({split})"
+    title = f"{name}{f'/{subset}' if subset else ''} ({split})"
     with service.in_reach() as answers:
         try:
-            data = _load(name, subset, folder, split, revision)
-        except Exception as error:  # the library raises its own, the hub client's and the transport's kinds
+            data = _load(name, subset, subset_is_folder, split, revision)
+        except Exception as error:  # errors of the library, the hub client and the transport
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             if not answers:
                 reason = "it does not answer (or HF_HUB_OFFLINE is set), and its local cache has no such set"
             raise DataError(
-                f"could not load {where} from the Hugging Face hub: {reason}\n"
+                f"could not load {title} from the Hugging Face hub: {reason}\n"
                 "Check the name, subset and split, and the network. On a machine without one, copy the set's "
                 f"JSON lines or Parquet files there and give their folder as path, with format = {name!r}."
             ) from error
     for number, row in enumerate(data, 1):
-        yield row, Where(where, number)
+        yield row, RowLocation(title, number)
 
 
-def _load(name: str, subset: str | None, folder: bool, split: str, revision: str | None) -> Any:
+def _load(name: str, subset: str | None, subset_is_folder: bool, split: str, revision: str | None) -> Any:
     from datasets import load_dataset
 
-    place = {"data_dir": subset} if folder else {"name": subset}
+    option = "data_dir" if subset_is_folder else "name"
     try:
-        return load_dataset(name, split=split, revision=revision, **place)
+        return load_dataset(name, split=split, revision=revision, **{option: subset})
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error) or revision is not None:
             raise
-    # The hub keeps a Parquet copy of every set that is published as a loading script, one folder per
+    # The hub has a Parquet copy of each set that is published as a loading script: one folder per
     # configuration.
     return load_dataset(name, data_dir=subset or "default", split=split, revision="refs/convert/parquet")

@@ -1,4 +1,4 @@
-"""From what a row says to a pair: messages or text, implicit prompts, dialogues, repeated prefixes."""
+"""Turns the values of a row into a pair: text or messages, implicit prompts, repeated prompts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from prefed.data.sources.files import Row
 
 __all__ = [
     "TURN",
-    "Draft",
-    "common",
-    "extra",
-    "label",
-    "messages",
-    "number",
-    "separate",
+    "RawPair",
+    "extra_columns",
+    "pair_from_columns",
+    "parse_messages",
+    "parse_name",
+    "parse_number",
+    "parse_split",
     "split_dialogue",
-    "split_name",
-    "text",
-    "value",
+    "split_prompt",
+    "text_at",
+    "value_at",
 ]
 
 TURN = "\n\nAssistant:"
-"""What precedes the assistant's words in a dialogue written as one text."""
+"""The mark before a turn of the assistant, in a dialogue written as one text."""
 
 _ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -48,12 +48,12 @@ _SPLITS: Mapping[str, Split] = {
     "test": "test",
 }
 _LONGEST = 1000
-"""Longer texts in other columns are not carried along as extra."""
+"""Longer texts of unused columns are not kept with the record."""
 
 
 @dataclass
-class Draft:
-    """A pair as a row gives it: prompt and responses may still be text, messages or whole dialogues."""
+class RawPair:
+    """A pair as it stands in a row. Prompt and responses may be text, messages or whole dialogues."""
 
     prompt: Any
     chosen: Any
@@ -66,85 +66,87 @@ class Draft:
     extra: dict[str, str | float | int] = field(default_factory=dict)
 
 
-def value(row: Row, path: str) -> Any:
-    """The value at a dotted path; a column whose own name has a dot comes first.
+def value_at(row: Row, path: str) -> Any:
+    """The value at a dotted path. A column whose name contains the dots comes first.
 
     Raises:
-        RowError: there is none, with the names there are.
+        RowError: there is no such value. The message lists the columns.
     """
     if path in row:
         return row[path]
-    found: Any = row
+    value: Any = row
     for step in path.split("."):
-        if not isinstance(found, Mapping) or step not in found:
+        if not isinstance(value, Mapping) or step not in value:
             raise RowError(f"no column {path!r}; this row has {', '.join(map(str, row)) or 'none'}")
-        found = found[step]
-    return found
+        value = value[step]
+    return value
 
 
-def text(row: Row, path: str) -> str:
-    """The text at ``path``.
+def text_at(row: Row, path: str) -> str:
+    """The text at a dotted path.
 
     Raises:
-        RowError: it is missing or not text.
+        RowError: the value is missing or not text.
     """
-    found = value(row, path)
-    if not isinstance(found, str):
-        raise RowError(f"{path} is {'missing' if found is None else type(found).__name__ + ', not text'}")
-    return found
+    value = value_at(row, path)
+    if not isinstance(value, str):
+        raise RowError(f"{path} is {'missing' if value is None else type(value).__name__ + ', not text'}")
+    return value
 
 
-def extra(row: Row, used: Sequence[str]) -> dict[str, str | float | int]:
-    """The row's other plain values: finite numbers and texts that are not long."""
-    kept: dict[str, str | float | int] = {}
+def extra_columns(row: Row, used: Sequence[str]) -> dict[str, str | float | int]:
+    """The finite numbers and short texts in the columns that are not ``used``."""
+    values: dict[str, str | float | int] = {}
     for name, item in row.items():
         if name in used or item is None:
             continue
         if isinstance(item, bool):
-            kept[str(name)] = int(item)
+            values[str(name)] = int(item)
         elif (
             isinstance(item, int)
             or (isinstance(item, float) and math.isfinite(item))
             or (isinstance(item, str) and len(item) <= _LONGEST)
         ):
-            kept[str(name)] = item
-    return kept
+            values[str(name)] = item
+    return values
 
 
-def common(row: Row, columns: Columns, prompt: str | None) -> Draft:
-    """A draft from named columns.
+def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair:
+    """The pair in named columns.
 
     Args:
         row: the row.
-        columns: where everything is.
-        prompt: the prompt's column, ``None`` where the responses contain it.
+        columns: the names of the columns.
+        prompt: the column of the prompt; ``None`` where the responses contain it.
 
     Raises:
-        RowError: a named column is missing, or the margin, client or split makes no sense.
+        RowError: a named column is missing, or the margin, client or split is malformed.
     """
-    start = None if prompt is None else value(row, prompt)
+    start = None if prompt is None else value_at(row, prompt)
     if prompt is not None and start is None:
         raise RowError(f"{prompt} is missing")
     named = [columns.margin, columns.client, columns.category, columns.domain, columns.split]
     used = [name for name in (prompt, columns.chosen, columns.rejected, *named) if name is not None]
-    return Draft(
+    return RawPair(
         prompt=start,
-        chosen=value(row, columns.chosen),
-        rejected=value(row, columns.rejected),
-        margin=None if columns.margin is None else number(value(row, columns.margin), columns.margin),
-        client=_label(row, columns.client),
-        category=_label(row, columns.category),
-        domain=_label(row, columns.domain),
-        split=None if columns.split is None else split_name(value(row, columns.split)),
-        extra=extra(row, used),
+        chosen=value_at(row, columns.chosen),
+        rejected=value_at(row, columns.rejected),
+        margin=None
+        if columns.margin is None
+        else parse_number(value_at(row, columns.margin), columns.margin),
+        client=_name_at(row, columns.client),
+        category=_name_at(row, columns.category),
+        domain=_name_at(row, columns.domain),
+        split=None if columns.split is None else parse_split(value_at(row, columns.split)),
+        extra=extra_columns(row, used),
     )
 
 
-def number(item: Any, name: str) -> float | None:
-    """A finite number, or ``None`` where there is none.
+def parse_number(item: Any, name: str) -> float | None:
+    """A finite number; ``None`` stays ``None``.
 
     Raises:
-        RowError: not a number, or not a finite one.
+        RowError: the value is not a finite number.
     """
     if item is None:
         return None
@@ -157,15 +159,15 @@ def number(item: Any, name: str) -> float | None:
     return result
 
 
-def _label(row: Row, name: str | None) -> str | None:
-    return None if name is None else label(value(row, name), name)
+def _name_at(row: Row, path: str | None) -> str | None:
+    return None if path is None else parse_name(value_at(row, path), path)
 
 
-def label(item: Any, name: str) -> str | None:
-    """A client's or category's name: text, or a whole number written out.
+def parse_name(item: Any, name: str) -> str | None:
+    """The name of a client or category: text, or a whole number as text. ``None`` and "" become ``None``.
 
     Raises:
-        RowError: something else.
+        RowError: the value is neither text nor a whole number.
     """
     if item is None:
         return None
@@ -176,11 +178,11 @@ def label(item: Any, name: str) -> str | None:
     raise RowError(f"{name} is {item!r}, not a name")
 
 
-def split_name(item: Any) -> Split | None:
-    """A split by one of its usual names.
+def parse_split(item: Any) -> Split | None:
+    """The split for one of its usual names; ``None`` stays ``None``.
 
     Raises:
-        RowError: another name.
+        RowError: the name is unknown.
     """
     if item is None:
         return None
@@ -189,19 +191,23 @@ def split_name(item: Any) -> Split | None:
     raise RowError(f"split is {item!r}, not one of {', '.join(_SPLITS)}")
 
 
-def separate(draft: Draft) -> tuple[str | tuple[Message, ...], str, str, bool]:
-    r"""Prompt, chosen and rejected response of a draft, and whether a repeated prompt was taken off.
+def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bool]:
+    r"""Separate the prompt of a pair from its two responses.
 
-    - Two texts and a prompt: as they are; where both responses repeat the prompt, they lose it.
-    - Two texts alone: they are whole dialogues and are split at the last common ``"\n\nAssistant:"``, or
-      where there is none at the last blank before they differ.
-    - Two lists of messages: the common beginning, joined to the prompt where one is given, is the prompt, and
-      each goes on with one assistant message.
+    - Two texts and a prompt are used as they are. If both responses repeat the prompt, the repetition is
+      removed.
+    - Two texts without a prompt are whole dialogues. They are split at the last common ``"\n\nAssistant:"``.
+      Without one they are split at the last blank before the first difference.
+    - Two lists of messages: their common beginning, after the given prompt if there is one, is the prompt.
+      Each list ends with one assistant message, the response.
+
+    Returns:
+        Prompt, chosen response, rejected response, and whether a repeated prompt was removed.
 
     Raises:
-        RowError: neither.
+        RowError: the pair has none of these forms.
     """
-    prompt, chosen, rejected = draft.prompt, draft.chosen, draft.rejected
+    prompt, chosen, rejected = pair.prompt, pair.chosen, pair.rejected
     for name, item in (("chosen", chosen), ("rejected", rejected)):
         if item is None:
             raise RowError(f"{name} is missing")
@@ -210,39 +216,40 @@ def separate(draft: Draft) -> tuple[str | tuple[Message, ...], str, str, bool]:
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("chosen and rejected are not of one form: one is text, the other messages")
     if not isinstance(chosen, str):
-        return (*_conversation(prompt, messages(chosen, "chosen"), messages(rejected, "rejected")), False)
+        both = parse_messages(chosen, "chosen"), parse_messages(rejected, "rejected")
+        return (*_split_conversation(prompt, *both), False)
     if prompt is None:
         return (*split_dialogue(chosen, rejected), False)
     if not isinstance(prompt, str):
-        return messages(prompt, "prompt"), chosen, rejected, False
+        return parse_messages(prompt, "prompt"), chosen, rejected, False
     if prompt.strip() and chosen.startswith(prompt) and rejected.startswith(prompt):
         return prompt, chosen[len(prompt) :], rejected[len(prompt) :], True
     return prompt, chosen, rejected, False
 
 
 def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
-    r"""Two dialogues that begin alike, as their prompt and the two responses.
+    r"""Split two dialogues with a common beginning into prompt, chosen and rejected response.
 
     >>> split_dialogue("\n\nHuman: Hi\n\nAssistant: Hello", "\n\nHuman: Hi\n\nAssistant: Hey")
     ('\n\nHuman: Hi\n\nAssistant:', ' Hello', ' Hey')
     >>> split_dialogue("The sky is blue", "The sky is green")
     ('The sky is', ' blue', ' green')
     """
-    shared = chosen[: _agree(chosen, rejected)]
+    shared = chosen[: _common_length(chosen, rejected)]
     turn = shared.rfind(TURN)
     if turn >= 0:
         end = turn + len(TURN)
     elif shared.endswith((" ", "\n", "\t")):
         end = len(shared.rstrip())
     else:
-        # Cut at a blank, so that no word is torn: where both go on with one, or before the last shared one.
-        both_blank = all(len(t) > len(shared) and t[len(shared)].isspace() for t in (chosen, rejected))
+        # Split at a blank, not within a word. It is the next character of both texts, or the last shared one.
+        both_blank = all(text[len(shared) :][:1].isspace() for text in (chosen, rejected))
         end = len(shared) if both_blank else max(shared.rfind(" "), shared.rfind("\n"), 0)
     return chosen[:end], chosen[end:], rejected[end:]
 
 
-def _agree(one: str, other: str) -> int:
-    """How many characters two texts share at their beginning, by bisection."""
+def _common_length(one: str, other: str) -> int:
+    """The length of the common beginning of two texts, by bisection."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -253,15 +260,15 @@ def _agree(one: str, other: str) -> int:
     return low
 
 
-def messages(item: Any, name: str) -> tuple[Message, ...]:
-    """Messages from ``{role, content}`` (or ``{from, value}``) objects.
+def parse_messages(item: Any, name: str) -> tuple[Message, ...]:
+    """Messages from ``{role, content}`` or ``{from, value}`` objects.
 
     Raises:
-        RowError: something else.
+        RowError: the value is not a list of such objects.
     """
     if not isinstance(item, list | tuple) or not item:
         raise RowError(f"{name} is {'empty' if not item else type(item).__name__}, neither text nor messages")
-    found = []
+    turns = []
     for turn in item:
         if not isinstance(turn, Mapping):
             raise RowError(f"{name} holds {type(turn).__name__} where a message is expected")
@@ -271,13 +278,14 @@ def messages(item: Any, name: str) -> tuple[Message, ...]:
             raise RowError(f"{name} has a message of role {role!r}; known are {', '.join(_ROLES)}")
         if not isinstance(content, str):
             raise RowError(f"{name} has a message whose content is not text")
-        found.append(Message(_ROLES[role], content))
-    return tuple(found)
+        turns.append(Message(_ROLES[role], content))
+    return tuple(turns)
 
 
-def _conversation(
+def _split_conversation(
     prompt: Any, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
 ) -> tuple[tuple[Message, ...], str, str]:
+    """Separate the common beginning of two conversations, joined to the prompt, from the two responses."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
@@ -289,25 +297,25 @@ def _conversation(
             )
     start = chosen[:shared]
     if isinstance(prompt, str):
-        if not start or not _asks(start, prompt.strip()):
+        if not start or not _contains(start, prompt.strip()):
             start = (*start, Message("user", prompt))
     elif prompt is not None:
-        start = _join(messages(prompt, "prompt"), start)
+        start = _join(parse_messages(prompt, "prompt"), start)
     return start, chosen[-1].content, rejected[-1].content
 
 
-def _asks(turns: tuple[Message, ...], question: str) -> bool:
-    """Whether turns that both dialogues share hold the prompt, so that it is not asked twice."""
-    told = [turn.content.strip() for turn in turns]
-    if not question or question in told:
+def _contains(turns: tuple[Message, ...], prompt: str) -> bool:
+    """Whether the shared turns contain a text prompt already, so that it is not added again."""
+    contents = [turn.content.strip() for turn in turns]
+    if not prompt or prompt in contents:
         return True
-    # The last question may hold the prompt and more; or the prompt may be all the turns, written as one text.
-    return turns[-1].role == "user" and (question in told[-1] or all(text in question for text in told))
+    # The last user turn may contain the prompt and more. Or the prompt may contain all turns, as one text.
+    return turns[-1].role == "user" and (prompt in contents[-1] or all(text in prompt for text in contents))
 
 
-def _join(given: tuple[Message, ...], shared: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Given turns and those that both dialogues share, without repeating those that are in both."""
-    if any(shared[k : k + len(given)] == given for k in range(len(shared))):
+def _join(prompt: tuple[Message, ...], shared: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The turns of the prompt, then those that both dialogues share. Turns that are in both stand once."""
+    if any(shared[k : k + len(prompt)] == prompt for k in range(len(shared))):
         return shared
-    both = next(n for n in range(len(given), -1, -1) if given[len(given) - n :] == shared[:n])
-    return given + shared[both:]
+    overlap = next(n for n in range(len(prompt), -1, -1) if prompt[len(prompt) - n :] == shared[:n])
+    return prompt + shared[overlap:]
