@@ -51,8 +51,8 @@ def rows(**changes: Any) -> list[dict[str, Any]]:
     return changed
 
 
-def lines(found: list[Any]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found).encode()
+def lines(items: list[Any]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items).encode()
 
 
 def every(**changes: Any) -> bytes:
@@ -86,7 +86,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(*command: str, code: int = 1) -> str:
+def output(*command: str, code: int = 1) -> str:
     result = CliRunner().invoke(app, list(command))
     assert result.exit_code == code, f"{result.output}{result.exception!r}"
     assert "Traceback" not in result.output
@@ -161,7 +161,7 @@ def experiment(place: Path, words: Path, train: str = "train.jsonl") -> None:
 def test_json_lines_that_cannot_be_used(place: Path, words: Path, content: bytes, message: str) -> None:
     (place / "train.jsonl").write_bytes(content)
     experiment(place, words)
-    assert message in said("data", "exp.toml")
+    assert message in output("data", "exp.toml")
 
 
 OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -200,7 +200,7 @@ def test_other_files_that_cannot_be_used(
 ) -> None:
     make(place / name)
     experiment(place, words, name)
-    assert message in said("data", "exp.toml")
+    assert message in output("data", "exp.toml")
 
 
 SETTINGS: dict[str, tuple[list[str], str]] = {
@@ -239,8 +239,8 @@ def test_settings_that_do_not_suit_the_data(
     (place / "other/notes.txt").touch()
     monkeypatch.setattr(prefed.core.hub, "_answers", lambda endpoint: False)
     experiment(place, words)
-    given = [word for override in overrides for word in ("--set", override)]
-    assert message in said("data", "exp.toml", *given)
+    options = [word for override in overrides for word in ("--set", override)]
+    assert message in output("data", "exp.toml", *options)
 
 
 USABLE = {
@@ -263,7 +263,7 @@ USABLE = {
 def test_what_is_unusual_and_can_be_used(place: Path, words: Path, content: bytes, shown: str) -> None:
     (place / "train.jsonl").write_bytes(content)
     experiment(place, words)
-    assert shown in said("data", "exp.toml", code=0)
+    assert shown in output("data", "exp.toml", code=0)
 
 
 @pytest.fixture(scope="module")
@@ -313,8 +313,8 @@ def test_models_that_cannot_be_used(
     damage(folder)
     (place / "train.jsonl").write_bytes(lines(ROWS))
     experiment(place, folder)
-    given = [word for override in overrides for word in ("--set", override)]
-    found = said("run", "exp.toml", *given, "--out", "out")
-    assert message in found
-    assert "[model" in found
-    assert len(found) < 1200
+    options = [word for override in overrides for word in ("--set", override)]
+    text = output("run", "exp.toml", *options, "--out", "out")
+    assert message in text
+    assert "[model" in text
+    assert len(text) < 1200

@@ -1,4 +1,6 @@
-"""Laws of every partition: each row to exactly one client, by the key alone, in the shape asked for."""
+"""Laws of every partition: each row gets one client, the key alone decides, and sizes follow the settings."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from prefed.core import Key
 from prefed.data import partition
-from prefed.data.assign import Rows, assign
+from prefed.data.assign import RowTable, assign_clients
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin
 
 keys = st.builds(Key, st.integers(0, 2**31))
@@ -27,13 +29,13 @@ def columns(draw):
     kinds = draw(st.integers(1, 4))
     prompts = draw(st.integers(8, 60))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    return Rows(
+    return RowTable(
         role=random.choice([0, 0, 0, 1, 2], n),
-        label=random.integers(0, kinds, n),
-        labels=[f"kind {k}" for k in range(kinds)],
+        value=random.integers(0, kinds, n),
+        values=[f"kind {k}" for k in range(kinds)],
         margin=random.integers(-5, 5, n).astype(float),
         prompt=random.integers(0, prompts, n).astype(np.uint64) * np.uint64(2**40 + 1),
-        use=random.random(n) < 0.8,
+        usable=random.random(n) < 0.8,
     )
 
 
@@ -41,8 +43,8 @@ def columns(draw):
 def cases(draw):
     rows = draw(columns())
     count = draw(st.integers(2, 5))
-    train = rows.of(0)
-    kinds = np.unique(rows.label[train])
+    train = rows.rows_of(0)
+    kinds = np.unique(rows.value[train])
     assume(len(train) >= 2 * count and len(np.unique(rows.prompt[train])) >= count)
     options = [
         Iid(clients=count, sizes=draw(sizes(count))),
@@ -54,7 +56,7 @@ def cases(draw):
         ),
         Conflict(clients=count, flip=True, ratio=draw(st.floats(0.05, 0.95))),
     ]
-    if len(kinds) == 2 and np.bincount(rows.label[train])[kinds].min() >= count:
+    if len(kinds) == 2 and np.bincount(rows.value[train])[kinds].min() >= count:
         options.append(Conflict(clients=count, column="kind", ratio=draw(st.floats(0.05, 0.95))))
     return draw(st.sampled_from(options)), rows, draw(keys)
 
@@ -63,67 +65,67 @@ def cases(draw):
 @given(cases())
 def test_each_training_row_has_one_client_and_each_client_a_row(case):
     rule, rows, key = case
-    found = assign(rule, rows, key)
-    assert len(set(found.names)) == len(found.names) == len(found.flipped)
-    assert (found.client[~rows.use] == -1).all()
-    held = found.client[rows.of(0)]
-    assert ((held >= 0) & (held < len(found.names))).all()
-    assert np.bincount(held, minlength=len(found.names)).min() >= 1
-    assert (found.client < len(found.names)).all()
+    assignment = assign_clients(rule, rows, key)
+    assert len(set(assignment.ids)) == len(assignment.ids) == len(assignment.flipped)
+    assert (assignment.client[~rows.usable] == -1).all()
+    client = assignment.client[rows.rows_of(0)]
+    assert ((client >= 0) & (client < len(assignment.ids))).all()
+    assert np.bincount(client, minlength=len(assignment.ids)).min() >= 1
+    assert (assignment.client < len(assignment.ids)).all()
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_the_key_alone_decides(case):
-    """The same key, the same deal; and the deal of the training rows does not see the test rows."""
+    """Equal keys give equal assignments, and the test rows do not influence that of the training rows."""
     rule, rows, key = case
-    found = assign(rule, rows, key)
-    again = assign(rule, rows, Key(key.seed))
-    assert found.names == again.names
-    assert (found.client == again.client).all()
-    fewer = Rows(rows.role, rows.label, rows.labels, rows.margin, rows.prompt, rows.use & (rows.role == 0))
-    alone = assign(rule, fewer, key)
-    assert (alone.client[rows.of(0)] == found.client[rows.of(0)]).all()
+    assignment = assign_clients(rule, rows, key)
+    again = assign_clients(rule, rows, Key(key.seed))
+    assert assignment.ids == again.ids
+    assert (assignment.client == again.client).all()
+    train = replace(rows, usable=rows.usable & (rows.role == 0))
+    alone = assign_clients(rule, train, key)
+    assert (alone.client[rows.rows_of(0)] == assignment.client[rows.rows_of(0)]).all()
 
 
 @settings(max_examples=100, deadline=None)
 @given(columns(), st.integers(2, 5), st.floats(0.01, 10), keys)
-def test_no_prompt_is_held_by_two_dirichlet_clients(rows, count, alpha, key):
+def test_two_dirichlet_clients_never_have_the_same_prompt(rows, count, alpha, key):
     """Neither among the training rows nor between those and the rows of validation and test."""
     # A category for each prompt, so that prompts do not cross categories.
-    label = (rows.prompt // np.uint64(2**40) % np.uint64(len(rows.labels))).astype(np.int64)
-    rows = Rows(rows.role, label, rows.labels, rows.margin, rows.prompt, rows.use)
-    assume(len(np.unique(rows.prompt[rows.of(0)])) >= count)
-    client = assign(Dirichlet(column="kind", alpha=alpha, clients=count), rows, key).client
-    held = client >= 0
-    holders = np.unique(np.stack([rows.prompt[held], client[held].astype(np.uint64)]), axis=1)
-    assert len(np.unique(holders[0])) == holders.shape[1]
+    value = (rows.prompt // np.uint64(2**40) % np.uint64(len(rows.values))).astype(np.int64)
+    rows = replace(rows, value=value)
+    assume(len(np.unique(rows.prompt[rows.rows_of(0)])) >= count)
+    client = assign_clients(Dirichlet(column="kind", alpha=alpha, clients=count), rows, key).client
+    used = client >= 0
+    pairs = np.unique(np.stack([rows.prompt[used], client[used].astype(np.uint64)]), axis=1)
+    assert len(np.unique(pairs[0])) == pairs.shape[1]
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0.01, 100), min_size=1, max_size=12), st.integers(0, 2))
-def test_apportion_adds_up_and_stays_near(total, weight, least):
+def test_shard_sizes_add_up_and_stay_near(total, weight, least):
     """Sizes sum to the total; without a minimum, each is within one of its exact share."""
     weights = np.array(weight)
     assume(total >= least * len(weight))
-    found = partition.apportion(total, weights, least=least)
-    assert found.sum() == total
-    assert found.min() >= least
+    result = partition.shard_sizes(total, weights, least=least)
+    assert result.sum() == total
+    assert result.min() >= least
     if least == 0:
-        assert (np.abs(found - total * weights / weights.sum()) < 1 + 1e-9).all()
+        assert (np.abs(result - total * weights / weights.sum()) < 1 + 1e-9).all()
 
 
 @given(st.integers(1, 300), clients, keys)
 def test_iid_shards_are_equal(rows, count, key):
     """Sizes differ by at most one."""
     assume(rows >= count)
-    sizes = np.bincount(partition.iid(rows, np.ones(count), key), minlength=count)
+    sizes = np.bincount(partition.iid_partition(rows, np.ones(count), key), minlength=count)
     assert sizes.max() - sizes.min() <= 1
 
 
 @given(arrays(np.float64, st.integers(8, 60), elements=st.floats(-5, 5)), clients)
 def test_margins_fall_from_shard_to_shard(margins, count):
     """The smallest margin of a shard is at least the largest of the next."""
-    client = partition.margin(margins, np.ones(count))
+    client = partition.margin_partition(margins, np.ones(count))
     for k in range(count - 1):
         assert margins[client == k].min() >= margins[client == k + 1].max()
 
@@ -131,7 +133,7 @@ def test_margins_fall_from_shard_to_shard(margins, count):
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 30), st.floats(1e-4, 50), keys)
 def test_shares_are_distributions(categories, count, alpha, key):
-    share = partition.shares(categories, count, alpha, key)
+    share = partition.dirichlet_shares(categories, count, alpha, key)
     assert share.shape == (categories, count)
     assert np.isfinite(share).all()
     assert (share >= 0).all()
@@ -140,7 +142,7 @@ def test_shares_are_distributions(categories, count, alpha, key):
 
 @given(st.integers(2, 100), st.floats(0.01, 0.99))
 def test_a_conflict_has_both_kinds(count, ratio):
-    first = partition.split_of(count, ratio)
+    first = partition.first_kind_count(count, ratio)
     assert 1 <= first <= count - 1
     assert abs(first - ratio * count) <= 1
 
@@ -149,7 +151,7 @@ def test_a_conflict_has_both_kinds(count, ratio):
 def test_shares_have_the_moments_of_a_dirichlet(alpha):
     """Over 20,000 draws: mean 1/N, variance (1/N)(1 − 1/N)/(Nα + 1), within 5 standard errors or so."""
     n = 5
-    share = partition.shares(20_000, n, alpha, Key(3))
+    share = partition.dirichlet_shares(20_000, n, alpha, Key(3))
     assert abs(share.mean() - 1 / n) < 1e-12
     np.testing.assert_allclose(share.mean(axis=0), 1 / n, atol=0.015)
     np.testing.assert_allclose(share.var(), (1 / n) * (1 - 1 / n) / (n * alpha + 1), rtol=0.05)

@@ -1,10 +1,9 @@
 import tomllib
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from prefed.data import DataConfig, resolve
+from prefed.data import DataConfig
 from prefed.data.config import BySource, Conflict, Dirichlet
 
 IID = {"by": "iid", "clients": 2}
@@ -86,11 +85,3 @@ def test_survives_its_own_dump():
     ):
         config = DataConfig(train={"a": "a.csv", "b": "b.csv"}, partition=partition)
         assert DataConfig(**config.model_dump(mode="json")) == config
-
-
-def test_paths_start_from_the_experiment_file():
-    base = Path("/experiments")
-    assert resolve("data/x.jsonl", base) == Path("/experiments/data/x.jsonl")
-    assert resolve("/data/x.jsonl", base) == Path("/data/x.jsonl")
-    assert resolve("x.jsonl", None) == Path("x.jsonl")
-    assert resolve("~/x.jsonl", base) == Path.home() / "x.jsonl"

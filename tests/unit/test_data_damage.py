@@ -1,4 +1,4 @@
-"""What the power or a full disk may do to kept data is noticed when they are opened."""
+"""Damage to a dataset on disk, by a power failure or a full disk, is noticed when it is opened."""
 
 import errno
 import json
@@ -12,14 +12,14 @@ import pytest
 
 from prefed.core import Key
 from prefed.data import DataConfig, DataError, FederatedDataset, TokenWriter, build_dataset
-from prefed.data.tokens import COLUMNS, place
+from prefed.data.tokens import COLUMNS, column_path
 from prefed.train.pair_cache import PairCache
 from preferences import jsonl, pairs, tokenizer
 
 
 @pytest.fixture
-def kept(tmp_path):
-    """40 rows over 3 clients, kept in a folder."""
+def folder(tmp_path):
+    """A dataset of 40 rows and 3 clients."""
     rows = jsonl(tmp_path / "train.jsonl", pairs(40))
     config = DataConfig(train=str(rows), partition={"by": "iid", "clients": 3})
     build_dataset(config, tokenizer(), Key(0), tmp_path / "tokens")
@@ -28,72 +28,72 @@ def kept(tmp_path):
 
 @pytest.mark.parametrize("name", ["ids.i32", "records.jsonl", "held.i64", "bounds.i64", "margins.f32"])
 @pytest.mark.parametrize("change", [lambda data: data[:-8], lambda data: b"", lambda data: data + bytes(8)])
-def test_a_file_of_another_size_is_refused(kept, name, change):
+def test_a_file_of_another_size_is_refused(folder, name, change):
     """Every file's size follows from another file: the tokens' from the last offset, the rows' from the last
     bound. 8 bytes less are one row held, or two tokens; 8 more are one that nobody wrote."""
-    assert len(FederatedDataset.open(kept).clients) == 3
-    (kept / name).write_bytes(change((kept / name).read_bytes()))
+    assert len(FederatedDataset.open(folder).clients) == 3
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
     with pytest.raises(DataError, match=re.escape(name)) as caught:
-        FederatedDataset.open(kept)
-    assert f"delete {kept} to have it made again" in str(caught.value) or "delete it" in str(caught.value)
+        FederatedDataset.open(folder)
+    assert f"delete {folder} to have it made again" in str(caught.value) or "delete it" in str(caught.value)
 
 
 FILES = (
     *("tokens.json", "clients.json", "ids.i32", "records.jsonl", "held.i64", "bounds.i64"),
-    *(place(Path(), name).name for name in COLUMNS),
+    *(column_path(Path(), name).name for name in COLUMNS),
 )
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_noticed_and_its_file_named(kept, name):
+def test_a_flipped_bit_is_noticed_and_its_file_named(folder, name):
     """In the first, the middle and the last byte of each file, which keeps its size."""
-    assert {path.name for path in kept.iterdir()} == set(FILES)
-    data = (kept / name).read_bytes()
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    data = (folder / name).read_bytes()
     for at in (0, len(data) // 2, len(data) - 1):
-        (kept / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(DataError, match=re.escape(name)) as caught:
-            FederatedDataset.open(kept)
+            FederatedDataset.open(folder)
         assert "delete it to have it made again" in str(caught.value)
-    (kept / name).write_bytes(data)
-    assert len(FederatedDataset.open(kept).clients) == 3
+    (folder / name).write_bytes(data)
+    assert len(FederatedDataset.open(folder).clients) == 3
 
 
-def test_equal_inputs_do_not_hide_damage(kept, tmp_path):
+def test_equal_inputs_do_not_hide_damage(folder, tmp_path):
     """The call that made the data, made again, opens them as anybody does."""
-    path = kept / "clients.json"
+    path = folder / "clients.json"
     path.write_bytes(path.read_bytes().replace(b'"kept": 4', b'"kept": 5'))
     config = DataConfig(train=str(tmp_path / "train.jsonl"), partition={"by": "iid", "clients": 3})
     with pytest.raises(DataError, match=r"clients.json: its content .*delete it"):
-        build_dataset(config, tokenizer(), Key(0), kept)
+        build_dataset(config, tokenizer(), Key(0), folder)
 
 
-def earlier(kept):
-    """Data as an earlier version kept them, without digests."""
-    held = json.loads((kept / "clients.json").read_text())
-    del held["digest"], held["digests"]
-    (kept / "clients.json").write_text(json.dumps(held))
+def earlier(folder):
+    """Turn a dataset into one of an earlier version, which has no digests."""
+    manifest = json.loads((folder / "clients.json").read_text())
+    del manifest["digest"], manifest["digests"]
+    (folder / "clients.json").write_text(json.dumps(manifest))
 
 
-def test_data_of_an_earlier_version_open(kept):
-    before = FederatedDataset.open(kept)
-    earlier(kept)
-    after = FederatedDataset.open(kept)
+def test_data_of_an_earlier_version_open(folder):
+    before = FederatedDataset.open(folder)
+    earlier(folder)
+    after = FederatedDataset.open(folder)
     assert after.fingerprint == before.fingerprint
     assert all((after.clients[name].train == before.clients[name].train).all() for name in before.clients)
 
 
-def test_what_is_kept_is_its_owners_to_read(kept):
-    assert kept.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in kept.iterdir()} == {0o600}
+def test_only_the_owner_can_read_a_dataset(folder):
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
-def test_rows_that_are_none_of_the_tokens_are_refused(kept):
-    earlier(kept)
-    rows = np.fromfile(kept / "held.i64", "<i8")
+def test_rows_beyond_the_token_set_are_refused(folder):
+    earlier(folder)
+    rows = np.fromfile(folder / "held.i64", "<i8")
     rows[0] = 40
-    rows.tofile(kept / "held.i64")
+    rows.tofile(folder / "held.i64")
     with pytest.raises(DataError, match=r"held.i64 has rows beyond the 40"):
-        FederatedDataset.open(kept)
+        FederatedDataset.open(folder)
 
 
 @pytest.mark.parametrize("full", ["records", "room"])
@@ -101,15 +101,15 @@ def test_a_full_disk_names_the_folder_and_what_would_do(tmp_path, monkeypatch, f
     """Full while rows are written, and while a file for the references is given room: 12 bytes a record."""
     if full == "room":
         monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-        said = rf"cannot write {tmp_path}/cache/x.f32 \(36 bytes\): No space left; make room"
-        with pytest.raises(OSError, match=said):
+        message = rf"cannot write {tmp_path}/cache/x.f32 \(36 bytes\): No space left; make room"
+        with pytest.raises(OSError, match=message):
             PairCache(3, tmp_path / "cache", "x")
         return
     rows = jsonl(tmp_path / "train.jsonl", pairs(40))
     config = DataConfig(train=str(rows), partition={"by": "iid", "clients": 3})
     monkeypatch.setattr(TokenWriter, "finish", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    said = rf"cannot write {tmp_path}/tokens \(\d\S+ bytes\): No space left; make room on the disk"
-    with pytest.raises(DataError, match=said):
+    message = rf"cannot write {tmp_path}/tokens \(\d\S+ bytes\): No space left; make room on the disk"
+    with pytest.raises(DataError, match=message):
         build_dataset(config, tokenizer(), Key(0), tmp_path / "tokens")
     assert not list(tmp_path.glob("tokens*"))
 

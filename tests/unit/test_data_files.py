@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefed.data import DataConfig, DataError, Source
-from prefed.data.errors import Problems
-from prefed.data.sources import Tally, files, records
+from prefed.data.errors import ErrorCollector
+from prefed.data.sources import ReadCounts, files, read_records
 from preferences import pairs
 
 ROWS = [
@@ -37,14 +37,14 @@ def as_csv(rows, encoding="utf-8"):
 
 
 def read(path, encoding="utf-8", limit=10):
-    problems = Problems(limit=limit)
-    found = list(files.rows(Path(path), encoding, problems))
-    problems.finish()
-    return found
+    errors = ErrorCollector(limit=limit)
+    rows = list(files.read_rows(Path(path), encoding, errors))
+    errors.raise_if_any()
+    return rows
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "where"),
+    ("name", "content", "numbers"),
     [
         ("a.jsonl", lines(ROWS), [1, 2]),
         ("a.ndjson", b"\n" + lines(ROWS[:1]) + b"  \n" + lines(ROWS[1:]), [2, 4]),
@@ -57,13 +57,13 @@ def read(path, encoding="utf-8", limit=10):
         ("a.json.gz", gzip.compress(json.dumps(ROWS).encode()), [1, 2]),
     ],
 )
-def test_json_in_all_its_forms(tmp_path, name, content, where):
+def test_json_in_all_its_forms(tmp_path, name, content, numbers):
     """The same two rows; a blank line counts as a line and a byte order mark as nothing."""
     path = tmp_path / name
     path.write_bytes(content)
-    found = read(path)
-    assert [row for row, _ in found] == ROWS
-    assert [(w.file, w.row) for _, w in found] == [(str(path), row) for row in where]
+    result = read(path)
+    assert [row for row, _ in result] == ROWS
+    assert [(location.file, location.row) for _, location in result] == [(str(path), row) for row in numbers]
 
 
 def test_csv_rows_are_numbered_by_their_first_line(tmp_path):
@@ -73,12 +73,12 @@ def test_csv_rows_are_numbered_by_their_first_line(tmp_path):
     """
     path = tmp_path / "a.csv"
     path.write_bytes(as_csv(ROWS))
-    found = read(path)
-    assert [row["prompt"] for row, _ in found] == [row["prompt"] for row in ROWS]
-    assert [row["score"] for row, _ in found] == ["0.5", None]
-    assert [where.row for _, where in found] == [2, 4]
+    result = read(path)
+    assert [row["prompt"] for row, _ in result] == [row["prompt"] for row in ROWS]
+    assert [row["score"] for row, _ in result] == ["0.5", None]
+    assert [location.row for _, location in result] == [2, 4]
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(as_csv(ROWS)))
-    assert [row for row, _ in read(tmp_path / "b.csv.gz")] == [row for row, _ in found]
+    assert [row for row, _ in read(tmp_path / "b.csv.gz")] == [row for row, _ in result]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-8-sig", "cp1252"])
@@ -96,9 +96,9 @@ def test_parquet_streams_row_groups(tmp_path):
         {"prompt": f"Q{k}", "chosen": [{"role": "assistant", "content": "a"}], "n": k} for k in range(1200)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100)
-    found = read(path)
-    assert [row for row, _ in found] == rows
-    assert [where.row for _, where in found] == list(range(1, 1201))
+    result = read(path)
+    assert [row for row, _ in result] == rows
+    assert [location.row for _, location in result] == list(range(1, 1201))
 
 
 def test_a_parquet_value_that_python_cannot_hold(tmp_path):
@@ -107,14 +107,14 @@ def test_a_parquet_value_that_python_cannot_hold(tmp_path):
     late = pa.array([0, 2**62, 0], pa.timestamp("us"))
     words = pa.array([b"a", b"b", b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"late": late, "word": words}), path)
-    problems = Problems(limit=2)
-    found = list(files.rows(path, "utf-8", problems))
-    assert [(row["word"], row["late"] is None, where.row) for row, where in found] == [
+    errors = ErrorCollector(limit=2)
+    result = list(files.read_rows(path, "utf-8", errors))
+    assert [(row["word"], row["late"] is None, location.row) for row, location in result] == [
         ("a", False, 1),
         ("b", True, 2),
     ]
     with pytest.raises(DataError, match=r"a.parquet, row 3: not UTF-8 text"):
-        problems.finish()
+        errors.raise_if_any()
 
 
 def test_a_folder_is_its_files_in_order(tmp_path):
@@ -122,7 +122,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.jsonl", "a.csv", "sub/c.jsonl.gz", "README.md", ".hidden.jsonl", "x.parquet.gz"):
         (tmp_path / name).write_bytes(b"")
-    assert [p.relative_to(tmp_path).as_posix() for p in files.files(tmp_path)] == [
+    assert [p.relative_to(tmp_path).as_posix() for p in files.data_files(tmp_path)] == [
         "a.csv",
         "b.jsonl",
         "sub/c.jsonl.gz",
@@ -175,10 +175,10 @@ def test_a_csv_row_with_an_undecodable_line_goes_as_a_whole(tmp_path):
     path.write_bytes(
         b'prompt,chosen,rejected\nQ1,"Please do\nnot tak\xe9 this\n\xff\nmedicine",no\nQ2,yes,no\n'
     )
-    problems = Problems(forgiving=True)
-    found = list(files.rows(path, "utf-8", problems))
-    assert [(row["prompt"], where.row) for row, where in found] == [("Q2", 6)]
-    assert problems.count == 1
+    errors = ErrorCollector(count_only=True)
+    result = list(files.read_rows(path, "utf-8", errors))
+    assert [(row["prompt"], location.row) for row, location in result] == [("Q2", 6)]
+    assert errors.count == 1
 
 
 def test_an_encoding_must_exist(tmp_path):
@@ -198,13 +198,13 @@ def test_ten_problems_are_listed_and_then_it_stops(tmp_path):
     assert "row 11:" not in str(caught.value)
 
 
-def all_records(source, base=None, **settings):
+def all_records(source, **settings):
     config = DataConfig(train=source, partition={"by": "iid", "clients": 1}, **settings)
-    problems, tally = Problems(forgiving=config.invalid == "drop"), Tally()
+    errors, counts = ErrorCollector(count_only=config.invalid == "drop"), ReadCounts()
     assert isinstance(config.train, Source)
-    found = [record for record, _ in records(config.train, config, "train", None, base, problems, tally)]
-    problems.finish()
-    return found, tally, problems
+    records = [record for record, _ in read_records(config.train, config, "train", None, errors, counts)]
+    errors.raise_if_any()
+    return records, counts, errors
 
 
 def test_missing_columns_are_told_at_the_first_row(tmp_path):
@@ -247,36 +247,37 @@ def test_an_unusable_row_is_an_error_or_dropped(tmp_path, row, message):
     path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match=message):
         all_records(str(path))
-    found, tally, problems = all_records(str(path), invalid="drop")
-    assert [record.prompt for record in found] == ["Q0:", "Q2:"]
-    assert (tally.read, problems.count) == (3, 1)
+    records, counts, errors = all_records(str(path), invalid="drop")
+    assert [record.prompt for record in records] == ["Q0:", "Q2:"]
+    assert (counts.read, errors.count) == (3, 1)
 
 
 def test_equal_responses_are_dropped_and_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines([*pairs(2), {"prompt": "Q", "chosen": "a", "rejected": "a"}]))
-    found, tally, _ = all_records(str(path))
-    assert (len(found), tally.identical) == (2, 1)
+    records, counts, _ = all_records(str(path))
+    assert (len(records), counts.identical) == (2, 1)
 
 
 def test_rows_limits_each_source(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(pairs(50)))
-    found, tally, _ = all_records(str(path), rows=7)
-    assert (len(found), tally.read) == (7, 7)
+    records, counts, _ = all_records(str(path), rows=7)
+    assert (len(records), counts.read) == (7, 7)
 
 
 def test_each_file_of_a_folder_tells_its_own_format(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(pairs(1)))
     shp = {"history": "Why?", "human_ref_A": "A", "human_ref_B": "B", "labels": 0, "domain": "askvet_test"}
     (tmp_path / "b.jsonl").write_bytes(lines([shp]))
-    found, _, _ = all_records(str(tmp_path))
-    assert [record.chosen for record in found] == [" yes 0", "B"]
+    records, _, _ = all_records(str(tmp_path))
+    assert [record.chosen for record in records] == [" yes 0", "B"]
 
 
-def test_a_relative_path_starts_from_the_base(tmp_path):
+def test_a_relative_path_starts_from_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines(pairs(1)))
-    assert len(all_records("a.jsonl", tmp_path)[0]) == 1
+    monkeypatch.chdir(tmp_path)
+    assert len(all_records("a.jsonl")[0]) == 1
 
 
 def test_nothing_there(tmp_path):
@@ -285,7 +286,7 @@ def test_nothing_there(tmp_path):
         (str(tmp_path), "holds no data file"),
     ):
         with pytest.raises(DataError, match=message):
-            all_records(path, tmp_path)
+            all_records(path)
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DataError, match="cannot tell how to read"):
         all_records(str(tmp_path / "notes.txt"))

@@ -6,20 +6,20 @@ import math
 import pytest
 
 from prefed.data import FORMATS, DataConfig, DataError, Message, Source
-from prefed.data.errors import Problems, RowError
-from prefed.data.sources import Tally, formats, records
-from prefed.data.sources.pairs import Draft, separate, split_dialogue
+from prefed.data.errors import ErrorCollector, RowError
+from prefed.data.sources import ReadCounts, formats, read_records
+from prefed.data.sources.pairs import RawPair, split_dialogue, split_prompt
 
 
 def read(tmp_path, rows, form="auto", **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(train=str(path), partition={"by": "iid", "clients": 1}, format=form, **settings)
-    problems, tally = Problems(), Tally()
+    errors, counts = ErrorCollector(), ReadCounts()
     assert isinstance(config.train, Source)
-    found = [record for record, _ in records(config.train, config, "train", None, None, problems, tally)]
-    problems.finish()
-    return found, tally
+    records = [record for record, _ in read_records(config.train, config, "train", None, errors, counts)]
+    errors.raise_if_any()
+    return records, counts
 
 
 def user(content, system=None):
@@ -112,11 +112,11 @@ def test_imdb_loses_the_repeated_prompt(tmp_path):
         "chosen_reward": 2.5,
         "rejected_reward": -1.75,
     }
-    (record,), tally = read(tmp_path, [row])
+    (record,), counts = read(tmp_path, [row])
     assert (record.prompt, record.chosen) == ("what ever you do", "). But I think it's a shame")
     assert record.rejected == ", you've got to be"
     assert record.margin == 4.25
-    assert tally.prefixes == 1
+    assert counts.prefixes == 1
 
 
 def test_code_vulnerability_is_by_language(tmp_path):
@@ -152,11 +152,11 @@ def test_webgpt_takes_the_higher_score_and_leaves_ties(tmp_path):
         "score_1": 0.5,
     }
     flat = row | {"question": "Which river?", "score_0": 0.25, "score_1": -0.25}
-    (first, second), tally = read(tmp_path, [row, row | {"score_0": 0.0, "score_1": 0.0}, flat])
+    (first, second), counts = read(tmp_path, [row, row | {"score_0": 0.0, "score_1": 0.0}, flat])
     assert (first.chosen, first.rejected, first.margin) == ("The Rhine.", "The Nile [1].", 1.0)
     assert (first.prompt, first.category) == (user("Which river?"), "triviaqa")
     assert (second.chosen, second.margin, second.prompt) == ("The Nile [1].", 0.5, user("Which river?"))
-    assert (tally.read, tally.ties) == (3, 1)
+    assert (counts.read, counts.ties) == (3, 1)
 
 
 def test_safe_rlhf_by_help_or_by_safety(tmp_path):
@@ -244,7 +244,7 @@ def turns(*lines):
     return tuple(Message(roles[line[0]], line[2:]) for line in lines)
 
 
-def said(*lines):
+def dialogue(*lines):
     return [{"role": turn.role, "content": turn.content} for turn in turns(*lines)]
 
 
@@ -264,57 +264,67 @@ def said(*lines):
             reply("b"),
             (user("Hi"), "a", "b"),
         ),
-        # A system message given apart comes before what the dialogues share.
+        # A system message in the prompt comes before the turns that the dialogues share.
         (
             [{"role": "system", "content": "S"}],
             TURNS + reply("a"),
             TURNS + reply("b"),
             (user("Hi", "S"), "a", "b"),
         ),
-        # What is given and what is shared are joined where they overlap: nothing is lost, nothing said twice.
-        (said("s:S", "u:Q"), said("u:Q", "a:A"), said("u:Q", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
-        (said("u:Q"), said("s:S", "u:Q", "a:A"), said("s:S", "u:Q", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
+        # Prompt and shared turns are joined where they overlap: no turn is lost, and none stands twice.
         (
-            said("u:1", "a:2", "u:1"),
-            said("u:1", "a:2", "u:3", "a:A"),
-            said("u:1", "a:2", "u:3", "a:B"),
+            dialogue("s:S", "u:Q"),
+            dialogue("u:Q", "a:A"),
+            dialogue("u:Q", "a:B"),
+            (turns("s:S", "u:Q"), "A", "B"),
+        ),
+        (
+            dialogue("u:Q"),
+            dialogue("s:S", "u:Q", "a:A"),
+            dialogue("s:S", "u:Q", "a:B"),
+            (turns("s:S", "u:Q"), "A", "B"),
+        ),
+        (
+            dialogue("u:1", "a:2", "u:1"),
+            dialogue("u:1", "a:2", "u:3", "a:A"),
+            dialogue("u:1", "a:2", "u:3", "a:B"),
             (turns("u:1", "a:2", "u:1", "a:2", "u:3"), "A", "B"),
         ),
         # A text prompt is asked last, unless the shared turns ask it.
-        ("Q", said("s:S", "a:A"), said("s:S", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
+        ("Q", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
         (
             "Q",
-            said("u:1", "a:2", "a:A"),
-            said("u:1", "a:2", "a:B"),
+            dialogue("u:1", "a:2", "a:A"),
+            dialogue("u:1", "a:2", "a:B"),
             (turns("u:1", "a:2", "u:Q"), "A", "B"),
         ),
         (
             "1",
-            said("u:1", "a:2", "u:3", "a:A"),
-            said("u:1", "a:2", "u:3", "a:B"),
+            dialogue("u:1", "a:2", "u:3", "a:A"),
+            dialogue("u:1", "a:2", "u:3", "a:B"),
             (turns("u:1", "a:2", "u:3"), "A", "B"),
         ),
         (
             "Q ",
-            said("u:By the way, Q", "a:A"),
-            said("u:By the way, Q", "a:B"),
+            dialogue("u:By the way, Q", "a:A"),
+            dialogue("u:By the way, Q", "a:B"),
             (turns("u:By the way, Q"), "A", "B"),
         ),
         (
             "System: S. User: Q",
-            said("s:S", "u:Q", "a:A"),
-            said("s:S", "u:Q", "a:B"),
+            dialogue("s:S", "u:Q", "a:A"),
+            dialogue("s:S", "u:Q", "a:B"),
             (turns("s:S", "u:Q"), "A", "B"),
         ),
-        ("", said("s:S", "a:A"), said("s:S", "a:B"), (turns("s:S"), "A", "B")),
-        ("S then Q", said("s:S", "a:A"), said("s:S", "a:B"), (turns("s:S", "u:S then Q"), "A", "B")),
+        ("", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S"), "A", "B")),
+        ("S then Q", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S", "u:S then Q"), "A", "B")),
         # Only where both repeat it is the prompt cut off.
         ("Hi", "Hi a", "Hi b", ("Hi", " a", " b")),
         ("Hi", "Hi a", "Ho b", ("Hi", "Hi a", "Ho b")),
     ],
 )
 def test_forms_of_prompt_and_responses(prompt, chosen, rejected, expected):
-    assert separate(Draft(prompt, chosen, rejected))[:3] == expected
+    assert split_prompt(RawPair(prompt, chosen, rejected))[:3] == expected
 
 
 @pytest.mark.parametrize(
@@ -332,7 +342,7 @@ def test_forms_of_prompt_and_responses(prompt, chosen, rejected, expected):
 )
 def test_refuses_other_forms(prompt, chosen, rejected, message):
     with pytest.raises(RowError, match=message):
-        separate(Draft(prompt, chosen, rejected))
+        split_prompt(RawPair(prompt, chosen, rejected))
 
 
 def test_a_missing_prompt_is_not_an_implicit_one(tmp_path):
@@ -389,11 +399,11 @@ def test_a_malformed_row_of_a_known_set(tmp_path, row, message):
         read(tmp_path, [row])
 
 
-def test_formats_are_found_by_either_name():
+def test_get_format_takes_either_name():
     for form in FORMATS.values():
-        assert formats.find(form.name) is form
+        assert formats.get_format(form.name) is form
         if form.hub:
-            assert formats.find(form.hub) is form
+            assert formats.get_format(form.hub) is form
     assert sorted(form.hub for form in FORMATS.values() if form.hub) == [
         "Anthropic/hh-rlhf",
         "CyberNative/Code_Vulnerability_Security_DPO",
@@ -406,4 +416,4 @@ def test_formats_are_found_by_either_name():
         "yuasosnin/imdb-dpo",
     ]
     with pytest.raises(DataError, match="did you mean 'webgpt'"):
-        formats.find("webgtp")
+        formats.get_format("webgtp")

@@ -1,4 +1,4 @@
-"""Hub sets, with the library's loader replaced: what is asked of it, and what its failures become."""
+"""Hub sets, with the library's loader replaced: the requests to it, and the errors from its failures."""
 
 import datasets
 import pytest
@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prefed.core.hub
 from prefed.data import DataConfig, DataError, Source
-from prefed.data.errors import Problems
-from prefed.data.sources import Tally, hub, records
+from prefed.data.errors import ErrorCollector
+from prefed.data.sources import ReadCounts, hub, read_records
 from prefed.models import ModelError, pretrained
 from preferences import jsonl, pairs
 
@@ -26,16 +26,16 @@ def loader(monkeypatch):
     return calls
 
 
-def read(source, role="train", base=None, **settings):
+def read(source, role="train", **settings):
     config = DataConfig(train=source, partition={"by": "iid", "clients": 1}, **settings)
     assert isinstance(config.train, Source)
-    return list(records(config.train, config, role, None, base, Problems(), Tally()))
+    return list(read_records(config.train, config, role, None, ErrorCollector(), ReadCounts()))
 
 
 def test_a_role_takes_its_own_split(loader):
     """HH's subsets are folders, so they are asked for as data_dir, and name the domain of their rows."""
     source = {"path": "Anthropic/hh-rlhf", "subset": "harmless-base", "revision": "main"}
-    ((record, where),) = read(source, "test")
+    ((record, location),) = read(source, "test")
     assert loader == [
         ("Anthropic/hh-rlhf", {"data_dir": "harmless-base", "split": "test", "revision": "main"})
     ]
@@ -44,7 +44,7 @@ def test_a_role_takes_its_own_split(loader):
         " Hello",
         "harmless-base",
     )
-    assert str(where) == "Anthropic/hh-rlhf/harmless-base (test), row 1"
+    assert str(location) == "Anthropic/hh-rlhf/harmless-base (test), row 1"
     read({"path": "Anthropic/hh-rlhf", "split": "train[:10]"}, "test")
     assert loader[-1] == ("Anthropic/hh-rlhf", {"split": "train[:10]"})
 
@@ -64,9 +64,10 @@ def test_sets_published_as_scripts_come_from_their_parquet_copy(monkeypatch):
         return [{"chosen": "A a", "rejected": "A b"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    found = list(hub.rows("openai/x", subset="comparisons", folder=False, split="train", revision=None))
+    options = {"subset": "comparisons", "subset_is_folder": False, "split": "train", "revision": None}
+    rows = list(hub.read_rows("openai/x", **options))
     assert calls[1] == {"data_dir": "comparisons", "split": "train", "revision": "refs/convert/parquet"}
-    assert len(found) == 1
+    assert len(rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,10 @@ def test_a_failure_says_what_to_do(monkeypatch, answers, reason):
 def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
     """``datasets`` and transformers find nothing in an empty cache and give up, without one request: the
     transport is replaced by one that counts. Afterwards they may ask again."""
-    asked = []
+    requests = []
 
     def handle(transport, request):
-        asked.append(str(request.url))
+        requests.append(str(request.url))
         raise OSError("no network")
 
     from huggingface_hub import constants, get_session
@@ -105,7 +106,7 @@ def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
     for loader, what in ((AutoTokenizer, "tokenizer"), (AutoModelForCausalLM, "causal language model")):
         with pytest.raises(ModelError, match=rf"m = 'nobody/nothing': .* does not answer .* no {what} of"):
             pretrained(loader, "m", "nobody/nothing", what)
-    assert asked == []
+    assert requests == []
     assert constants.HF_HUB_OFFLINE is False
 
 
@@ -113,30 +114,31 @@ def test_the_hub_is_asked_once(monkeypatch):
     """Any answer will do, also one that says no; what the transport raises is no answer."""
     from huggingface_hub import get_session
 
-    given = iter([None, OSError("no route"), TimeoutError()])
+    failures = iter([None, OSError("no route"), TimeoutError()])
     waited = []
 
     def head(session, url, timeout):
         waited.append(timeout)
-        failure = next(given)
+        failure = next(failures)
         if failure:
             raise failure
 
     monkeypatch.setattr(type(get_session()), "head", head)
-    found = []
+    results = []
     for _ in range(3):
         with prefed.core.hub.in_reach() as answers:
-            found.append(answers)
-    assert found == [True, False, False]
+            results.append(answers)
+    assert results == [True, False, False]
     assert waited == [prefed.core.hub.PATIENCE] * 3
 
 
-def test_a_local_path_comes_before_the_hub(tmp_path, loader):
+def test_a_local_path_comes_before_the_hub(tmp_path, loader, monkeypatch):
     (tmp_path / "owner").mkdir()
     jsonl(tmp_path / "owner" / "name.jsonl", pairs(2))
     (tmp_path / "owner" / "name").mkdir()
     jsonl(tmp_path / "owner" / "name" / "x.jsonl", pairs(3))
-    assert len(read("owner/name", base=tmp_path)) == 3
+    monkeypatch.chdir(tmp_path)
+    assert len(read("owner/name")) == 3
     assert loader == []
 
 

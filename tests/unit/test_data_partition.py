@@ -1,58 +1,62 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from prefed.core import Key
 from prefed.data import DataError, partition
-from prefed.data.assign import Rows, assign, label
+from prefed.data.assign import RowTable, assign_clients, partition_value
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin
 from prefed.data.record import Record
 
 
-def rows(labels, role=None, margin=None, prompt=None, use=None):
+def make(labels, role=None, margin=None, prompt=None):
     names = sorted(set(labels), key=labels.index)
     n = len(labels)
-    return Rows(
+    return RowTable(
         role=np.array(role or [0] * n),
-        label=np.array([names.index(name) for name in labels]),
-        labels=names,
+        value=np.array([names.index(name) for name in labels]),
+        values=names,
         margin=np.array(margin if margin is not None else [0.0] * n),
         prompt=np.array(prompt if prompt is not None else range(n), dtype=np.uint64),
-        use=np.array(use if use is not None else [True] * n),
+        usable=np.ones(n, dtype=bool),
     )
 
 
 def test_power_law_sizes():
     """(k+1)^−1 over three clients: shares 6/11, 3/11, 2/11 of 110 rows."""
-    assert partition.apportion(110, partition.weights(3, 1.0)).tolist() == [60, 30, 20]
+    assert partition.shard_sizes(110, partition.client_weights(3, 1.0)).tolist() == [60, 30, 20]
 
 
-def test_given_sizes_that_add_up_are_met():
-    assert partition.apportion(160, partition.weights(3, [100, 50, 10])).tolist() == [100, 50, 10]
+def test_sizes_that_add_up_are_met():
+    assert partition.shard_sizes(160, partition.client_weights(3, [100, 50, 10])).tolist() == [100, 50, 10]
     with pytest.raises(DataError, match="2 sizes for 3 clients"):
-        partition.weights(3, [1, 2])
+        partition.client_weights(3, [1, 2])
 
 
 def test_everyone_gets_something():
     """Exponent 5 leaves the last clients a share below one row; they get one, from the largest."""
-    found = partition.apportion(20, partition.weights(6, 5.0))
-    assert found.tolist() == [15, 1, 1, 1, 1, 1]
+    sizes = partition.shard_sizes(20, partition.client_weights(6, 5.0))
+    assert sizes.tolist() == [15, 1, 1, 1, 1, 1]
     with pytest.raises(DataError, match="3 pairs are not enough for 4 clients"):
-        partition.apportion(3, np.ones(4))
+        partition.shard_sizes(3, np.ones(4))
 
 
 def test_a_column_makes_clients_sorted_by_name():
-    found = assign(ByColumn(column="w"), rows(["b", "a", "b", "c"], role=[0, 0, 2, 2]), Key(0))
-    assert found.names == ("a", "b")
+    assignment = assign_clients(ByColumn(column="w"), make(["b", "a", "b", "c"], role=[0, 0, 2, 2]), Key(0))
+    assert assignment.ids == ("a", "b")
     # The test row of "c" belongs to nobody, because nobody trains on "c".
-    assert found.client.tolist() == [1, 0, 1, -1]
+    assert assignment.client.tolist() == [1, 0, 1, -1]
 
 
 def test_groups_name_clients():
     """FedPDPO's three clients of programming languages, in small."""
     groups = {"web": ["js", "php"], "system": ["c", "go"]}
-    found = assign(ByColumn(column="lang", groups=groups), rows(["go", "js", "c", "php"]), Key(0))
-    assert found.names == ("web", "system")
-    assert found.client.tolist() == [1, 0, 1, 0]
+    assignment = assign_clients(
+        ByColumn(column="lang", groups=groups), make(["go", "js", "c", "php"]), Key(0)
+    )
+    assert assignment.ids == ("web", "system")
+    assert assignment.client.tolist() == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -65,44 +69,44 @@ def test_groups_name_clients():
 )
 def test_groups_must_fit_the_values(groups, message):
     with pytest.raises(DataError, match=message):
-        assign(ByColumn(column="lang", groups=groups), rows(["js", "c"]), Key(0))
+        assign_clients(ByColumn(column="lang", groups=groups), make(["js", "c"]), Key(0))
 
 
 def test_sources_keep_the_order_of_the_table():
-    found = assign(BySource(), rows(["web", "code", "web"]), Key(0))
-    assert (found.names, found.client.tolist()) == (("web", "code"), [0, 1, 0])
+    assignment = assign_clients(BySource(), make(["web", "code", "web"]), Key(0))
+    assert (assignment.ids, assignment.client.tolist()) == (("web", "code"), [0, 1, 0])
 
 
 def test_margin_shards():
     """Sorted 5 4 | 3 2 | 1: the remainder goes to the first shards."""
-    found = assign(Margin(clients=3), rows(["x"] * 5, margin=[1, 5, 3, 2, 4]), Key(0))
-    assert found.client.tolist() == [2, 0, 1, 1, 0]
-    assert found.names == ("client-0", "client-1", "client-2")
+    assignment = assign_clients(Margin(clients=3), make(["x"] * 5, margin=[1, 5, 3, 2, 4]), Key(0))
+    assert assignment.client.tolist() == [2, 0, 1, 1, 0]
+    assert assignment.ids == ("client-0", "client-1", "client-2")
 
 
 def test_test_rows_are_cut_like_training_rows():
     """Each role is sorted and cut by itself, so a client's test rows are of its rank among the test rows."""
-    given = rows(["x"] * 6, role=[0, 0, 0, 2, 2, 2], margin=[9, 8, 7, 3, 1, 2])
-    assert assign(Margin(clients=3), given, Key(0)).client.tolist() == [0, 1, 2, 0, 2, 1]
+    table = make(["x"] * 6, role=[0, 0, 0, 2, 2, 2], margin=[9, 8, 7, 3, 1, 2])
+    assert assign_clients(Margin(clients=3), table, Key(0)).client.tolist() == [0, 1, 2, 0, 2, 1]
 
 
 def test_conflict_gives_each_kind_its_category():
     """Ratio 0.7 of 10: seven clients hold helpful rows, three harmless ones."""
-    given = rows(["helpful"] * 70 + ["harmless"] * 30)
-    found = assign(
-        Conflict(clients=10, ratio=0.7, column="k", categories=("helpful", "harmless")), given, Key(0)
+    table = make(["helpful"] * 70 + ["harmless"] * 30)
+    assignment = assign_clients(
+        Conflict(clients=10, ratio=0.7, column="k", categories=("helpful", "harmless")), table, Key(0)
     )
-    assert np.bincount(found.client).tolist() == [10] * 10
-    assert set(found.client[:70]) == set(range(7))
-    assert found.names[0] == "helpful-0"
-    assert found.names[-1] == "harmless-2"
-    assert not found.flipped.any()
+    assert np.bincount(assignment.client).tolist() == [10] * 10
+    assert set(assignment.client[:70]) == set(range(7))
+    assert assignment.ids[0] == "helpful-0"
+    assert assignment.ids[-1] == "harmless-2"
+    assert not assignment.flipped.any()
 
 
 def test_conflict_by_flipping():
-    found = assign(Conflict(clients=10, ratio=0.3, flip=True), rows(["x"] * 40), Key(0))
-    assert found.flipped.tolist() == [False] * 3 + [True] * 7
-    assert np.bincount(found.client).tolist() == [4] * 10
+    assignment = assign_clients(Conflict(clients=10, ratio=0.3, flip=True), make(["x"] * 40), Key(0))
+    assert assignment.flipped.tolist() == [False] * 3 + [True] * 7
+    assert np.bincount(assignment.client).tolist() == [4] * 10
 
 
 @pytest.mark.parametrize(
@@ -115,73 +119,77 @@ def test_conflict_by_flipping():
 )
 def test_a_conflict_needs_two_categories(labels, categories, message):
     with pytest.raises(DataError, match=message):
-        assign(Conflict(clients=2, column="k", categories=categories), rows(labels), Key(0))
+        assign_clients(Conflict(clients=2, column="k", categories=categories), make(labels), Key(0))
 
 
-def test_deal_follows_the_shares():
+def test_dirichlet_partition_follows_the_shares():
     """Category 0 shared half and half, category 1 all to the second client; 1,000 prompts of one row each."""
     category = np.arange(1000) % 2
     share = np.array([[0.5, 0.5], [0.0, 1.0]])
-    client = partition.deal(category, np.arange(1000, dtype=np.uint64), share, Key(0))
+    client = partition.dirichlet_partition(category, np.arange(1000, dtype=np.uint64), share, Key(0))
     assert np.bincount(client[category == 0]).tolist() == [250, 250]
     assert set(client[category == 1]) == {1}
 
 
 def test_test_prompts_go_to_who_trains_on_them():
-    owner = (np.array([7, 3], dtype=np.uint64), np.array([1, 0]))
+    placed = (np.array([7, 3], dtype=np.uint64), np.array([1, 0]))
     prompt = np.array([3, 7, 7, 9], dtype=np.uint64)
-    client = partition.deal(np.zeros(4, dtype=np.int64), prompt, np.array([[0.0, 1.0]]), Key(0), owner)
+    category, share = np.zeros(4, dtype=np.int64), np.array([[0.0, 1.0]])
+    client = partition.dirichlet_partition(category, prompt, share, Key(0), placed)
     assert client.tolist() == [0, 1, 1, 1]
 
 
 def test_a_client_left_without_gets_a_small_prompt_of_the_largest():
     """Client 0 has prompts of 3, 1 and 2 rows; client 2 has none and gets the one of 1 row."""
     prompt = np.array([1, 1, 1, 2, 3, 3, 4], dtype=np.uint64)
-    assert partition.fill(np.array([0, 0, 0, 0, 0, 0, 1]), prompt, 3).tolist() == [0, 0, 0, 2, 0, 0, 1]
+    client = partition.fill_empty_clients(np.array([0, 0, 0, 0, 0, 0, 1]), prompt, 3)
+    assert client.tolist() == [0, 0, 0, 2, 0, 0, 1]
     with pytest.raises(DataError, match="4 different prompts are not enough for 5 clients"):
-        partition.fill(np.zeros(7, dtype=np.int64), prompt, 5)
+        partition.fill_empty_clients(np.zeros(7, dtype=np.int64), prompt, 5)
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.3, 100.0])
 def test_alpha_concentrates_categories(alpha):
     """For Dir(α) over N clients, E Σ p² = (α + 1) / (Nα + 1): 0.92, 0.33 and 0.10 for N = 10."""
-    share = partition.shares(4000, 10, alpha, Key(0))
+    share = partition.dirichlet_shares(4000, 10, alpha, Key(0))
     expected = (alpha + 1) / (10 * alpha + 1)
     assert (share**2).sum(axis=1).mean() == pytest.approx(expected, rel=0.03)
 
 
 def test_dirichlet_refuses_prompts_that_cross_categories():
     """All rows have one of two prompts, and both occur in both categories."""
-    given = rows(["a", "b"] * 10, prompt=[0, 0, 1, 1] * 5)
+    table = make(["a", "b"] * 10, prompt=[0, 0, 1, 1] * 5)
     with pytest.raises(DataError, match=r"100% of the pairs .*\(2 different prompts .* share_prompts = true"):
-        assign(Dirichlet(column="k", clients=2), given, Key(0))
-    found = assign(Dirichlet(column="k", clients=2, alpha=0.5, share_prompts=True), given, Key(0))
-    assert sorted(set(found.client)) == [0, 1]
+        assign_clients(Dirichlet(column="k", clients=2), table, Key(0))
+    assignment = assign_clients(
+        Dirichlet(column="k", clients=2, alpha=0.5, share_prompts=True), table, Key(0)
+    )
+    assert sorted(set(assignment.client)) == [0, 1]
 
 
 def test_dirichlet_does_not_depend_on_the_order_of_categories():
     """Renaming nothing and listing the labels in another order draws the same shares for each name."""
     labels = ["a"] * 50 + ["b"] * 50
-    first = assign(Dirichlet(column="k", clients=3), rows(labels), Key(1)).client
-    given = rows(labels)
-    swapped = Rows(given.role, 1 - given.label, ["b", "a"], given.margin, given.prompt, given.use)
-    assert (assign(Dirichlet(column="k", clients=3), swapped, Key(1)).client == first).all()
+    first = assign_clients(Dirichlet(column="k", clients=3), make(labels), Key(1)).client
+    table = make(labels)
+    swapped = replace(table, value=1 - table.value, values=["b", "a"])
+    assert (assign_clients(Dirichlet(column="k", clients=3), swapped, Key(1)).client == first).all()
 
 
 def test_iid_depends_on_the_seed():
-    given = rows(["x"] * 100)
-    deals = [assign(Iid(clients=4), given, Key(seed)).client.tolist() for seed in range(3)]
-    assert deals[0] != deals[1] != deals[2]
+    table = make(["x"] * 100)
+    clients = [assign_clients(Iid(clients=4), table, Key(seed)).client.tolist() for seed in range(3)]
+    assert clients[0] != clients[1] != clients[2]
 
 
-def test_labels():
+def test_partition_values():
     record = Record("Q", "a", "b", category="c", extra={"worker": 3.0, "lang": "go"})
-    assert label(ByColumn(column="lang"), record, None) == "go"
-    assert label(ByColumn(column="worker"), record, None) == "3"
-    assert label(Dirichlet(clients=2), record, None) == "c"
-    assert label(BySource(), record, "web") == "web"
-    assert label(Iid(clients=2), record, None) == ""
+    assert partition_value(ByColumn(column="lang"), record, None) == "go"
+    assert partition_value(ByColumn(column="worker"), record, None) == "3"
+    assert partition_value(Dirichlet(clients=2), record, None) == "c"
+    assert partition_value(BySource(), record, "web") == "web"
+    assert partition_value(Iid(clients=2), record, None) == ""
     with pytest.raises(ValueError, match=r"no value in column 'w'.* has category, worker, lang"):
-        label(ByColumn(column="w"), record, None)
+        partition_value(ByColumn(column="w"), record, None)
     with pytest.raises(ValueError, match="no margin"):
-        label(Margin(clients=2), record, None)
+        partition_value(Margin(clients=2), record, None)

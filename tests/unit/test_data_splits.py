@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from prefed.core import Key
-from prefed.data.splits import cut, leaks, repeats
+from prefed.data.splits import duplicate_mask, leak_mask, random_split
 
 small = st.integers(1, 40).flatmap(
     lambda n: st.tuples(
@@ -17,31 +17,31 @@ small = st.integers(1, 40).flatmap(
 
 
 @given(small)
-def test_repeats_against_a_set(columns):
+def test_duplicate_mask_against_a_set(columns):
     """Oracle: walk the rows with a set of what was seen."""
     seen, expected = set(), []
     for row in zip(*(c.tolist() for c in columns), strict=True):
         expected.append(row in seen and row[0] >= 0)
         seen.add(row)
-    assert repeats(*columns).tolist() == expected
+    assert duplicate_mask(*columns).tolist() == expected
 
 
 @given(small)
-def test_leaks_against_a_search(columns):
+def test_leak_mask_against_a_search(columns):
     """Oracle: a row leaks if any row of its scope and pair has a later role."""
     scope, role, pair, _ = columns
     expected = [
         bool(scope[k] >= 0 and ((scope == scope[k]) & (pair == pair[k]) & (role > role[k])).any())
         for k in range(len(scope))
     ]
-    assert leaks(scope, role, pair).tolist() == expected
+    assert leak_mask(scope, role, pair).tolist() == expected
 
 
 def test_the_opposite_preference_is_no_repeat_but_leaks():
     """One pair, labelled both ways: the second label stays, and neither may train if either tests."""
     scope, pair = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.uint64)
-    assert not repeats(scope, np.zeros(2, dtype=np.int64), pair, np.array([0, 1])).any()
-    assert leaks(scope, np.array([0, 2]), pair).tolist() == [True, False]
+    assert not duplicate_mask(scope, np.zeros(2, dtype=np.int64), pair, np.array([0, 1])).any()
+    assert leak_mask(scope, np.array([0, 2]), pair).tolist() == [True, False]
 
 
 @given(
@@ -50,10 +50,10 @@ def test_the_opposite_preference_is_no_repeat_but_leaks():
     st.floats(0, 0.39),
     st.integers(0, 2**31),
 )
-def test_cut(group, validation, test, seed):
+def test_random_split(group, validation, test, seed):
     """Groups stay whole, one always trains, and the drawn numbers are the nearest to the fractions."""
-    role = cut(group, validation, test, Key(seed))
-    assert (cut(group, validation, test, Key(seed)) == role).all()
+    role = random_split(group, validation, test, Key(seed))
+    assert (random_split(group, validation, test, Key(seed)) == role).all()
     groups = [set(group[role == r].tolist()) for r in range(3)]
     count = len(np.unique(group))
     assert groups[0]
@@ -62,9 +62,9 @@ def test_cut(group, validation, test, seed):
     assert len(groups[1]) == min(int(validation * count + 0.5), count - 1 - len(groups[2]))
 
 
-def test_cut_by_hand():
+def test_random_split_by_hand():
     """Ten pairs, 0.2 and 0.1: two choose, one tests, seven train. Two pairs at 0.1: round(0.2) = 0 test."""
-    role = cut(np.arange(10, dtype=np.uint64), 0.2, 0.1, Key(0))
+    role = random_split(np.arange(10, dtype=np.uint64), 0.2, 0.1, Key(0))
     assert np.bincount(role).tolist() == [7, 2, 1]
-    assert cut(np.arange(2, dtype=np.uint64), 0.0, 0.1, Key(0)).tolist() == [0, 0]
-    assert sorted(cut(np.arange(2, dtype=np.uint64), 0.0, 0.9, Key(0)).tolist()) == [0, 2]
+    assert random_split(np.arange(2, dtype=np.uint64), 0.0, 0.1, Key(0)).tolist() == [0, 0]
+    assert sorted(random_split(np.arange(2, dtype=np.uint64), 0.0, 0.9, Key(0)).tolist()) == [0, 2]

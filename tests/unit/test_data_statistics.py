@@ -11,7 +11,9 @@ from scipy.spatial.distance import jensenshannon
 
 from prefed.core import Key
 from prefed.data import DataConfig, build_dataset, overlaps
-from prefed.data.statistics import DatasetStatistics, divergence, gini, print_survey, survey
+from prefed.data.splits import duplicate_mask
+from prefed.data.statistics import DatasetStatistics, dataset_statistics, gini, jensen_shannon_distance
+from prefed.report.dataset import print_dataset_statistics
 from preferences import jsonl, pairs, tokenizer
 
 BY_WORKER = {"by": "column", "column": "worker"}
@@ -48,31 +50,36 @@ def test_by_hand(tmp_path):
         {"prompt": "Q0:", "chosen": "new", "rejected": "old", "worker": "a"},
         base[0] | {"worker": "b"},
     ]
-    found = survey(build(tmp_path, rows, test=test, duplicates="keep"))
-    a, b = found.clients
+    statistics = dataset_statistics(build(tmp_path, rows, test=test, duplicates="keep"))
+    a, b = statistics.clients
     assert (a.id, a.train, a.validation, a.test) == ("a", 3, 0, 1)
-    assert (a.categories, b.categories, found.categories) == (
+    assert (a.categories, b.categories, statistics.categories) == (
         {"x": 2, "y": 1},
         {"x": 1, "y": 2},
         {"x": 3, "y": 3},
     )
-    assert (a.shared_prompts, a.shared_pairs, a.contradicted, a.repeats) == (1, 1, 1, 0)
-    assert (b.shared_prompts, b.shared_pairs, b.contradicted, b.repeats) == (1, 1, 1, 1)
+    assert (a.shared_prompts, a.shared_pairs, a.contradictions, a.duplicates) == (1, 1, 1, 0)
+    assert (b.shared_prompts, b.shared_pairs, b.contradictions, b.duplicates) == (1, 1, 1, 1)
     assert (a.test_prompts, a.test_elsewhere) == (1, 0)
     assert (b.test_prompts, b.test_elsewhere) == (0, 1)
-    assert (found.shared_prompts, found.shared_pairs, found.contradictions, found.test_trained) == (
+    assert (
+        statistics.shared_prompts,
+        statistics.shared_pairs,
+        statistics.contradictions,
+        statistics.test_trained,
+    ) == (
         1,
         1,
         1,
         1,
     )
     out = io.StringIO()
-    print_survey(found, Console(file=out, width=160))
+    print_dataset_statistics(statistics, Console(file=out, width=160))
     assert re.search(r"test pairs that another client trains on +│ +1 of 2 ", out.getvalue())
     expected = jensenshannon([2 / 3, 1 / 3], [0.5, 0.5], base=2)
     assert a.category_distance == pytest.approx(expected)
-    assert found.category_distance == pytest.approx(expected)
-    assert found.gini == 0.0
+    assert statistics.category_distance == pytest.approx(expected)
+    assert statistics.gini == 0.0
     # One token a byte: "Q0:" is 3, " yes 0" and its end 7, " no 0" and its end 6.
     assert a.prompt.model_dump() == {"median": 3.0, "p95": 3.0, "max": 3}
     assert a.response.model_dump() == {"median": 6.5, "p95": 7.0, "max": 7}
@@ -84,18 +91,18 @@ def test_token_distance_against_scipy(tmp_path):
         {"prompt": "Q", "chosen": word, "rejected": "no", "worker": "ab"[k % 2]}
         for k, word in enumerate(["apple", "zebra", "pear", "fuzz", "plum", "jazz", "peach", "quiz"])
     ]
-    federation = build(tmp_path, rows, test_fraction=0)
-    found = survey(federation)
+    dataset = build(tmp_path, rows, test_fraction=0)
+    statistics = dataset_statistics(dataset)
     counts = {
         name: np.bincount(
-            np.concatenate([federation.tokens.pair(int(k)).chosen for k in data.train]), minlength=300
+            np.concatenate([dataset.tokens.pair(int(k)).chosen for k in data.train]), minlength=300
         )
-        for name, data in federation.clients.items()
+        for name, data in dataset.clients.items()
     }
     pool = sum(counts.values())
-    for client in found.clients:
+    for client in statistics.clients:
         assert client.token_distance == pytest.approx(jensenshannon(counts[client.id], pool, base=2))
-    assert found.token_distance > found.dealt_token_distance
+    assert statistics.token_distance > statistics.random_token_distance
 
 
 def test_an_even_deal_is_as_far_from_the_whole_as_chance_makes_it(tmp_path):
@@ -104,34 +111,34 @@ def test_an_even_deal_is_as_far_from_the_whole_as_chance_makes_it(tmp_path):
         {"prompt": f"Q{k}", "chosen": f"{k * k} a", "rejected": "b", "category": "xyz"[k % 3]}
         for k in range(300)
     ]
-    found = survey(build(tmp_path, rows, partition={"by": "iid", "clients": 5}))
-    assert found.token_distance == pytest.approx(found.dealt_token_distance, rel=0.3)
-    assert found.category_distance < 0.2
+    statistics = dataset_statistics(build(tmp_path, rows, partition={"by": "iid", "clients": 5}))
+    assert statistics.token_distance == pytest.approx(statistics.random_token_distance, rel=0.3)
+    assert statistics.category_distance < 0.2
 
 
 def test_flipping_makes_contradictions(tmp_path):
     """Both clients hold the same three pairs, and one is flipped: they disagree on all three."""
     rows = [*pairs(3, worker="a"), *pairs(3, worker="b")]
     (tmp_path / "x").mkdir()
-    assert survey(build(tmp_path / "x", rows)).contradictions == 0
-    found = survey(build(tmp_path, rows, flip=["b"]))
-    assert found.contradictions == 3
-    assert [client.flipped for client in found.clients] == [False, True]
+    assert dataset_statistics(build(tmp_path / "x", rows)).contradictions == 0
+    statistics = dataset_statistics(build(tmp_path, rows, flip=["b"]))
+    assert statistics.contradictions == 3
+    assert [client.flipped for client in statistics.clients] == [False, True]
 
 
 def test_without_categories(tmp_path):
-    found = survey(build(tmp_path, pairs(9), partition={"by": "iid", "clients": 3}))
-    assert found.category_distance is None
-    assert found.clients[0].category_distance is None
-    assert found.categories == {}
+    statistics = dataset_statistics(build(tmp_path, pairs(9), partition={"by": "iid", "clients": 3}))
+    assert statistics.category_distance is None
+    assert statistics.clients[0].category_distance is None
+    assert statistics.categories == {}
 
 
 def test_survives_json_and_prints(tmp_path):
     rows = pairs(200, worker=lambda k: f"w{k % 50:02d}", category=lambda k: f"c{k % 7}")
-    found = survey(build(tmp_path, rows))
-    assert DatasetStatistics.model_validate_json(found.model_dump_json()) == found
+    statistics = dataset_statistics(build(tmp_path, rows))
+    assert DatasetStatistics.model_validate_json(statistics.model_dump_json()) == statistics
     out = io.StringIO()
-    print_survey(found, Console(file=out, width=160))
+    print_dataset_statistics(statistics, Console(file=out, width=160))
     text = out.getvalue()
     assert "50 clients" in text
     assert "w39" in text
@@ -149,14 +156,14 @@ def test_gini_against_its_definition(sizes):
 
 
 @given(arrays(np.int64, (2, 12), elements=st.integers(0, 50)))
-def test_divergence_against_scipy(counts):
+def test_jensen_shannon_distance_against_scipy(counts):
     """scipy's Jensen–Shannon distance, base 2, on the dense histograms."""
     if not counts[0].any():
         return
     pool = counts.sum(axis=0)
     index = np.flatnonzero(counts[0])
-    found = divergence(index, counts[0][index], pool)
-    assert found == pytest.approx(float(np.nan_to_num(jensenshannon(counts[0], pool, base=2))), abs=1e-6)
+    distance = jensen_shannon_distance(index, counts[0][index], pool)
+    assert distance == pytest.approx(float(np.nan_to_num(jensenshannon(counts[0], pool, base=2))), abs=1e-6)
 
 
 table = st.integers(1, 30).flatmap(
@@ -175,16 +182,20 @@ def test_overlaps_against_a_search(columns):
     n = len(pair)
     same, other = pair[:, None] == pair[None, :], who[:, None] != who[None, :]
     opposite = side[:, None] != side[None, :]
-    assert overlaps.shared(pair, who).tolist() == (same & other).any(1).tolist()
-    assert overlaps.contradicted(pair, side, who).tolist() == (same & other & opposite).any(1).tolist()
+    assert overlaps.shared_mask(pair, who).tolist() == (same & other).any(1).tolist()
+    contradictions = (same & other & opposite).any(1)
+    assert overlaps.contradiction_mask(pair, side, who).tolist() == contradictions.tolist()
     earlier = np.tri(n, k=-1, dtype=bool)
-    assert overlaps.repeats(pair, side, who).tolist() == (same & ~other & ~opposite & earlier).any(1).tolist()
+    duplicates = (same & ~other & ~opposite & earlier).any(1)
+    assert duplicate_mask(who, np.zeros_like(who), pair, side).tolist() == duplicates.tolist()
 
 
 @given(table, table)
-def test_found_against_a_search(first, second):
-    item, _, who = first
-    among, _, whose = second
-    same, mine = item[:, None] == among[None, :], who[:, None] == whose[None, :]
-    assert overlaps.found(item, who, among, whose, same=True).tolist() == (same & mine).any(1).tolist()
-    assert overlaps.found(item, who, among, whose, same=False).tolist() == (same & ~mine).any(1).tolist()
+def test_overlap_mask_against_a_search(first, second):
+    item, _, client = first
+    other_item, _, other_client = second
+    same = item[:, None] == other_item[None, :]
+    for same_client in (True, False):
+        mask = overlaps.overlap_mask(item, client, other_item, other_client, same_client=same_client)
+        of_client = (client[:, None] == other_client[None, :]) == same_client
+        assert mask.tolist() == (same & of_client).any(1).tolist()

@@ -32,9 +32,9 @@ def test_every_response_shows_every_attribute():
     """And is told apart from its opposite: over a corpus each sign is seen about half the time (±5 sd)."""
     texts = [text.split("Assistant:")[1] for text in corpus(Key(0), 400)]
     signs = [attributes(text) for text in texts]
-    assert all(set(found) == set(ATTRIBUTES) for found in signs)
+    assert all(set(sign) == set(ATTRIBUTES) for sign in signs)
     for name in ATTRIBUTES:
-        assert abs(np.mean([found[name] for found in signs])) < 5 / math.sqrt(400)
+        assert abs(np.mean([sign[name] for sign in signs])) < 5 / math.sqrt(400)
 
 
 def test_attributes_of_other_text():
@@ -107,7 +107,7 @@ def test_nobody_can_please_two_opposites():
 
 
 def test_written_files_go_through_the_pipeline(tmp_path):
-    """Files → federation: every client with its pairs, and utilities that survive."""
+    """From files to a dataset: every client with its pairs, and utilities that survive."""
     records = generate(Key(0), clients=3, train=20, test=10)
     paths = synthetic.write(tmp_path / "data", records)
     rows = [json.loads(line) for line in paths["train"].read_text().splitlines()]
@@ -123,13 +123,13 @@ def test_written_files_go_through_the_pipeline(tmp_path):
         "utility_rejected",
     }
     config = DataConfig(
-        train="data/train.jsonl",
-        test="data/test.jsonl",
+        train=paths["train"],
+        test=paths["test"],
         partition={"by": "column", "column": "client"},
         duplicates="keep",
     )
-    federation = build_dataset(config, tokenizer(), Key(0), tmp_path / "t", tmp_path)
-    assert list(federation.clients) == ["ada", "ben", "cleo"]
-    assert [len(data.test) for data in federation.clients.values()] == [10, 10, 10]
-    found = [federation.tokens.record(int(k)) for data in federation.clients.values() for k in data.test]
-    assert oracle_accuracy(found) == oracle_accuracy([r for r in records if r.split == "test"])
+    dataset = build_dataset(config, tokenizer(), Key(0), tmp_path / "t")
+    assert list(dataset.clients) == ["ada", "ben", "cleo"]
+    assert [len(data.test) for data in dataset.clients.values()] == [10, 10, 10]
+    tests = [dataset.tokens.record(int(k)) for data in dataset.clients.values() for k in data.test]
+    assert oracle_accuracy(tests) == oracle_accuracy([r for r in records if r.split == "test"])

@@ -7,7 +7,7 @@ import pytest
 
 from prefed.core import Key
 from prefed.data import DataError, Message, Record, Template, TokenSet, TokenWriter
-from prefed.data.errors import Problems, Where
+from prefed.data.errors import ErrorCollector, RowLocation
 from prefed.data.synthetic import corpus
 from prefed.data.writer import tokenizer_digest
 from preferences import CHATML, merging, tokenizer
@@ -16,7 +16,7 @@ EOS, BOS, END = 0, 1, 4
 
 
 def write(
-    folder, records, made=None, *, max_length=512, too_long="drop", flipped=None, problems=None, **options
+    folder, records, made=None, *, max_length=512, too_long="drop", flipped=None, errors=None, **options
 ):
     made = made or tokenizer()
     folder.mkdir(exist_ok=True)
@@ -26,12 +26,12 @@ def write(
         Template(made),
         max_length=max_length,
         too_long=too_long,
-        problems=problems or Problems(),
+        errors=errors or ErrorCollector(),
         **options,
     )
     try:
         for row, record in enumerate(records, 1):
-            writer.add(record, Where("x.jsonl", row), record.category)
+            writer.add(record, RowLocation("x.jsonl", row), record.category)
         writer.finish(None if flipped is None else np.array(flipped))
     finally:
         writer.close()
@@ -65,7 +65,7 @@ def test_prompt_and_response_make_the_text(tmp_path):
     assert np.isnan(tokens.margins).tolist() == [False, True, True]
     assert tokens.margins[0] == 0.5
     assert [tokens.category_names[k] for k in tokens.categories] == ["a", "b", "a"]
-    assert str(tokens.where(1)) == "x.jsonl, row 2"
+    assert str(tokens.location(1)) == "x.jsonl, row 2"
 
 
 def test_batches_do_not_show(tmp_path):
@@ -133,7 +133,7 @@ def test_a_long_prompt_keeps_its_end(tmp_path):
     pair = tokens.pair(0)
     assert text(pair.prompt) == "56789"
     assert (text(pair.chosen), text(pair.rejected)) == (" yes<eos>", " no<eos>")
-    assert (writer.cut, writer.too_long) == (1, 0)
+    assert (writer.truncated, writer.too_long) == (1, 0)
     assert tokens.record(0).prompt == "0123456789"
 
 
@@ -147,12 +147,12 @@ def test_a_long_prompt_keeps_its_beginning_of_text(tmp_path):
     assert only.pair(0).prompt.tolist() == [BOS]
 
 
-@pytest.mark.parametrize(("max_length", "kept"), [(6, 1), (5, 0)])
-def test_a_response_is_never_cut(tmp_path, max_length, kept):
+@pytest.mark.parametrize(("max_length", "pairs"), [(6, 1), (5, 0)])
+def test_a_response_is_never_cut(tmp_path, max_length, pairs):
     """' yes' and its end are 5 tokens: 6 leave one for the prompt, 5 leave none."""
     records = [Record("Q:", " no", " yes")]
     tokens, writer = write(tmp_path / "t", records, max_length=max_length)
-    assert (len(tokens), writer.too_long) == (kept, 1 - kept)
+    assert (len(tokens), writer.too_long) == (pairs, 1 - pairs)
 
 
 def test_a_long_response_can_be_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""The ``[data]`` table: where preferences come from and who holds them."""
+"""The ``[data]`` table: the sources of preference pairs, and their partition into clients."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ __all__ = [
     "Partition",
     "Sizes",
     "Source",
-    "resolve",
 ]
 
 
 class Columns(Strict):
-    """Which columns of a source hold what. A dot reaches into a nested column: ``"question.full_text"``.
+    """The names of a source's columns. A dot leads into a nested column: ``"question.full_text"``.
 
     Attributes:
-        prompt: leave out where chosen and rejected are whole dialogues that share their beginning.
+        prompt: leave it out where chosen and rejected are whole dialogues with a common beginning.
         chosen: the preferred response.
         rejected: the other response.
         margin: how strongly it is preferred.
-        client: whose preference it is.
+        client: the person or organisation that has this preference.
         category: a label within the task.
         domain: the data set that the row comes from.
         split: ``train``, ``validation`` or ``test``.
@@ -59,12 +58,12 @@ class Source(Strict):
             ``Anthropic/hh-rlhf``.
         format: how a row becomes a pair: a name of :data:`prefed.data.FORMATS` or that format's hub name.
             ``None`` takes ``data.format``.
-        columns: instead of a format: the columns by name.
+        columns: the names of the columns, in place of a format.
         subset: hub only: the configuration or folder, e.g. ``harmless-base``.
-        split: hub only: the split; ``None`` takes the one this source stands for, e.g. ``test`` under
+        split: hub only: the split. ``None`` takes the one of the source's role, e.g. ``test`` under
             ``data.test``.
         revision: hub only: a branch, tag or commit.
-        encoding: of text files. ``None`` takes ``data.encoding``.
+        encoding: the encoding of text files. ``None`` takes ``data.encoding``.
     """
 
     path: str = Field(min_length=1)
@@ -77,11 +76,11 @@ class Source(Strict):
 
 
 Sizes: TypeAlias = Annotated[float, Field(ge=0)] | list[Annotated[float, Field(gt=0)]]
-"""How many pairs clients hold relative to each other: the exponent a of a power law, so that client k's share
-is proportional to (k+1)^−a, or one positive weight per client (their absolute sizes are such weights)."""
+"""The relative sizes of the clients. One number is the exponent a of a power law: client k's share is
+proportional to (k+1)^−a. A list has one positive weight per client; absolute sizes may serve as weights."""
 
 
-def _named(name: str) -> str:
+def _check_name(name: str) -> str:
     if not name:
         raise ValueError("a client's name is empty")
     control = hidden(name)
@@ -90,17 +89,17 @@ def _named(name: str) -> str:
     return name
 
 
-Name: TypeAlias = Annotated[str, AfterValidator(_named)]
+Name: TypeAlias = Annotated[str, AfterValidator(_check_name)]
 """The id of a client: text without control characters."""
 
 
 class Iid(Strict):
-    """Shuffle, then equal shards (or shards of the given ``sizes``).
+    """Shuffle the pairs and cut them into equal shards, or into shards of the given ``sizes``.
 
     Attributes:
-        clients: how many.
-        sizes: how many pairs clients hold relative to each other: the exponent a of a power law, so that
-            client k's share is proportional to (k+1)^−a, or one positive weight per client.
+        clients: the number of clients.
+        sizes: the relative sizes of the clients: the exponent a of a power law, so that client k's share is
+            proportional to (k+1)^−a, or one positive weight per client.
     """
 
     by: Literal["iid"] = "iid"
@@ -114,8 +113,8 @@ class ByColumn(Strict):
     FedBiscuit's 53 annotators and FedPDPO's (arXiv:2603.19741) 3 or 11 programming languages.
 
     Attributes:
-        column: holds the values.
-        groups: client → the values that are its own.
+        column: the column of the values.
+        groups: client → its values.
     """
 
     by: Literal["column"] = "column"
@@ -124,15 +123,16 @@ class ByColumn(Strict):
 
 
 class Dirichlet(Strict):
-    """Each category is shared out in proportions drawn from Dir(alpha); no prompt is held by two clients.
+    """Divide each category in proportions drawn from Dir(alpha). Two clients never have the same prompt.
 
     FedBiscuit: SHP, alpha 0.3, 200 clients. FedSDG: alpha 0.1, 0.3 and 1.
 
     Attributes:
-        column: holds the categories.
+        column: the column of the categories.
         alpha: small values give each category to few clients.
-        clients: how many.
-        share_prompts: let clients hold the same prompt: for data whose few prompts occur in all categories.
+        clients: the number of clients.
+        share_prompts: allow two clients to have the same prompt. This suits data whose few prompts occur in
+            all categories.
     """
 
     by: Literal["dirichlet"] = "dirichlet"
@@ -143,10 +143,12 @@ class Dirichlet(Strict):
 
 
 class Margin(Strict):
-    """Sort by margin, largest first, and cut into contiguous shards (FedPDPO, arXiv:2603.19741, D.1.2).
+    """Sort the pairs by margin, largest first, and cut them into contiguous shards.
+
+    Source: FedPDPO (arXiv:2603.19741), D.1.2.
 
     Attributes:
-        clients: how many.
+        clients: the number of clients.
         sizes: as for ``iid``.
     """
 
@@ -162,16 +164,16 @@ class BySource(Strict):
 
 
 class Conflict(Strict):
-    """A share ``ratio`` of the clients prefers one thing, the rest the other (FedVPA-GP: 50/50, 70/30,
-    30/70).
+    """Two kinds of clients with opposite preferences (FedVPA-GP: 50/50, 70/30, 30/70).
 
     Attributes:
-        clients: how many.
-        ratio: the share of clients of the first kind.
-        column: holds two categories, e.g. helpful and harmless; a client holds pairs of one of them.
-        categories: the two, first kind first; ``None``: the two that are there, sorted.
-        flip: instead of a column: pairs are dealt evenly and the second kind has chosen and rejected swapped.
-        sizes: among the clients of each kind.
+        clients: the number of clients.
+        ratio: the share of clients that are of the first kind.
+        column: the column of two categories, e.g. helpful and harmless. A client gets pairs of one of them.
+        categories: the two categories, in the order of the kinds. ``None`` takes those in the data, sorted.
+        flip: in place of a column: all pairs are shuffled and divided, and clients of the second kind have
+            chosen and rejected swapped.
+        sizes: the relative sizes of the clients of each kind, as for ``iid``.
     """
 
     by: Literal["conflict"] = "conflict"
@@ -198,33 +200,35 @@ class DataConfig(Strict):
     """The ``[data]`` table.
 
     Attributes:
-        train: a source, or a table of names and sources (each name becomes the ``domain`` of its rows).
-        validation: like ``train``; rows set apart for choosing, never trained on.
-        test: like ``train``; rows for evaluation.
-        partition: which client holds which rows. May be left out where ``train`` is a table: one client each.
-        format: how a row becomes a pair, for all sources that do not say: ``auto`` tells the known sets by
+        train: a source, or a table of names and sources. Each name becomes the ``domain`` of its rows.
+        validation: like ``train``. These rows serve to choose a model and are never trained on.
+        test: like ``train``. These rows serve to evaluate.
+        partition: which client gets which rows. It may be left out where ``train`` is a table: then each
+            source is one client.
+        format: how a row becomes a pair, for all sources without a format. ``auto`` detects the known sets by
             their columns and otherwise expects prompt, chosen and rejected.
-        columns: instead of a format: the columns by name.
-        encoding: of text files.
-        template: how conversations are rendered: ``auto`` takes the tokenizer's chat template where it has
-            one and the Human/Assistant form otherwise, ``chat`` and ``dialogue`` insist on one of them.
-        max_length: tokens of a prompt and the longer of its responses together; longer prompts lose their
+        columns: the names of the columns, in place of a format.
+        encoding: the encoding of text files.
+        template: how conversations are rendered. ``chat`` is the tokenizer's chat template, ``dialogue`` the
+            Human/Assistant form. ``auto`` takes the first if the tokenizer has one, otherwise the second.
+        max_length: tokens of a prompt and the longer of its responses together. A longer prompt loses its
             beginning.
-        too_long: what happens to a pair whose longer response alone does not leave room for a token of
-            prompt.
-        invalid: what happens to a row with a blank response or a malformed field: ``error`` names it,
+        too_long: what happens to a pair whose longer response leaves no room for a token of the prompt.
+        invalid: what happens to a row with a blank response or a malformed field. ``error`` names it,
             ``drop`` leaves it out and counts it. A pair of two equal responses is always left out and
             counted.
-        duplicates: what happens to a pair that a client (of a natural partition) or the whole set holds
-            twice: ``drop`` keeps the first, ``keep`` all, ``error`` refuses them. ``drop_tested`` is
-            ``drop``, and no client trains or is validated on a pair that any client is tested on, nor trains
-            on one that any client is validated on.
-        rows: read at most so many rows of each source.
-        limit: keep at most so many training pairs per client, drawn at random.
-        validation_fraction: share of each client's pairs set apart where there is no validation source.
-        test_fraction: share of each client's pairs set apart; ``None``: 0.1 where nothing else provides test
-            rows. With one data set per client, fractions are for those that the other tables do not name.
-        split_by: what a fraction keeps on one side: equal pairs, or all pairs of a prompt.
+        duplicates: what happens to a pair that occurs twice within a client (of a natural partition), or
+            within the whole set (of any other). ``drop`` keeps the first, ``keep`` keeps all, ``error``
+            refuses them. ``drop_tested`` is ``drop`` across clients: no client trains or is validated on a
+            pair that any client is tested on, and none trains on one that any client is validated on.
+        rows: the largest number of rows to read from each source.
+        limit: the largest number of training pairs per client. They are drawn at random.
+        validation_fraction: the share of each client's pairs to take for validation where there is no
+            validation source.
+        test_fraction: the share of each client's pairs to take for test. ``None`` is 0.1 where nothing else
+            provides test rows. With one data set per client, fractions apply to the clients that the other
+            tables do not name.
+        split_by: what stays together when a fraction is taken: equal pairs, or all pairs of a prompt.
         flip: clients whose chosen and rejected are swapped.
 
     >>> config = DataConfig(train="pairs.jsonl", partition={"by": "iid", "clients": 4})
@@ -306,22 +310,12 @@ class DataConfig(Strict):
         return self
 
     def sources(self) -> list[tuple[str, str | None, Source]]:
-        """All sources as (role, name, source); the name is ``None`` where a role has one source alone."""
-        found: list[tuple[str, str | None, Source]] = []
+        """All sources as (role, name, source). The name is ``None`` if the role has a single source."""
+        sources: list[tuple[str, str | None, Source]] = []
         for role in ("train", "validation", "test"):
             value = getattr(self, role)
             if isinstance(value, Source):
-                found.append((role, None, value))
+                sources.append((role, None, value))
             elif value is not None:
-                found.extend((role, name, source) for name, source in value.items())
-        return found
-
-
-def resolve(path: str, base: Path | None) -> Path:
-    """``path`` as seen from ``base``, the experiment file's folder (``None``: the working folder).
-
-    >>> resolve("data/pairs.jsonl", Path("/experiments/one")).as_posix()
-    '/experiments/one/data/pairs.jsonl'
-    """
-    place = Path(path).expanduser()
-    return place if place.is_absolute() or base is None else Path(base) / place
+                sources.extend((role, name, source) for name, source in value.items())
+        return sources

@@ -78,8 +78,8 @@ class ClientStatistics(Strict):
 class DatasetStatistics(Strict):
     """Statistics of a federated dataset.
 
-    A client with few pairs differs from the whole by chance alone. The random distances show by how much: they
-    are those of a random partition into clients of the same sizes.
+    A client with few pairs differs from the whole by chance alone. The random distances show by how much.
+    They are those of a random partition into clients of the same sizes.
 
     Attributes:
         clients: statistics of each client.

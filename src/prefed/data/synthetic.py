@@ -1,11 +1,12 @@
-"""A preference set with known tastes: advice from a small grammar, judged by clients who agree in part.
+"""A preference set with known tastes: advice from a small grammar, labelled by clients who agree in part.
 
-A response gives advice and shows five attributes, each by the words in one place: warmth, tone, strength,
-caution and length. A client's utility is a weighted sum of the attributes' signs. All clients value warmth
-alike; on each of the others half of them pull one way and half the other, so that a model for everyone can
-learn the first and must fail somewhere on the rest. Labels are drawn from Bradley–Terry, P(a before b) =
-σ((u(a) − u(b)) / temperature), so that the accuracy of someone who knows a client's utility, the oracle, is
-known as well.
+A response gives advice and has five attributes: warmth, tone, strength, caution and length. The words at one
+place show one attribute. A client's utility is a weighted sum of the signs of the attributes. All clients
+value warmth alike. On every other attribute one half of the clients has the opposite sign of the other half.
+So one model for all can learn warmth, and must fail some client on the rest.
+
+Labels are drawn from the Bradley–Terry model: P(a is preferred to b) = σ((u(a) − u(b)) / temperature). The
+oracle knows the utility of each client; its accuracy is known too.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType
         ),
     }
 )
-# A word counts where it stands as a word: "wild" is not in "wilder".
+# Whole words alone count: "wilder" does not contain "wild".
 _PATTERNS = tuple(
     (name, sign, re.compile(rf"(?<!\w)(?:{'|'.join(re.escape(word.strip()) for word in words)})(?!\w)"))
     for name, signs in _WORDS.items()
@@ -71,7 +72,7 @@ ATTRIBUTES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "length": ("long", "short"),
     }
 )
-"""What the signs +1 and −1 of an attribute are called."""
+"""The names of the signs +1 and −1 of each attribute."""
 
 SHARED = "warmth"
 """The attribute on which all clients agree."""
@@ -95,7 +96,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Taste:
-    """What a client likes: the weight of each attribute's sign.
+    """The taste of a client: a weight for the sign of each attribute.
 
     >>> Taste("ada", {"warmth": 1.5, "tone": -1.0}).describe()
     'warm, casual'
@@ -113,17 +114,17 @@ class Taste:
 
 
 def tastes(key: Key, clients: int = 6, *, shared: float = 1.5, conflict: float = 1.0) -> dict[str, Taste]:
-    """Tastes that agree on warmth and cancel on everything else.
+    """Draw tastes that agree on warmth and cancel on every other attribute.
 
     Args:
-        key: draws who pulls which way.
-        clients: how many; for an even number the weights on which they conflict sum to zero.
-        shared: weight of warmth, for everyone.
-        conflict: weight of each other attribute, positive for one half of the clients and negative for the
-            other.
+        key: draws the signs of the weights.
+        clients: the number of clients. If it is even, the weights of each conflicting attribute sum to zero.
+        shared: the weight of warmth, for all clients.
+        conflict: the weight of each other attribute. It is positive for one half of the clients and negative
+            for the other half.
 
-    >>> drawn = tastes(Key(0), 6).values()
-    >>> {name: sum(taste.weights[name] for taste in drawn) for name in ("warmth", "tone")}
+    >>> crowd = tastes(Key(0), 6).values()
+    >>> {name: sum(taste.weights[name] for taste in crowd) for name in ("warmth", "tone")}
     {'warmth': 9.0, 'tone': 0.0}
     """
     width = len(str(clients - 1))
@@ -142,26 +143,26 @@ def tastes(key: Key, clients: int = 6, *, shared: float = 1.5, conflict: float =
 
 
 def attributes(text: str) -> dict[str, int]:
-    """The sign, +1 or −1, of each attribute of a response, told by its words; absent where no word tells.
+    """The sign, +1 or −1, of each attribute of a response. Attributes without a known word are left out.
 
     >>> attributes(" How about a mild soup? Just go for it. I hope you love it.")
     {'warmth': 1, 'tone': -1, 'strength': -1, 'caution': -1, 'length': -1}
     """
-    found = {name: sign for name, sign, pattern in _PATTERNS if pattern.search(text)}
-    # The short form is the absence of the long one.
+    signs = {name: sign for name, sign, pattern in _PATTERNS if pattern.search(text)}
+    # A response is short if it has no words of the long form.
     if text.strip():
-        found.setdefault("length", -1)
-    return {name: found[name] for name in ATTRIBUTES if name in found}
+        signs.setdefault("length", -1)
+    return {name: signs[name] for name in ATTRIBUTES if name in signs}
 
 
 def utility(text: str, taste: Taste) -> float:
-    """How much a client likes a response: the sum of its weights times the attributes' signs."""
+    """The utility of a response to a client: the sum over attributes of weight times sign."""
     signs = attributes(text)
     return float(sum(weight * signs.get(name, 0) for name, weight in taste.weights.items()))
 
 
 def corpus(key: Key, texts: int) -> Iterator[str]:
-    """Dialogues of the grammar with all attributes equally likely, to pretrain a model on."""
+    """Dialogues of the grammar with all attributes equally likely. A model can be pretrained on them."""
     generator = key.at("corpus").numpy()
     for _ in range(texts):
         topic, prompt = _prompt(generator)
@@ -178,20 +179,20 @@ def generate(
     shared: float = 1.5,
     conflict: float = 1.0,
 ) -> list[Record]:
-    """Labelled pairs of every client.
+    """Labelled pairs of all clients.
 
     Args:
         key: draws tastes, pairs and labels.
-        clients: how many clients.
-        train: training pairs of each.
-        test: test pairs of each.
-        temperature: of the labels; larger is noisier.
+        clients: the number of clients.
+        train: the number of training pairs per client.
+        test: the number of test pairs per client.
+        temperature: the temperature of the labels. Higher temperatures give more noise.
         shared: as in :func:`tastes`.
         conflict: as in :func:`tastes`.
 
     Returns:
-        Records whose ``extra`` holds ``utility_chosen`` and ``utility_rejected`` to their client, and whose
-        margin is the distance of the two. Both responses of a pair differ in utility.
+        Records. Their ``extra`` holds the utilities of both responses to the client, ``utility_chosen`` and
+        ``utility_rejected``. The margin is the difference of the two, which is never zero.
     """
     records = []
     for client, taste in tastes(key, clients, shared=shared, conflict=conflict).items():
@@ -203,8 +204,8 @@ def generate(
             while utility(first, taste) == utility(second, taste):
                 second = _response(generator, topic)
             gap = utility(first, taste) - utility(second, taste)
-            kept = generator.random() < 1.0 / (1.0 + math.exp(-gap / temperature))
-            chosen, rejected = (first, second) if kept else (second, first)
+            first_wins = generator.random() < 1.0 / (1.0 + math.exp(-gap / temperature))
+            chosen, rejected = (first, second) if first_wins else (second, first)
             split: Split = "train" if index < train else "test"
             records.append(
                 Record(
@@ -225,27 +226,26 @@ def generate(
 
 
 def oracle_accuracy(records: Iterable[Record]) -> float:
-    """The share of records whose chosen response has the larger true utility: what knowing it would reach.
+    """The accuracy of an oracle: the share of records whose chosen response has the larger utility.
 
     Raises:
-        ValueError: there are no records, or they carry no utilities.
+        ValueError: there are no records, or a record has no utilities.
     """
-    right = []
+    correct = []
     for record in records:
         if "utility_chosen" not in record.extra or "utility_rejected" not in record.extra:
             raise ValueError("a record without utility_chosen and utility_rejected has no known oracle")
-        right.append(float(record.extra["utility_chosen"]) > float(record.extra["utility_rejected"]))
-    if not right:
+        correct.append(float(record.extra["utility_chosen"]) > float(record.extra["utility_rejected"]))
+    if not correct:
         raise ValueError("no records to judge")
-    return sum(right) / len(right)
+    return sum(correct) / len(correct)
 
 
 def write(folder: Path, records: Sequence[Record]) -> dict[Split, Path]:
-    """Put records into ``train.jsonl`` and ``test.jsonl`` (and ``validation.jsonl``) in a folder; returns the
-    paths.
+    """Write records to a file per split in a folder: ``train.jsonl``, ``test.jsonl``, ``validation.jsonl``.
 
-    The rows have the columns prompt, chosen, rejected, margin, client, category, utility_chosen and
-    utility_rejected.
+    Returns the path of each split. The rows have the columns prompt, chosen, rejected, margin, client,
+    category, utility_chosen and utility_rejected.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[Split, list[str]] = {}
@@ -266,9 +266,9 @@ def _prompt(generator: np.random.Generator) -> tuple[str, str]:
 
 
 def _response(generator: np.random.Generator, topic: str) -> str:
-    said = {name: _pick(generator, _pick(generator, words)) for name, words in _WORDS.items()}
-    opening = f" {said['tone']} a {said['strength']} {_pick(generator, _TOPICS[topic])}."
-    return opening + said["length"] + said["caution"] + said["warmth"]
+    words = {name: _pick(generator, _pick(generator, signs)) for name, signs in _WORDS.items()}
+    opening = f" {words['tone']} a {words['strength']} {_pick(generator, _TOPICS[topic])}."
+    return opening + words["length"] + words["caution"] + words["warmth"]
 
 
 def _pick(generator: np.random.Generator, options: Sequence[_T]) -> _T:
