@@ -96,24 +96,22 @@ def natural_partition(partition: Partition, table: RowTable) -> Assignment | Non
     Raises:
         DataError: a value belongs to no group, or a group has no rows.
     """
-    if isinstance(partition, BySource):
-        ids = [table.values[k] for k in np.unique(table.value[table.rows_of(0)])]
-        client_of = {name: k for k, name in enumerate(ids)}
-    elif isinstance(partition, ByColumn) and partition.groups is None:
-        ids = sorted(table.values[k] for k in np.unique(table.value[table.rows_of(0)]))
-        client_of = {name: k for k, name in enumerate(ids)}
-    elif isinstance(partition, ByColumn) and partition.groups is not None:
-        ids = list(partition.groups)
-        client_of = _client_of_value(partition.groups, table)
-    else:
+    if not isinstance(partition, ByColumn | BySource):
         return None
+    present = [table.values[k] for k in np.unique(table.value[table.rows_of(0)])]
+    if isinstance(partition, ByColumn) and partition.groups is not None:
+        ids = list(partition.groups)
+        client_of = _client_of_value(partition.groups, present)
+    else:
+        ids = present if isinstance(partition, BySource) else sorted(present)
+        client_of = {name: k for k, name in enumerate(ids)}
     of_value = np.array([client_of.get(value, -1) for value in table.values], dtype=np.int64)
     client = np.where(table.usable, of_value[table.value], -1)
     return Assignment(tuple(ids), client, np.zeros(len(ids), dtype=np.bool_))
 
 
-def _client_of_value(groups: dict[str, list[str]], table: RowTable) -> dict[str, int]:
-    """The client, by index, of each value that a group names."""
+def _client_of_value(groups: dict[str, list[str]], present: list[str]) -> dict[str, int]:
+    """The index of the client of each value that a group names. ``present`` are the values of the data."""
     ids = list(groups)
     client_of: dict[str, int] = {}
     for index, (name, values) in enumerate(groups.items()):
@@ -121,7 +119,6 @@ def _client_of_value(groups: dict[str, list[str]], table: RowTable) -> dict[str,
             if value in client_of:
                 raise DataError(f"value {value!r} is in two groups: {ids[client_of[value]]} and {name}")
             client_of[value] = index
-    present = [table.values[k] for k in np.unique(table.value[table.rows_of(0)])]
     without_group = sorted(value for value in present if value not in client_of)
     if without_group:
         raise DataError(f"these values belong to no group: {_listed(without_group)}")

@@ -152,7 +152,10 @@ def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tu
     scope = np.zeros(len(pair), dtype=np.int64) if natural is None else natural.client
     duplicates = duplicate_mask(scope, table.role, pair, orientation)
     if config.duplicates == "error":
-        _refuse_duplicates(duplicates, writer)
+        errors = ErrorCollector(hint='Remove them, or set duplicates = "drop" or "keep".')
+        for row in np.flatnonzero(duplicates):
+            errors.add(writer.location(int(row)), "repeats an earlier pair")
+        errors.raise_if_any()
     if config.duplicates == "keep":
         duplicates[:] = False
     leaks = leak_mask(scope, table.role, pair) & ~duplicates
@@ -165,13 +168,6 @@ def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tu
             "training since they are also tested on"
         )
     return table, counts
-
-
-def _refuse_duplicates(duplicates: NDArray[np.bool_], writer: TokenWriter) -> None:
-    errors = ErrorCollector(hint='Remove them, or set duplicates = "drop" or "keep".')
-    for row in np.flatnonzero(duplicates):
-        errors.add(writer.location(int(row)), "repeats an earlier pair")
-    errors.raise_if_any()
 
 
 def _flipped(config: DataConfig, assignment: Assignment, ids: list[str]) -> set[str]:

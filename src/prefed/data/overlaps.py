@@ -17,25 +17,13 @@ __all__ = ["contradiction_mask", "overlap_mask", "shared_mask"]
 
 def shared_mask(item: NDArray[Any], client: NDArray[Any]) -> NDArray[np.bool_]:
     """Rows whose item another client has too."""
-    codes, of_row = np.unique(item, return_inverse=True)
-    of_row = of_row.reshape(-1).astype(np.int64)
-    clients = int(client.max(initial=0)) + 1
-    clients_of_code = np.bincount(np.unique(of_row * clients + client) // clients, minlength=len(codes))
-    return np.asarray(clients_of_code[of_row] > 1)
+    return overlap_mask(item, client, item, client, same_client=False)
 
 
 def contradiction_mask(pairs: NDArray[Any], side: NDArray[Any], client: NDArray[Any]) -> NDArray[np.bool_]:
     """Rows whose pair another client has with the opposite preference."""
-    opinions = np.unique(np.stack([pairs, side.astype(np.uint64), client.astype(np.uint64)]), axis=1)
-    clients: dict[tuple[int, int], set[int]] = {}
-    both = np.intersect1d(opinions[0][opinions[1] == 0], opinions[0][opinions[1] == 1])
-    for pair, opinion, index in opinions[:, np.isin(opinions[0], both)].T.tolist():
-        clients.setdefault((pair, opinion), set()).add(index)
-    mask = np.zeros(len(pairs), dtype=np.bool_)
-    for row in np.flatnonzero(np.isin(pairs, both)):
-        opposite = clients[int(pairs[row]), 1 - int(side[row])]
-        mask[row] = bool(opposite - {int(client[row])})
-    return mask
+    code = 2 * np.unique(pairs, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return overlap_mask(code + 1 - side, client, code + side, client, same_client=False)
 
 
 def overlap_mask(

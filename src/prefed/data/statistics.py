@@ -180,17 +180,19 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
     token_pool = _token_counts(tokens, train)
     shuffled = Key(0).at("survey").numpy().permutation(len(train))
     edges, test_edges = np.cumsum([0, *sizes]), np.cumsum([0, *test_sizes])
+
+    def distances(rows: slice | NDArray[Any]) -> tuple[float | None, float]:
+        categories, counts = _histogram(category[rows])
+        distance = jensen_shannon_distance(categories, counts, category_pool) if len(categories) else None
+        chosen = np.concatenate([tokens.pair(row).chosen for row in train[rows]])
+        return distance, jensen_shannon_distance(*_histogram(chosen), token_pool)
+
     each: list[ClientStatistics] = []
     random: list[tuple[float | None, float]] = []
     for k, data in enumerate(clients):
         own, tests = slice(edges[k], edges[k + 1]), slice(test_edges[k], test_edges[k + 1])
-        others = shuffled[own]
-        random.append(
-            (
-                _category_distance(category[others], category_pool),
-                _token_distance(tokens, train[others], token_pool),
-            )
-        )
+        random.append(distances(shuffled[own]))
+        category_distance, token_distance = distances(own)
         codes, counts = _histogram(category[own])
         each.append(
             ClientStatistics(
@@ -204,8 +206,8 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
                 response=_lengths(tokens.lengths[data.train][:, 1:]),
                 **{name: int(mask[own].sum()) for name, mask in train_masks.items()},
                 **{name: int(mask[tests].sum()) for name, mask in test_masks.items()},
-                category_distance=_category_distance(category[own], category_pool),
-                token_distance=_token_distance(tokens, data.train, token_pool),
+                category_distance=category_distance,
+                token_distance=token_distance,
             )
         )
     names = zip(tokens.category_names, category_pool, strict=True)
@@ -244,11 +246,6 @@ def _histogram(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.unique(codes[codes >= 0], return_counts=True)
 
 
-def _category_distance(codes: NDArray[Any], pool: NDArray[Any]) -> float | None:
-    categories, counts = _histogram(codes)
-    return jensen_shannon_distance(categories, counts, pool) if len(categories) else None
-
-
 def _token_counts(tokens: TokenSet, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """How often each token occurs in the chosen responses of ``rows``."""
     total = np.zeros(1, dtype=np.int64)
@@ -258,8 +255,3 @@ def _token_counts(tokens: TokenSet, rows: NDArray[np.int64]) -> NDArray[np.int64
             total = np.concatenate([total, np.zeros(len(counts) - len(total), dtype=np.int64)])
         total[: len(counts)] += counts
     return total
-
-
-def _token_distance(tokens: TokenSet, rows: NDArray[np.int64], pool: NDArray[np.int64]) -> float:
-    chosen = np.concatenate([tokens.pair(row).chosen for row in rows])
-    return jensen_shannon_distance(*np.unique(chosen, return_counts=True), pool)

@@ -193,60 +193,56 @@ def _user(content: str, system: Any = None) -> list[dict[str, str]]:
     return [*start, {"role": "user", "content": content}]
 
 
-def _columns(*names: str) -> frozenset[str]:
-    return frozenset(names)
+def _columns(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        entry.name: entry
-        for entry in (
-            pairs_format(),
-            Format("hh-rlhf", pairs_format().to_pair, "Anthropic/hh-rlhf", subset_is_folder=True),
-            Format(
-                "shp",
-                _shp,
-                "stanfordnlp/SHP",
-                subset_is_folder=True,
-                detected_by=_columns("history", "human_ref_A", "human_ref_B", "labels"),
-            ),
-            Format(
-                "summarize-from-feedback",
-                _summaries,
-                "openai/summarize_from_feedback",
-                subset="comparisons",
-                detected_by=_columns("info", "summaries", "choice"),
-            ),
-            Format(
-                "imdb-dpo",
-                _imdb,
-                "yuasosnin/imdb-dpo",
-                detected_by=_columns("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward"),
-            ),
-            Format(
-                "code-vulnerability",
-                _code,
-                "CyberNative/Code_Vulnerability_Security_DPO",
-                detected_by=_columns("lang", "vulnerability", "question", "chosen", "rejected"),
-            ),
-            Format(
-                "webgpt",
-                _webgpt,
-                "openai/webgpt_comparisons",
-                detected_by=_columns("question", "answer_0", "answer_1", "score_0", "score_1"),
-            ),
-            Format("py-dpo", _instruction, "jondurbin/py-dpo-v0.1"),
-            Format("ultrafeedback", _instruction, "kaitchup/UltraFeedback-prompt-chosen-rejected"),
-            Format(
-                "safe-rlhf",
-                _safe("better"),
-                "PKU-Alignment/PKU-SafeRLHF",
-                detected_by=_columns("prompt", "response_0", "response_1", "better_response_id"),
-            ),
-            Format("safe-rlhf-safer", _safe("safer")),
-        )
-    }
+_ALL = (
+    pairs_format(),
+    Format("hh-rlhf", pairs_format().to_pair, "Anthropic/hh-rlhf", subset_is_folder=True),
+    Format(
+        "shp",
+        _shp,
+        "stanfordnlp/SHP",
+        subset_is_folder=True,
+        detected_by=_columns("history human_ref_A human_ref_B labels"),
+    ),
+    Format(
+        "summarize-from-feedback",
+        _summaries,
+        "openai/summarize_from_feedback",
+        subset="comparisons",
+        detected_by=_columns("info summaries choice"),
+    ),
+    Format(
+        "imdb-dpo",
+        _imdb,
+        "yuasosnin/imdb-dpo",
+        detected_by=_columns("prompt chosen rejected chosen_reward rejected_reward"),
+    ),
+    Format(
+        "code-vulnerability",
+        _code,
+        "CyberNative/Code_Vulnerability_Security_DPO",
+        detected_by=_columns("lang vulnerability question chosen rejected"),
+    ),
+    Format(
+        "webgpt",
+        _webgpt,
+        "openai/webgpt_comparisons",
+        detected_by=_columns("question answer_0 answer_1 score_0 score_1"),
+    ),
+    Format("py-dpo", _instruction, "jondurbin/py-dpo-v0.1"),
+    Format("ultrafeedback", _instruction, "kaitchup/UltraFeedback-prompt-chosen-rejected"),
+    Format(
+        "safe-rlhf",
+        _safe("better"),
+        "PKU-Alignment/PKU-SafeRLHF",
+        detected_by=_columns("prompt response_0 response_1 better_response_id"),
+    ),
+    Format("safe-rlhf-safer", _safe("safer")),
 )
+FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in _ALL})
 """Formats by name. ``safe-rlhf`` prefers the more helpful response, ``safe-rlhf-safer`` the safer one."""
 
 
