@@ -1,4 +1,4 @@
-"""Data and models that cannot be: each ends a command with a message, and with no traceback.
+"""Data and models that cannot be used: each ends a command with a message, and with no traceback.
 
 No case trains anything. The tokenizer has a token for each byte.
 """
@@ -280,7 +280,7 @@ def config(folder: Path, **changes: Any) -> None:
 
 
 def unlike(folder: Path) -> None:
-    """Weights of another width than the configuration says."""
+    """The weights have another width than the configuration."""
     save_file({"transformer.wte.weight": torch.zeros(3, 3)}, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -307,7 +307,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 def test_models_that_cannot_be_used(
     place: Path, model: Path, damage: Callable[[Path], object], overrides: list[str], message: str
 ) -> None:
-    """Each names the key and the folder."""
+    """Each message names the key and the folder."""
     folder = place / "model"
     shutil.copytree(model, folder)
     damage(folder)

@@ -91,8 +91,8 @@ def test_the_key_alone_decides(case):
 @settings(max_examples=100, deadline=None)
 @given(columns(), st.integers(2, 5), st.floats(0.01, 10), keys)
 def test_two_dirichlet_clients_never_have_the_same_prompt(rows, count, alpha, key):
-    """Neither among the training rows nor between those and the rows of validation and test."""
-    # A category for each prompt, so that prompts do not cross categories.
+    """This holds for the rows of all three roles together."""
+    # Each prompt has one category.
     value = (rows.prompt // np.uint64(2**40) % np.uint64(len(rows.values))).astype(np.int64)
     rows = replace(rows, value=value)
     assume(len(np.unique(rows.prompt[rows.rows_of(0)])) >= count)
@@ -104,7 +104,7 @@ def test_two_dirichlet_clients_never_have_the_same_prompt(rows, count, alpha, ke
 
 @given(st.integers(0, 500), st.lists(st.floats(0.01, 100), min_size=1, max_size=12), st.integers(0, 2))
 def test_shard_sizes_add_up_and_stay_near(total, weight, least):
-    """Sizes sum to the total; without a minimum, each is within one of its exact share."""
+    """Sizes sum to the total. Without a minimum, each is within one of its exact share."""
     weights = np.array(weight)
     assume(total >= least * len(weight))
     result = partition.shard_sizes(total, weights, least=least)

@@ -10,7 +10,7 @@ IID = {"by": "iid", "clients": 2}
 
 
 def test_reads_the_documented_table():
-    """The example of the experiment file, value for value."""
+    """The example on the page of the experiment file, value by value."""
     table = tomllib.loads(
         'train = "personas.train.jsonl.gz"\ntest = "personas.test.jsonl.gz"\n'
         'partition = { by = "column", column = "persona" }'

@@ -58,7 +58,7 @@ def read(path, encoding="utf-8", limit=10):
     ],
 )
 def test_json_in_all_its_forms(tmp_path, name, content, numbers):
-    """The same two rows; a blank line counts as a line and a byte order mark as nothing."""
+    """All forms give the same two rows. A blank line counts as a line, a byte order mark does not."""
     path = tmp_path / name
     path.write_bytes(content)
     result = read(path)
@@ -102,7 +102,7 @@ def test_parquet_streams_row_groups(tmp_path):
 
 
 def test_a_parquet_value_that_python_cannot_hold(tmp_path):
-    """2^62 µs after 1970 is past the year 9999: no value. Text that is not UTF-8 makes its row invalid."""
+    """2^62 µs after 1970 is after the year 9999: the value is absent. Text that is not UTF-8 is an error."""
     path = tmp_path / "a.parquet"
     late = pa.array([0, 2**62, 0], pa.timestamp("us"))
     words = pa.array([b"a", b"b", b"\xff"]).view(pa.string())
@@ -118,7 +118,7 @@ def test_a_parquet_value_that_python_cannot_hold(tmp_path):
 
 
 def test_a_folder_is_its_files_in_order(tmp_path):
-    """Sorted by path, hidden files and other kinds left alone."""
+    """Files are sorted by path. Hidden files and files of other kinds are ignored."""
     (tmp_path / "sub").mkdir()
     for name in ("b.jsonl", "a.csv", "sub/c.jsonl.gz", "README.md", ".hidden.jsonl", "x.parquet.gz"):
         (tmp_path / name).write_bytes(b"")
@@ -188,7 +188,7 @@ def test_an_encoding_must_exist(tmp_path):
 
 
 def test_ten_problems_are_listed_and_then_it_stops(tmp_path):
-    """Rows 1 to 30 are all wrong; ten are named, and the eleventh is never read."""
+    """Rows 1 to 30 are all wrong. Ten are named, and the eleventh is never read."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"no\n" * 30)
     with pytest.raises(DataError) as caught:
@@ -240,7 +240,7 @@ def test_missing_columns_are_told_at_the_first_row(tmp_path):
     ],
 )
 def test_an_unusable_row_is_an_error_or_dropped(tmp_path, row, message):
-    """``invalid`` decides; either way the other two rows are good."""
+    """``invalid`` decides. The other two rows are good in both cases."""
     path = tmp_path / "a.jsonl"
     rows = pairs(3)
     rows[1] |= row

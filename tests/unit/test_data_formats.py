@@ -1,4 +1,4 @@
-"""Every known set, on a row or two in that set's published schema."""
+"""Every known set, on one or two rows in the published schema of the set."""
 
 import json
 import math
@@ -181,7 +181,7 @@ def test_safe_rlhf_by_help_or_by_safety(tmp_path):
 
 @pytest.mark.parametrize("hub", ["jondurbin/py-dpo-v0.1", "kaitchup/UltraFeedback-prompt-chosen-rejected"])
 def test_instructions_become_conversations(tmp_path, hub):
-    """The same three columns as plain text would be text; under the set's name they are an instruction."""
+    """The prompt of these sets is an instruction, so it becomes a turn of the user."""
     row = {"prompt": "Sort a list.", "chosen": "sorted(x)", "rejected": "x"}
     (record,), _ = read(tmp_path, [row], hub)
     assert (record.prompt, record.chosen) == (user("Sort a list."), "sorted(x)")
@@ -208,7 +208,7 @@ def test_hh_is_split_at_the_last_common_turn(tmp_path):
 @pytest.mark.parametrize(
     ("chosen", "rejected", "expected"),
     [
-        # The dialogues part in the middle, and what follows belongs to the responses.
+        # The dialogues differ in the middle. All text from there on belongs to the responses.
         (
             "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
             "\n\nHuman: a\n\nAssistant: x\n\nHuman: c\n\nAssistant: d",
@@ -290,7 +290,7 @@ def dialogue(*lines):
             dialogue("u:1", "a:2", "u:3", "a:B"),
             (turns("u:1", "a:2", "u:1", "a:2", "u:3"), "A", "B"),
         ),
-        # A text prompt is asked last, unless the shared turns ask it.
+        # A text prompt becomes the last turn, unless a shared turn contains it.
         ("Q", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
         (
             "Q",
@@ -318,7 +318,7 @@ def dialogue(*lines):
         ),
         ("", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S"), "A", "B")),
         ("S then Q", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S", "u:S then Q"), "A", "B")),
-        # Only where both repeat it is the prompt cut off.
+        # The prompt is removed only if both responses repeat it.
         ("Hi", "Hi a", "Hi b", ("Hi", " a", " b")),
         ("Hi", "Hi a", "Ho b", ("Hi", "Hi a", "Ho b")),
     ],

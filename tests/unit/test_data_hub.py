@@ -33,7 +33,7 @@ def read(source, role="train", **settings):
 
 
 def test_a_role_takes_its_own_split(loader):
-    """HH's subsets are folders, so they are asked for as data_dir, and name the domain of their rows."""
+    """HH's subsets are folders, so they are passed as data_dir. They become the domain of their rows."""
     source = {"path": "Anthropic/hh-rlhf", "subset": "harmless-base", "revision": "main"}
     ((record, location),) = read(source, "test")
     assert loader == [
@@ -111,7 +111,7 @@ def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
 
 
 def test_the_hub_is_asked_once(monkeypatch):
-    """Any answer will do, also one that says no; what the transport raises is no answer."""
+    """Any HTTP answer counts, also a refusal. An error of the transport does not."""
     from huggingface_hub import get_session
 
     failures = iter([None, OSError("no route"), TimeoutError()])

@@ -35,7 +35,7 @@ def test_sizes_that_add_up_are_met():
 
 
 def test_everyone_gets_something():
-    """Exponent 5 leaves the last clients a share below one row; they get one, from the largest."""
+    """With exponent 5 the last clients have shares below one row. They get one row each."""
     sizes = partition.shard_sizes(20, partition.client_weights(6, 5.0))
     assert sizes.tolist() == [15, 1, 1, 1, 1, 1]
     with pytest.raises(DataError, match="3 pairs are not enough for 4 clients"):
@@ -50,7 +50,7 @@ def test_a_column_makes_clients_sorted_by_name():
 
 
 def test_groups_name_clients():
-    """FedPDPO's three clients of programming languages, in small."""
+    """A small version of FedPDPO's three clients of programming languages."""
     groups = {"web": ["js", "php"], "system": ["c", "go"]}
     assignment = assign_clients(
         ByColumn(column="lang", groups=groups), make(["go", "js", "c", "php"]), Key(0)
@@ -85,13 +85,13 @@ def test_margin_shards():
 
 
 def test_test_rows_are_cut_like_training_rows():
-    """Each role is sorted and cut by itself, so a client's test rows are of its rank among the test rows."""
+    """Each role is sorted and cut on its own: the first client has the largest margins of each role."""
     table = make(["x"] * 6, role=[0, 0, 0, 2, 2, 2], margin=[9, 8, 7, 3, 1, 2])
     assert assign_clients(Margin(clients=3), table, Key(0)).client.tolist() == [0, 1, 2, 0, 2, 1]
 
 
 def test_conflict_gives_each_kind_its_category():
-    """Ratio 0.7 of 10: seven clients hold helpful rows, three harmless ones."""
+    """Ratio 0.7 of 10 clients: seven have helpful rows, three harmless ones."""
     table = make(["helpful"] * 70 + ["harmless"] * 30)
     assignment = assign_clients(
         Conflict(clients=10, ratio=0.7, column="k", categories=("helpful", "harmless")), table, Key(0)
@@ -123,7 +123,7 @@ def test_a_conflict_needs_two_categories(labels, categories, message):
 
 
 def test_dirichlet_partition_follows_the_shares():
-    """Category 0 shared half and half, category 1 all to the second client; 1,000 prompts of one row each."""
+    """Category 0 is halved, category 1 goes to the second client. Each of 1,000 rows is a prompt."""
     category = np.arange(1000) % 2
     share = np.array([[0.5, 0.5], [0.0, 1.0]])
     client = partition.dirichlet_partition(category, np.arange(1000, dtype=np.uint64), share, Key(0))
@@ -131,7 +131,7 @@ def test_dirichlet_partition_follows_the_shares():
     assert set(client[category == 1]) == {1}
 
 
-def test_test_prompts_go_to_who_trains_on_them():
+def test_test_prompts_go_to_the_client_that_trains_on_them():
     placed = (np.array([7, 3], dtype=np.uint64), np.array([1, 0]))
     prompt = np.array([3, 7, 7, 9], dtype=np.uint64)
     category, share = np.zeros(4, dtype=np.int64), np.array([[0.0, 1.0]])
@@ -139,8 +139,8 @@ def test_test_prompts_go_to_who_trains_on_them():
     assert client.tolist() == [0, 1, 1, 1]
 
 
-def test_a_client_left_without_gets_a_small_prompt_of_the_largest():
-    """Client 0 has prompts of 3, 1 and 2 rows; client 2 has none and gets the one of 1 row."""
+def test_an_empty_client_gets_the_smallest_prompt_of_the_largest_client():
+    """Client 0 has prompts of 3, 1 and 2 rows. Client 2 has none and gets the prompt of 1 row."""
     prompt = np.array([1, 1, 1, 2, 3, 3, 4], dtype=np.uint64)
     client = partition.fill_empty_clients(np.array([0, 0, 0, 0, 0, 0, 1]), prompt, 3)
     assert client.tolist() == [0, 0, 0, 2, 0, 0, 1]
@@ -168,7 +168,7 @@ def test_dirichlet_refuses_prompts_that_cross_categories():
 
 
 def test_dirichlet_does_not_depend_on_the_order_of_categories():
-    """Renaming nothing and listing the labels in another order draws the same shares for each name."""
+    """If the values are listed in another order, each category gets the same shares."""
     labels = ["a"] * 50 + ["b"] * 50
     first = assign_clients(Dirichlet(column="k", clients=3), make(labels), Key(1)).client
     table = make(labels)

@@ -27,7 +27,7 @@ prompts = st.one_of(
     st.dictionaries(responses, plain, max_size=3),
 )
 def test_written_and_read_again_is_the_same(prompt, chosen, rejected, margin, client, extra):
-    """A record's JSON line holds all of it, and is one line whatever the texts hold."""
+    """The JSON of a record has all its fields, and it is one line for any texts."""
     if chosen == rejected:
         return
     record = Record(prompt, chosen, rejected, margin=margin, client=client, extra=extra)
@@ -71,7 +71,7 @@ def test_a_message_has_a_known_role():
 
 
 def test_columns_are_fields_and_extra():
-    """A field with a value hides an extra of its name; a field without one does not."""
+    """A field with a value hides an extra of the same name. A field without a value does not."""
     record = Record("Q", "a", "b", client="w", extra={"client": "other", "category": "c", "lang": "go"})
     assert record.column("client") == "w"
     assert record.column("category") == "c"

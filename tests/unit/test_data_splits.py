@@ -18,7 +18,7 @@ small = st.integers(1, 40).flatmap(
 
 @given(small)
 def test_duplicate_mask_against_a_set(columns):
-    """Oracle: walk the rows with a set of what was seen."""
+    """Oracle: go through the rows with a set of earlier rows."""
     seen, expected = set(), []
     for row in zip(*(c.tolist() for c in columns), strict=True):
         expected.append(row in seen and row[0] >= 0)
@@ -37,8 +37,8 @@ def test_leak_mask_against_a_search(columns):
     assert leak_mask(scope, role, pair).tolist() == expected
 
 
-def test_the_opposite_preference_is_no_repeat_but_leaks():
-    """One pair, labelled both ways: the second label stays, and neither may train if either tests."""
+def test_the_opposite_preference_is_no_duplicate_but_leaks():
+    """A pair is labelled both ways. It is no duplicate, but it leaks if one of the two is a test pair."""
     scope, pair = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.uint64)
     assert not duplicate_mask(scope, np.zeros(2, dtype=np.int64), pair, np.array([0, 1])).any()
     assert leak_mask(scope, np.array([0, 2]), pair).tolist() == [True, False]
@@ -51,7 +51,7 @@ def test_the_opposite_preference_is_no_repeat_but_leaks():
     st.integers(0, 2**31),
 )
 def test_random_split(group, validation, test, seed):
-    """Groups stay whole, one always trains, and the drawn numbers are the nearest to the fractions."""
+    """Groups stay whole, one is left for training, and the numbers are nearest to the fractions."""
     role = random_split(group, validation, test, Key(seed))
     assert (random_split(group, validation, test, Key(seed)) == role).all()
     groups = [set(group[role == r].tolist()) for r in range(3)]
@@ -63,7 +63,7 @@ def test_random_split(group, validation, test, seed):
 
 
 def test_random_split_by_hand():
-    """Ten pairs, 0.2 and 0.1: two choose, one tests, seven train. Two pairs at 0.1: round(0.2) = 0 test."""
+    """Ten pairs, 0.2 and 0.1: 2 validate, 1 tests, 7 train. Two pairs, 0.1: round(0.2) = 0."""
     role = random_split(np.arange(10, dtype=np.uint64), 0.2, 0.1, Key(0))
     assert np.bincount(role).tolist() == [7, 2, 1]
     assert random_split(np.arange(2, dtype=np.uint64), 0.0, 0.1, Key(0)).tolist() == [0, 0]

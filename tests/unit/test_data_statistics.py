@@ -80,7 +80,7 @@ def test_by_hand(tmp_path):
     assert a.category_distance == pytest.approx(expected)
     assert statistics.category_distance == pytest.approx(expected)
     assert statistics.gini == 0.0
-    # One token a byte: "Q0:" is 3, " yes 0" and its end 7, " no 0" and its end 6.
+    # One token per byte, and one for the end of a response: "Q0:" is 3, " yes 0" is 7, " no 0" is 6.
     assert a.prompt.model_dump() == {"median": 3.0, "p95": 3.0, "max": 3}
     assert a.response.model_dump() == {"median": 6.5, "p95": 7.0, "max": 7}
 
@@ -105,8 +105,8 @@ def test_token_distance_against_scipy(tmp_path):
     assert statistics.token_distance > statistics.random_token_distance
 
 
-def test_an_even_deal_is_as_far_from_the_whole_as_chance_makes_it(tmp_path):
-    """Under an iid deal the distance and its random counterpart are of one distribution: near each other."""
+def test_iid_clients_differ_from_the_whole_by_chance_alone(tmp_path):
+    """Under an iid partition the distance and the random distance have one distribution: they are close."""
     rows = [
         {"prompt": f"Q{k}", "chosen": f"{k * k} a", "rejected": "b", "category": "xyz"[k % 3]}
         for k in range(300)
@@ -117,7 +117,7 @@ def test_an_even_deal_is_as_far_from_the_whole_as_chance_makes_it(tmp_path):
 
 
 def test_flipping_makes_contradictions(tmp_path):
-    """Both clients hold the same three pairs, and one is flipped: they disagree on all three."""
+    """Both clients have the same three pairs and one client is flipped: they disagree on all three."""
     rows = [*pairs(3, worker="a"), *pairs(3, worker="b")]
     (tmp_path / "x").mkdir()
     assert dataset_statistics(build(tmp_path / "x", rows)).contradictions == 0

@@ -29,7 +29,7 @@ def test_an_odd_crowd_nearly_cancels():
 
 
 def test_every_response_shows_every_attribute():
-    """And is told apart from its opposite: over a corpus each sign is seen about half the time (±5 sd)."""
+    """And each sign occurs in about half of the responses of a corpus (±5 sd)."""
     texts = [text.split("Assistant:")[1] for text in corpus(Key(0), 400)]
     signs = [attributes(text) for text in texts]
     assert all(set(sign) == set(ATTRIBUTES) for sign in signs)
@@ -40,7 +40,7 @@ def test_every_response_shows_every_attribute():
 def test_attributes_of_other_text():
     assert attributes("") == {}
     assert attributes(" The weather is fine.") == {"length": -1}
-    # A word inside another is not the word: "wild" in "wilder".
+    # A part of a word does not count: "wild" in "wilder".
     assert "strength" not in attributes(" a wilder ride")
 
 
@@ -84,7 +84,7 @@ def test_labels_follow_bradley_terry():
         p = np.array([1 / (1 + math.exp(-r.margin / temperature)) for r in records])
         spread = math.sqrt((p * (1 - p)).sum()) / len(p)
         assert abs(oracle_accuracy(records) - p.mean()) < 5 * spread
-        # Among pairs that are alike to a client, labels are noisier, as the model says.
+        # The smaller the margin, the noisier the labels, as in the model.
         near = np.array([r.margin <= 2 for r in records])
         right = np.array([r.extra["utility_chosen"] > r.extra["utility_rejected"] for r in records])
         assert right[near].mean() < right[~near].mean()
@@ -98,7 +98,7 @@ def test_the_oracle_needs_utilities():
 
 
 def test_nobody_can_please_two_opposites():
-    """Of two responses that differ in tone alone, three of six clients want one and three the other."""
+    """Two responses differ in tone alone: three of six clients prefer one, and three the other."""
     drawn = list(tastes(Key(0), 6).values())
     casual = " How about a mild soup. Just go for it. Suit yourself."
     formal = " May I suggest a mild soup. Just go for it. Suit yourself."
@@ -107,7 +107,7 @@ def test_nobody_can_please_two_opposites():
 
 
 def test_written_files_go_through_the_pipeline(tmp_path):
-    """From files to a dataset: every client with its pairs, and utilities that survive."""
+    """Records that are written to files become a dataset with the same clients, pairs and utilities."""
     records = generate(Key(0), clients=3, train=20, test=10)
     paths = synthetic.write(tmp_path / "data", records)
     rows = [json.loads(line) for line in paths["train"].read_text().splitlines()]

@@ -12,21 +12,21 @@ TALK = (
 )
 
 
-def test_text_is_used_as_it_is():
+def test_text_is_used_unchanged():
     for chat in (None, CHATML):
         template = Template(tokenizer(chat=chat))
         assert template.pair("Q:", " a", "b") == ("Q:", " a", "b")
 
 
 def test_dialogue_form():
-    """The form of HH-RLHF, in which a response starts with a blank and gets none twice."""
+    """The form of HH-RLHF: a response starts with one blank, never with two."""
     assert dialogue(TALK) == "Be kind.\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
     template = Template(tokenizer())
     assert template.pair(TALK, "See you", "\nGo") == (dialogue(TALK), " See you", "\nGo")
 
 
 def test_chat_template_of_the_tokenizer():
-    """Prompt and response are the two halves of what the template makes of the whole conversation."""
+    """Prompt and response together are the rendered conversation."""
     made = tokenizer(chat=CHATML)
     prompt, chosen, rejected = Template(made).pair(TALK, "See you", "Go")
     assert prompt.endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
@@ -43,7 +43,7 @@ def test_kinds():
 
 
 def test_a_template_that_rewrites_the_past_leaves_the_response_alone():
-    """This one drops the system message once there is a reply, which then cannot be cut out of the whole."""
+    """This template drops the system message once there is a response. So the response is used unchanged."""
     rewriting = (
         "{% for m in messages %}{% if m.role != 'system' or add_generation_prompt %}[{{ m.content }}]"
         "{% endif %}{% endfor %}"
@@ -53,7 +53,7 @@ def test_a_template_that_rewrites_the_past_leaves_the_response_alone():
     assert chosen == "See you"
 
 
-def test_a_template_that_refuses_is_a_problem_of_the_row():
+def test_a_template_that_refuses_is_an_error_of_the_row():
     refusing = "{{ raise_exception('system messages are not supported') }}"
     with pytest.raises(RowError, match="system messages are not supported"):
         Template(tokenizer(chat=refusing)).prompt(TALK)

@@ -50,7 +50,7 @@ RECORDS = [
 
 
 def test_prompt_and_response_make_the_text(tmp_path):
-    """With one token per byte, ids decode to the texts; each response ends with the end-of-text token."""
+    """With one token per byte, ids decode to the texts. Each response ends with the end-of-text token."""
     tokens, _ = write(tmp_path / "t", RECORDS)
     assert len(tokens) == 3
     pair = tokens.pair(0)
@@ -68,8 +68,8 @@ def test_prompt_and_response_make_the_text(tmp_path):
     assert str(tokens.location(1)) == "x.jsonl, row 2"
 
 
-def test_batches_do_not_show(tmp_path):
-    """More records than a batch holds, with lengths that tell them apart."""
+def test_batches_do_not_change_the_result(tmp_path):
+    """There are more records than in one batch, and their lengths differ."""
     records = [Record(f"Q{k}", " a" * (1 + k % 7), " b", category="c") for k in range(600)]
     tokens, _ = write(tmp_path / "t", records)
     assert tokens.lengths[:, 1].tolist() == [2 * (1 + k % 7) + 1 for k in range(600)]
@@ -127,7 +127,7 @@ def test_an_end_of_turn_that_ends_the_text_is_not_doubled(tmp_path):
 
 
 def test_a_long_prompt_keeps_its_end(tmp_path):
-    """max_length 10, longer response 5 tokens with its end: 5 remain for the prompt that both share."""
+    """max_length is 10 and the longer response has 5 tokens with its end: 5 are left for the prompt."""
     record = Record("0123456789", " yes", " no")
     tokens, writer = write(tmp_path / "t", [record], max_length=10)
     pair = tokens.pair(0)
@@ -149,7 +149,7 @@ def test_a_long_prompt_keeps_its_beginning_of_text(tmp_path):
 
 @pytest.mark.parametrize(("max_length", "pairs"), [(6, 1), (5, 0)])
 def test_a_response_is_never_cut(tmp_path, max_length, pairs):
-    """' yes' and its end are 5 tokens: 6 leave one for the prompt, 5 leave none."""
+    """' yes' and its end are 5 tokens: of 6 tokens one is left for the prompt, of 5 none."""
     records = [Record("Q:", " no", " yes")]
     tokens, writer = write(tmp_path / "t", records, max_length=max_length)
     assert (len(tokens), writer.too_long) == (pairs, 1 - pairs)
@@ -176,8 +176,8 @@ def test_flipped_rows_swap_everywhere(tmp_path):
     assert tokens.pair(0).chosen.tolist() == straight.pair(0).chosen.tolist()
 
 
-def test_numbers_tell_prompts_and_pairs_apart(tmp_path):
-    """pairs is blind to which response is chosen, and orientations is what tells."""
+def test_codes_of_prompts_and_pairs(tmp_path):
+    """``pairs`` does not depend on which response is chosen; ``orientations`` does."""
     records = [
         Record("Q", "a", "b"),
         Record("Q", "b", "a"),
@@ -194,7 +194,7 @@ def test_numbers_tell_prompts_and_pairs_apart(tmp_path):
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path):
-    """Equal data in another folder: equal. Another text, tokenizer, order or flip: different."""
+    """It is equal for equal data in another folder. It differs for another text, tokenizer, order or flip."""
     first, _ = write(tmp_path / "a", RECORDS)
     assert write(tmp_path / "b", RECORDS)[0].fingerprint == first.fingerprint
     others = [
@@ -207,7 +207,7 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
 
 
 def test_reads_from_threads_and_forks(tmp_path):
-    """Each reader gets its own row, whoever else reads at the same time."""
+    """Each reader gets its own row while others read."""
     records = [Record(f"Q{k}", f" yes {k}", f" no {k}") for k in range(200)]
     tokens, _ = write(tmp_path / "t", records)
     with ThreadPoolExecutor(4) as pool:
