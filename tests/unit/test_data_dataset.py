@@ -46,7 +46,7 @@ def test_every_row_is_held_once(build):
     dataset = build(pairs(40), validation_fraction=0.2)
     rows = np.concatenate([np.concatenate([d.train, d.validation, d.test]) for d in dataset.clients.values()])
     assert sorted(rows) == list(range(40))
-    assert dataset.report.kept == dataset.report.read == 40
+    assert dataset.row_counts.kept == dataset.row_counts.read == 40
     sizes = [(len(d.train), len(d.validation), len(d.test)) for d in dataset.clients.values()]
     # 14, 13 and 13 rows: round(1.4) = 1 and round(1.3) = 1 to test, round(2.8) = round(2.6) = 3 to choose by.
     assert sizes == [(10, 3, 1), (9, 3, 1), (9, 3, 1)]
@@ -65,7 +65,7 @@ def test_a_test_file_goes_to_its_clients(build):
         "1": {"train": ["Q1:", "Q3:", "Q5:"], "validation": [], "test": ["TQ1:"]},
     }
     # Workers 2 and 3 are tested on but train on nothing.
-    assert dataset.report.unplaced == 2
+    assert dataset.row_counts.unplaced == 2
 
 
 def test_a_split_column_is_followed(build):
@@ -96,7 +96,7 @@ def test_limit_keeps_some_of_the_training_pairs(build):
         assert len(data.train) == 5
         assert set(data.train) <= set(whole.clients[name].train)
         assert data.test.tolist() == whole.clients[name].test.tolist()
-    assert limited.report.limited == 60 - 6 - 15
+    assert limited.row_counts.limited == 60 - 6 - 15
 
 
 class TestDuplicates:
@@ -104,7 +104,7 @@ class TestDuplicates:
 
     def test_dropped(self, build):
         dataset = build(self.rows)
-        assert (dataset.report.duplicates, dataset.report.kept) == (4, 10)
+        assert (dataset.row_counts.duplicates, dataset.row_counts.kept) == (4, 10)
 
     def test_kept_on_one_side(self, build):
         """Copies of a pair are never in two splits of a client."""
@@ -123,13 +123,13 @@ class TestDuplicates:
     def test_of_other_people_are_their_own(self, build):
         """Two annotators who judge the same pair both count; one who judges it twice counts once."""
         rows = [*pairs(4, worker="a"), *pairs(4, worker="b"), *pairs(2, worker="a")]
-        assert build(rows, partition=BY_WORKER).report.duplicates == 2
+        assert build(rows, partition=BY_WORKER).row_counts.duplicates == 2
 
     def test_the_opposite_preference_is_no_duplicate(self, build):
         row = pairs(1)[0]
         mirror = row | {"chosen": row["rejected"], "rejected": row["chosen"]}
         dataset = build([row, mirror], partition={"by": "iid", "clients": 1}, test_fraction=0.5)
-        assert (dataset.report.duplicates, len(dataset.clients["client-0"].train)) == (0, 2)
+        assert (dataset.row_counts.duplicates, len(dataset.clients["client-0"].train)) == (0, 2)
 
 
 def test_what_is_tested_on_is_not_trained_on(build):
@@ -137,7 +137,7 @@ def test_what_is_tested_on_is_not_trained_on(build):
     rows = pairs(6)
     mirror = rows[1] | {"chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}
     dataset = build(rows, partition={"by": "iid", "clients": 1}, test=[rows[0], mirror])
-    assert dataset.report.leaks == 2
+    assert dataset.row_counts.leaks == 2
     assert prompts(dataset)["client-0"]["train"] == ["Q2:", "Q3:", "Q4:", "Q5:"]
     assert len(prompts(dataset)["client-0"]["test"]) == 2
 
@@ -148,7 +148,7 @@ def test_what_anybody_is_tested_on_nobody_trains_on_when_asked(build, limit):
     the draws of ``drop``, less what stands in a later role with anybody; of what is left each keeps 12."""
     rows = [row for name in "abc" for row in pairs(40, worker=name)]
     given = {"partition": BY_WORKER, "validation_fraction": 0.2}
-    before, report = prompts(build(rows, **given)), build(rows, **given).report
+    before, row_counts = prompts(build(rows, **given)), build(rows, **given).row_counts
     tested = {prompt for roles in before.values() for prompt in roles["test"]}
     chosen_by = {prompt for roles in before.values() for prompt in roles["validation"]}
     assert any(tested & set(roles["train"]) for roles in before.values())
@@ -163,7 +163,7 @@ def test_what_anybody_is_tested_on_nobody_trains_on_when_asked(build, limit):
     left = sum(len(texts) for roles in expected.values() for texts in roles.values())
     dataset = build(rows, duplicates="drop_tested", limit=limit, **given)
     found = prompts(dataset)
-    assert (report.leaks, dataset.report.leaks) == (0, 120 - left)
+    assert (row_counts.leaks, dataset.row_counts.leaks) == (0, 120 - left)
     for name, roles in found.items():
         assert roles["test"] == expected[name]["test"]
         assert roles["validation"] == expected[name]["validation"]
@@ -257,7 +257,7 @@ class TestFolder:
         assert (tmp_path / "t" / "ids.i32").stat().st_mtime_ns == stamp
         opened = FederatedDataset.open(tmp_path / "t")
         assert prompts(opened) == prompts(first)
-        assert (opened.report, opened.fingerprint) == (first.report, first.fingerprint)
+        assert (opened.row_counts, opened.fingerprint) == (first.row_counts, first.fingerprint)
 
     def test_the_same_anywhere(self, tmp_path, monkeypatch):
         """Another folder, a relative path instead of an absolute one: the same fingerprint."""
@@ -334,7 +334,7 @@ def test_what_cannot_be_divided_is_named(build, settings, message):
         build(pairs(10, score=1), **settings)
 
 
-def test_report_counts_add_up(build):
+def test_row_counts_add_up(build):
     """14 rows: 1 blank, 1 of equal responses, 1 too long, 1 repeat, and 10 that are held."""
     rows = [
         *pairs(10),
@@ -343,8 +343,8 @@ def test_report_counts_add_up(build):
         {"prompt": "Q", "chosen": "x" * 600, "rejected": "b"},
         pairs(1)[0],
     ]
-    report = build(rows, invalid="drop").report
-    found = (report.read, report.invalid, report.identical, report.too_long, report.duplicates, report.kept)
+    counts = build(rows, invalid="drop").row_counts
+    found = (counts.read, counts.invalid, counts.identical, counts.too_long, counts.duplicates, counts.kept)
     assert found == (14, 1, 1, 1, 1, 10)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prefed.data import ClientData, ClientSizes, FederatedDataset, TokenSet
-from prefed.data.dataset import Report
+from prefed.data.dataset import RowCounts
 from prefed.models import ModelError
 from prefed.train import PairTrainerFactory
 from small_models import VOCABULARY, Pair, backbone
@@ -38,7 +38,7 @@ def trainers(family: str, longest: int, *test: int) -> PairTrainerFactory:
     client = ClientData("a", np.array([0]), np.zeros(0, np.int64), np.array(test, np.int64))
     sizes = {"a": ClientSizes(1, 0, len(test))}
     tokens = cast(TokenSet, Tokens(longest))
-    dataset = FederatedDataset({"a": client}, sizes, tokens, frozenset(), Report(), "data")
+    dataset = FederatedDataset({"a": client}, sizes, tokens, frozenset(), RowCounts(), "data")
     return PairTrainerFactory(backbone(family), dataset)
 
 

@@ -7,7 +7,7 @@ from prefed.core.lazy import names
 if TYPE_CHECKING:
     from prefed.data.build import build_dataset
     from prefed.data.config import Columns, DataConfig, Partition, Source
-    from prefed.data.dataset import ClientData, ClientSizes, FederatedDataset, Report
+    from prefed.data.dataset import ClientData, ClientSizes, FederatedDataset, RowCounts
     from prefed.data.errors import DataError, DataMismatchError
     from prefed.data.record import Message, Prompt, Record
     from prefed.data.sources import FORMATS
@@ -29,7 +29,7 @@ __all__ = [
     "Partition",
     "Prompt",
     "Record",
-    "Report",
+    "RowCounts",
     "Source",
     "Template",
     "TokenSet",
@@ -44,7 +44,7 @@ __getattr__ = names(
         "build": "build_dataset",
         "config": "Columns DataConfig Partition Source",
         "errors": "DataError DataMismatchError",
-        "dataset": "ClientData ClientSizes FederatedDataset Report",
+        "dataset": "ClientData ClientSizes FederatedDataset RowCounts",
         "record": "Message Prompt Record",
         "sources": "FORMATS",
         "templates": "Template dialogue",

@@ -19,7 +19,7 @@ from prefed import files
 from prefed.core.key import Key
 from prefed.data.assign import ROLES, Assignment, RowTable, assign_clients, natural_partition
 from prefed.data.config import DataConfig
-from prefed.data.dataset import CLIENTS, FederatedDataset, Report, read_manifest
+from prefed.data.dataset import CLIENTS, FederatedDataset, RowCounts, read_manifest
 from prefed.data.errors import DataError, DataMismatchError, ErrorCollector
 from prefed.data.read import read_rows
 from prefed.data.sources import ReadCounts, source_digests
@@ -122,7 +122,7 @@ def _build(
         fingerprint = writer.finish(_flipped_rows(splits, flipped, len(writer)))
     finally:
         writer.close()
-    report = Report(
+    row_counts = RowCounts(
         read=counts.read,
         invalid=errors.count,
         identical=counts.identical,
@@ -133,7 +133,7 @@ def _build(
         kept=len(splits.rows),
         **(Counter(left_out) + Counter(splits.counts)),
     )
-    _write(folder, splits, flipped, fingerprint, report, inputs)
+    _write(folder, splits, flipped, fingerprint, row_counts, inputs)
 
 
 def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tuple[RowTable, dict[str, int]]:
@@ -198,7 +198,7 @@ def _write(
     splits: ClientSplits,
     flipped: set[str],
     fingerprint: str,
-    report: Report,
+    row_counts: RowCounts,
     inputs: Mapping[str, Any],
 ) -> None:
     """Write the clients' rows, and ``clients.json`` with the digests of all other files."""
@@ -213,7 +213,7 @@ def _write(
     clients = {
         "ids": splits.ids,
         "flipped": sorted(flipped),
-        "report": report.model_dump(),
+        "report": row_counts.model_dump(),
         "fingerprint": digest.hexdigest(),
         "inputs": inputs,
         "digests": {path.name: files.digest_of(path) for path in sorted(folder.iterdir())},

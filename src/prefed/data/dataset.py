@@ -15,7 +15,7 @@ from prefed.core.strict import Strict
 from prefed.data.errors import DataError
 from prefed.data.tokens import TokenSet
 
-__all__ = ["ClientData", "ClientSizes", "FederatedDataset", "Report"]
+__all__ = ["ClientData", "ClientSizes", "FederatedDataset", "RowCounts"]
 
 CLIENTS = "clients.json"
 
@@ -38,7 +38,7 @@ class ClientData:
     test: NDArray[np.int64]
 
 
-class Report(Strict):
+class RowCounts(Strict):
     """Counts of the rows that were read, left out and used.
 
     Attributes:
@@ -102,7 +102,7 @@ class FederatedDataset:
         sizes: client → its number of pairs in each split. They are known without the pairs too.
         tokens: the tokens and texts of all rows.
         flipped: clients whose chosen and rejected responses are swapped.
-        report: counts of the rows that were read.
+        row_counts: counts of the rows that were read.
         fingerprint: SHA-256 over the data and their owners. A run resumes only on an equal one.
     """
 
@@ -110,11 +110,11 @@ class FederatedDataset:
     sizes: Mapping[str, ClientSizes]
     tokens: TokenSet
     flipped: frozenset[str]
-    report: Report
+    row_counts: RowCounts
     fingerprint: str
 
     def __repr__(self) -> str:
-        return f"FederatedDataset({len(self.clients)} clients, {self.report.kept} pairs)"
+        return f"FederatedDataset({len(self.clients)} clients, {self.row_counts.kept} pairs)"
 
     @classmethod
     def open(cls, folder: Path) -> FederatedDataset:
@@ -147,7 +147,7 @@ class FederatedDataset:
             {name: ClientSizes(*counts) for name, counts in zip(ids, np.diff(bounds).tolist(), strict=True)},
             tokens,
             frozenset(manifest["flipped"]),
-            Report(**manifest["report"]),
+            RowCounts(**manifest["report"]),
             manifest["fingerprint"],
         )
 
@@ -156,7 +156,7 @@ class FederatedDataset:
         """A dataset whose pairs are not on this machine: it knows its clients and their sizes alone."""
         none = np.zeros(0, np.int64)
         clients = {name: ClientData(name, none, none, none) for name in sizes}
-        return cls(clients, sizes, TokenSet.empty(), frozenset(), Report(), "")
+        return cls(clients, sizes, TokenSet.empty(), frozenset(), RowCounts(), "")
 
     @property
     def has_pairs(self) -> bool:

@@ -95,7 +95,7 @@ class ClientSplits:
         bounds: ``int64 [clients, 4]``, where a client's three parts begin in ``rows``, and where the last
             ends.
         counts: rows, or clients, that were left out, by the names of the fields of
-            :class:`~prefed.data.dataset.Report`.
+            :class:`~prefed.data.dataset.RowCounts`.
     """
 
     ids: list[str]

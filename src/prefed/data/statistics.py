@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prefed.core.key import Key
 from prefed.core.strict import Strict
 from prefed.data import overlaps
-from prefed.data.dataset import FederatedDataset, Report
+from prefed.data.dataset import FederatedDataset, RowCounts
 from prefed.data.splits import duplicate_mask
 from prefed.data.tokens import TokenSet
 
@@ -83,7 +83,7 @@ class DatasetStatistics(Strict):
 
     Attributes:
         clients: statistics of each client.
-        report: counts of the rows that were read, left out and used.
+        row_counts: counts of the rows that were read, left out and used.
         fingerprint: the fingerprint of the dataset.
         categories: number of training pairs by category.
         prompt: lengths of all training prompts.
@@ -101,7 +101,7 @@ class DatasetStatistics(Strict):
     """
 
     clients: tuple[ClientStatistics, ...]
-    report: Report
+    row_counts: RowCounts
     fingerprint: str
     categories: dict[str, int]
     prompt: Lengths
@@ -213,7 +213,7 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
     names = zip(tokens.category_names, category_pool, strict=True)
     return DatasetStatistics(
         clients=tuple(each),
-        report=dataset.report,
+        row_counts=dataset.row_counts,
         fingerprint=dataset.fingerprint,
         categories={name: int(count) for name, count in names if count},
         prompt=_lengths(tokens.lengths[train][:, 0]),

@@ -31,7 +31,7 @@ _LEFT_OUT = {
     "cut": "prompts that lost their beginning",
     "prefixes": "responses that repeated the prompt",
 }
-"""Counts of :class:`~prefed.data.dataset.Report`, and their texts."""
+"""Counts of :class:`~prefed.data.dataset.RowCounts`, and their texts."""
 
 
 def print_dataset_statistics(statistics: DatasetStatistics, console: Console) -> None:
@@ -82,7 +82,7 @@ def _client_row(client: ClientStatistics) -> list[str]:
 
 
 def _dataset_rows(statistics: DatasetStatistics) -> list[tuple[str, str]]:
-    clients, counts = statistics.clients, statistics.report.model_dump()
+    clients, counts = statistics.clients, statistics.row_counts.model_dump()
     train = [client.train for client in clients]
     sizes = f"{min(train):,} / {np.median(train):,g} / {max(train):,}"
     categories = _beside_random(statistics.category_distance, statistics.random_category_distance)
