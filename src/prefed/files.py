@@ -24,17 +24,17 @@ __all__ = [
     "allocate",
     "append",
     "digest",
+    "dumps_with_digest",
     "file_digest",
-    "replace",
+    "folder_size",
+    "loads_with_digest",
     "private_folder",
     "remove",
-    "dumps_with_digest",
-    "folder_size",
+    "replace",
     "sync",
     "truncate",
-    "loads_with_digest",
-    "write_error",
     "write",
+    "write_error",
 ]
 
 TEMPORARY = ".partial"

@@ -23,8 +23,8 @@ __all__ = [
     "decode_state",
     "decode_upload",
     "encode",
-    "upload_limits",
     "stored_dtype",
+    "upload_limits",
 ]
 
 FORMAT = 1

@@ -16,8 +16,8 @@ from prefed.merge import (
     ServerOptimizer,
     Staleness,
     alignment_weights,
+    check_update_sizes,
     lora,
-    proportion,
 )
 
 A = Entry("lora/0/q/A", (1, 1), "lora", 0, "A")
@@ -129,10 +129,10 @@ def test_steps_beside_the_model(rule: str, expected: list[tuple[float, float]]) 
     four are 0.1, 0.2, 0.1, 0.1, made 8 / 5 times as much. ``max_norm`` is of models, and has no say here."""
     values = [tensors(PLAIN, 0, 0, x, 0) for x in (0.0, 2.0, 1.0, 3.0, 1000.0)]
     config = aggregator(rule=rule, liars=1, trim=0.2, max_norm=0.1)
-    found = config.steps(values, [0.1, 0.2, 0.1, 0.1, 0.3])
-    assert [value.flat[2].item() for value, _ in found] == pytest.approx([x for x, _ in expected])
-    assert [weight for _, weight in found] == pytest.approx([weight for _, weight in expected])
-    assert config.steps([], []) == []
+    terms = config.robust_steps(values, [0.1, 0.2, 0.1, 0.1, 0.3])
+    assert [value.flat[2].item() for value, _ in terms] == pytest.approx([x for x, _ in expected])
+    assert [weight for _, weight in terms] == pytest.approx([weight for _, weight in expected])
+    assert config.robust_steps([], []) == []
 
 
 def at(*lengths: float) -> list[Upload]:
@@ -146,24 +146,24 @@ def test_an_update_out_of_all_proportion_is_named_with_both_lengths() -> None:
     """Of 1, 2, 3, 40 and 500 the median is 3, so 500 is 167 times and 40 is 13 times as long. With two liars
     in five the median is an honest length: whatever two send, 1, 2 and 3 pass."""
     zero = {"model": Tensors.zeros(PLAIN)}
-    proportion(at(1, 2, 3, 40, 500), zero, 170)
+    check_update_sizes(at(1, 2, 3, 40, 500), zero, 170)
     with pytest.raises(
         BadUpload, match=r"'model' has length 500, 167 times the median of the round's, 3; .* = 100"
     ):
-        proportion(at(1, 2, 3, 40, 500), zero, 100)
+        check_update_sizes(at(1, 2, 3, 40, 500), zero, 100)
     with pytest.raises(BadUpload, match=r"client 'd'.* length 40, 13.3 times the median of the round's, 3;"):
-        proportion(at(1, 2, 3, 40), {}, 10)
-    proportion(at(1, 2, 3, 1e-30, 1e-30), zero, 10)
-    proportion(at(1, 2, 3, 40, 500), zero, 0)
+        check_update_sizes(at(1, 2, 3, 40), {}, 10)
+    check_update_sizes(at(1, 2, 3, 1e-30, 1e-30), zero, 10)
+    check_update_sizes(at(1, 2, 3, 40, 500), zero, 0)
 
 
 def test_half_of_the_clients_cannot_have_the_others_refused() -> None:
     """Of an even number the upper middle one counts: of 1e-9, 1e-9, 1 and 2 it is 1. Of two it is the longer,
     so in a round of two nobody is dropped, where the server's model has no length to compare with either."""
     zero = {"model": Tensors.zeros(PLAIN)}
-    proportion(at(1, 2, 1e-9, 1e-9), zero, 10)
-    proportion(at(1, 1e9), zero, 10)
-    proportion([], zero, 10)
+    check_update_sizes(at(1, 2, 1e-9, 1e-9), zero, 10)
+    check_update_sizes(at(1, 1e9), zero, 10)
+    check_update_sizes([], zero, 10)
 
 
 def test_half_of_the_clients_cannot_send_what_they_like() -> None:
@@ -176,10 +176,10 @@ def test_half_of_the_clients_cannot_send_what_they_like() -> None:
         return [reply(c, 1, tensors(PLAIN, 3, 4, x, 0)) for c, x in zip("abcd", lengths, strict=False)]
 
     for fine in ((1, 49), (1, 1e-30), (1, 7, 69, 69), (1, 2, 1e-30, 1e-30)):
-        proportion(moved(*fine), there, 10)
+        check_update_sizes(moved(*fine), there, 10)
     for absurd, of in (((1, 51), "5"), ((1, 1e15), "5"), ((1, 7, 80, 81), "7")):
         with pytest.raises(BadUpload, match=f"times what the server has and half of the round send, {of};"):
-            proportion(moved(*absurd), there, 10)
+            check_update_sizes(moved(*absurd), there, 10)
 
 
 def test_where_nearly_everybody_has_stopped_an_honest_client_may_go_on() -> None:
@@ -187,25 +187,27 @@ def test_where_nearly_everybody_has_stopped_an_honest_client_may_go_on() -> None
     by 5. Where they do not move at all there is no length to compare with."""
     there = {"model": tensors(PLAIN, 3, 4, 0, 0)}
     still = [reply(client, 1, tensors(PLAIN, 3, 4, 1e-9, 0)) for client in "abc"]
-    proportion([*still, reply("d", 1, tensors(PLAIN, 3, 4, 4.9, 0))], there, 1e4)
+    check_update_sizes([*still, reply("d", 1, tensors(PLAIN, 3, 4, 4.9, 0))], there, 1e4)
     with pytest.raises(BadUpload, match="client 'd'"):
-        proportion([*still, reply("d", 1, tensors(PLAIN, 3, 4, 5.1, 0))], there, 1e4)
-    proportion(at(0, 0, 0, 1), {"model": Tensors.zeros(PLAIN)}, 10)
+        check_update_sizes([*still, reply("d", 1, tensors(PLAIN, 3, 4, 5.1, 0))], there, 1e4)
+    check_update_sizes(at(0, 0, 0, 1), {"model": Tensors.zeros(PLAIN)}, 10)
 
 
 def test_a_step_is_as_long_as_it_is_wherever_the_server_stands() -> None:
     """Steps of length 1, 1 and 2000 of a variate of length 5: as places they are at distances 5.1, 5.1 and
     2000 from it, and 2000 is 392 times the median; as a step it is 2000 times. One of length 5 passes."""
     there = {"control": tensors(PLAIN, 3, 4, 0, 0)}
-    found = [
+    uploads = [
         reply(c, 1, tensors(PLAIN, 0, 0, x, 0), group="control")
         for c, x in zip("abc", (1, 1, 2000), strict=True)
     ]
-    proportion(found, there, 1000)
+    check_update_sizes(uploads, there, 1000)
     with pytest.raises(BadUpload, match=r"client 'c'.* length 2e\+03, 2e\+03 times the median"):
-        proportion(found, there, 1000, {"control"})
+        check_update_sizes(uploads, there, 1000, {"control"})
     small = [reply(c, 1, tensors(PLAIN, 0, 0, 1e-9, 0), group="control") for c in "ab"]
-    proportion([*small, reply("c", 1, tensors(PLAIN, 0, 0, 5, 0), group="control")], there, 10, {"control"})
+    check_update_sizes(
+        [*small, reply("c", 1, tensors(PLAIN, 0, 0, 5, 0), group="control")], there, 10, {"control"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_a_rule_that_cannot_spare_an_upload_withstands_it(rule: str, least: int,
     distances 0 and 1 as each honest one's are, and multi-Krum the mean of these four. Where the rule can
     spare the liar it is dropped."""
     config = aggregator(rule=rule, liars=1)
-    merge = config.proportionate(config.merge)
+    merge = config.with_size_check(config.merge)
     honest = [1.0, 2.0] if least == 3 else [1.0, 1.0, 2.0, 2.0]
     state = config.init(Tensors.zeros(PLAIN))
     lies = at(*honest, 1e9)

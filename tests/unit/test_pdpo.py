@@ -9,18 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from prefed.losses import OBJECTIVES, Batch
+from prefed.losses import OBJECTIVES, PairBatch
 from prefed.losses.pdpo import outliers
 
 PDPO, DPO = OBJECTIVES["pdpo"], OBJECTIVES["dpo"]
 LOG3 = math.log(3)
 
 
-def margins(implicit: list[float], explicit: list[float]) -> Batch:
+def margins(implicit: list[float], explicit: list[float]) -> PairBatch:
     """Pairs with these margins Δ_ir and Δ_er."""
     size = len(implicit)
     zero, one = torch.zeros(size, dtype=torch.float64), torch.ones(size)
-    return Batch(
+    return PairBatch(
         policy_chosen=torch.tensor(implicit, dtype=torch.float64) - 9,
         chosen_length=one,
         policy_rejected=zero - 7,
@@ -138,7 +138,7 @@ def test_gradients_are_those_of_the_equation(exclude: int) -> None:
     kept = [i for i in range(8) if not (exclude and i == 3)]
     expected = torch.autograd.grad(naive(leaves, 2.0, 0.3, 0.7, kept), leaves)
     pw, pl, rw, rl, hw, hl = leaves
-    batch = Batch(pw, torch.ones(8), pl, torch.ones(8), rw, rl, None, hw, hl)
+    batch = PairBatch(pw, torch.ones(8), pl, torch.ones(8), rw, rl, None, hw, hl)
     loss, figures = PDPO(batch, {"beta": 0.3, "weight": 0.7, "exclude": exclude, "scale": 2.0})
     close(loss.mean(), float(naive(leaves, 2.0, 0.3, 0.7, kept).detach()))
     close(figures["excluded"], exclude / 8)

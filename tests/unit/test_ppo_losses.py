@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 
 from prefed.losses.ppo import (
-    drift,
     gae,
+    kl_estimate,
     pair_rewards,
     policy_loss,
     ppo,
@@ -139,9 +139,9 @@ def test_value_loss_golden() -> None:
 def test_drift_is_a_divergence(seed: int) -> None:
     """ρ − 1 − log ρ ≥ 0, 0 where nothing moved; averaged over π_old it is KL(π_old ‖ π)."""
     old, new = normal(seed, 2, 6).log_softmax(1)
-    assert (drift(new, old) >= 0).all()
-    assert not drift(old, old).any()
-    close((old.exp() * drift(new, old)).sum(), (old.exp() * (old - new)).sum())
+    assert (kl_estimate(new, old) >= 0).all()
+    assert not kl_estimate(old, old).any()
+    close((old.exp() * kl_estimate(new, old)).sum(), (old.exp() * (old - new)).sum())
 
 
 SETTINGS = {"kl": 0.0, "discount": 1.0, "trace": 1.0, "scaled": 0.0}

@@ -10,9 +10,9 @@ from prefed.core.state import OPTIMIZER, Download, Plain, State, Upload
 from prefed.core.tensors import Entry, Layout, Tensors
 
 __all__ = [
+    "NO_MINIMUM",
     "OPTIMIZER",
     "POOLED",
-    "NO_MINIMUM",
     "Callback",
     "Callbacks",
     "ClientTrainer",

@@ -1,7 +1,7 @@
 """Libraries and modules that take long to import, imported at their first use.
 
-Reading an experiment file and listing methods need neither PyTorch nor NumPy nor a model library. So the rooms
-``core``, ``losses``, ``merge``, ``methods`` and ``wire`` take ``torch`` and ``np`` from here, and the packages
+Reading an experiment file takes neither PyTorch nor NumPy nor a model library. So the rooms
+``core``, ``losses``, ``merge``, ``methods`` and ``wire`` take ``torch`` and ``np`` from here. The packages
 ``data`` and ``models`` import their modules through :func:`attach`.
 """
 

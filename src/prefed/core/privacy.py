@@ -12,7 +12,8 @@ class Privacy(StrictModel):
 
     A mean over few pairs reveals much about each of them; over one pair it is that pair's figure.
 
-    >>> Privacy(minimum_pairs=4).may_report(4), Privacy(minimum_pairs=4).may_report(3), Privacy().may_report(1)
+    >>> four = Privacy(minimum_pairs=4)
+    >>> four.may_report(4), four.may_report(3), Privacy().may_report(1)
     (True, False, True)
     """
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core.key import Key
-from prefed.core.text import hidden
+from prefed.core.text import control_character
 from prefed.data import partition as deal
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin, Partition
 from prefed.data.errors import AbsentError, DataError
@@ -82,7 +82,7 @@ def label(partition: Partition, record: Record, source: str | None) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     name = str(value)
-    control = hidden(name)
+    control = control_character(name)
     if control is not None:
         raise ValueError(f"{column} is {name!r}: a name has no control character, and this has {control}")
     return name

@@ -73,7 +73,7 @@ def build_dataset(
         return FederatedDataset.open(folder)
     partial = folder.with_name(folder.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
-    files.private(partial)
+    files.private_folder(partial)
     try:
         _build(config, tokenizer, key, partial, base, inputs, progress or (lambda read: None))
         if folder.exists():
@@ -81,7 +81,7 @@ def build_dataset(
         partial.rename(folder)
         files.sync(folder.parent)
     except OSError as error:
-        raise DataError(str(files.unwritten(folder, files.size_of(partial), error))) from error
+        raise DataError(str(files.write_error(folder, files.folder_size(partial), error))) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return FederatedDataset.open(folder)
@@ -183,9 +183,9 @@ def _build(
         "report": report.model_dump(),
         "fingerprint": digest.hexdigest(),
         "inputs": inputs,
-        "digests": {path.name: files.digest_of(path) for path in sorted(folder.iterdir())},
+        "digests": {path.name: files.file_digest(path) for path in sorted(folder.iterdir())},
     }
-    files.write(folder / CLIENTS, files.sealed(held_by), mode=0o600)
+    files.write(folder / CLIENTS, files.dumps_with_digest(held_by), mode=0o600)
 
 
 def _read(

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from prefed.core.strict import Strict
-from prefed.core.text import hidden
+from prefed.core.strict import StrictModel
+from prefed.core.text import control_character
 
 __all__ = [
     "ByColumn",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class Columns(Strict):
+class Columns(StrictModel):
     """Which columns of a source hold what. A dot reaches into a nested column: ``"question.full_text"``.
 
     Attributes:
@@ -50,7 +50,7 @@ class Columns(Strict):
     split: str | None = None
 
 
-class Source(Strict):
+class Source(StrictModel):
     """A file, a folder of files or a hub data set. A plain string in its place is its ``path``.
 
     Attributes:
@@ -84,7 +84,7 @@ is proportional to (k+1)^−a, or one positive weight per client (their absolute
 def _named(name: str) -> str:
     if not name:
         raise ValueError("a client's name is empty")
-    control = hidden(name)
+    control = control_character(name)
     if control is not None:
         raise ValueError(f"the client's name {name!r} has a control character, {control}")
     return name
@@ -94,7 +94,7 @@ Name: TypeAlias = Annotated[str, AfterValidator(_named)]
 """The id of a client: text without control characters."""
 
 
-class Iid(Strict):
+class Iid(StrictModel):
     """Shuffle, then equal shards (or shards of the given ``sizes``).
 
     Attributes:
@@ -108,7 +108,7 @@ class Iid(Strict):
     sizes: Sizes | None = None
 
 
-class ByColumn(Strict):
+class ByColumn(StrictModel):
     """One client per value of a column; with ``groups``, one per named group of values.
 
     FedBiscuit's 53 annotators and FedPDPO's (arXiv:2603.19741) 3 or 11 programming languages.
@@ -123,7 +123,7 @@ class ByColumn(Strict):
     groups: dict[Name, list[str]] | None = None
 
 
-class Dirichlet(Strict):
+class Dirichlet(StrictModel):
     """Each category is shared out in proportions drawn from Dir(alpha); no prompt is held by two clients.
 
     FedBiscuit: SHP, alpha 0.3, 200 clients. FedSDG: alpha 0.1, 0.3 and 1.
@@ -142,7 +142,7 @@ class Dirichlet(Strict):
     share_prompts: bool = False
 
 
-class Margin(Strict):
+class Margin(StrictModel):
     """Sort by margin, largest first, and cut into contiguous shards (FedPDPO, arXiv:2603.19741, D.1.2).
 
     Attributes:
@@ -155,13 +155,13 @@ class Margin(Strict):
     sizes: Sizes | None = None
 
 
-class BySource(Strict):
+class BySource(StrictModel):
     """One data set per client: ``data.train`` is a table of names and sources (FedPDPO, cross-domain)."""
 
     by: Literal["source"] = "source"
 
 
-class Conflict(Strict):
+class Conflict(StrictModel):
     """A share ``ratio`` of the clients prefers one thing, the rest the other (FedVPA-GP: 50/50, 70/30,
     30/70).
 
@@ -194,7 +194,7 @@ Partition: TypeAlias = Annotated[
 ]
 
 
-class DataConfig(Strict):
+class DataConfig(StrictModel):
     """The ``[data]`` table.
 
     Attributes:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core.key import Key
-from prefed.core.strict import Strict
-from prefed.core.text import visible
+from prefed.core.strict import StrictModel
+from prefed.core.text import printable
 from prefed.data import overlaps
 from prefed.data.dataset import FederatedDataset, Report
 from prefed.data.tokens import TokenSet
@@ -25,7 +25,7 @@ _SHOWN = 40
 """Clients that a printed table lists at most."""
 
 
-class Lengths(Strict):
+class Lengths(StrictModel):
     """Tokens per text, special tokens included."""
 
     median: float
@@ -33,7 +33,7 @@ class Lengths(Strict):
     max: int
 
 
-class ClientStatistics(Strict):
+class ClientStatistics(StrictModel):
     """One client.
 
     Attributes:
@@ -74,7 +74,7 @@ class ClientStatistics(Strict):
     token_distance: float
 
 
-class DatasetStatistics(Strict):
+class DatasetStatistics(StrictModel):
     """A federation's data.
 
     Attributes:
@@ -254,13 +254,13 @@ def print_survey(survey: DatasetStatistics, console: Console) -> None:
         )
     for client in survey.clients[:_SHOWN]:
         table.add_row(
-            escape(visible(client.id)) + (" (flipped)" if client.flipped else ""),
+            escape(printable(client.id)) + (" (flipped)" if client.flipped else ""),
             f"{client.train:,}",
             f"{client.validation:,}",
             f"{client.test:,}",
             _spread(client.prompt),
             _spread(client.response),
-            escape(visible(_top(client.categories))),
+            escape(printable(_top(client.categories))),
             "–" if client.category_distance is None else f"{client.category_distance:.2f}",
             f"{client.token_distance:.2f}",
         )

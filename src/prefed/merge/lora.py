@@ -13,9 +13,9 @@ fedex      shared, shared   as fedit, and adds mean(B A) − B̄ Ā to the base 
 flexlora   shared, shared   splits mean(B A) by its singular values           arXiv:2402.11505
 ========== ================ ================================================= ====================
 
-With ``ffa``, and within a round of ``rolora``, one factor is the same on all clients. So the mean of the other
-gives the exact mean product. With ``fedex`` and ``flexlora`` the reference stays the original base model. The
-arithmetic of these two is in :mod:`prefed.merge.lora_products`.
+With ``ffa``, and within a round of ``rolora``, one factor is the same on all clients. So the mean of the
+other gives the exact mean product. With ``fedex`` and ``flexlora`` the reference stays the original base
+model; their arithmetic is in :mod:`prefed.merge.lora_products`.
 """
 
 from __future__ import annotations
