@@ -61,22 +61,12 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
     >>> back.tensors["model"].equal(state.tensors["model"]), back.values["seen"]
     (True, ['a', 1, None])
     """
-    plain: dict[str, object]
-    match message:
-        case State():
-            kind, plain = "state", {"values": dict(message.values)}
-        case Download():
-            kind, plain = "download", {"scalars": dict(message.scalars)}
-        case Upload():
-            kind, plain = (
-                "upload",
-                {
-                    "client": message.client,
-                    "weight": message.weight,
-                    "scalars": dict(message.scalars),
-                    "sent_at": message.sent_at,
-                },
-            )
+    kind = type(message).__name__.lower()
+    plain = {
+        name: dict(value) if isinstance(value, Mapping) else value
+        for name, value in vars(message).items()
+        if name != "tensors"
+    }
     _check_plain(plain, kind)
     groups, buffers, storages = {}, {}, set()
     for name, tensors in message.tensors.items():

@@ -17,13 +17,12 @@ from prefed.merge import (
     MergeConfig,
     ServerOptimizer,
     alignment_weights,
-    coordinate_median,
     distance_attention,
     similarity_attention,
-    trimmed_mean,
 )
 from prefed.merge.flat import weighted_mean
 from prefed.merge.lora_products import residuals
+from prefed.merge.robust import coordinate_median, trimmed_mean
 
 RANK, INNER, OUTER = 2, 4, 3
 A, B = Entry("lora/0/q/A", (RANK, INNER), "lora", 0, "A"), Entry("lora/0/q/B", (OUTER, RANK), "lora", 0, "B")

@@ -67,8 +67,8 @@ def test_uniform_and_given_weights() -> None:
     uploads = [reply("a", 1, tensors(PLAIN, 1, 0, 0, 0)), reply("b", 3, tensors(PLAIN, 3, 0, 0, 0))]
     state = aggregator().init(Tensors.zeros(PLAIN))
     assert model(aggregator(weights="uniform").merge(state, uploads, now()))[0] == 2
-    given = aggregator().merge(state, uploads, now(), weigh=lambda updates: {"a": 0.9, "b": 0.1})
-    assert model(given)[0] == pytest.approx(1.2)
+    custom = aggregator().merge(state, uploads, now(), weigh=lambda updates: {"a": 0.9, "b": 0.1})
+    assert model(custom)[0] == pytest.approx(1.2)
     with pytest.raises(ValueError, match="takes no other weights"):
         aggregator(weights="mass").merge(
             state, uploads, now(a=1, b=3), weigh=lambda updates: {"a": 1, "b": 1}

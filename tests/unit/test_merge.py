@@ -18,16 +18,12 @@ from prefed.merge import (
     Staleness,
     alignment_weights,
     check_upload,
-    clip_norms,
-    coordinate_median,
     distance_attention,
-    krum_scores,
-    multi_krum,
     similarity_attention,
     sort_uploads,
-    trimmed_mean,
 )
 from prefed.merge.optimizers import slots, step
+from prefed.merge.robust import clip_norms, coordinate_median, krum_scores, multi_krum, trimmed_mean
 
 
 def vector(*numbers: float, dtype: torch.dtype = torch.float32) -> Tensors:

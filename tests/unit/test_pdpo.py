@@ -116,7 +116,7 @@ def test_a_bound_that_binds_says_where_the_scale_goes() -> None:
 
 
 def naive(
-    leaves: list[torch.Tensor], scale: float, beta: float, weight: float, kept: list[int]
+    leaves: list[torch.Tensor], scale: float, beta: float, weight: float, included: list[int]
 ) -> torch.Tensor:
     """Eqs. 4 to 8 written out, pair by pair."""
     pw, pl, rw, rl, hw, hl = leaves
@@ -124,8 +124,8 @@ def naive(
     explicit = [hw[i] - hl[i] for i in range(len(pw))]
     ratio = sum(abs(float(d.detach())) for d in implicit) / sum(abs(float(d.detach())) for d in explicit)
     s = 0.95 * scale + 0.05 * ratio
-    losses = [torch.log1p(torch.exp(-beta * (implicit[i] + weight * s * explicit[i]))) for i in kept]
-    return sum(losses, torch.zeros((), dtype=torch.float64)) / len(kept)
+    losses = [torch.log1p(torch.exp(-beta * (implicit[i] + weight * s * explicit[i]))) for i in included]
+    return sum(losses, torch.zeros((), dtype=torch.float64)) / len(included)
 
 
 @pytest.mark.parametrize("exclude", [0, 1])
@@ -135,12 +135,12 @@ def test_gradients_are_those_of_the_equation(exclude: int) -> None:
     leaves = [torch.randn(8, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(6)]
     with torch.no_grad():
         leaves[0][3] += 30
-    kept = [i for i in range(8) if not (exclude and i == 3)]
-    expected = torch.autograd.grad(naive(leaves, 2.0, 0.3, 0.7, kept), leaves)
+    included = [i for i in range(8) if not (exclude and i == 3)]
+    expected = torch.autograd.grad(naive(leaves, 2.0, 0.3, 0.7, included), leaves)
     pw, pl, rw, rl, hw, hl = leaves
     batch = PairBatch(pw, torch.ones(8), pl, torch.ones(8), rw, rl, None, hw, hl)
     loss, figures = PDPO(batch, {"beta": 0.3, "weight": 0.7, "exclude": exclude, "scale": 2.0})
-    close(loss.mean(), float(naive(leaves, 2.0, 0.3, 0.7, kept).detach()))
+    close(loss.mean(), float(naive(leaves, 2.0, 0.3, 0.7, included).detach()))
     close(figures["excluded"], exclude / 8)
     for ours, theirs in zip(torch.autograd.grad(loss.mean(), leaves), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-12)

@@ -45,15 +45,9 @@ def attach(package: str, file: str) -> Callable[[str], Any]:
 
     @cache
     def modules() -> dict[str, str]:
-        """Name → the module that defines it."""
-        tree = ast.parse(Path(file).read_text("utf-8"))
-        imports = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
-        return {
-            alias.name: node.module
-            for node in imports
-            if isinstance(node, ast.ImportFrom) and node.module
-            for alias in node.names
-        }
+        blocks = [n for n in ast.parse(Path(file).read_text("utf-8")).body if isinstance(n, ast.If)]
+        imports = [n for block in blocks for n in block.body if isinstance(n, ast.ImportFrom)]
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
         if name not in modules():

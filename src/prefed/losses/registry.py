@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from prefed.core.text import did_you_mean
 from prefed.losses.batch import LossOutput, PairBatch
@@ -66,98 +67,60 @@ class PairLoss(ObjectiveSpec):
         return self.function(batch, **self.resolve(values), **memory)
 
 
-OBJECTIVES: Mapping[str, PairLoss] = MappingProxyType(
-    {
-        loss.name: loss
-        for loss in (
-            PairLoss("dpo", "DPO, arXiv:2305.18290, eq. 7", {"beta": 0.1}, function=dpo),
-            PairLoss(
-                "hinge", "SLiC, arXiv:2305.10425, and RSO, arXiv:2309.06657", {"beta": 0.1}, function=hinge
-            ),
-            PairLoss("ipo", "IPO, arXiv:2310.12036, eq. 17", {"beta": 0.1}, function=ipo),
-            PairLoss(
-                "cdpo", "cDPO, Mitchell 2023, eq. 3", {"beta": 0.1, "label_smoothing": 0.1}, function=cdpo
-            ),
-            PairLoss(
-                "robust",
-                "robust DPO, arXiv:2403.00409",
-                {"beta": 0.1, "label_smoothing": 0.1},
-                function=robust,
-            ),
-            PairLoss(
-                "odpo",
-                "ODPO, arXiv:2402.10571",
-                {"beta": 0.1, "alpha": 1.0, "log_margin": 1.0},
-                function=odpo,
-                needs_margin=True,
-            ),
-            PairLoss(
-                "kto_pair",
-                "KTO, arXiv:2402.01306, eq. 7",
-                {"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
-                function=kto_pair,
-                batch_statistics=True,
-                by_batch=True,
-            ),
-            PairLoss(
-                "simpo",
-                "SimPO, arXiv:2405.14734, eq. 6",
-                {"beta": 2.0, "gamma": 1.0},
-                function=simpo,
-                needs_reference=False,
-            ),
-            PairLoss(
-                "orpo",
-                "ORPO, arXiv:2403.07691, eqs. 6 and 7",
-                {"beta": 0.1},
-                function=orpo,
-                needs_reference=False,
-            ),
-            PairLoss(
-                "sft",
-                "next-token loss on the chosen response",
-                function=sft,
-                needs_reference=False,
-                needs_rejected=False,
-                batch_statistics=True,
-            ),
-            PairLoss(
-                "pdpo",
-                "FedPDPO, arXiv:2603.19741, eqs. 4 to 8",
-                {
-                    "beta": 0.1,
-                    "weight": 0.8,
-                    "exclude": 1.0,
-                    "k": 2.0,
-                    "most": 0.5,
-                    "scale_least": 0.1,
-                    "scale_most": 10.0,
-                },
-                function=pdpo,
-                needs_reward=True,
-                batch_statistics=True,
-                by_batch=True,
-                memory={"scale": 1.0},
-            ),
-        )
-    }
+def _entry(function: Callable[..., LossOutput], source: str, **options: Any) -> PairLoss:
+    return PairLoss(function.__name__, source, function=function, **options)
+
+
+_LOSSES = (
+    _entry(dpo, "DPO, arXiv:2305.18290, eq. 7", defaults={"beta": 0.1}),
+    _entry(hinge, "SLiC, arXiv:2305.10425, and RSO, arXiv:2309.06657", defaults={"beta": 0.1}),
+    _entry(ipo, "IPO, arXiv:2310.12036, eq. 17", defaults={"beta": 0.1}),
+    _entry(cdpo, "cDPO, Mitchell 2023, eq. 3", defaults={"beta": 0.1, "label_smoothing": 0.1}),
+    _entry(robust, "robust DPO, arXiv:2403.00409", defaults={"beta": 0.1, "label_smoothing": 0.1}),
+    _entry(
+        odpo,
+        "ODPO, arXiv:2402.10571",
+        defaults={"beta": 0.1, "alpha": 1.0, "log_margin": 1.0},
+        needs_margin=True,
+    ),
+    _entry(
+        kto_pair,
+        "KTO, arXiv:2402.01306, eq. 7",
+        defaults={"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
+        batch_statistics=True,
+        by_batch=True,
+    ),
+    _entry(
+        simpo, "SimPO, arXiv:2405.14734, eq. 6", defaults={"beta": 2.0, "gamma": 1.0}, needs_reference=False
+    ),
+    _entry(orpo, "ORPO, arXiv:2403.07691, eqs. 6 and 7", defaults={"beta": 0.1}, needs_reference=False),
+    _entry(
+        sft,
+        "next-token loss on the chosen response",
+        needs_reference=False,
+        needs_rejected=False,
+        batch_statistics=True,
+    ),
+    _entry(
+        pdpo,
+        "FedPDPO, arXiv:2603.19741, eqs. 4 to 8",
+        defaults={"beta": 0.1, "weight": 0.8, "exclude": 1.0, "k": 2.0, "most": 0.5}
+        | {"scale_least": 0.1, "scale_most": 10.0},
+        needs_reward=True,
+        batch_statistics=True,
+        by_batch=True,
+        memory={"scale": 1.0},
+    ),
 )
+
+OBJECTIVES: Mapping[str, PairLoss] = MappingProxyType({loss.name: loss for loss in _LOSSES})
 """Name → objective. The default β is 0.1, DPO's usual value. SimPO's is 2, as it uses averages per token."""
 
 PPO = ObjectiveSpec(
     "ppo",
     "PPO, arXiv:1707.06347, offline on preference pairs: FedPDPO, arXiv:2603.19741, D.3.1",
-    {
-        "kl": 0.1,
-        "clip": 0.2,
-        "value": 0.5,
-        "entropy": 0.01,
-        "discount": 1.0,
-        "trace": 0.95,
-        "target_kl": 0.01,
-        "scaled": 1.0,
-        "sums": 0.0,
-    },
+    {"kl": 0.1, "clip": 0.2, "value": 0.5, "entropy": 0.01, "discount": 1.0, "trace": 0.95}
+    | {"target_kl": 0.01, "scaled": 1.0, "sums": 0.0},
 )
 """Offline PPO. It is not in :data:`OBJECTIVES`: its loss needs more than a batch of pairs.
 

@@ -9,7 +9,6 @@ from prefed.merge.attention import (
     similarity_attention,
 )
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
-from prefed.merge.robust import clip_norms, coordinate_median, krum_scores, multi_krum, trimmed_mean
 from prefed.merge.uploads import (
     BadUpload,
     TooFewUploads,
@@ -31,15 +30,10 @@ __all__ = [
     "alignment_weights",
     "check_update_sizes",
     "check_upload",
-    "clip_norms",
-    "coordinate_median",
     "distance_attention",
-    "krum_scores",
     "largest_alpha",
     "mean_squared_distance",
-    "multi_krum",
     "similarity_attention",
     "sort_uploads",
-    "trimmed_mean",
     "update_norm",
 ]
