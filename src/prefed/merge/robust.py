@@ -122,9 +122,7 @@ def multi_krum(values: Sequence[Tensors], current: Tensors, liars: int, keep: in
     return sorted(order.tolist())
 
 
-def clip_norms(
-    values: Sequence[Tensors], current: Tensors, max_norm: float | None = None
-) -> tuple[list[Tensors], list[float]]:
+def clip_norms(values: Sequence[Tensors], current: Tensors, max_norm: float | None = None) -> list[Tensors]:
     """Updates φ_i − φ shortened to at most ``max_norm`` (Sun et al. 2019, arXiv:1911.07963).
 
     Args:
@@ -134,15 +132,14 @@ def clip_norms(
             than half of the clients cannot raise at will.
 
     Returns:
-        The φ_i, and the norms of the updates before. A φ_i within the bound is returned as it is.
+        The φ_i. A φ_i within the bound is returned as it is.
     """
     norms = [_distance(value, current) for value in values]
     bound = max_norm if max_norm is not None else sorted(norms)[(len(norms) - 1) // 2]
-    clipped = [
+    return [
         value if norm <= bound else weighted_mean([current, value], [1 - bound / norm, bound / norm])
         for value, norm in zip(values, norms, strict=True)
     ]
-    return clipped, norms
 
 
 def _cut(uploads: int, trim: float) -> int:

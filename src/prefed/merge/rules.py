@@ -38,7 +38,7 @@ def select(
     """
     indices, chosen, figures = list(range(len(values))), list(values), dict[str, float]()
     if config.rule == "norm_clip":
-        chosen, _ = robust.clip_norms(values, current, max_norm)
+        chosen = robust.clip_norms(values, current, max_norm)
         shortened = sum(new is not old for new, old in zip(chosen, values, strict=True))
         figures["clipped"] = shortened / len(values)
     elif config.rule in ("krum", "multi_krum"):
