@@ -115,8 +115,8 @@ def test_the_worst_tenth():
 
 
 def test_the_worst_of_a_loss_is_the_highest():
-    """The same 11 clients: the two highest have 1.0 and 0.9. Of all that ``client_metrics`` gives, the DPO loss
-    alone is better where it is lower."""
+    """The same 11 clients: the two highest have 1.0 and 0.9. The DPO loss is the
+    only metric of ``client_metrics`` that is better where it is lower."""
     figure = federated_metric({str(k): k / 10 for k in range(11)}, loss=True)
     assert (figure["worst"], figure["mean"]) == (1.0, pytest.approx(0.5))
     assert figure["worst_decile"] == pytest.approx(0.95)
