@@ -134,7 +134,7 @@ def main() -> None:
     spent = Spent()
     files.digest = spent.counted(files.digest, len)
     opened = Spent()
-    files.digest_of = opened.counted(files.digest_of, lambda path: path.stat().st_size)
+    files.file_digest = opened.counted(files.file_digest, lambda path: path.stat().st_size)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_tiny(folder / "model", synthetic.corpus(Key(7), 300), Key(7), steps=10)

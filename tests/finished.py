@@ -11,7 +11,7 @@ import tomli_w
 import torch
 
 from prefed.core import Key
-from prefed.metrics.accuracy import over_clients
+from prefed.metrics import federated_metric
 from prefed.models.tiny import make_tiny
 
 CLIENTS = {"ann": (0.25, 0.5, 0.75), "bob": (0.5, 0.75, 1.0), "cyd": (0.0, 0.25, 0.25)}
@@ -55,7 +55,7 @@ def write_run(
     (path / "config.toml").write_text(tomli_w.dumps(held))
 
     def over(number: int) -> Any:
-        return over_clients({client: values[number] for client, values in clients.items()})
+        return federated_metric({client: values[number] for client, values in clients.items()})
 
     rounds = len(next(iter(clients.values()))) - 1
     with (path / "rounds.jsonl").open("w") as file:

@@ -1,8 +1,8 @@
 """Messages and states as bytes: safetensors with a JSON header. Nothing is ever unpickled.
 
-One group of tensors is one flat safetensors tensor; the header names what lies in it. A value that
-JSON would change on the way (a tuple, a key that is not text) is refused rather than altered, so
-``decode(encode(m))`` is ``m`` to the bit and ``encode`` of equal messages is equal bytes.
+One group of tensors is one flat safetensors tensor; the header has the names and shapes in it. A value that
+JSON would change (a tuple, a key that is not text) is refused. So ``decode(encode(m))`` is ``m`` to the bit,
+and equal messages have equal bytes.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ __all__ = [
     "decode_state",
     "decode_upload",
     "encode",
-    "limits",
     "stored_dtype",
+    "upload_limits",
 ]
 
 FORMAT = 1
 _ROOM = 1024
-"""Bytes of a header for what is always there."""
+"""Bytes of a header for its fixed fields."""
 _NUMBER = 64
-"""Bytes of a header for a number: the longest float has 24 characters."""
+"""Bytes of a header for one number; the longest float has 24 characters."""
 _GROUP = 256
-"""Bytes that safetensors needs to say where a group lies, beside its name."""
+"""Bytes of safetensors' own entry for one group, without its name."""
 _FLOATING = {"float32", "float64", "float16", "bfloat16"}
 
 T = TypeVar("T")
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this format, or a value that a message cannot carry."""
+    """Bytes are no message of this format, or a message cannot carry a value."""
 
 
 def encode(message: State | Download | Upload, keep: torch.dtype | None = None) -> bytes:
@@ -48,12 +48,12 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
 
     Args:
         message: a state, a download or an upload.
-        keep: store floating-point tensors in this dtype; they come back in their own dtype, rounded.
-            Left out, every bit is kept, as what optimisers remember always is: squares of gradients
-            vanish in fewer bits.
+        keep: dtype in which floating-point tensors are stored; decoding gives their own dtype again, rounded.
+            If it is left out, every bit is stored. The memory of optimisers is always stored in full, as
+            squares of gradients vanish in fewer bits.
 
     Raises:
-        WireError: a plain value is not one that JSON keeps.
+        WireError: JSON would change a plain value.
 
     >>> layout = Layout((Entry("lora/0/A", (1, 2), "lora", 0, "A"),))
     >>> state = State({"model": Tensors(layout, torch.tensor([1.0, -0.0]))}, {"seen": ["a", 1, None]})
@@ -61,29 +61,19 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
     >>> back.tensors["model"].equal(state.tensors["model"]), back.values["seen"]
     (True, ['a', 1, None])
     """
-    plain: dict[str, object]
-    match message:
-        case State():
-            kind, plain = "state", {"values": dict(message.values)}
-        case Download():
-            kind, plain = "download", {"scalars": dict(message.scalars)}
-        case Upload():
-            kind, plain = (
-                "upload",
-                {
-                    "client": message.client,
-                    "weight": message.weight,
-                    "scalars": dict(message.scalars),
-                    "sent_at": message.sent_at,
-                },
-            )
+    kind = type(message).__name__.lower()
+    plain = {
+        name: dict(value) if isinstance(value, Mapping) else value
+        for name, value in vars(message).items()
+        if name != "tensors"
+    }
     _check_plain(plain, kind)
     groups, buffers, storages = {}, {}, set()
     for name, tensors in message.tensors.items():
         flat = tensors.flat.cpu().contiguous()
         groups[name] = [_text(flat.dtype), [_row(entry) for entry in tensors.layout.entries]]
         flat = flat.to(stored_dtype(name, flat.dtype, keep))
-        # safetensors refuses tensors that share memory, as two groups of one state may.
+        # Two groups of one state may share memory, and safetensors refuses such tensors.
         if flat.untyped_storage().data_ptr() in storages:
             flat = flat.clone()
         storages.add(flat.untyped_storage().data_ptr())
@@ -97,20 +87,27 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
 
 
 def stored_dtype(group: str, dtype: torch.dtype, keep: torch.dtype | None) -> torch.dtype:
-    """What :func:`encode` stores the numbers of a group in, which are of ``dtype``."""
+    """The dtype in which :func:`encode` stores a group of ``dtype``; see its argument ``keep``."""
     if keep is None or not dtype.is_floating_point or group.startswith(OPTIMIZER):
         return dtype
     return keep
 
 
-def limits(
+def upload_limits(
     client: str, groups: Mapping[str, Layout], dtype: torch.dtype, scalars: Iterable[str]
 ) -> tuple[int, int]:
-    """The most bytes that an upload of these groups and numbers may have: of its header, and in all.
+    """The most bytes that the header of an upload may have, and the most that the whole upload may have.
+
+    Args:
+        client: who sends it.
+        groups: the layouts of its groups.
+        dtype: of their tensors.
+        scalars: the names of its numbers.
+
 
     >>> groups = {"model": Layout((Entry("lora/0/A", (1, 2), "lora", 0, "A"),))}
     >>> data = encode(Upload("ward-7", 3, {"model": Tensors.zeros(groups["model"])}, {"loss": 0.5}, 1))
-    >>> header, whole = limits("ward-7", groups, torch.float32, ["loss"])
+    >>> header, whole = upload_limits("ward-7", groups, torch.float32, ["loss"])
     >>> len(data) <= whole, whole - header - 8 == 2 * 4
     (True, True)
     """
@@ -118,7 +115,7 @@ def limits(
         name: [_text(dtype), [_row(entry) for entry in layout.entries]] for name, layout in groups.items()
     }
     numbers = list(scalars)
-    # A header is JSON, and one text in it is JSON again.
+    # The header is JSON, and one string in it is JSON again.
     header = len(json.dumps(json.dumps([client, rows, numbers]))) + _ROOM + _NUMBER * len(numbers)
     header += sum(_GROUP + len(json.dumps(name)) for name in groups)
     return header, 8 + header + dtype.itemsize * sum(layout.size for layout in groups.values())
@@ -145,14 +142,14 @@ def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
 
     Args:
         data: the message.
-        most: refuse a message with more bytes than :func:`limits` gives, before anything in it is read.
+        most: from :func:`upload_limits`. A longer message is refused before it is read.
     """
     if most is not None:
         length = int.from_bytes(data[:8], "little")
         for what, size, limit in (("bytes", len(data), most[1]), ("bytes of header", length, most[0])):
             if size > limit:
                 raise WireError(f"a message of {size:,} {what}, and at most {limit:,} are expected")
-    # What strangers say of their tensors is not remembered: it would be theirs to fill this memory.
+    # No cache of layouts here: clients could fill it.
     header, groups = _open(data, "upload", _read_layout)
     weight = header.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -171,7 +168,7 @@ def _open(
         length = int.from_bytes(data[:8], "little")
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["prefed"])
         buffers = load(data)
-    # A RuntimeError is PyTorch's, of a shape that no tensor can have; a RecursionError is one too.
+    # PyTorch raises RuntimeError for an impossible shape. A RecursionError is a RuntimeError too.
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise WireError(f"not a prefed message ({len(data)} bytes): {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -230,7 +227,7 @@ def _scalars(header: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check_plain(value: object, where: str) -> None:
-    """Refuse what would come back from JSON as something else."""
+    """Refuse a value that JSON would change."""
     if value is None or isinstance(value, str | bool | int | float):
         return
     if isinstance(value, list):

@@ -14,7 +14,7 @@ import toy
 from prefed import Experiment, run
 from prefed.config import ConfigError, to_toml
 from prefed.core import Callback, Key
-from prefed.metrics.accuracy import measure
+from prefed.metrics import client_metrics
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
 from prefed.report.page import render
@@ -192,7 +192,7 @@ def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
     assert summaries["some"]["preference_accuracy"] == summaries["none"]["preference_accuracy"]
     opened = load_run(tmp_path / "none", data=True)
     scores = opened.trainers.score("w1", opened.shared_model("w1"), opened.job.split)
-    shared = measure(scores, 0.1)["preference_accuracy"]
+    shared = client_metrics(scores, 0.1)["preference_accuracy"]
     assert summaries["none"]["unseen_accuracy"]["0"]["per_client"] == {"w1": shared}
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefed.losses import OBJECTIVES, Batch
+from prefed.losses import OBJECTIVES, PairBatch
 
 trl = pytest.importorskip("trl", minversion="1.16")
 
@@ -36,9 +36,9 @@ class Rows:
         self.reference = -scale * torch.rand(2 * SIZE, LENGTH - 1, generator=draw) * self.mask[:, 1:]
         self.lengths = lengths
 
-    def batch(self) -> Batch:
+    def batch(self) -> PairBatch:
         policy, reference = self.policy.sum(1), self.reference.sum(1)
-        return Batch(
+        return PairBatch(
             policy_chosen=policy[:SIZE],
             chosen_length=self.lengths[:SIZE],
             policy_rejected=policy[SIZE:],

@@ -17,13 +17,12 @@ from prefed.merge import (
     MergeConfig,
     ServerOptimizer,
     alignment_weights,
-    coordinate_median,
     distance_attention,
     similarity_attention,
-    trimmed_mean,
 )
-from prefed.merge.flat import combine
-from prefed.merge.lora import residuals
+from prefed.merge.flat import weighted_mean
+from prefed.merge.lora_products import residuals
+from prefed.merge.robust import coordinate_median, trimmed_mean
 
 RANK, INNER, OUTER = 2, 4, 3
 A, B = Entry("lora/0/q/A", (RANK, INNER), "lora", 0, "A"), Entry("lora/0/q/B", (OUTER, RANK), "lora", 0, "B")
@@ -54,7 +53,7 @@ def federations(draw: st.DrawFn, least: int = 1, most: int = 7) -> tuple[Tensors
 
 def configs() -> list[MergeConfig]:
     """Every combination of rules that is not refused."""
-    found = []
+    valid = []
     for rule, weights, lora, optimizer in product(
         ("mean", "median", "trimmed_mean", "krum", "multi_krum", "norm_clip"),
         ("samples", "uniform", "mass"),
@@ -69,10 +68,10 @@ def configs() -> list[MergeConfig]:
             "liars": 0,
         }
         try:
-            found.append(MergeConfig(**table))
+            valid.append(MergeConfig(**table))
         except ValueError:
             continue
-    return found
+    return valid
 
 
 CONFIGS = configs()
@@ -112,7 +111,7 @@ def test_mean_of_equals_is_that_value(dtype: torch.dtype, numbers: list[float], 
     if sum(weights) == 0:
         weights[0] = 1.0
     value = Tensors(Layout((Entry("x", (len(numbers),), "lora"),)), torch.tensor(numbers, dtype=dtype))
-    mean = combine([value] * len(weights), [weight / sum(weights) for weight in weights])
+    mean = weighted_mean([value] * len(weights), [weight / sum(weights) for weight in weights])
     assert torch.equal(mean.flat, value.flat)
     assert mean.flat.dtype == dtype
 

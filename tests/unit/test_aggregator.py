@@ -1,4 +1,4 @@
-"""The server's step as a whole: the order of its rules, what it keeps, what it reports, what it refuses."""
+"""The server's step as a whole: the order of its rules, its memory, its figures, its errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from prefed.merge import (
     ServerOptimizer,
     Staleness,
     alignment_weights,
+    check_update_sizes,
     lora,
-    proportion,
 )
 
 A = Entry("lora/0/q/A", (1, 1), "lora", 0, "A")
@@ -67,8 +67,8 @@ def test_uniform_and_given_weights() -> None:
     uploads = [reply("a", 1, tensors(PLAIN, 1, 0, 0, 0)), reply("b", 3, tensors(PLAIN, 3, 0, 0, 0))]
     state = aggregator().init(Tensors.zeros(PLAIN))
     assert model(aggregator(weights="uniform").merge(state, uploads, now()))[0] == 2
-    given = aggregator().merge(state, uploads, now(), weigh=lambda updates: {"a": 0.9, "b": 0.1})
-    assert model(given)[0] == pytest.approx(1.2)
+    custom = aggregator().merge(state, uploads, now(), weigh=lambda updates: {"a": 0.9, "b": 0.1})
+    assert model(custom)[0] == pytest.approx(1.2)
     with pytest.raises(ValueError, match="takes no other weights"):
         aggregator(weights="mass").merge(
             state, uploads, now(a=1, b=3), weigh=lambda updates: {"a": 1, "b": 1}
@@ -125,14 +125,14 @@ def test_robust_rules(rule: str, expected: float) -> None:
     ],
 )
 def test_steps_beside_the_model(rule: str, expected: list[tuple[float, float]]) -> None:
-    """As :func:`test_robust_rules`, with weights that sum to 0.8 and go on doing so: those of multi_krum's
-    four are 0.1, 0.2, 0.1, 0.1, made 8 / 5 times as much. ``max_norm`` is of models, and has no say here."""
+    """As :func:`test_robust_rules`, with weights whose sum is 0.8 before and after. The four of multi_krum
+    have 0.1, 0.2, 0.1, 0.1; each becomes 8 / 5 times as much. ``max_norm`` bounds models, not steps."""
     values = [tensors(PLAIN, 0, 0, x, 0) for x in (0.0, 2.0, 1.0, 3.0, 1000.0)]
     config = aggregator(rule=rule, liars=1, trim=0.2, max_norm=0.1)
-    found = config.steps(values, [0.1, 0.2, 0.1, 0.1, 0.3])
-    assert [value.flat[2].item() for value, _ in found] == pytest.approx([x for x, _ in expected])
-    assert [weight for _, weight in found] == pytest.approx([weight for _, weight in expected])
-    assert config.steps([], []) == []
+    terms = config.robust_steps(values, [0.1, 0.2, 0.1, 0.1, 0.3])
+    assert [value.flat[2].item() for value, _ in terms] == pytest.approx([x for x, _ in expected])
+    assert [weight for _, weight in terms] == pytest.approx([weight for _, weight in expected])
+    assert config.robust_steps([], []) == []
 
 
 def at(*lengths: float) -> list[Upload]:
@@ -142,82 +142,84 @@ def at(*lengths: float) -> list[Upload]:
     ]
 
 
-def test_an_update_out_of_all_proportion_is_named_with_both_lengths() -> None:
+def test_the_error_about_an_oversized_update_names_both_lengths() -> None:
     """Of 1, 2, 3, 40 and 500 the median is 3, so 500 is 167 times and 40 is 13 times as long. With two liars
-    in five the median is an honest length: whatever two send, 1, 2 and 3 pass."""
+    in five the median is an honest length: 1, 2 and 3 pass, whatever the two send."""
     zero = {"model": Tensors.zeros(PLAIN)}
-    proportion(at(1, 2, 3, 40, 500), zero, 170)
+    check_update_sizes(at(1, 2, 3, 40, 500), zero, 170)
     with pytest.raises(
         BadUpload, match=r"'model' has length 500, 167 times the median of the round's, 3; .* = 100"
     ):
-        proportion(at(1, 2, 3, 40, 500), zero, 100)
+        check_update_sizes(at(1, 2, 3, 40, 500), zero, 100)
     with pytest.raises(BadUpload, match=r"client 'd'.* length 40, 13.3 times the median of the round's, 3;"):
-        proportion(at(1, 2, 3, 40), {}, 10)
-    proportion(at(1, 2, 3, 1e-30, 1e-30), zero, 10)
-    proportion(at(1, 2, 3, 40, 500), zero, 0)
+        check_update_sizes(at(1, 2, 3, 40), {}, 10)
+    check_update_sizes(at(1, 2, 3, 1e-30, 1e-30), zero, 10)
+    check_update_sizes(at(1, 2, 3, 40, 500), zero, 0)
 
 
 def test_half_of_the_clients_cannot_have_the_others_refused() -> None:
-    """Of an even number the upper middle one counts: of 1e-9, 1e-9, 1 and 2 it is 1. Of two it is the longer,
-    so in a round of two nobody is dropped, where the server's model has no length to compare with either."""
+    """With an even number the upper middle length counts: of 1e-9, 1e-9, 1 and 2 it is 1. Of two it is the
+    longer one. So in a round of two nobody is dropped if the server's model has length 0."""
     zero = {"model": Tensors.zeros(PLAIN)}
-    proportion(at(1, 2, 1e-9, 1e-9), zero, 10)
-    proportion(at(1, 1e9), zero, 10)
-    proportion([], zero, 10)
+    check_update_sizes(at(1, 2, 1e-9, 1e-9), zero, 10)
+    check_update_sizes(at(1, 1e9), zero, 10)
+    check_update_sizes([], zero, 10)
 
 
 def test_half_of_the_clients_cannot_send_what_they_like() -> None:
-    """The server's model has length 5, and of two updates, 1 and x, neither is the median: x may be 10 times
-    as long as the 5 and no longer. The honest one passes beside one of 1e-30 too. Of four the lower middle
-    one is honest: with 1, 7, 80 and 80 the bound is 10 · 7."""
+    """The server's model has length 5, and two updates have lengths 1 and x: x may be at most 10 times 5. The
+    honest one also passes beside one of 1e-30. Of four, the lower middle one is honest: with 1, 7, 80 and 80
+    the bound is 10 · 7."""
     there = {"model": tensors(PLAIN, 3, 4, 0, 0)}
 
     def moved(*lengths: float) -> list[Upload]:
         return [reply(c, 1, tensors(PLAIN, 3, 4, x, 0)) for c, x in zip("abcd", lengths, strict=False)]
 
     for fine in ((1, 49), (1, 1e-30), (1, 7, 69, 69), (1, 2, 1e-30, 1e-30)):
-        proportion(moved(*fine), there, 10)
+        check_update_sizes(moved(*fine), there, 10)
     for absurd, of in (((1, 51), "5"), ((1, 1e15), "5"), ((1, 7, 80, 81), "7")):
         with pytest.raises(BadUpload, match=f"times what the server has and half of the round send, {of};"):
-            proportion(moved(*absurd), there, 10)
+            check_update_sizes(moved(*absurd), there, 10)
 
 
 def test_where_nearly_everybody_has_stopped_an_honest_client_may_go_on() -> None:
-    """Three clients whose loss is all but zero move by 1e-9 from a model of length 5: a newcomer may move
-    by 5. Where they do not move at all there is no length to compare with."""
+    """Three clients with a loss near zero move by 1e-9 from a model of length 5. A newcomer may move by 5. If
+    nobody else moves at all, there is no length to compare with."""
     there = {"model": tensors(PLAIN, 3, 4, 0, 0)}
     still = [reply(client, 1, tensors(PLAIN, 3, 4, 1e-9, 0)) for client in "abc"]
-    proportion([*still, reply("d", 1, tensors(PLAIN, 3, 4, 4.9, 0))], there, 1e4)
+    check_update_sizes([*still, reply("d", 1, tensors(PLAIN, 3, 4, 4.9, 0))], there, 1e4)
     with pytest.raises(BadUpload, match="client 'd'"):
-        proportion([*still, reply("d", 1, tensors(PLAIN, 3, 4, 5.1, 0))], there, 1e4)
-    proportion(at(0, 0, 0, 1), {"model": Tensors.zeros(PLAIN)}, 10)
+        check_update_sizes([*still, reply("d", 1, tensors(PLAIN, 3, 4, 5.1, 0))], there, 1e4)
+    check_update_sizes(at(0, 0, 0, 1), {"model": Tensors.zeros(PLAIN)}, 10)
 
 
-def test_a_step_is_as_long_as_it_is_wherever_the_server_stands() -> None:
-    """Steps of length 1, 1 and 2000 of a variate of length 5: as places they are at distances 5.1, 5.1 and
-    2000 from it, and 2000 is 392 times the median; as a step it is 2000 times. One of length 5 passes."""
+def test_the_length_of_a_step_does_not_depend_on_the_server() -> None:
+    """Steps of length 1, 1 and 2000 of a variate of length 5: taken as models, they are 5.1, 5.1 and 2000
+    away from it, and 2000 is 392 times the median. As a step it is 2000 times. One of length 5 passes."""
     there = {"control": tensors(PLAIN, 3, 4, 0, 0)}
-    found = [
+    uploads = [
         reply(c, 1, tensors(PLAIN, 0, 0, x, 0), group="control")
         for c, x in zip("abc", (1, 1, 2000), strict=True)
     ]
-    proportion(found, there, 1000)
+    check_update_sizes(uploads, there, 1000)
     with pytest.raises(BadUpload, match=r"client 'c'.* length 2e\+03, 2e\+03 times the median"):
-        proportion(found, there, 1000, {"control"})
+        check_update_sizes(uploads, there, 1000, {"control"})
     small = [reply(c, 1, tensors(PLAIN, 0, 0, 1e-9, 0), group="control") for c in "ab"]
-    proportion([*small, reply("c", 1, tensors(PLAIN, 0, 0, 5, 0), group="control")], there, 10, {"control"})
+    check_update_sizes(
+        [*small, reply("c", 1, tensors(PLAIN, 0, 0, 5, 0), group="control")], there, 10, {"control"}
+    )
 
 
 @pytest.mark.parametrize(
     ("rule", "least", "expected"), [("median", 3, 2), ("krum", 5, 1), ("multi_krum", 5, 1.5)]
 )
 def test_a_rule_that_cannot_spare_an_upload_withstands_it(rule: str, least: int, expected: float) -> None:
-    """As many uploads as the rule needs for one liar, who sends 1e9: without it nothing could be merged. The
+    """There are as many uploads as the rule needs for one liar, who sends 1e9; without it nothing merges. The
     median of 1, 2 and 1e9 is 2. Of 1, 1, 2, 2 and 1e9 Krum takes the first, whose two nearest others are at
-    distances 0 and 1 as each honest one's are, and multi-Krum the mean of these four. Where the rule can
-    spare the liar it is dropped."""
+    distances 0 and 1 as each honest one's are, and multi-Krum the mean of these four. If the rule does
+    not need the liar's upload, it is dropped."""
     config = aggregator(rule=rule, liars=1)
-    merge = config.proportionate(config.merge)
+    merge = config.with_size_check(config.merge)
     honest = [1.0, 2.0] if least == 3 else [1.0, 1.0, 2.0, 2.0]
     state = config.init(Tensors.zeros(PLAIN))
     lies = at(*honest, 1e9)
@@ -259,7 +261,7 @@ def test_adaptive_optimiser_starts_from_tau() -> None:
     assert state.tensors["second"].flat.tolist() == [0.25] * 4
 
 
-def test_tensors_that_nobody_sends_stay() -> None:
+def test_tensors_that_nobody_sends_keep_their_values() -> None:
     """RoLoRA's odd round: B alone travels; A and its momentum are as they were, and no product is lost."""
     rule = aggregator(lora="rolora", optimizer=ServerOptimizer(name="fedavgm", momentum=0.5))
     state = rule.init(tensors(PLAIN, 7, 0, 0, 0))
@@ -271,7 +273,7 @@ def test_tensors_that_nobody_sends_stay() -> None:
     assert rule.figures(state)["product_error"] == 0
 
 
-def test_product_error_is_not_claimed_where_b_stays_home() -> None:
+def test_product_error_is_not_reported_if_b_is_personal() -> None:
     rule = aggregator(lora="fedsa")
     part = PLAIN.select([A.name])
     state = rule.merge(rule.init(tensors(part, 1.0)), [reply("a", 1, tensors(part, 2.0))], now())
@@ -279,7 +281,7 @@ def test_product_error_is_not_claimed_where_b_stays_home() -> None:
 
 
 def test_groups_do_not_meet() -> None:
-    """Two selectors in one state; nobody trained the second, so it keeps its tensors and its memory."""
+    """Two selectors in one state. Nobody trained the second: its tensors and its memory stay the same."""
     rule = aggregator(optimizer=ServerOptimizer(name="fedavgm"))
     first, second = (rule.init(Tensors.zeros(PLAIN), group) for group in ("s0", "s1"))
     state = State({**first.tensors, **second.tensors})

@@ -314,11 +314,15 @@ def test_a_full_disk_is_told_of_and_leaves_a_run_that_goes_on(
 def test_a_sealed_object_comes_back_and_no_other_does() -> None:
     """One without a digest is of an earlier version, and taken as it is."""
     held = {"name": "ü", "numbers": [0.1, 1e300, -3], "none": None}
-    assert files.unsealed(files.sealed(held)) == files.unsealed(files.sealed(held, indent=1)) == held
-    assert files.unsealed(b'{"round": 3}') == {"round": 3}
-    for wrong in (files.sealed(held).replace(b"0.1", b"0.2"), b"[1]", b"{", b"\xff"):
+    assert (
+        files.loads_with_digest(files.dumps_with_digest(held))
+        == files.loads_with_digest(files.dumps_with_digest(held, indent=1))
+        == held
+    )
+    assert files.loads_with_digest(b'{"round": 3}') == {"round": 3}
+    for wrong in (files.dumps_with_digest(held).replace(b"0.1", b"0.2"), b"[1]", b"{", b"\xff"):
         with pytest.raises(files.DamagedError):
-            files.unsealed(wrong)
+            files.loads_with_digest(wrong)
 
 
 def test_a_file_is_given_room_and_keeps_what_it_holds(tmp_path: Path) -> None:

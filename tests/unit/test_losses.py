@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from prefed.losses import OBJECTIVES, PPO, Batch, objective, pair_figures, recipe
+from prefed.losses import OBJECTIVES, PPO, PairBatch, objective, reward_figures
 
 
 def pairs(
@@ -20,12 +20,12 @@ def pairs(
     lengths: tuple[list[int], list[int]] | None = None,
     margin: list[float] | None = None,
     dtype: torch.dtype = torch.float64,
-) -> Batch:
+) -> PairBatch:
     """Pairs with these log-ratios against a reference at −20 and −30."""
     size = len(chosen)
     long = lengths or ([4] * size, [5] * size)
     reference = torch.full((size,), -20.0, dtype=dtype), torch.full((size,), -30.0, dtype=dtype)
-    return Batch(
+    return PairBatch(
         policy_chosen=reference[0] + torch.tensor(chosen, dtype=dtype),
         chosen_length=torch.tensor(long[0]),
         policy_rejected=reference[1] + torch.tensor(rejected, dtype=dtype),
@@ -36,9 +36,9 @@ def pairs(
     )
 
 
-def averages(chosen: float, rejected: float) -> Batch:
+def averages(chosen: float, rejected: float) -> PairBatch:
     """One pair with these log-probabilities per token, over 3 and 2 tokens."""
-    return Batch(
+    return PairBatch(
         policy_chosen=torch.tensor([3 * chosen], dtype=torch.float64),
         chosen_length=torch.tensor([3]),
         policy_rejected=torch.tensor([2 * rejected], dtype=torch.float64),
@@ -113,12 +113,12 @@ LOG3 = math.log(3)
         (
             "sft",
             {},
-            Batch(torch.tensor([-6.0, -2.0], dtype=torch.float64), torch.tensor([3, 1])),
+            PairBatch(torch.tensor([-6.0, -2.0], dtype=torch.float64), torch.tensor([3, 1])),
             [3.0, 1.0],
         ),
     ],
 )
-def test_golden(name: str, settings: dict[str, float], batch: Batch, expected: list[float]) -> None:
+def test_golden(name: str, settings: dict[str, float], batch: PairBatch, expected: list[float]) -> None:
     """Each value is derived in the comment above it."""
     loss, _ = OBJECTIVES[name](batch, settings)
     torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
@@ -127,14 +127,14 @@ def test_golden(name: str, settings: dict[str, float], batch: Batch, expected: l
 ALL = tuple(OBJECTIVES)
 
 
-def wide(seed: int, size: int = 5, reward: float = 0.01) -> Batch:
+def wide(seed: int, size: int = 5, reward: float = 0.01) -> PairBatch:
     """Pairs with everything an objective may ask for, away from kinks; mean log-ratios below 0."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(mean: float) -> torch.Tensor:
         return mean + torch.randn(size, generator=draw, dtype=torch.float64)
 
-    return Batch(
+    return PairBatch(
         policy_chosen=normal(-20),
         chosen_length=torch.randint(3, 9, (size,), generator=draw),
         policy_rejected=normal(-25),
@@ -188,7 +188,7 @@ def test_extremes_stay_finite(name: str, size: float, sign: int) -> None:
     policy = torch.tensor([-size if sign < 0 else 0.0]).requires_grad_()
     other = torch.tensor([-size if sign > 0 else 0.0]).requires_grad_()
     one, half = torch.ones(1, dtype=torch.int64), torch.full((1,), -size / 2)
-    batch = Batch(policy, one, other, one, half, half, torch.tensor([1e-6]), half, -half)
+    batch = PairBatch(policy, one, other, one, half, half, torch.tensor([1e-6]), half, -half)
     loss, figures = OBJECTIVES[name](batch)
     loss.sum().backward()
     assert torch.isfinite(loss).all()
@@ -205,7 +205,7 @@ def test_batch_statistics_is_told_truly(name: str) -> None:
     assert batch.reference_chosen is not None
     batch = replace(batch, reference_chosen=batch.reference_chosen - 20)
     halves = [
-        Batch(**{k: None if v is None else v[part] for k, v in vars(batch).items()})
+        PairBatch(**{k: None if v is None else v[part] for k, v in vars(batch).items()})
         for part in (slice(0, 2), slice(2, 6))
     ]
     whole = OBJECTIVES[name](batch)[0]
@@ -278,7 +278,7 @@ def test_figures() -> None:
         "reward_rejected": 0.0,
     }
     assert loss.shape == (3,)
-    assert pair_figures(torch.tensor([2.0]), torch.tensor([-1.0]))["margin"] == 3
+    assert reward_figures(torch.tensor([2.0]), torch.tensor([-1.0]))["margin"] == 3
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_figures() -> None:
 )
 def test_settings_are_refused_by_name(name: str, settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        recipe(name).resolve(settings)
+        (PPO if name == "ppo" else objective(name)).resolve(settings)
     assert message in str(caught.value)
 
 
@@ -328,4 +328,4 @@ def test_margins_that_cannot_serve() -> None:
 
 def test_ragged_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="chosen_length has shape"):
-        Batch(torch.zeros(2), torch.ones(3))
+        PairBatch(torch.zeros(2), torch.ones(3))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from prefed.core import Entry, Layout, Owner, Tensors
-from prefed.merge.flat import combine
-from prefed.merge.lora import Module, flexlora, modules, needs, owner, product_error, residuals, trainable
+from prefed.merge.flat import weighted_mean
+from prefed.merge.lora import Module, modules, needs, owner, trainable
+from prefed.merge.lora_products import flexlora, product_error, residuals
 
 A = Entry("lora/0/attn.q/A", (2, 5), "lora", 0, "A")
 B = Entry("lora/0/attn.q/B", (4, 2), "lora", 0, "B")
@@ -110,7 +111,7 @@ def test_product_error_against_dense_products(spread: float, size: int) -> None:
     start = torch.randn(layout.size, generator=draw)
     values = [Tensors(layout, start + spread * torch.randn(layout.size, generator=draw)) for _ in range(3)]
     weights = [0.5, 0.3, 0.2]
-    mean = combine(values, weights)
+    mean = weighted_mean(values, weights)
     whole = mean_product(values, weights)
     dense = (whole - mean[B.name].double() @ mean[A.name].double()).norm() / whole.norm()
     assert product_error(values, weights) == pytest.approx(float(dense), rel=1e-6)
@@ -127,7 +128,7 @@ def test_small_drift_from_a_shared_start_loses_little() -> None:
 def test_fedex_restores_the_mean_product() -> None:
     """s B̄ Ā + residual = s · mean(B A), including what rounding B̄ and Ā to float32 cost."""
     values, weights, scaling = random(2, 5), [0.1, 0.2, 0.3, 0.25, 0.15], 2.0
-    mean = combine(values, weights)
+    mean = weighted_mean(values, weights)
     ((name, residual),) = residuals(values, weights, mean, scaling)
     assert name == W.name
     ours = scaling * mean[B.name].double() @ mean[A.name].double() + residual

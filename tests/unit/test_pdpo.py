@@ -9,18 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from prefed.losses import OBJECTIVES, Batch
+from prefed.losses import OBJECTIVES, PairBatch
 from prefed.losses.pdpo import outliers
 
 PDPO, DPO = OBJECTIVES["pdpo"], OBJECTIVES["dpo"]
 LOG3 = math.log(3)
 
 
-def margins(implicit: list[float], explicit: list[float]) -> Batch:
+def margins(implicit: list[float], explicit: list[float]) -> PairBatch:
     """Pairs with these margins Δ_ir and Δ_er."""
     size = len(implicit)
     zero, one = torch.zeros(size, dtype=torch.float64), torch.ones(size)
-    return Batch(
+    return PairBatch(
         policy_chosen=torch.tensor(implicit, dtype=torch.float64) - 9,
         chosen_length=one,
         policy_rejected=zero - 7,
@@ -116,7 +116,7 @@ def test_a_bound_that_binds_says_where_the_scale_goes() -> None:
 
 
 def naive(
-    leaves: list[torch.Tensor], scale: float, beta: float, weight: float, kept: list[int]
+    leaves: list[torch.Tensor], scale: float, beta: float, weight: float, included: list[int]
 ) -> torch.Tensor:
     """Eqs. 4 to 8 written out, pair by pair."""
     pw, pl, rw, rl, hw, hl = leaves
@@ -124,8 +124,8 @@ def naive(
     explicit = [hw[i] - hl[i] for i in range(len(pw))]
     ratio = sum(abs(float(d.detach())) for d in implicit) / sum(abs(float(d.detach())) for d in explicit)
     s = 0.95 * scale + 0.05 * ratio
-    losses = [torch.log1p(torch.exp(-beta * (implicit[i] + weight * s * explicit[i]))) for i in kept]
-    return sum(losses, torch.zeros((), dtype=torch.float64)) / len(kept)
+    losses = [torch.log1p(torch.exp(-beta * (implicit[i] + weight * s * explicit[i]))) for i in included]
+    return sum(losses, torch.zeros((), dtype=torch.float64)) / len(included)
 
 
 @pytest.mark.parametrize("exclude", [0, 1])
@@ -135,12 +135,12 @@ def test_gradients_are_those_of_the_equation(exclude: int) -> None:
     leaves = [torch.randn(8, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(6)]
     with torch.no_grad():
         leaves[0][3] += 30
-    kept = [i for i in range(8) if not (exclude and i == 3)]
-    expected = torch.autograd.grad(naive(leaves, 2.0, 0.3, 0.7, kept), leaves)
+    included = [i for i in range(8) if not (exclude and i == 3)]
+    expected = torch.autograd.grad(naive(leaves, 2.0, 0.3, 0.7, included), leaves)
     pw, pl, rw, rl, hw, hl = leaves
-    batch = Batch(pw, torch.ones(8), pl, torch.ones(8), rw, rl, None, hw, hl)
+    batch = PairBatch(pw, torch.ones(8), pl, torch.ones(8), rw, rl, None, hw, hl)
     loss, figures = PDPO(batch, {"beta": 0.3, "weight": 0.7, "exclude": exclude, "scale": 2.0})
-    close(loss.mean(), float(naive(leaves, 2.0, 0.3, 0.7, kept).detach()))
+    close(loss.mean(), float(naive(leaves, 2.0, 0.3, 0.7, included).detach()))
     close(figures["excluded"], exclude / 8)
     for ours, theirs in zip(torch.autograd.grad(loss.mean(), leaves), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-12)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 
 from prefed.losses.ppo import (
-    drift,
     gae,
+    kl_estimate,
     pair_rewards,
     policy_loss,
     ppo,
@@ -50,14 +50,14 @@ def test_standardise_golden() -> None:
 
 
 @given(SEEDS, st.floats(0.01, 100), st.floats(-100, 100))
-def test_standardised_scores_know_no_unit(seed: int, scale: float, shift: float) -> None:
+def test_standardised_scores_do_not_depend_on_the_unit(seed: int, scale: float, shift: float) -> None:
     """A reward model's zero and unit are arbitrary: a r + b, a > 0, gives the same."""
     scores = normal(seed, 6, 2)
     torch.testing.assert_close(standardize(scale * scores + shift), standardize(scores), rtol=1e-6, atol=1e-6)
 
 
 def test_pair_rewards_golden() -> None:
-    """d = 5 and d = −2: the second pair is ordered against its label, and so it is rewarded."""
+    """d = 5 and d = −2: in the second pair the reward model prefers the rejected response."""
     close(pair_rewards(t(3, -2, 0, 2).view(2, 2)), t(2.5, -2.5, -1, 1).view(2, 2))
 
 
@@ -94,7 +94,7 @@ def test_gae_is_its_sum(lengths: list[int], seed: int, discount: float, trace: f
 
 @given(LENGTHS, SEEDS)
 def test_gae_at_its_ends(lengths: list[int], seed: int) -> None:
-    """γ = λ = 1 telescopes to the rewards still to come less V; λ = 0 leaves δ_t."""
+    """With γ = λ = 1 the sum is the rewards to come minus V; with λ = 0 it is δ_t."""
     rewards, values = normal(seed, 2, sum(lengths))
     sizes = torch.tensor(lengths)
     to_come = torch.cat([r.flip(0).cumsum(0).flip(0) for r in rewards.split(lengths)])
@@ -122,7 +122,7 @@ def test_policy_loss_golden(ratio: float, advantage: float, loss: float, slope: 
 
 
 @given(SEEDS, st.floats(0.01, 0.9))
-def test_clipping_never_flatters(seed: int, clip: float) -> None:
+def test_a_clipped_loss_is_no_smaller(seed: int, clip: float) -> None:
     """The clipped loss is at least the unclipped one, for the policy and for the critic."""
     new, old, other = normal(seed, 3, 20)
     assert (policy_loss(new, old, other, clip=clip) >= -(new - old).exp() * other - 1e-12).all()
@@ -130,18 +130,18 @@ def test_clipping_never_flatters(seed: int, clip: float) -> None:
 
 
 def test_value_loss_golden() -> None:
-    """V_old = 1, ε = ½. V = 3 towards G = 4: held at 1.5, 2.5² over 1². Away from G = 0: 3² over 1.5².
+    """V_old = 1, ε = ½. G = 4, V = 3: clipped to 1.5, so 2.5² and not 1². G = 0, V = 3: 3² and not 1.5².
     V = 1.2 lies inside: 0.8²."""
     close(value_loss(t(3, 3, 1.2), t(1, 1, 1), t(4, 0, 2), clip=0.5), t(6.25, 9, 0.64))
 
 
 @given(SEEDS)
-def test_drift_is_a_divergence(seed: int) -> None:
+def test_kl_estimate_is_a_divergence(seed: int) -> None:
     """ρ − 1 − log ρ ≥ 0, 0 where nothing moved; averaged over π_old it is KL(π_old ‖ π)."""
     old, new = normal(seed, 2, 6).log_softmax(1)
-    assert (drift(new, old) >= 0).all()
-    assert not drift(old, old).any()
-    close((old.exp() * drift(new, old)).sum(), (old.exp() * (old - new)).sum())
+    assert (kl_estimate(new, old) >= 0).all()
+    assert not kl_estimate(old, old).any()
+    close((old.exp() * kl_estimate(new, old)).sum(), (old.exp() * (old - new)).sum())
 
 
 SETTINGS = {"kl": 0.0, "discount": 1.0, "trace": 1.0, "scaled": 0.0}
@@ -149,7 +149,8 @@ SETTINGS = {"kl": 0.0, "discount": 1.0, "trace": 1.0, "scaled": 0.0}
 
 def test_rollout_golden() -> None:
     """One pair of two tokens and one, d/2 = 3, V = 0: at γ = λ = 1 the advantages are 3, 3, −3, of mean 1
-    and σ = √8; scaled they keep their signs. A critic that says 1 takes 1 off and leaves the returns."""
+    and σ = √8; scaled they keep their signs. With V = 1 each advantage
+    is 1 lower, and the returns are the same."""
     lengths, zero = torch.tensor([2, 1]), torch.zeros(3, dtype=torch.float64)
     plain = rollout(zero, zero, zero, t(3, -3), lengths, **SETTINGS)
     close(plain.advantages, t(3, 3, -3))
@@ -163,8 +164,8 @@ def test_rollout_golden() -> None:
     close(plain.take(torch.tensor([2])).advantages, t(-3))
 
 
-def test_rollout_without_any_reward_is_at_rest() -> None:
-    """Advantages that are all 0 have no spread to divide by."""
+def test_rollout_without_any_reward_has_no_advantages() -> None:
+    """The advantages are all 0. Their standard deviation is 0 too, and nothing is divided by it."""
     zero = torch.zeros(3)
     assert not rollout(
         zero, zero, zero, zero[:1], torch.tensor([3]), **{**SETTINGS, "scaled": 1.0}
@@ -174,9 +175,9 @@ def test_rollout_without_any_reward_is_at_rest() -> None:
 def test_ppo_golden() -> None:
     """ρ = (1, 2), A = (1, −1), V = (0, ½), G = (1, 1), V_old = 0, ε = 0.9, entropies (1, 3), coefficients
     ½ and 0.1: policy −1 and 2, critic 1 and ¼."""
-    then = rollout(t(0, 0), t(0, 0), t(0, 0), t(1, 1), torch.tensor([1, 1]), **SETTINGS)
-    then = type(then)(then.logprobs, then.values, t(1, -1), then.returns)
-    loss, figures = ppo(then, t(0, math.log(2)), t(0, 0.5), t(1, 3), clip=0.9, value=0.5, entropy=0.1)
+    old = rollout(t(0, 0), t(0, 0), t(0, 0), t(1, 1), torch.tensor([1, 1]), **SETTINGS)
+    old = type(old)(old.logprobs, old.values, t(1, -1), old.returns)
+    loss, figures = ppo(old, t(0, math.log(2)), t(0, 0.5), t(1, 3), clip=0.9, value=0.5, entropy=0.1)
     close(loss, t(-1 + 0.5 - 0.1, 2 + 0.125 - 0.3))
     expected = {
         "policy_loss": 0.5,
@@ -192,7 +193,7 @@ def test_ppo_golden() -> None:
 def test_the_first_gradient_is_the_policy_gradient(
     chosen: int, rejected: int, seed: int, half: float
 ) -> None:
-    """A softmax policy with logits of its own for every place of a response. With λ = 1, V = 0, no penalty,
+    """A softmax policy with separate logits for every position of a response. With λ = 1, V = 0, no penalty,
     no entropy, sums and no scaling, tokens of y_w have A = d/2 and those of y_l −d/2, and at ρ = 1 the
     slope of −ρA in log π is −A: together −(d/2) ∇[log π(y_w) − log π(y_l)]."""
     draw = torch.Generator().manual_seed(seed)
@@ -200,8 +201,8 @@ def test_the_first_gradient_is_the_policy_gradient(
     words = [torch.randint(4, (n,), generator=draw) for n in (chosen, rejected)]
     parts = [logits.log_softmax(1)[torch.arange(len(w)), w] for w in words]
     new, zero = torch.cat(parts), torch.zeros(chosen + rejected, dtype=torch.float64)
-    then = rollout(new.detach(), zero, zero - 1, t(half, -half), torch.tensor([chosen, rejected]), **SETTINGS)
-    loss, _ = ppo(then, new, zero, zero, clip=0.2, value=0.0, entropy=0.0)
+    old = rollout(new.detach(), zero, zero - 1, t(half, -half), torch.tensor([chosen, rejected]), **SETTINGS)
+    loss, _ = ppo(old, new, zero, zero, clip=0.2, value=0.0, entropy=0.0)
     ours = torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0]
     theirs = torch.autograd.grad(-half * (parts[0].sum() - parts[1].sum()), logits)[0]
     close(ours, theirs)

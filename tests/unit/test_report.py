@@ -16,8 +16,7 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.core import Privacy
-from prefed.metrics.accuracy import all_over_clients, over_clients
-from prefed.metrics.fairness import spread
+from prefed.metrics import federated_metric, federated_metrics, spread
 from prefed.report import RunError, drawing, plots, read_run
 from prefed.report.page import render, write_page
 from prefed.report.result import print_result
@@ -51,7 +50,7 @@ def test_a_spread_in_six_numbers():
     """0.75, 1.0 and 0.25: mean 2/3; deviations 1/12, 1/3, −5/12 give a variance of
     (1 + 16 + 25)/144/3 = 42/432 = 7/72; Jain 2²/(3·(9/16 + 1 + 1/16)) = 4/(3·13/8) = 32/39.
     A tenth of three clients is one client, the worst."""
-    figure = spread(over_clients({"ann": 0.75, "bob": 1.0, "cyd": 0.25}))
+    figure = spread(federated_metric({"ann": 0.75, "bob": 1.0, "cyd": 0.25}))
     assert figure.mean == pytest.approx(2 / 3)
     assert (figure.worst, figure.worst_decile, figure.best) == (0.25, 0.25, 1.0)
     assert figure.std == pytest.approx((7 / 72) ** 0.5)
@@ -59,11 +58,11 @@ def test_a_spread_in_six_numbers():
 
 
 def test_the_worst_tenth_of_twenty_is_two():
-    assert spread(over_clients({str(k): k / 20 for k in range(20)})).worst_decile == pytest.approx(0.025)
+    assert spread(federated_metric({str(k): k / 20 for k in range(20)})).worst_decile == pytest.approx(0.025)
 
 
 def test_jain_of_nothing_at_all_is_even():
-    assert spread(over_clients({"a": 0.0, "b": 0.0})).jain == 1.0
+    assert spread(federated_metric({"a": 0.0, "b": 0.0})).jain == 1.0
 
 
 @given(
@@ -72,8 +71,8 @@ def test_jain_of_nothing_at_all_is_even():
 )
 def test_jain_is_a_share_and_has_no_unit(values, factor):
     """Cauchy and Schwarz: (Σx)² ≤ n Σx²; for x ≥ 0 Σx² ≤ (Σx)². Scaling cancels."""
-    figure = spread(over_clients({str(k): x for k, x in enumerate(values)}))
-    scaled = spread(over_clients({str(k): factor * x for k, x in enumerate(values)}))
+    figure = spread(federated_metric({str(k): x for k, x in enumerate(values)}))
+    scaled = spread(federated_metric({str(k): factor * x for k, x in enumerate(values)}))
     assert 1 / len(values) - 1e-12 <= figure.jain <= 1 + 1e-12
     assert scaled.jain == pytest.approx(figure.jain)
     assert scaled.std == pytest.approx(factor * figure.std, abs=1e-12)
@@ -116,7 +115,7 @@ def test_clients_too_small_for_a_figure_are_said_and_counted(tmp_path):
     small = {"dee": {"x": 0.0}, "eve": {"x": 0.5}}
     found = {client: {"x": values[-1]} for client, values in CLIENTS.items()} | small
     pairs = dict.fromkeys(CLIENTS, 4) | dict.fromkeys(small, 2)
-    figure = all_over_clients(found, pairs, Privacy(minimum_pairs=4))["x"]
+    figure = federated_metrics(found, pairs, Privacy(minimum_pairs=4))["x"]
     path = write_run(tmp_path / "run", preference_accuracy=figure)
     run = read_run(path)
     assert (run.judged, run.clients) == (5, ("ann", "bob", "cyd"))

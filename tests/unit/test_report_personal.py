@@ -7,16 +7,16 @@ import pytest
 from rich.console import Console
 
 from finished import CLIENTS, write_run
-from prefed.metrics.accuracy import over_clients
+from prefed.metrics import federated_metric
 from prefed.report import plots, read_run
 from prefed.report.page import render
 from prefed.report.tables import reward_table
 
 GATES = {"gate": {"ann": {"0": 0.25, "1": 0.5, "11": 1.0}, "cyd": {"0": 0.75, "1": 0.25, "11": 0.0}}}
 HEAD = {
-    "combined_accuracy": over_clients({"ann": 0.5, "bob": 1.0, "cyd": 0.75}),
-    "explicit_accuracy": over_clients({"ann": 0.25, "bob": 0.5, "cyd": 0.0}),
-    "agreement": over_clients(dict.fromkeys(CLIENTS, 0.125)),
+    "combined_accuracy": federated_metric({"ann": 0.5, "bob": 1.0, "cyd": 0.75}),
+    "explicit_accuracy": federated_metric({"ann": 0.25, "bob": 0.5, "cyd": 0.0}),
+    "agreement": federated_metric(dict.fromkeys(CLIENTS, 0.125)),
     "margin": 0.5,
     "explicit_margin": 0.4375,
 }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefed import wire
 from prefed.core import Download, Entry, Layout, State, Tensors, Upload
-from prefed.wire import WireError, decode_download, decode_state, decode_upload, encode, limits
+from prefed.wire import WireError, decode_download, decode_state, decode_upload, encode, upload_limits
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 PLAIN = st.recursive(
@@ -167,7 +167,7 @@ def test_a_message_is_within_its_limits(groups, scalars, client, number):
     floats = {name: Tensors(t.layout, t.flat.double()) for name, t in groups.items()}
     data = encode(Upload(client, -1.2345678901234567e-300, floats, scalars, number))
     layouts = {name: tensors.layout for name, tensors in floats.items()}
-    header, whole = limits(client, layouts, torch.float64, scalars)
+    header, whole = upload_limits(client, layouts, torch.float64, scalars)
     assert int.from_bytes(data[:8], "little") <= header
     assert len(data) <= whole <= len(data) + 2048 + 64 * len(scalars) + 256 * len(groups)
     assert decode_upload(data, (header, whole)).client == client

@@ -128,8 +128,8 @@ def _free(folder: Path) -> Path:
 
 def _oracle(records: Sequence[Record]) -> dict[str, Any]:
     from prefed.data.synthetic import oracle_accuracy
-    from prefed.metrics.accuracy import over_clients
+    from prefed.metrics import federated_metric
 
     tested = [record for record in records if record.split == "test"]
     names = sorted({record.client for record in tested if record.client})
-    return dict(over_clients({c: oracle_accuracy([r for r in tested if r.client == c]) for c in names}))
+    return dict(federated_metric({c: oracle_accuracy([r for r in tested if r.client == c]) for c in names}))

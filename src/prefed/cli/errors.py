@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import typer
 
-from prefed.core.text import visible_lines
+from prefed.core.text import printable_lines
 
 __all__ = ["reported"]
 
@@ -29,5 +29,5 @@ def reported() -> Iterator[None]:
             raise
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         # A message may quote what files hold: only its own line breaks reach the terminal as such.
-        typer.echo(visible_lines(f"error: {error}{notes}"), err=True)
+        typer.echo(printable_lines(f"error: {error}{notes}"), err=True)
         raise typer.Exit(1) from None

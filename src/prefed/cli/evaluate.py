@@ -65,12 +65,12 @@ def evaluate(
 
 
 def _print(judged: Evaluation, name: str, console: Console) -> None:
-    from prefed.metrics.accuracy import MEANS
+    from prefed.metrics import MEAN_METRICS
     from prefed.report.tables import clients_table, unseen_table
     from prefed.runs.figures import REWARDED, figures_of
 
     if judged.figures:
-        held = {n: figure for n, figure in figures_of(judged.figures).items() if n not in MEANS}
+        held = {n: figure for n, figure in figures_of(judged.figures).items() if n not in MEAN_METRICS}
         title = f"{name}: share of {judged.what} ordered rightly"
         usual = [figure for n, figure in held.items() if n not in REWARDED]
         console.print(clients_table(title, usual, judged.pairs.get))

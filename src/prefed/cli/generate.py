@@ -78,14 +78,14 @@ def _print(prompt: str, base: str, aligned: str, name: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from prefed.core.text import visible_lines
+    from prefed.core.text import printable_lines
     from prefed.trackers.terminal import standard_output
 
     console = standard_output()
     if prompt:
-        console.print(Text(visible_lines(prompt.strip()), style="bold"))
+        console.print(Text(printable_lines(prompt.strip()), style="bold"))
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
     for head in ("base", name):
         table.add_column(Text(head), ratio=1, overflow="fold")
-    table.add_row(*(Text(visible_lines(text.strip())) for text in (base, aligned)))
+    table.add_row(*(Text(printable_lines(text.strip())) for text in (base, aligned)))
     console.print(table)

@@ -37,7 +37,7 @@ def _run(file: Path, overrides: list[str], out: Path | None, resume: bool) -> No
 
         # What is wrong with the file is said before PyTorch is imported, which takes seconds.
         experiment = Experiment.load(file, overrides)
-        from prefed.core.text import counted
+        from prefed.core.text import pluralize
         from prefed.report.result import print_result
         from prefed.runs.run import default_out
         from prefed.runs.run import run as run_experiment
@@ -49,7 +49,7 @@ def _run(file: Path, overrides: list[str], out: Path | None, resume: bool) -> No
         if path.is_file():
             raise ValueError(f"{path} is a file, not a folder; choose another --out")
         told.append(path)
-        rounds = counted(experiment.rounds, "round", "rounds")
+        rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
         result = run_experiment(experiment, path, resume=resume, callbacks=[Terminal(console)])
         print_result(result.summary, console)

@@ -20,7 +20,7 @@ from pydantic import (
 from prefed.config.errors import ConfigError, explain, nearest
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
 from prefed.core import Privacy
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 from prefed.data import DataConfig
 from prefed.merge import MergeConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class CohortConfig(Strict):
+class CohortConfig(StrictModel):
     """How many clients take part in a round; they are drawn without replacement.
 
     >>> CohortConfig(fraction=0.1).of(53), CohortConfig().of(53)
@@ -58,7 +58,7 @@ class CohortConfig(Strict):
         return self.size if self.fraction is None else max(1, round(self.fraction * clients))
 
 
-class EvaluateConfig(Strict):
+class EvaluateConfig(StrictModel):
     """How clients' models are evaluated on their own pairs."""
 
     every: int = Field(
@@ -90,7 +90,7 @@ class EvaluateConfig(Strict):
         return self
 
 
-class EngineConfig(Strict):
+class EngineConfig(StrictModel):
     """Where clients work. Only ``threads``, ``max_tokens`` and ``state_dtype`` can change a digit."""
 
     name: Literal["local"] = Field("local", description="on this machine")
@@ -161,7 +161,7 @@ class MethodConfig(BaseModel):
         return METHODS[self.name]
 
 
-class Experiment(Strict):
+class Experiment(StrictModel):
     """A whole experiment: everything that a run needs to know.
 
     >>> experiment = Experiment(

@@ -1,18 +1,18 @@
-"""The nouns: tensors, owners, keys, phases, messages, methods. Imports nothing else of prefed."""
+"""The basic types: tensors, owners, keys, phases, messages, methods. Imports no other room of prefed."""
 
 from prefed.core.callback import Callback, Callbacks
 from prefed.core.key import Key
 from prefed.core.method import POOLED, ClientTrainer, Exchange, Method, Round
 from prefed.core.ownership import Owner, Ownership
 from prefed.core.phase import Moments, Objective, Optimizer, Penalty, Phase, PhaseResult, Proximal
-from prefed.core.privacy import UNBOUNDED, Privacy
+from prefed.core.privacy import NO_MINIMUM, Privacy
 from prefed.core.state import OPTIMIZER, Download, Plain, State, Upload
 from prefed.core.tensors import Entry, Layout, Tensors
 
 __all__ = [
+    "NO_MINIMUM",
     "OPTIMIZER",
     "POOLED",
-    "UNBOUNDED",
     "Callback",
     "Callbacks",
     "ClientTrainer",

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: asked once whether it answers, before libraries that would ask many times."""
+"""The Hugging Face hub: one request shows whether it answers, before libraries make many."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import contextmanager
 __all__ = ["PATIENCE", "in_reach"]
 
 PATIENCE = 5.0
-"""Seconds that the hub has to answer."""
+"""Seconds to wait for the hub's answer."""
 
 
 @contextmanager
 def in_reach() -> Iterator[bool]:
-    """Whether the hub answers; inside, where it does not, its libraries look at their local cache alone.
+    """Whether the hub answers. If it does not, its libraries use only their local cache inside the ``with``.
 
-    Left to themselves they try each of several files six times, half a minute and more, before they look
-    there. ``HF_HUB_OFFLINE=1`` in the environment spares the question too.
+    By themselves they request each of several files six times before they use the cache, which takes half a
+    minute and more. With ``HF_HUB_OFFLINE=1`` in the environment there is no request at all.
     """
     from huggingface_hub import constants
 
@@ -24,8 +24,8 @@ def in_reach() -> Iterator[bool]:
         yield False
         return
     answers = _answers(constants.ENDPOINT)
-    # What is_offline_mode() reads. `datasets` heeds no argument for it, and the variable in the environment
-    # is read but once, when the library is first imported.
+    # is_offline_mode() reads this. `datasets` has no argument for it, and the environment's variable is read
+    # only when the library is first imported.
     constants.HF_HUB_OFFLINE = not answers
     try:
         yield answers
@@ -38,6 +38,6 @@ def _answers(endpoint: str) -> bool:
 
     try:
         get_session().head(endpoint, timeout=PATIENCE)
-    except Exception:  # the transport's own kinds, which differ between versions of the library
+    except Exception:  # their classes differ between versions of the library
         return False
     return True

@@ -1,4 +1,4 @@
-"""Named randomness: a draw is a function of what it is for, never of when it was made."""
+"""Named randomness: random numbers depend on the name of their purpose, not on the order of draws."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Key"]
 class Key:
     """A name for a stream of random numbers.
 
-    Two keys with one seed and one path give the same numbers wherever and in whatever order they are
-    used; any difference in the path gives an independent stream.
+    Keys with equal seed and path give the same numbers, wherever and in whatever order they are used. Any
+    difference in the path gives an independent stream.
 
     >>> key = Key(42).at("round", 3).at("client", "ward-7")
     >>> int(key.at("batches").numpy().integers(100)) == int(key.at("batches").numpy().integers(100))
@@ -28,12 +28,12 @@ class Key:
     path: tuple[str, ...] = ()
 
     def at(self, name: str, value: int | str | None = None) -> Key:
-        """The key one step further down: ``key.at("round", 3)`` or ``key.at("batches")``."""
+        """The key with one more step in its path: ``key.at("round", 3)`` or ``key.at("batches")``."""
         step = repr(name) if value is None else f"{name!r}={value!r}"
         return Key(self.seed, (*self.path, step))
 
     def number(self) -> int:
-        """A 63-bit seed: the head of SHA-256 over the seed and the path."""
+        """A 63-bit seed: the first bits of SHA-256 over the seed and the path."""
         text = "\x1f".join((str(self.seed), *self.path))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -1,21 +1,24 @@
-"""What takes long to import, imported when it is first used.
+"""Libraries and modules that take long to import, imported at their first use.
 
-An experiment file is read and checked, and methods are listed, without PyTorch, NumPy or a model library:
-the rooms ``core``, ``losses``, ``merge``, ``methods`` and ``wire`` take ``torch`` and ``np`` from here, and
-the packages ``data`` and ``models`` hand out their names through :func:`names`.
+Reading an experiment file takes neither PyTorch nor NumPy nor a model library. So the rooms
+``core``, ``losses``, ``merge``, ``methods`` and ``wire`` take ``torch`` and ``np`` from here. The packages
+``data`` and ``models`` import their modules through :func:`attach`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["F", "names", "np", "torch"]
+__all__ = ["F", "attach", "np", "torch"]
 
 
-class _Later(ModuleType):
+class _LazyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(import_module(self.__name__), name)
 
@@ -25,23 +28,30 @@ if TYPE_CHECKING:
     import torch
     import torch.nn.functional as F
 else:
-    np = _Later("numpy")
-    torch = _Later("torch")
-    F = _Later("torch.nn.functional")
+    np = _LazyModule("numpy")
+    torch = _LazyModule("torch")
+    F = _LazyModule("torch.nn.functional")
 
 
-def names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__``: its names are imported when they are asked for.
+def attach(package: str, file: str) -> Callable[[str], Any]:
+    """A ``__getattr__`` for a package: it carries out an import under ``if TYPE_CHECKING:`` at the first use.
+
+    So the imports that a type checker reads are also those that run, each when its name is needed.
 
     Args:
-        package: its ``__name__``.
-        modules: a module of the package → the names in it, with spaces between.
+        package: the ``__name__`` of the package.
+        file: its ``__file__``.
     """
-    where = {name: f"{package}.{module}" for module, held in modules.items() for name in held.split()}
+
+    @cache
+    def modules() -> dict[str, str]:
+        blocks = [n for n in ast.parse(Path(file).read_text("utf-8")).body if isinstance(n, ast.If)]
+        imports = [n for block in blocks for n in block.body if isinstance(n, ast.ImportFrom)]
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
-        if name not in where:
+        if name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(where[name]), name)
+        return getattr(import_module(modules()[name]), name)
 
     return get

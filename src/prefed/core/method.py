@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from prefed.core.key import Key
 from prefed.core.ownership import Ownership
 from prefed.core.phase import Objective, Phase, PhaseResult
-from prefed.core.privacy import UNBOUNDED, Privacy
+from prefed.core.privacy import NO_MINIMUM, Privacy
 from prefed.core.state import Download, State, Upload
 from prefed.core.tensors import Layout, Tensors
 
@@ -35,7 +35,7 @@ class Round:
     rounds: int
     key: Key
     weights: Mapping[str, float]
-    privacy: Privacy = UNBOUNDED
+    privacy: Privacy = NO_MINIMUM
 
 
 class ClientTrainer(Protocol):
@@ -127,7 +127,7 @@ class Exchange:
 
         All of ``scalars``, or none if the client has fewer training pairs than ``[privacy] minimum_pairs``.
         """
-        return self.scalars if now.privacy.tells(now.weights[client]) else frozenset()
+        return self.scalars if now.privacy.may_report(now.weights[client]) else frozenset()
 
 
 @dataclass(frozen=True)

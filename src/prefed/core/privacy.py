@@ -1,18 +1,19 @@
-"""What must not leave a client, whatever a method or an evaluation would send: the ``[privacy]`` table."""
+"""The ``[privacy]`` table: figures that must not leave a client, whatever the method."""
 
 from pydantic import Field
 
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 
-__all__ = ["UNBOUNDED", "Privacy"]
+__all__ = ["NO_MINIMUM", "Privacy"]
 
 
-class Privacy(Strict):
-    """What must not leave a client.
+class Privacy(StrictModel):
+    """Which figures of one client may be sent or shown.
 
-    A mean over few pairs tells of each of them: over one pair it is that pair's figure.
+    A mean over few pairs reveals much about each of them; over one pair it is that pair's figure.
 
-    >>> Privacy(minimum_pairs=4).tells(4), Privacy(minimum_pairs=4).tells(3), Privacy().tells(1)
+    >>> four = Privacy(minimum_pairs=4)
+    >>> four.may_report(4), four.may_report(3), Privacy().may_report(1)
     (True, False, True)
     """
 
@@ -23,13 +24,13 @@ class Privacy(Strict):
         "in means alone; 0: no bound, for simulations; 4 is a start where clients are people",
     )
 
-    def tells(self, pairs: float) -> bool:
-        """Whether a figure over so many pairs of one client may be told of that client alone.
+    def may_report(self, pairs: float) -> bool:
+        """Whether a mean over so many pairs of one client may be sent or shown for that client.
 
-        Everything that sends or shows a mean over a client's pairs asks this, on either side.
+        All code that sends or shows such a mean asks this, at the client and at the server.
         """
         return pairs >= self.minimum_pairs
 
 
-UNBOUNDED = Privacy()
-"""No bound at all: what a simulation has unless it is told otherwise."""
+NO_MINIMUM = Privacy()
+"""No bound: the default of a simulation."""

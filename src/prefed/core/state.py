@@ -1,4 +1,4 @@
-"""What a server or a client remembers between rounds, and what they send each other."""
+"""The state of a server or a client between rounds, and the messages between them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from prefed.core.tensors import Tensors
 __all__ = ["OPTIMIZER", "Download", "Plain", "State", "Upload"]
 
 OPTIMIZER = "optimizer."
-"""How groups of a private state begin that hold what optimisers remember; they keep their own dtype."""
+"""The prefix of groups of a private state that are an optimiser's memory. They are stored in full."""
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""Values that JSON keeps without loss."""
+"""Values that JSON stores without loss."""
 
 
 T = TypeVar("T")
@@ -27,10 +27,10 @@ def _frozen(mapping: Mapping[str, T]) -> Mapping[str, T]:
 
 @dataclass(frozen=True)
 class State:
-    """Everything a server or a client keeps: named groups of tensors and plain values.
+    """The whole state of a server or a client: named groups of tensors and plain values.
 
-    It is written to safetensors and JSON and read again without loss, so a method that keeps all it
-    needs here can be stopped and resumed to the bit.
+    It is written as safetensors and JSON and read again without loss. So a method whose state is all in here
+    can be stopped and resumed to the bit.
 
     >>> state = State({"model": Tensors.empty()}, {"visits": 1})
     >>> state.update(values={"visits": 2}).values["visits"]
@@ -47,7 +47,7 @@ class State:
     def update(
         self, tensors: Mapping[str, Tensors] | None = None, values: Mapping[str, Plain] | None = None
     ) -> State:
-        """A copy with the given groups and values put in or replaced."""
+        """A copy with these groups and values added or replaced."""
         return replace(
             self, tensors={**self.tensors, **(tensors or {})}, values={**self.values, **(values or {})}
         )
@@ -55,7 +55,7 @@ class State:
 
 @dataclass(frozen=True)
 class Download:
-    """What a server sends one client: groups of tensors and numbers."""
+    """A server's message to one client: groups of tensors and numbers."""
 
     tensors: Mapping[str, Tensors] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
@@ -63,13 +63,13 @@ class Download:
 
 @dataclass(frozen=True)
 class Upload:
-    """All that a server may ever see of a visit.
+    """A client's message to the server: all that the server sees of a visit.
 
     Attributes:
         client: who sends it.
         weight: the client's number of training pairs n_i.
         tensors: groups of shared tensors, e.g. ``{"model": …}``.
-        scalars: numbers the method declared, e.g. the mean training loss.
+        scalars: numbers that the exchange declares, e.g. the mean training loss.
         sent_at: the round whose server state the client started from.
     """
 

@@ -6,20 +6,20 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-__all__ = ["Strict"]
+__all__ = ["StrictModel"]
 
 
-class Strict(BaseModel):
-    """A frozen settings record that refuses unknown keys, and numbers that are none."""
+class StrictModel(BaseModel):
+    """A frozen settings record that refuses unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _no_truth(cls, given: Any) -> Any:
-        """Refuse true and false where a number is asked for: Python counts them as 1 and 0."""
+    def _refuse_booleans(cls, data: Any) -> Any:
+        """Refuse true and false for a number; Python would take them as 1 and 0."""
         wrong: list[InitErrorDetails] = []
-        for name, value in given.items() if isinstance(given, Mapping) else ():
+        for name, value in data.items() if isinstance(data, Mapping) else ():
             if isinstance(value, bool) and name in cls.model_fields:
                 annotation = cls.model_fields[name].annotation
                 kinds = {annotation, *get_args(annotation)}
@@ -28,4 +28,4 @@ class Strict(BaseModel):
                     wrong.append(InitErrorDetails(type=what, loc=(name,), input=value))
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
-        return given
+        return data

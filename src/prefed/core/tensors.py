@@ -20,7 +20,7 @@ class Entry:
         name: unique, e.g. ``"lora/3/attn.c_attn/A"``.
         shape: the tensor's shape.
         part: the part of the model it belongs to: ``"lora"``, ``"head"``, ``"bottleneck"``, …
-        block: index of the transformer block it sits in, ``None`` outside the blocks.
+        block: index of its transformer block; ``None`` outside the blocks.
         factor: ``"A"`` (rank × in) or ``"B"`` (out × rank) for a LoRA factor, else ``None``.
     """
 
@@ -38,10 +38,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The order, names and shapes of the tensors in a flat buffer.
+    """The names and shapes of the tensors in a flat buffer, in order.
 
     Raises:
-        ValueError: two entries carry one name.
+        ValueError: two entries have the same name.
 
     >>> layout = Layout((Entry("a", (2,), "lora"), Entry("b", (1, 3), "head")))
     >>> layout.size, layout.span("b")
@@ -81,7 +81,7 @@ class Layout:
         return self._index[name][0]
 
     def span(self, name: str) -> tuple[int, int]:
-        """First element and one past the last of ``name`` in the buffer."""
+        """The index of the first element of ``name`` in the buffer, and one past the last."""
         entry, offset = self._index[name]
         return offset, offset + entry.size
 
@@ -101,25 +101,25 @@ class Layout:
         return tuple(merged)
 
     def select(self, names: Iterable[str]) -> Layout:
-        """The layout of ``names`` alone, in this layout's order.
+        """The layout of only ``names``, in this layout's order.
 
         Raises:
             KeyError: a name is not in the layout.
         """
-        wanted = set(names)
-        unknown = wanted - set(self.names)
+        chosen = set(names)
+        unknown = chosen - set(self.names)
         if unknown:
             raise KeyError(f"no such tensor: {', '.join(sorted(unknown))}")
-        if len(wanted) == len(self.entries):
+        if len(chosen) == len(self.entries):
             return self
-        return Layout(tuple(entry for entry in self.entries if entry.name in wanted))
+        return Layout(tuple(entry for entry in self.entries if entry.name in chosen))
 
 
 class Tensors(Mapping[str, "torch.Tensor"]):
     """An immutable mapping from names to tensors that are views of one flat buffer.
 
-    A client's whole LoRA is one vector: copying it, averaging it or measuring it is one call on
-    :attr:`flat`, while ``tensors["lora/0/attn.c_attn/A"]`` gives the matrix of that name.
+    A client's whole LoRA is one vector: to copy, average or measure it takes one call on :attr:`flat`.
+    ``tensors["lora/0/attn.c_attn/A"]`` is the matrix of that name.
 
     Args:
         layout: names and shapes.
@@ -146,12 +146,12 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
     @staticmethod
     def zeros(layout: Layout, dtype: torch.dtype | None = None) -> Tensors:
-        """All zeros in ``layout``, float32 if no dtype is given."""
+        """All zeros in ``layout``, float32 unless ``dtype`` is given."""
         return Tensors(layout, torch.zeros(layout.size, dtype=dtype or torch.float32))
 
     @staticmethod
     def gather(layout: Layout, values: Mapping[str, torch.Tensor]) -> Tensors:
-        """Copy ``values`` (which must hold every name of ``layout``) into one buffer."""
+        """Copy ``values``, which must have every name of ``layout``, into one buffer."""
         if not layout.entries:
             return Tensors.zeros(layout)
         return Tensors(layout, torch.cat([values[name].detach().reshape(-1) for name in layout.names]))
@@ -175,7 +175,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         return f"Tensors({len(self)} tensors, {self.layout.size} elements, {self.flat.dtype})"
 
     def select(self, names: Iterable[str]) -> Tensors:
-        """The named tensors alone, in this order; a view where they lie side by side, else a copy."""
+        """The named tensors, in the order of this layout: a view if they lie side by side, else a copy."""
         layout = self.layout.select(names)
         if layout is self.layout:
             return self
@@ -185,10 +185,10 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         return Tensors.gather(layout, self)
 
     def replace(self, *others: Mapping[str, torch.Tensor]) -> Tensors:
-        """A copy in which the tensors that ``others`` name have their values, the last one's where two do.
+        """A copy with the values of ``others`` for the tensors that these name; the last of them wins.
 
         Raises:
-            KeyError: one names a tensor that is not here.
+            KeyError: one of them names an unknown tensor.
         """
         result = self.clone()
         for other in others:
@@ -202,7 +202,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         return result
 
     def join(self, other: Tensors) -> Tensors:
-        """These tensors followed by ``other``'s; the two share no name."""
+        """These tensors followed by those of ``other``. No name is in both."""
         if not other.layout.entries:
             return self
         if not self.layout.entries:
@@ -217,7 +217,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         """The same values in another dtype."""
         return Tensors(self.layout, self.flat.to(dtype))
 
-    def _other(self, other: Tensors | float) -> torch.Tensor | float:
+    def _operand(self, other: Tensors | float) -> torch.Tensor | float:
         if isinstance(other, Tensors):
             if other.layout.names != self.layout.names:
                 raise ValueError("arithmetic needs two Tensors of one layout")
@@ -225,25 +225,25 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         return other
 
     def __add__(self, other: Tensors | float) -> Tensors:
-        return Tensors(self.layout, self.flat + self._other(other))
+        return Tensors(self.layout, self.flat + self._operand(other))
 
     def __sub__(self, other: Tensors | float) -> Tensors:
-        return Tensors(self.layout, self.flat - self._other(other))
+        return Tensors(self.layout, self.flat - self._operand(other))
 
     def __mul__(self, other: Tensors | float) -> Tensors:
-        return Tensors(self.layout, self.flat * self._other(other))
+        return Tensors(self.layout, self.flat * self._operand(other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Tensors | float) -> Tensors:
-        return Tensors(self.layout, self.flat / self._other(other))
+        return Tensors(self.layout, self.flat / self._operand(other))
 
     def __neg__(self) -> Tensors:
         return Tensors(self.layout, -self.flat)
 
     def dot(self, other: Tensors) -> float:
         """Inner product over all elements, accumulated in float64."""
-        value = self._other(other)
+        value = self._operand(other)
         assert isinstance(value, torch.Tensor)
         return float(self.flat.double() @ value.double())
 

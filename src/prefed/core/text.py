@@ -1,49 +1,60 @@
-"""Characters that a reader does not see but a terminal or a line of text obeys."""
+"""Small pieces of text for people: escaped characters, sizes, durations, the nearest name."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Callable, Iterable
 
-__all__ = ["counted", "duration", "hidden", "size", "visible", "visible_lines"]
+__all__ = [
+    "control_character",
+    "did_you_mean",
+    "duration",
+    "pluralize",
+    "printable",
+    "printable_lines",
+    "size",
+]
 
-_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Controls, marks of direction, line separators, and halves of surrogate pairs, which no output can hold.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Invisible characters that a terminal or a line of text obeys, and halves of surrogate pairs.
 
-Joiners are none of them: names in many scripts need them.
+These are controls, marks of direction and line separators. Joiners are not: names in many scripts need them.
+Halves of surrogate pairs cannot be encoded.
 """
 
 
-def hidden(text: str) -> str | None:
-    r"""The first such character of ``text`` by its number, or ``None``.
+def control_character(text: str) -> str | None:
+    r"""The code point of the first control character in ``text``, or ``None``.
 
-    >>> hidden("ward\t7"), hidden("Zoë 安娜")
+    >>> control_character("ward\t7"), control_character("Zoë 安娜")
     ('U+0009', None)
     """
-    found = _HIDDEN.search(text)
-    return None if found is None else f"U+{ord(found[0]):04X}"
+    match = _CONTROL.search(text)
+    return None if match is None else f"U+{ord(match[0]):04X}"
 
 
-def visible(text: str) -> str:
-    r"""``text`` with such characters written out.
+def printable(text: str) -> str:
+    r"""``text`` with control characters escaped.
 
-    >>> print(visible("ward\t7 \x1b[31m"))
+    >>> print(printable("ward\t7 \x1b[31m"))
     ward\t7 \x1b[31m
     """
-    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def visible_lines(text: str) -> str:
-    r"""As :func:`visible`, for a text of several lines: its line breaks stay, and tabs become blanks.
+def printable_lines(text: str) -> str:
+    r"""As :func:`printable` for a text of several lines: line breaks stay, and tabs become spaces.
 
-    >>> print(visible_lines("one\ttwo\nthree\x1b[2J"))
+    >>> print(printable_lines("one\ttwo\nthree\x1b[2J"))
     one     two
     three\x1b[2J
     """
-    return "\n".join(map(visible, text.expandtabs().split("\n")))
+    return "\n".join(map(printable, text.expandtabs().split("\n")))
 
 
 def size(amount: float) -> str:
-    """A number of bytes.
+    """A number of bytes as text.
 
     >>> size(812), size(2_359_296), size(5e9)
     ('812 B', '2.4 MB', '5.0 GB')
@@ -56,7 +67,7 @@ def size(amount: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A span of time.
+    """A time in seconds as text.
 
     >>> duration(4.26), duration(95), duration(7384)
     ('4.3 s', '1m35s', '2h03m')
@@ -67,10 +78,28 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
 
 
-def counted(number: int, one: str, more: str) -> str:
-    """A number with the words for one or for several.
+def pluralize(number: int, one: str, more: str) -> str:
+    """A number with the words for one or for several things.
 
-    >>> counted(1, "client has", "clients have"), counted(1200, "round", "rounds")
+    >>> pluralize(1, "client has", "clients have"), pluralize(1200, "round", "rounds")
     ('1 client has', '1,200 rounds')
     """
     return f"{number:,} {one if number == 1 else more}"
+
+
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, show: Callable[[str], str] = repr) -> str:
+    """The end of an error message about an unknown name: the nearest known names, or nothing if none is near.
+
+    Args:
+        name: what somebody wrote.
+        known: the names that there are.
+        most: how many of them are offered.
+        show: how each is written in the message.
+
+    >>> did_you_mean("batchsize", ["lr", "batch_size"]), did_you_mean("x", ["lr"])
+    ("; did you mean 'batch_size'?", '')
+    >>> did_you_mean("ward7", ["ward-7", "ward-8"], most=2, show=str)
+    '; did you mean ward-7 or ward-8?'
+    """
+    near = difflib.get_close_matches(name, list(known), most)
+    return f"; did you mean {' or '.join(map(show, near))}?" if near else ""

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from prefed.core.lazy import names
+from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.data.build import build_dataset
@@ -38,17 +38,4 @@ __all__ = [
     "dialogue",
 ]
 
-__getattr__ = names(
-    __name__,
-    {
-        "build": "build_dataset",
-        "config": "Columns DataConfig Partition Source",
-        "errors": "DataError DataMismatchError",
-        "dataset": "ClientData ClientSizes FederatedDataset RowCounts",
-        "record": "Message Prompt Record",
-        "sources": "FORMATS",
-        "templates": "Template dialogue",
-        "tokens": "Pair TokenSet",
-        "writer": "TokenWriter",
-    },
-)
+__getattr__ = attach(__name__, __file__)

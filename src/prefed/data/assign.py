@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core.key import Key
-from prefed.core.text import hidden
+from prefed.core.text import control_character
 from prefed.data import partition as partitions
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin, Partition
 from prefed.data.errors import DataError, MissingColumnError
@@ -84,7 +84,7 @@ def partition_value(partition: Partition, record: Record, source: str | None) ->
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     name = str(value)
-    control = hidden(name)
+    control = control_character(name)
     if control is not None:
         raise ValueError(f"{column} is {name!r}: a name has no control character, and this has {control}")
     return name

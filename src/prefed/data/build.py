@@ -56,7 +56,7 @@ def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Pa
         return FederatedDataset.open(folder)
     partial = folder.with_name(folder.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
-    files.private(partial)
+    files.private_folder(partial)
     try:
         _build(config, tokenizer, key, partial, inputs)
         if folder.exists():
@@ -64,7 +64,7 @@ def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Pa
         partial.rename(folder)
         files.sync(folder.parent)
     except OSError as error:
-        raise DataError(str(files.unwritten(folder, files.size_of(partial), error))) from error
+        raise DataError(str(files.write_error(folder, files.folder_size(partial), error))) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return FederatedDataset.open(folder)
@@ -216,6 +216,6 @@ def _write(
         "report": row_counts.model_dump(),
         "fingerprint": digest.hexdigest(),
         "inputs": inputs,
-        "digests": {path.name: files.digest_of(path) for path in sorted(folder.iterdir())},
+        "digests": {path.name: files.file_digest(path) for path in sorted(folder.iterdir())},
     }
-    files.write(folder / CLIENTS, files.sealed(clients), mode=0o600)
+    files.write(folder / CLIENTS, files.dumps_with_digest(clients), mode=0o600)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from prefed.core.strict import Strict
-from prefed.core.text import hidden
+from prefed.core.strict import StrictModel
+from prefed.core.text import control_character
 
 __all__ = [
     "ByColumn",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class Columns(Strict):
+class Columns(StrictModel):
     """The names of a source's columns. A dot leads into a nested column: ``"question.full_text"``.
 
     Attributes:
@@ -49,7 +49,7 @@ class Columns(Strict):
     split: str | None = None
 
 
-class Source(Strict):
+class Source(StrictModel):
     """A file, a folder of files or a hub data set. A plain string in its place is its ``path``.
 
     Attributes:
@@ -83,7 +83,7 @@ proportional to (k+1)^−a. A list has one positive weight per client; absolute 
 def _check_name(name: str) -> str:
     if not name:
         raise ValueError("a client's name is empty")
-    control = hidden(name)
+    control = control_character(name)
     if control is not None:
         raise ValueError(f"the client's name {name!r} has a control character, {control}")
     return name
@@ -93,7 +93,7 @@ Name: TypeAlias = Annotated[str, AfterValidator(_check_name)]
 """The id of a client: text without control characters."""
 
 
-class Iid(Strict):
+class Iid(StrictModel):
     """Shuffle the pairs and cut them into equal shards, or into shards of the given ``sizes``.
 
     Attributes:
@@ -107,7 +107,7 @@ class Iid(Strict):
     sizes: Sizes | None = None
 
 
-class ByColumn(Strict):
+class ByColumn(StrictModel):
     """One client per value of a column; with ``groups``, one per named group of values.
 
     FedBiscuit's 53 annotators and FedPDPO's (arXiv:2603.19741) 3 or 11 programming languages.
@@ -122,7 +122,7 @@ class ByColumn(Strict):
     groups: dict[Name, list[str]] | None = None
 
 
-class Dirichlet(Strict):
+class Dirichlet(StrictModel):
     """Divide each category in proportions drawn from Dir(alpha). Two clients never have the same prompt.
 
     FedBiscuit: SHP, alpha 0.3, 200 clients. FedSDG: alpha 0.1, 0.3 and 1.
@@ -142,7 +142,7 @@ class Dirichlet(Strict):
     share_prompts: bool = False
 
 
-class Margin(Strict):
+class Margin(StrictModel):
     """Sort the pairs by margin, largest first, and cut them into contiguous shards.
 
     Source: FedPDPO (arXiv:2603.19741), D.1.2.
@@ -157,13 +157,13 @@ class Margin(Strict):
     sizes: Sizes | None = None
 
 
-class BySource(Strict):
+class BySource(StrictModel):
     """One data set per client: ``data.train`` is a table of names and sources (FedPDPO, cross-domain)."""
 
     by: Literal["source"] = "source"
 
 
-class Conflict(Strict):
+class Conflict(StrictModel):
     """Two kinds of clients with opposite preferences (FedVPA-GP: 50/50, 70/30, 30/70).
 
     Attributes:
@@ -196,7 +196,7 @@ Partition: TypeAlias = Annotated[
 ]
 
 
-class DataConfig(Strict):
+class DataConfig(StrictModel):
     """The ``[data]`` table.
 
     Attributes:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed import files
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 from prefed.data.errors import DataError
 from prefed.data.tokens import TokenSet
 
@@ -38,7 +38,7 @@ class ClientData:
     test: NDArray[np.int64]
 
 
-class RowCounts(Strict):
+class RowCounts(StrictModel):
     """Counts of the rows that were read, left out and used.
 
     Attributes:
@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         DataError: the file is missing or damaged.
     """
     try:
-        return files.unsealed((folder / CLIENTS).read_bytes())
+        return files.loads_with_digest((folder / CLIENTS).read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(_damaged(folder, f"{CLIENTS}: {error}")) from error
 
@@ -179,7 +179,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _unchanged(folder: Path, digests: Mapping[str, str]) -> None:
     """Refuse files that changed since they were written. Earlier versions wrote no digests."""
     for name, digest in digests.items():
-        if files.digest_of(folder / name) != digest:
+        if files.file_digest(folder / name) != digest:
             raise ValueError(f"{name} is not what was written")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core.key import Key
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 from prefed.data import overlaps
 from prefed.data.dataset import FederatedDataset, RowCounts
 from prefed.data.splits import duplicate_mask
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class Lengths(Strict):
+class Lengths(StrictModel):
     """Numbers of tokens of texts, with special tokens."""
 
     median: float
@@ -34,7 +34,7 @@ class Lengths(Strict):
     max: int
 
 
-class ClientStatistics(Strict):
+class ClientStatistics(StrictModel):
     """Statistics of one client.
 
     Attributes:
@@ -75,7 +75,7 @@ class ClientStatistics(Strict):
     token_distance: float
 
 
-class DatasetStatistics(Strict):
+class DatasetStatistics(StrictModel):
     """Statistics of a federated dataset.
 
     A client with few pairs differs from the whole by chance alone. The random distances show by how much.

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 from prefed.core import Exchange, Plain, Round, State, Upload
-from prefed.merge import BadUpload, TooFewUploads, length
+from prefed.merge import BadUpload, TooFewUploads, update_norm
 
 __all__ = ["merge"]
 
@@ -108,4 +108,4 @@ def _largest(upload: Upload) -> float:
 def _size(upload: Upload, server: State) -> float:
     """Euclidean length of the largest of an upload's groups, as a step from the server's where it has one."""
     groups = upload.tensors.items()
-    return max((length(group, server.tensors.get(name)) for name, group in groups), default=0.0)
+    return max((update_norm(group, server.tensors.get(name)) for name, group in groups), default=0.0)

@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 import torch
 
 from prefed.core import (
+    NO_MINIMUM,
     POOLED,
-    UNBOUNDED,
     ClientTrainer,
     Download,
     Key,
@@ -22,7 +22,7 @@ from prefed.core import (
     Round,
     Tensors,
 )
-from prefed.metrics.accuracy import PairScores
+from prefed.metrics import PairScores
 
 __all__ = ["POOLED", "Job", "Sizes", "TrainerFactory"]
 
@@ -108,7 +108,7 @@ class Job:
     unseen: tuple[str, ...] = ()
     unseen_steps: tuple[int, ...] = ()
     untouched: Tensors | None = None
-    privacy: Privacy = UNBOUNDED
+    privacy: Privacy = NO_MINIMUM
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
@@ -139,7 +139,7 @@ class Job:
     def _tell(self, judged: tuple[str, ...], what: str) -> None:
         """Refuse clients of whom none has pairs enough for a figure of its own."""
         most = max((getattr(self.trainers.clients[client], self.split) for client in judged), default=None)
-        if most is not None and not self.privacy.tells(most):
+        if most is not None and not self.privacy.may_report(most):
             raise ValueError(
                 f"[privacy] minimum_pairs = {self.privacy.minimum_pairs}: no {what} is judged on so many "
                 f"{self.split} pairs (the most are {most}), and no figure could be told; lower it, or set "

@@ -15,9 +15,15 @@ from prefed.engines.job import Job
 from prefed.engines.tasks import Task, TaskResult
 from prefed.engines.validation import expected, refusal, said
 from prefed.merge import TooFewUploads
-from prefed.metrics.accuracy import MEANS, SHARES, all_over_clients, diverged, not_finite
+from prefed.metrics import (
+    ACCURACY_METRICS,
+    MEAN_METRICS,
+    divergence_warning,
+    federated_metrics,
+    not_finite_counts,
+)
 from prefed.store import RunWriter
-from prefed.wire import WireError, decode_state, decode_upload, encode, limits
+from prefed.wire import WireError, decode_state, decode_upload, encode, upload_limits
 
 __all__ = ["ServerRounds"]
 
@@ -79,7 +85,7 @@ class ServerRounds:
         record: dict[str, Any] = {"round": number, "loss": tally.figures.get("loss")}
         if number == job.rounds or (job.every and number % job.every == 0):
             evaluation = self.evaluate(server, number)
-            record |= {name: evaluation[name]["mean"] for name in SHARES[:2]}
+            record |= {name: evaluation[name]["mean"] for name in ACCURACY_METRICS[:2]}
             record["evaluation"] = evaluation
         record |= {"bytes_up": tally.up, "bytes_down": tally.down}
         record["seconds"] = time.perf_counter() - started
@@ -136,7 +142,7 @@ class ServerRounds:
             return None, answer.withheld
         ownership, model = self.job.method.ownership, self.job.trainers.initial
         groups = expected(answer.client, exchange, ownership, model.layout, now)
-        most = limits(answer.client, groups, model.flat.dtype, exchange.scalars)
+        most = upload_limits(answer.client, groups, model.flat.dtype, exchange.scalars)
         try:
             upload = decode_upload(answer.message, most)
             reason = refusal(upload, answer.client, exchange, ownership, model, now)
@@ -151,8 +157,8 @@ class ServerRounds:
         """Every judged client's figures on its own pairs, with the model it would use.
 
         Returns:
-            Of what :func:`~prefed.metrics.accuracy.measure` gives the shares, each an
-            :class:`~prefed.metrics.accuracy.Accuracy`, and the others' means over clients; for a personal
+            Of what :func:`~prefed.metrics.client_metrics` gives the shares, each an
+            :class:`~prefed.metrics.FederatedMetric`, and the others' means over clients; for a personal
             method ``shared_accuracy``, of the published model alone; ``unseen_accuracy``, one for each number
             of local steps, where there are newcomers; ``clients`` and ``left_out``: how many were judged, how
             many have no pair in the split; ``not_finite``: client → pairs without a finite log-probability,
@@ -173,15 +179,15 @@ class ServerRounds:
         unseen = {client: figures.pop(client) for client in self.job.newcomers}
         clients, split, privacy = self.job.trainers.clients, self.job.split, self.job.privacy
         pairs = {client: int(getattr(sizes, split)) for client, sizes in clients.items()}
-        measured = all_over_clients(figures, pairs, privacy)
-        evaluation: dict[str, Any] = {name: measured[name] for name in SHARES if name in measured}
-        evaluation |= {name: measured[name]["mean"] for name in MEANS if name in measured}
+        measured = federated_metrics(figures, pairs, privacy)
+        evaluation: dict[str, Any] = {name: measured[name] for name in ACCURACY_METRICS if name in measured}
+        evaluation |= {name: measured[name]["mean"] for name in MEAN_METRICS if name in measured}
         if unseen:
-            evaluation["unseen_accuracy"] = all_over_clients(unseen, pairs, privacy)
-        broken = not_finite(figures)
+            evaluation["unseen_accuracy"] = federated_metrics(unseen, pairs, privacy)
+        broken = not_finite_counts(figures)
         if broken:
             evaluation["not_finite"] = broken
-            self.callback.on_warning(f"round {number}: {diverged(broken, pairs)}")
+            self.callback.on_warning(f"round {number}: {divergence_warning(broken, pairs)}")
         left_out = sum(not count for count in pairs.values())
         return evaluation | {"split": split, "clients": len(figures), "left_out": left_out}
 
@@ -211,7 +217,7 @@ class ServerRounds:
 
         With every digit a number such as FedSDG's gate is the private tensor that it comes from.
         """
-        sizes, tells = self.job.trainers.clients, self.job.privacy.tells
+        sizes, tells = self.job.trainers.clients, self.job.privacy.may_report
         return {
             name: {
                 client: {block: round(value, 2) for block, value in blocks.items()}

@@ -11,7 +11,7 @@ import torch
 from prefed.core import ClientTrainer, Download, State
 from prefed.engines.job import Job
 from prefed.engines.validation import reduced, refusal
-from prefed.metrics.accuracy import measure
+from prefed.metrics import client_metrics
 from prefed.wire import decode_download, decode_state, encode, stored_dtype
 
 __all__ = ["Task", "TaskResult", "run_task"]
@@ -96,10 +96,10 @@ def _judge(job: Job, task: Task) -> TaskResult:
     private = _state(job, task)
     own = job.method.predict(trainer, private, published)
     weight = job.method.reward_weight(private, task.round)
-    figures = measure(job.trainers.score(task.client, own, job.split), job.beta, weight)
+    figures = client_metrics(job.trainers.score(task.client, own, job.split), job.beta, weight)
     if job.method.personal:
         scores = job.trainers.score(task.client, job.shared(published), job.split)
-        figures["shared_accuracy"] = measure(scores, job.beta)["preference_accuracy"]
+        figures["shared_accuracy"] = client_metrics(scores, job.beta)["preference_accuracy"]
     return TaskResult(task.client, json.dumps(figures).encode())
 
 
@@ -116,7 +116,7 @@ def _newcomer(job: Job, task: Task, trainer: ClientTrainer, published: Download)
         else:
             own = job.shared(published)
         scores = job.trainers.score(task.client, own, job.split)
-        accuracies[str(steps)] = measure(scores, job.beta)["preference_accuracy"]
+        accuracies[str(steps)] = client_metrics(scores, job.beta)["preference_accuracy"]
     return accuracies
 
 

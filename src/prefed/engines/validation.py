@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from prefed.core import Exchange, Layout, Owner, Ownership, Round, Tensors, Upload
-from prefed.core.text import visible
-from prefed.merge import BadUpload, check
+from prefed.core.text import printable
+from prefed.merge import BadUpload, check_upload
 
 __all__ = ["expected", "reduced", "refusal", "said"]
 
@@ -86,7 +86,7 @@ def refusal(
     if odd:
         return f"holds under {odd[0]!r} a {type(upload.scalars[odd[0]]).__name__}, not a number"
     try:
-        check(upload, groups, model.flat.dtype)
+        check_upload(upload, groups, model.flat.dtype)
     except BadUpload as error:
         return error.reason
     for group, tensors in upload.tensors.items():
@@ -100,7 +100,7 @@ def said(reason: str) -> str:
 
     It may quote what a client sent, which must neither fill the one nor steer the other.
     """
-    text = visible(reason[: MOST + 1])
+    text = printable(reason[: MOST + 1])
     return text if len(text) <= MOST else f"{text[: MOST - 1]}…"
 
 

@@ -1,22 +1,21 @@
 """Objectives as pure functions of log-probabilities: DPO and its variants, PDPO, SFT, PPO."""
 
-from prefed.losses.batch import Batch, Losses, pair_figures
+from prefed.losses.batch import LossOutput, PairBatch, reward_figures
+from prefed.losses.dpo_family import cdpo, dpo, hinge, ipo, odpo, robust
 from prefed.losses.kto import kto_pair
-from prefed.losses.logistic import cdpo, dpo, odpo, robust
-from prefed.losses.margin import hinge, ipo
 from prefed.losses.pdpo import pdpo
 from prefed.losses.reference_free import orpo, simpo
-from prefed.losses.registry import OBJECTIVES, PPO, Loss, objective, recipe
+from prefed.losses.registry import OBJECTIVES, PPO, PairLoss, objective
 from prefed.losses.sft import sft
 from prefed.losses.spec import ObjectiveSpec
 
 __all__ = [
     "OBJECTIVES",
     "PPO",
-    "Batch",
-    "Loss",
-    "Losses",
+    "LossOutput",
     "ObjectiveSpec",
+    "PairBatch",
+    "PairLoss",
     "cdpo",
     "dpo",
     "hinge",
@@ -25,9 +24,8 @@ __all__ = [
     "objective",
     "odpo",
     "orpo",
-    "pair_figures",
     "pdpo",
-    "recipe",
+    "reward_figures",
     "robust",
     "sft",
     "simpo",

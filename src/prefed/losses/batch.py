@@ -1,4 +1,4 @@
-"""What a loss reads: the log-probabilities of a batch of preference pairs."""
+"""The input and the output of a loss on preference pairs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from prefed.core.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batch", "Losses", "pair_figures"]
+__all__ = ["LossOutput", "PairBatch", "implicit_reward_figures", "reward_figures"]
 
-Losses: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
-"""Per-pair losses ``[B]``, which carry the gradient, and detached scalar figures by name."""
+LossOutput: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
+"""Losses per pair ``[B]`` with gradient, and scalar figures by name without."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """B preference pairs as a model and its frozen reference see them.
+class PairBatch:
+    """The log-probabilities of B preference pairs under a policy and its frozen reference.
 
-    A log-probability is the sum over the completion's tokens, the end-of-text token included and the
-    prompt excluded, in nats. What an objective does not need may be left out (see
-    :class:`prefed.losses.Loss`).
+    A log-probability is in nats. It is the sum over the completion's tokens: the end-of-text token is
+    included, the prompt is not. Tensors that an objective does not need may be ``None``; see the attributes
+    ``needs_…`` of :class:`prefed.losses.PairLoss`.
 
     Attributes:
         policy_chosen: ``[B]`` log π_θ(y_w|x).
@@ -31,7 +31,7 @@ class Batch:
         rejected_length: ``[B]`` completion tokens of y_l.
         reference_chosen: ``[B]`` log π_ref(y_w|x).
         reference_rejected: ``[B]`` log π_ref(y_l|x).
-        margin: ``[B]`` how much better y_w is by the data's own scale; NaN where a record gives none.
+        margin: ``[B]`` how much better y_w is, on the data's own scale; NaN for a record without a margin.
         reward_chosen: ``[B]`` score of y_w by an explicit reward head.
         reward_rejected: ``[B]`` score of y_l by an explicit reward head.
 
@@ -39,7 +39,7 @@ class Batch:
         ValueError: a tensor is not 1-D, or not all have one length.
 
     >>> import torch
-    >>> batch = Batch(torch.tensor([-4.0]), torch.tensor([3]), torch.tensor([-6.0]), torch.tensor([2]))
+    >>> batch = PairBatch(torch.tensor([-4.0]), torch.tensor([3]), torch.tensor([-6.0]), torch.tensor([2]))
     >>> len(batch), batch.average_chosen
     (1, tensor([-1.3333]))
     """
@@ -68,7 +68,7 @@ class Batch:
         """The tensor of that name.
 
         Raises:
-            ValueError: the batch was made without it.
+            ValueError: the batch has no such tensor.
         """
         value = getattr(self, name)
         if value is None:
@@ -102,19 +102,24 @@ class Batch:
         return self.need("policy_rejected") / self.need("rejected_length").clamp(min=1)
 
 
-def pair_figures(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """What to log about the implicit rewards of a batch.
+def implicit_reward_figures(batch: PairBatch, beta: float) -> dict[str, Tensor]:
+    """:func:`reward_figures` of DPO's implicit rewards: β times the log-ratios."""
+    return reward_figures(beta * batch.chosen_ratio, beta * batch.rejected_ratio)
+
+
+def reward_figures(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Figures to log about the rewards of a batch.
 
     Args:
-        chosen: ``[B]`` implicit rewards of the chosen responses.
-        rejected: ``[B]`` implicit rewards of the rejected ones.
+        chosen: ``[B]`` rewards of the chosen responses.
+        rejected: ``[B]`` rewards of the rejected ones.
 
     Returns:
-        ``accuracy``: share of pairs with the chosen reward above the rejected one (ties count wrong);
+        ``accuracy``: share of pairs with the chosen reward above the rejected one (a tie counts as wrong);
         ``margin``: mean difference; ``reward_chosen`` and ``reward_rejected``: means.
 
     >>> import torch
-    >>> figures = pair_figures(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]))
+    >>> figures = reward_figures(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]))
     >>> figures["accuracy"].item(), figures["margin"].item()
     (0.5, 0.5)
     """

@@ -1,20 +1,20 @@
-"""KTO on pairs: each response is judged good or bad against a baseline, not against its partner."""
+"""KTO on pairs: a baseline decides whether a response counts as good or bad, not the other response."""
 
 from __future__ import annotations
 
 from prefed.core.lazy import torch
-from prefed.losses.batch import Batch, Losses, pair_figures
+from prefed.losses.batch import LossOutput, PairBatch, implicit_reward_figures
 
 __all__ = ["kto_pair"]
 
 
-def kto_pair(batch: Batch, *, beta: float, desirable: float, undesirable: float) -> Losses:
+def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: float) -> LossOutput:
     """½ [λ_D σ(−β (r_w − z_l)) + λ_U σ(−β (z_w − r_l))]: KTO (arXiv:2402.01306), eq. 7, on pairs.
 
-    r_w and r_l are the log-ratios of the chosen and the rejected response. The baselines are the batch's own
-    z_l = max(0, mean r_l) for the chosen and z_w = max(0, mean r_w) for the rejected responses, so that no
-    response enters its own baseline; as in the paper no gradient goes through them. They make
-    each pair's loss depend on its batch.
+    r_w and r_l are the log-ratios of the chosen and the rejected response. The baselines are taken over the
+    batch: z_l = max(0, mean r_l) for the chosen responses and z_w = max(0, mean r_w) for the rejected ones.
+    So no response enters its own baseline, and each pair's loss depends on its batch. As in the paper, no
+    gradient goes through the baselines.
 
     Args:
         beta: β.
@@ -26,7 +26,7 @@ def kto_pair(batch: Batch, *, beta: float, desirable: float, undesirable: float)
     gain = desirable * torch.sigmoid(-beta * (chosen - below))
     cost = undesirable * torch.sigmoid(-beta * (above - rejected))
     return (gain + cost) / 2, {
-        **pair_figures(beta * chosen, beta * rejected),
+        **implicit_reward_figures(batch, beta),
         "baseline_chosen": below,
         "baseline_rejected": above,
     }

@@ -1,11 +1,11 @@
 """Offline PPO on preference pairs, as pure functions (FedPDPO, arXiv:2603.19741, D.3.1).
 
-The clipped losses are those of PPO (arXiv:1707.06347). The responses of the data are treated as if they had
-been drawn from π_old, the policy as a visit finds it. They were not, and no importance weight corrects for
-it: this is the variant that FedPDPO compares with, and not PPO as it is run on a policy's own samples.
+The clipped losses are those of PPO (arXiv:1707.06347). π_old is the policy at the start of a visit. The
+responses come from the data, but the losses treat them as samples of π_old, and no importance weight corrects
+for the difference. FedPDPO compares with this variant. It is not PPO on a policy's own samples.
 
-A response's completion tokens lie end to end: ``[M]`` values over S responses, whose ``lengths`` say where
-one ends and the next begins. Pairs lie in order, the chosen response before the rejected one.
+Values per completion token are concatenated over S responses to ``[M]``; ``lengths`` ``[S]`` gives each
+response's number of tokens. Pairs lie in order, the chosen response before the rejected one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefed.core.lazy import torch
-from prefed.losses.batch import Losses
+from prefed.losses.batch import LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
     "Rollout",
-    "drift",
     "gae",
+    "kl_estimate",
     "pair_rewards",
     "policy_loss",
     "ppo",
@@ -32,16 +32,17 @@ __all__ = [
     "value_loss",
 ]
 
-LIMIT = 5.0
-PATIENCE = 1.5
-"""A visit stops where the mean :func:`drift` of a batch is above this many times ``target_kl``."""
+SCORE_LIMIT = 5.0
+"""The largest absolute value of a standardised score."""
+KL_TOLERANCE = 1.5
+"""A phase stops at a batch whose mean :func:`kl_estimate` is above this many times ``target_kl``."""
 
 
 def standardize(scores: Tensor) -> Tensor:
-    """A reward model's scores less their mean, over their standard deviation, clipped to ±5.
+    """A reward model's scores minus their mean, divided by their standard deviation and clipped to ±5.
 
     Args:
-        scores: ``[n, 2]`` scores of a client's training pairs; where all are the same the result is 0.
+        scores: ``[n, 2]`` scores of a client's training pairs. If all are equal, the result is 0.
 
     >>> standardize(torch.tensor([[1.0, 3.0], [3.0, 1.0]]))
     tensor([[-1.,  1.],
@@ -52,7 +53,7 @@ def standardize(scores: Tensor) -> Tensor:
     spread = centred.square().mean().sqrt()
     if spread <= 1e-12 * wide.abs().max():
         return torch.zeros_like(scores)
-    return (centred / spread).clamp(-LIMIT, LIMIT).to(scores.dtype)
+    return (centred / spread).clamp(-SCORE_LIMIT, SCORE_LIMIT).to(scores.dtype)
 
 
 def pair_rewards(scores: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def pair_rewards(scores: Tensor) -> Tensor:
         scores: ``[n, 2]`` standardised scores r.
 
     Returns:
-        ``[n, 2]``. A pair that the reward model orders against its label has d < 0.
+        ``[n, 2]``. d < 0 where the reward model prefers the response that is labelled rejected.
 
     >>> pair_rewards(torch.tensor([[2.0, -1.0]]))
     tensor([[ 1.5000, -1.5000]])
@@ -74,7 +75,7 @@ def pair_rewards(scores: Tensor) -> Tensor:
 def token_rewards(
     logprobs: Tensor, reference: Tensor, rewards: Tensor, lengths: Tensor, *, kl: float
 ) -> Tensor:
-    """−kl (log π_old − log π_ref) at every token, and the response's reward at its last.
+    """−kl (log π_old − log π_ref) at every token, plus the response's reward at its last token.
 
     Args:
         logprobs: ``[M]`` log π_old.
@@ -94,19 +95,19 @@ def token_rewards(
 def gae(
     rewards: Tensor, values: Tensor, lengths: Tensor, *, discount: float, trace: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates (arXiv:1506.02438, eq. 16) of every response by itself.
+    """Generalised advantage estimates (arXiv:1506.02438, eq. 16) of each response on its own.
 
-    A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t; after a response's last token V is 0.
+    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} − V_t. After a response's last token V is 0.
 
     Args:
         rewards: ``[M]`` token rewards.
-        values: ``[M]`` V at the state in which each token is chosen.
+        values: ``[M]`` V at the state before each token.
         lengths: ``[S]``.
         discount: γ.
         trace: λ.
 
     Returns:
-        Advantages ``[M]`` and returns ``[M]``, A + V: what the critic should say.
+        Advantages A ``[M]`` and returns A + V ``[M]``, the critic's targets.
 
     >>> r, v, n = torch.tensor([0.0, 0.0, 1.0]), torch.zeros(3), torch.tensor([2, 1])
     >>> gae(r + torch.tensor([0.0, 2.0, 0.0]), v, n, discount=1.0, trace=0.5)[0]
@@ -129,13 +130,15 @@ def gae(
 
 @dataclass(frozen=True)
 class Rollout:
-    """What is held of a visit's start while its policy moves; each ``[M]``, one per completion token.
+    """Values of the policy at a visit's start, one per completion token: each is ``[M]``.
+
+    They stay the same while the visit trains the policy.
 
     Attributes:
         logprobs: log π_old.
         values: V_old.
         advantages: A.
-        returns: what the critic should say.
+        returns: the critic's targets.
     """
 
     logprobs: Tensor
@@ -164,10 +167,10 @@ def rollout(
     trace: float,
     scaled: float,
 ) -> Rollout:
-    """A visit's start: token rewards, advantages and returns.
+    """The rollout at a visit's start, with advantages and returns from token rewards.
 
-    Advantages are divided by their standard deviation over all tokens and not re-centred, so that a pair's
-    two responses keep pulling against each other.
+    Advantages are divided by their standard deviation over all tokens. Their mean is not subtracted, so that
+    the advantages of a pair's two responses keep their opposite signs.
 
     Args:
         logprobs: ``[M]`` log π_old.
@@ -175,10 +178,10 @@ def rollout(
         reference: ``[M]`` log π_ref.
         rewards: ``[S]``, see :func:`pair_rewards`.
         lengths: ``[S]`` completion tokens.
-        kl: weight of the pull towards the reference.
+        kl: weight of the penalty on leaving the reference.
         discount: γ.
         trace: λ.
-        scaled: 0 leaves the advantages as they are.
+        scaled: 0 to leave the advantages undivided.
     """
     shaped = token_rewards(logprobs, reference, rewards, lengths, kl=kl)
     advantages, returns = gae(shaped, values, lengths, discount=discount, trace=trace)
@@ -200,23 +203,25 @@ def policy_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, *, clip: floa
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """max((V − G)², (V_old + clip(V − V_old, −ε, ε) − G)²) per token: the critic too moves by little at once.
+    """max((V − G)², (V_old + clip(V − V_old, −ε, ε) − G)²) per token.
+
+    The clip bounds the critic's move, as :func:`policy_loss` bounds the policy's.
 
     >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), clip=0.2)
     tensor([0.6400])
     """
-    held = old + (values - old).clamp(-clip, clip)
-    return torch.maximum((values - returns).square(), (held - returns).square())
+    clipped = old + (values - old).clamp(-clip, clip)
+    return torch.maximum((values - returns).square(), (clipped - returns).square())
 
 
-def drift(logprobs: Tensor, old: Tensor) -> Tensor:
-    """ρ − 1 − log ρ per token: at least 0; its mean over samples of π_old estimates KL(π_old ‖ π)."""
-    gap = logprobs - old
-    return gap.expm1() - gap
+def kl_estimate(logprobs: Tensor, old: Tensor) -> Tensor:
+    """ρ − 1 − log ρ per token. It is at least 0; its mean over samples of π_old estimates KL(π_old ‖ π)."""
+    log_ratio = logprobs - old
+    return log_ratio.expm1() - log_ratio
 
 
 def ppo(
-    then: Rollout,
+    old: Rollout,
     logprobs: Tensor,
     values: Tensor,
     entropies: Tensor,
@@ -224,31 +229,31 @@ def ppo(
     clip: float,
     value: float,
     entropy: float,
-) -> Losses:
-    """Per-token losses: policy, plus ``value`` times the critic's, less ``entropy`` times the entropy.
+) -> LossOutput:
+    """The loss of each token: policy loss + ``value`` · value loss − ``entropy`` · entropy.
 
     Args:
-        then: the tokens as the visit's start left them.
+        old: the same tokens at the visit's start.
         logprobs: ``[M]`` log π, with gradient.
         values: ``[M]`` V, with gradient.
-        entropies: ``[M]`` of the policy in the state of each token, with gradient.
+        entropies: ``[M]`` entropy of the policy at the state before each token, with gradient.
         clip: ε of both clipped losses.
         value: coefficient of the value loss.
         entropy: coefficient of the entropy.
 
     Returns:
         ``[M]`` losses, and means over the tokens: ``policy_loss``, ``value_loss``, ``entropy``, ``kl`` (see
-        :func:`drift`) and ``clipped``, the share of tokens whose ρ lies outside 1 ± ε.
+        :func:`kl_estimate`) and ``clipped``, the share of tokens whose ρ lies outside 1 ± ε.
     """
-    policy = policy_loss(logprobs, then.logprobs, then.advantages, clip=clip)
-    critic = value_loss(values, then.values, then.returns, clip=clip)
+    policy = policy_loss(logprobs, old.logprobs, old.advantages, clip=clip)
+    critic = value_loss(values, old.values, old.returns, clip=clip)
     with torch.no_grad():
-        ratio = (logprobs - then.logprobs).exp()
+        ratio = (logprobs - old.logprobs).exp()
         figures = {
             "policy_loss": policy.mean(),
             "value_loss": critic.mean(),
             "entropy": entropies.mean(),
-            "kl": drift(logprobs, then.logprobs).mean(),
+            "kl": kl_estimate(logprobs, old.logprobs).mean(),
             "clipped": ((ratio - 1).abs() > clip).to(ratio.dtype).mean(),
         }
     return policy + value * critic - entropy * entropies, figures

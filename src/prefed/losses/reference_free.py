@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from prefed.core.lazy import F, torch
-from prefed.losses.batch import Batch, Losses, pair_figures
+from prefed.losses.batch import LossOutput, PairBatch, reward_figures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
 __all__ = ["orpo", "simpo"]
 
 
-def simpo(batch: Batch, *, beta: float, gamma: float) -> Losses:
+def simpo(batch: PairBatch, *, beta: float, gamma: float) -> LossOutput:
     """−log σ(β p̄_w − β p̄_l − γ): SimPO (arXiv:2405.14734), eq. 6.
 
     Args:
-        beta: β, here on averages per token and therefore larger than DPO's: 2 to 10.
-        gamma: γ, the margin that the rewards must clear.
+        beta: β. It multiplies averages per token and is therefore larger than DPO's: 2 to 10.
+        gamma: γ, the margin by which the rewards must differ.
     """
     chosen, rejected = beta * batch.average_chosen, beta * batch.average_rejected
-    return -F.logsigmoid(chosen - rejected - gamma), pair_figures(chosen, rejected)
+    return -F.logsigmoid(chosen - rejected - gamma), reward_figures(chosen, rejected)
 
 
-def orpo(batch: Batch, *, beta: float) -> Losses:
+def orpo(batch: PairBatch, *, beta: float) -> LossOutput:
     """−p̄_w − β log σ(log odds(y_w|x) − log odds(y_l|x)): ORPO (arXiv:2403.07691), eqs. 6 and 7.
 
-    odds = P / (1 − P) with log P = p̄; ``beta`` is the paper's λ. The likelihood term is over the chosen
-    completion, per token of its own (TRL takes it over prompt and completion).
+    odds = P / (1 − P) with log P = p̄; ``beta`` is the paper's λ. The likelihood term is the mean over the
+    chosen completion's tokens; TRL takes it over prompt and completion.
     """
     chosen, rejected = batch.average_chosen, batch.average_rejected
     ratio = F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return -chosen - beta * ratio, {
-        **pair_figures(beta * chosen, beta * rejected),
+        **reward_figures(beta * chosen, beta * rejected),
         "nll": -chosen.detach().mean(),
         "odds_ratio": -ratio.detach().mean(),
     }
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """The log odds log (P / (1 − P)) from log P ≤ 0, finite up to certainty."""
+    """Log (P / (1 − P)) from log P ≤ 0; finite for P = 1 too."""
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
-    # Either form of log(1 − e^x) loses its digits on the other side of −log 2.
+    # Each form of log(1 − e^x) is accurate on one side of −log 2 only.
     complement = torch.where(
         log_p < -math.log(2), torch.log1p(-torch.exp(log_p)), torch.log(-torch.expm1(log_p))
     )

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from prefed.losses.batch import Batch, Losses
+from prefed.core.text import did_you_mean
+from prefed.losses.batch import LossOutput, PairBatch
+from prefed.losses.dpo_family import cdpo, dpo, hinge, ipo, odpo, robust
 from prefed.losses.kto import kto_pair
-from prefed.losses.logistic import cdpo, dpo, odpo, robust
-from prefed.losses.margin import hinge, ipo
 from prefed.losses.pdpo import pdpo
 from prefed.losses.reference_free import orpo, simpo
 from prefed.losses.sft import sft
 from prefed.losses.spec import ObjectiveSpec
 
-__all__ = ["OBJECTIVES", "PPO", "Loss", "ObjectiveSpec", "objective", "recipe"]
+__all__ = ["OBJECTIVES", "PPO", "PairLoss", "objective"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(ObjectiveSpec):
-    """An objective on preference pairs: a pure function of a batch's log-probabilities, and what it needs.
+class PairLoss(ObjectiveSpec):
+    """An objective on preference pairs: a pure function of log-probabilities, and the inputs it needs.
 
-    Calling it checks the settings and fills in the defaults; the pure functions have none.
+    A call checks the settings and fills in the defaults. The pure functions do neither.
 
     Attributes:
-        function: ``(batch, **settings, **memory) -> (per-pair loss [B], figures)``.
+        function: ``(batch, **settings, **memory) -> (loss per pair [B], figures)``.
         needs_reference: it reads the reference's log-probabilities.
-        needs_rejected: it reads the rejected responses at all.
+        needs_rejected: it reads the rejected responses.
         needs_margin: it reads the data's margin column.
         needs_reward: it reads the scores of an explicit reward head.
-        batch_statistics: one pair's loss depends on the others of its batch, so that splitting a batch
-            changes the loss.
-        by_batch: those statistics are of one batch: where several make a step, each has its own.
-        memory: values it carries from step to step, with their starts: each is a setting going in and a
-            figure of the same name coming out.
+        batch_statistics: a pair's loss depends on the other pairs of its batch, so splitting a batch changes
+            the loss.
+        by_batch: where several batches make one optimiser step, each batch has its own statistics.
+        memory: values that it carries from step to step, with their starts. The function takes each as an
+            argument and returns its next value as a figure of the same name.
     """
 
-    function: Callable[..., Losses]
+    function: Callable[..., LossOutput]
     needs_reference: bool = True
     needs_rejected: bool = True
     needs_margin: bool = False
@@ -51,142 +51,97 @@ class Loss(ObjectiveSpec):
         super().__post_init__()
         object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
 
-    def __call__(self, batch: Batch, settings: Mapping[str, float] | None = None) -> Losses:
-        """Per-pair losses ``[B]`` and detached scalar figures.
+    def __call__(self, batch: PairBatch, settings: Mapping[str, float] | None = None) -> LossOutput:
+        """Losses per pair ``[B]`` and detached scalar figures.
 
         Args:
             batch: the pairs.
-            settings: those that differ from the defaults, and what the last step left in memory.
+            settings: the settings that differ from the defaults, and the memory after the last step.
 
         Raises:
-            ValueError: a setting is unknown or outside its range, or the batch lacks what is needed.
+            ValueError: a setting is unknown or outside its range, or the batch lacks a tensor that the
+                objective needs.
         """
-        given = {**self.memory, **(settings or {})}
-        memory = {name: given.pop(name) for name in self.memory}
-        return self.function(batch, **self.resolve(given), **memory)
+        values = {**self.memory, **(settings or {})}
+        memory = {name: values.pop(name) for name in self.memory}
+        return self.function(batch, **self.resolve(values), **memory)
 
 
-OBJECTIVES: Mapping[str, Loss] = MappingProxyType(
-    {
-        loss.name: loss
-        for loss in (
-            Loss("dpo", "DPO, arXiv:2305.18290, eq. 7", {"beta": 0.1}, function=dpo),
-            Loss("hinge", "SLiC, arXiv:2305.10425, and RSO, arXiv:2309.06657", {"beta": 0.1}, function=hinge),
-            Loss("ipo", "IPO, arXiv:2310.12036, eq. 17", {"beta": 0.1}, function=ipo),
-            Loss("cdpo", "cDPO, Mitchell 2023, eq. 3", {"beta": 0.1, "label_smoothing": 0.1}, function=cdpo),
-            Loss(
-                "robust",
-                "robust DPO, arXiv:2403.00409",
-                {"beta": 0.1, "label_smoothing": 0.1},
-                function=robust,
-            ),
-            Loss(
-                "odpo",
-                "ODPO, arXiv:2402.10571",
-                {"beta": 0.1, "alpha": 1.0, "log_margin": 1.0},
-                function=odpo,
-                needs_margin=True,
-            ),
-            Loss(
-                "kto_pair",
-                "KTO, arXiv:2402.01306, eq. 7",
-                {"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
-                function=kto_pair,
-                batch_statistics=True,
-                by_batch=True,
-            ),
-            Loss(
-                "simpo",
-                "SimPO, arXiv:2405.14734, eq. 6",
-                {"beta": 2.0, "gamma": 1.0},
-                function=simpo,
-                needs_reference=False,
-            ),
-            Loss(
-                "orpo",
-                "ORPO, arXiv:2403.07691, eqs. 6 and 7",
-                {"beta": 0.1},
-                function=orpo,
-                needs_reference=False,
-            ),
-            Loss(
-                "sft",
-                "next-token loss on the chosen response",
-                function=sft,
-                needs_reference=False,
-                needs_rejected=False,
-                batch_statistics=True,
-            ),
-            Loss(
-                "pdpo",
-                "FedPDPO, arXiv:2603.19741, eqs. 4 to 8",
-                {
-                    "beta": 0.1,
-                    "weight": 0.8,
-                    "exclude": 1.0,
-                    "k": 2.0,
-                    "most": 0.5,
-                    "scale_least": 0.1,
-                    "scale_most": 10.0,
-                },
-                function=pdpo,
-                needs_reward=True,
-                batch_statistics=True,
-                by_batch=True,
-                memory={"scale": 1.0},
-            ),
-        )
-    }
+def _entry(function: Callable[..., LossOutput], source: str, **options: Any) -> PairLoss:
+    return PairLoss(function.__name__, source, function=function, **options)
+
+
+_LOSSES = (
+    _entry(dpo, "DPO, arXiv:2305.18290, eq. 7", defaults={"beta": 0.1}),
+    _entry(hinge, "SLiC, arXiv:2305.10425, and RSO, arXiv:2309.06657", defaults={"beta": 0.1}),
+    _entry(ipo, "IPO, arXiv:2310.12036, eq. 17", defaults={"beta": 0.1}),
+    _entry(cdpo, "cDPO, Mitchell 2023, eq. 3", defaults={"beta": 0.1, "label_smoothing": 0.1}),
+    _entry(robust, "robust DPO, arXiv:2403.00409", defaults={"beta": 0.1, "label_smoothing": 0.1}),
+    _entry(
+        odpo,
+        "ODPO, arXiv:2402.10571",
+        defaults={"beta": 0.1, "alpha": 1.0, "log_margin": 1.0},
+        needs_margin=True,
+    ),
+    _entry(
+        kto_pair,
+        "KTO, arXiv:2402.01306, eq. 7",
+        defaults={"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
+        batch_statistics=True,
+        by_batch=True,
+    ),
+    _entry(
+        simpo, "SimPO, arXiv:2405.14734, eq. 6", defaults={"beta": 2.0, "gamma": 1.0}, needs_reference=False
+    ),
+    _entry(orpo, "ORPO, arXiv:2403.07691, eqs. 6 and 7", defaults={"beta": 0.1}, needs_reference=False),
+    _entry(
+        sft,
+        "next-token loss on the chosen response",
+        needs_reference=False,
+        needs_rejected=False,
+        batch_statistics=True,
+    ),
+    _entry(
+        pdpo,
+        "FedPDPO, arXiv:2603.19741, eqs. 4 to 8",
+        defaults={"beta": 0.1, "weight": 0.8, "exclude": 1.0, "k": 2.0, "most": 0.5}
+        | {"scale_least": 0.1, "scale_most": 10.0},
+        needs_reward=True,
+        batch_statistics=True,
+        by_batch=True,
+        memory={"scale": 1.0},
+    ),
 )
-"""Name → objective. β is 0.1 unless given, DPO's usual value; SimPO's, on averages per token, is 2."""
+
+OBJECTIVES: Mapping[str, PairLoss] = MappingProxyType({loss.name: loss for loss in _LOSSES})
+"""Name → objective. The default β is 0.1, DPO's usual value. SimPO's is 2, as it uses averages per token."""
 
 PPO = ObjectiveSpec(
     "ppo",
     "PPO, arXiv:1707.06347, offline on preference pairs: FedPDPO, arXiv:2603.19741, D.3.1",
-    {
-        "kl": 0.1,
-        "clip": 0.2,
-        "value": 0.5,
-        "entropy": 0.01,
-        "discount": 1.0,
-        "trace": 0.95,
-        "target_kl": 0.01,
-        "scaled": 1.0,
-        "sums": 0.0,
-    },
+    {"kl": 0.1, "clip": 0.2, "value": 0.5, "entropy": 0.01, "discount": 1.0, "trace": 0.95}
+    | {"target_kl": 0.01, "scaled": 1.0, "sums": 0.0},
 )
-"""Offline PPO, which is no function of a batch of pairs alone (see :mod:`prefed.losses.ppo`).
+"""Offline PPO. It is not in :data:`OBJECTIVES`: its loss needs more than a batch of pairs.
 
-Its settings: ``kl``, the weight of log π_old − log π_ref in the token rewards; ``clip``, ε of both clipped
-losses; ``value`` and ``entropy``, their coefficients; ``discount`` γ; ``trace`` λ of GAE; ``target_kl``: a
-visit stops at 1.5 times it (0: never); ``scaled`` 1: advantages divided by the visit's standard deviation;
-``sums`` 0: the mean over a batch's tokens, 1: the sum over a pair's tokens, averaged over pairs.
+See :mod:`prefed.losses.ppo`. Its settings: ``kl``, the weight of log π_old − log π_ref in the token rewards;
+``clip``, ε of both clipped losses; ``value`` and ``entropy``, the coefficients of these two terms;
+``discount``, γ of GAE; ``trace``, λ of GAE; ``target_kl``: a phase stops at 1.5 times this value (0: never);
+``scaled``: 1 divides advantages by their standard deviation over the visit; ``sums``: 0 is the mean over a
+batch's tokens, 1 the sum over a pair's tokens, averaged over pairs.
 """
 
 
-def objective(name: str) -> Loss:
+def objective(name: str) -> PairLoss:
     """The objective of that name.
 
     Raises:
-        ValueError: there is none; the error gives the nearest name.
+        ValueError: there is no such objective; the message has the nearest name.
 
     >>> objective("dpo").needs_reference, objective("sft").needs_rejected
     (True, False)
     """
     if name not in OBJECTIVES:
-        close = difflib.get_close_matches(name, OBJECTIVES, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(OBJECTIVES)}"
-        raise ValueError(f"no objective {name!r}; {hint}")
+        hint = did_you_mean(name, OBJECTIVES) or f"; there are: {', '.join(OBJECTIVES)}"
+        raise ValueError(f"no objective {name!r}{hint}")
     return OBJECTIVES[name]
-
-
-def recipe(name: str) -> ObjectiveSpec:
-    """The settings of any objective, :data:`PPO` among them.
-
-    Raises:
-        ValueError: there is none of that name.
-
-    >>> recipe("ppo").resolve({"kl": 0.2})["kl"]
-    0.2
-    """
-    return PPO if name == PPO.name else objective(name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prefed.core import Tensors
 from prefed.core.lazy import torch
-from prefed.merge.flat import gram
+from prefed.merge.flat import gram_matrix
 
 __all__ = ["alignment_weights"]
 
@@ -17,14 +17,14 @@ def alignment_weights(
     """w_k = α_k / (Σ_j α_j + ε), α_k = max(0, ⟨Δ_k, Δ̄⟩ / (‖Δ_k‖ ‖Δ̄‖ + ε)): FedSDG, eq. 10.
 
     Args:
-        updates: client → Δ_k = φ_k − φ. Clients count alike, whatever the size of their data.
-        leave_one_out: compare Δ_k with the mean of the others, not with a mean that it is part of, which
-            with S clients and unrelated updates still gives a cosine near 1/√S.
+        updates: client → Δ_k = φ_k − φ. All clients count alike, whatever the size of their data.
+        leave_one_out: compare Δ_k with the mean of the other clients. The mean of all contains Δ_k itself, so
+            with S clients and unrelated updates the cosine is still near 1/√S.
         epsilon: ε.
 
     Returns:
-        Client → weight, at least 0. Uniform weights (the plain mean) where every α is 0: with no common
-        direction, or one client left out of itself.
+        Client → weight, at least 0. The weights are uniform (the plain mean) if every α is 0: there is no
+        common direction, or ``leave_one_out`` compares one client with nobody.
 
     >>> from prefed.core import Entry, Layout
     >>> layout = Layout((Entry("a", (2,), "lora"),))
@@ -35,7 +35,7 @@ def alignment_weights(
     """
     clients = sorted(updates)
     n = len(clients)
-    inner = gram([updates[client] for client in clients])
+    inner = gram_matrix([updates[client] for client in clients])
     own = inner.diagonal()
     # ⟨Δ_k, M_k⟩ and ‖M_k‖² of the mean direction M_k that client k is compared with.
     if leave_one_out and n > 1:

@@ -1,7 +1,7 @@
 """FedAMP: each client receives its own mixture of all clients' models (Huang et al. 2021, arXiv:2007.03797).
 
-Both forms give coefficients, client → client → weight, each row summing to 1;
-:meth:`prefed.merge.Aggregator.blend` applies them.
+Both functions give the weights of these mixtures: receiver → sender → weight, where a receiver's weights sum
+to 1. :meth:`prefed.merge.Aggregator.blend` makes a mixture from them.
 """
 
 from __future__ import annotations
@@ -11,33 +11,31 @@ from typing import TYPE_CHECKING
 
 from prefed.core import Tensors
 from prefed.core.lazy import torch
-from prefed.merge.flat import gram
+from prefed.merge.flat import gram_matrix, squared_distances
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Coefficients", "distance_attention", "largest_alpha", "similarity_attention", "spread"]
-
-Coefficients = Mapping[str, Mapping[str, float]]
-"""Receiver → sender → weight."""
+__all__ = ["distance_attention", "largest_alpha", "mean_squared_distance", "similarity_attention"]
 
 
 def similarity_attention(
     models: Mapping[str, Tensors], initial: Tensors, *, temperature: float = 0.5, floor: float | None = None
 ) -> dict[str, dict[str, float]]:
-    """Softmax of the cosines between updates, FedPDPO's baseline (arXiv:2603.19741).
+    """Softmax of the cosines between updates: the FedAMP baseline of FedPDPO (arXiv:2603.19741).
 
-    a_ij = softmax_j(cos(Δφ_i, Δφ_j) / τ) with j = i among them and Δφ = φ − φ_init, then raised to at least
-    ``floor`` and made to sum to 1 again. A client that has not moved is at cosine 0 to everyone.
+    a_ij = softmax_j(cos(Δφ_i, Δφ_j) / τ) over all j, i included, with Δφ = φ − φ_init. Weights below
+    ``floor`` are raised to it, and the row is normalised again. A client that has not moved has cosine 0 to
+    every client.
 
     Args:
         models: client → φ_i.
         initial: φ_init.
         temperature: τ.
-        floor: the least weight before the last normalisation; min(0.05, 1/N) unless given.
+        floor: the least weight before the second normalisation; min(0.05, 1/N) unless given.
     """
     clients = sorted(models)
-    inner = gram([models[client] for client in clients], initial)
+    inner = gram_matrix([models[client] for client in clients], initial)
     norms = inner.diagonal().clamp(min=0).sqrt()
     lengths = norms[:, None] * norms[None, :]
     cosine = torch.where(lengths > 0, inner / lengths.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
@@ -49,7 +47,7 @@ def similarity_attention(
 def distance_attention(
     models: Mapping[str, Tensors], *, alpha: float, sigma: float
 ) -> dict[str, dict[str, float]]:
-    """FedAMP's own message passing (arXiv:2007.03797).
+    """The message passing of the FedAMP paper (arXiv:2007.03797).
 
     c_ij = α A'(‖φ_i − φ_j‖²) for j ≠ i with A(x) = 1 − e^(−x/σ), so A'(x) = e^(−x/σ) / σ, and
     u_i = (1 − Σ_j c_ij) φ_i + Σ_j c_ij φ_j.
@@ -60,11 +58,11 @@ def distance_attention(
         sigma: the scale σ of squared distances.
 
     Raises:
-        ValueError: a client's weight on its own model would be negative. α ≤ σ / (N − 1) never is.
+        ValueError: a client's weight on its own model would be negative. α ≤ σ / (N − 1) always serves.
     """
     clients = sorted(models)
     n = len(clients)
-    distances = _square_distances(models)
+    distances = _squared_distances(models)
     weights = alpha * torch.exp(-distances / sigma) / sigma
     weights.fill_diagonal_(0)
     own = 1 - weights.sum(dim=1)
@@ -87,29 +85,27 @@ def largest_alpha(models: Mapping[str, Tensors], sigma: float) -> float:
     >>> largest_alpha({client: Tensors(layout, torch.ones(1)) for client in "abc"}, 3.0)
     1.5
     """
-    near = torch.exp(-_square_distances(models) / sigma).fill_diagonal_(0).sum(dim=1)
+    near = torch.exp(-_squared_distances(models) / sigma).fill_diagonal_(0).sum(dim=1)
     return float(sigma / near.max())
 
 
-def spread(models: Mapping[str, Tensors]) -> float:
+def mean_squared_distance(models: Mapping[str, Tensors]) -> float:
     """The mean of ‖φ_i − φ_j‖² over all pairs of different clients; 0 for one client.
 
     >>> from prefed.core import Entry, Layout
     >>> layout = Layout((Entry("a", (1,), "lora"),))
     >>> points = {"a": 0.0, "b": 1.0, "c": 3.0}
-    >>> spread({client: Tensors(layout, torch.tensor([x])) for client, x in points.items()})
+    >>> mean_squared_distance({client: Tensors(layout, torch.tensor([x])) for client, x in points.items()})
     4.666666666666667
     """
     n = len(models)
-    return float(_square_distances(models).sum()) / (n * (n - 1)) if n > 1 else 0.0
+    return float(_squared_distances(models).sum()) / (n * (n - 1)) if n > 1 else 0.0
 
 
-def _square_distances(models: Mapping[str, Tensors]) -> Tensor:
+def _squared_distances(models: Mapping[str, Tensors]) -> Tensor:
     """``[n, n]`` ‖φ_i − φ_j‖², clients sorted."""
-    clients = sorted(models)
-    inner = gram([models[client] for client in clients], models[clients[0]])
-    squares = inner.diagonal()
-    return (squares[:, None] + squares[None, :] - 2 * inner).clamp(min=0)
+    values = [models[client] for client in sorted(models)]
+    return squared_distances(values, values[0])
 
 
 def _rows(clients: list[str], weights: Tensor) -> dict[str, dict[str, float]]:

@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 
 __all__ = ["LoraRule", "MergeConfig", "ServerOptimizer", "Staleness"]
 
 LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora"]
 
 
-class ServerOptimizer(Strict):
+class ServerOptimizer(StrictModel):
     """The server's optimiser on the pseudo-gradient: the merged model minus the current one.
 
     >>> ServerOptimizer(name="fedadam").rate, ServerOptimizer(name="fedavgm").rate
@@ -38,7 +38,7 @@ class ServerOptimizer(Strict):
         return 1.0 if self.name in ("none", "fedavgm") else 0.01
 
 
-class Staleness(Strict):
+class Staleness(StrictModel):
     """How an upload that started from an older model counts: by (1 + rounds late)^−exponent.
 
     >>> Staleness(name="polynomial", exponent=1).discount(3)
@@ -53,7 +53,7 @@ class Staleness(Strict):
         return 1.0 if self.name == "none" else float((1 + late) ** -self.exponent)
 
 
-class MergeConfig(Strict):
+class MergeConfig(StrictModel):
     """How uploads merge.
 
     Raises:

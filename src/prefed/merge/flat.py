@@ -1,4 +1,4 @@
-"""Arithmetic on many flat buffers at once, in float64 and in pieces that stay small."""
+"""Arithmetic on many flat buffers at once, in float64 and in chunks that need little memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from prefed.core.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["combine", "gram", "pieces"]
+__all__ = ["chunks", "gram_matrix", "normalize", "squared_distances", "weighted_mean"]
 
-_PIECE = 1 << 16
+_CHUNK = 1 << 16
 
 
-def combine(values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
+def weighted_mean(values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     """Σ_k w_k x_k for weights that sum to 1, accumulated in float64, in the dtype of the first.
 
-    It is taken as x_j + Σ_k w_k (x_k − x_j) around the x_j of the largest weight, so that equal values
-    give that value to the bit, whatever the weights.
+    It is computed as x_j + Σ_k w_k (x_k − x_j) around the x_j of the largest weight. So the mean of equal
+    values is that value to the bit, whatever the weights.
 
     >>> from prefed.core import Entry, Layout
     >>> layout = Layout((Entry("a", (2,), "lora"),))
     >>> low, high = Tensors(layout, torch.tensor([0.0, 0.1])), Tensors(layout, torch.tensor([4.0, 0.1]))
-    >>> combine([low, high], [0.25, 0.75])["a"]
+    >>> weighted_mean([low, high], [0.25, 0.75])["a"]
     tensor([3.0000, 0.1000])
     """
     center = max(range(len(values)), key=lambda k: weights[k])
@@ -37,19 +37,42 @@ def combine(values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     return Tensors(values[0].layout, (base + total).to(values[0].flat.dtype))
 
 
-def pieces(values: Sequence[Tensors]) -> Iterator[tuple[slice, Tensor]]:
-    """The buffers stacked ``[n, columns]`` in float64, some columns at a time."""
+def normalize(weights: Sequence[float]) -> list[float]:
+    """The weights divided by their sum.
+
+    Raises:
+        ValueError: one is negative or none is above 0.
+    """
+    total = sum(weights)
+    if not (total > 0 and min(weights) >= 0):
+        raise ValueError(f"weights must be at least 0 and not all 0, got {list(weights)}")
+    return [weight / total for weight in weights]
+
+
+def chunks(values: Sequence[Tensors]) -> Iterator[tuple[slice, Tensor]]:
+    """The buffers stacked to ``[n, columns]`` in float64, some columns at a time."""
     size = values[0].layout.size
-    for start in range(0, size, _PIECE):
-        columns = slice(start, min(start + _PIECE, size))
+    for start in range(0, size, _CHUNK):
+        columns = slice(start, min(start + _CHUNK, size))
         yield columns, torch.stack([value.flat[columns].double() for value in values])
 
 
-def gram(values: Sequence[Tensors], origin: Tensors | None = None) -> Tensor:
-    """``[n, n]`` float64 inner products of the buffers, as seen from ``origin`` (zero unless given)."""
+def gram_matrix(values: Sequence[Tensors], origin: Tensors | None = None) -> Tensor:
+    """``[n, n]`` float64 inner products ⟨x_i − o, x_j − o⟩ of the buffers; o is ``origin``, or zero."""
     total = torch.zeros(len(values), len(values), dtype=torch.float64)
-    for columns, rows in pieces(values):
+    for columns, rows in chunks(values):
         if origin is not None:
             rows -= origin.flat[columns].double()
         total += (rows @ rows.T).cpu()
     return total
+
+
+def squared_distances(values: Sequence[Tensors], origin: Tensors) -> Tensor:
+    """``[n, n]`` float64 ‖x_i − x_j‖² of the buffers.
+
+    ``origin`` lies near most of them, such as the model that all started from. Distances are computed from
+    differences to it, whose float64 digits resolve small distances also beside a very large one.
+    """
+    inner = gram_matrix(values, origin)
+    squares = inner.diagonal()
+    return (squares[:, None] + squares[None, :] - 2 * inner).clamp(min=0)

@@ -1,4 +1,6 @@
-"""LoRA-aware merging. A module's update is s · B A; the mean of products is not the product of means.
+"""LoRA rules: who owns which factor, and which factors train in a round.
+
+The update of a LoRA module is s · B A, and the mean of products is not the product of means.
 
 ========== ================ ================================================= ====================
 rule       A, B are         the server                                        source
@@ -11,41 +13,35 @@ fedex      shared, shared   as fedit, and adds mean(B A) − B̄ Ā to the base 
 flexlora   shared, shared   splits mean(B A) by its singular values           arXiv:2402.11505
 ========== ================ ================================================= ====================
 
-With ``ffa``, and within a round of ``rolora``, all clients share one factor, so averaging the other is exact.
-With ``fedex`` and ``flexlora`` the reference stays the original base model.
+With ``ffa``, and within a round of ``rolora``, one factor is the same on all clients. So the mean of the
+other gives the exact mean product. With ``fedex`` and ``flexlora`` the reference stays the original base
+model; their arithmetic is in :mod:`prefed.merge.lora_products`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from prefed.core import Entry, Layout, Owner, Tensors
-from prefed.core.lazy import torch
+from prefed.core import Entry, Layout, Owner, Ownership, Tensors
 from prefed.merge.config import LoraRule
-from prefed.merge.flat import combine
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "LORA",
     "RESIDUAL",
     "Module",
-    "flexlora",
     "modules",
     "needs",
     "owner",
-    "product_error",
-    "residuals",
+    "ownership",
     "trainable",
+    "without_residuals",
 ]
 
 LORA = "lora"
 """The part of a model that holds its LoRA factors."""
 RESIDUAL = "residual"
-"""The part that holds what ``fedex`` adds to the base: entries ``residual/<block>/<module>/W``, out × in."""
+"""The part that ``fedex`` adds to the base: entries ``residual/<block>/<module>/W``, out × in."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Module:
 
 
 def modules(layout: Layout) -> tuple[Module, ...]:
-    """The LoRA modules of which both factors are in ``layout``.
+    """The LoRA modules that have both factors in ``layout``.
 
     >>> a, b = Entry("lora/0/q/A", (2, 5), "lora", 0, "A"), Entry("lora/0/q/B", (4, 2), "lora", 0, "B")
     >>> layout = Layout((a, b))
@@ -75,14 +71,14 @@ def modules(layout: Layout) -> tuple[Module, ...]:
 
 
 def needs(rule: LoraRule) -> frozenset[str]:
-    """Parts of a model that ``rule`` asks for besides the LoRA itself."""
+    """The parts of a model that ``rule`` needs besides the LoRA itself."""
     return frozenset({RESIDUAL}) if rule == "fedex" else frozenset()
 
 
 def owner(rule: LoraRule, entry: Entry) -> Owner:
-    """Who owns ``entry`` under ``rule``, in a method that would share it.
+    """The owner that ``rule`` gives to an entry that the method shares.
 
-    A residual travels to clients but no client trains it; without ``fedex`` it is frozen.
+    A residual is shared under ``fedex``, although no client trains it; otherwise it is frozen.
 
     >>> factor = Entry("lora/0/q/A", (2, 5), "lora", 0, "A")
     >>> owner("fedit", factor), owner("ffa", factor)
@@ -97,10 +93,28 @@ def owner(rule: LoraRule, entry: Entry) -> Owner:
     return Owner.SHARED
 
 
-def trainable(rule: LoraRule, names: Iterable[str], layout: Layout, round_number: int) -> tuple[str, ...]:
-    """Those of ``names`` that clients train in round ``round_number`` (from 1) and then send.
+def ownership(rule: LoraRule, layout: Layout, owner_of: Callable[[Entry], Owner]) -> Ownership:
+    """The owner of each entry of ``layout``: for each that ``owner_of`` marks as shared, the rule decides.
 
-    Under ``rolora`` B moves in odd rounds, the first among them because B = 0 leaves A no gradient.
+    The residual of a module counts as shared if both of the module's factors do, and as frozen otherwise;
+    ``owner_of`` has no say in it.
+    """
+    owners = {entry.name: owner_of(entry) for entry in layout.entries}
+    for module in modules(layout):
+        if module.residual in owners:
+            both = {owners[module.a], owners[module.b]} == {Owner.SHARED}
+            owners[module.residual] = Owner.SHARED if both else Owner.FROZEN
+
+    def refined(entry: Entry) -> Owner:
+        return owner(rule, entry) if owners[entry.name] is Owner.SHARED else owners[entry.name]
+
+    return Ownership.of(layout, refined)
+
+
+def trainable(rule: LoraRule, names: Iterable[str], layout: Layout, round_number: int) -> tuple[str, ...]:
+    """Those of ``names`` that clients train in round ``round_number`` and then send; the first round is 1.
+
+    Under ``rolora`` B trains in odd rounds, so also in the first: while B = 0, A has no gradient.
 
     >>> a, b = Entry("lora/0/q/A", (2, 5), "lora", 0, "A"), Entry("lora/0/q/B", (4, 2), "lora", 0, "B")
     >>> layout = Layout((a, b))
@@ -117,119 +131,6 @@ def trainable(rule: LoraRule, names: Iterable[str], layout: Layout, round_number
     return tuple(name for name in names if moves(layout[name]))
 
 
-def product_error(values: Sequence[Tensors], weights: Sequence[float]) -> float:
-    """‖mean(B A) − B̄ Ā‖_F / ‖mean(B A)‖_F over all modules: what averaging A and B apart gets wrong.
-
-    Args:
-        values: one per client, each with both factors of every module it has any of.
-        weights: one per client, summing to 1.
-
-    Returns:
-        0 where all clients share one factor; NaN-free: 0 as well where every product is zero.
-    """
-    mean = combine(values, weights)
-    error = whole = 0.0
-    for module in modules(mean.layout):
-        left, right = _lost(module, values, weights, mean)
-        lost, kept = _squares(left, right, mean[module.b].double(), mean[module.a].double())
-        error += lost
-        whole += kept
-    return (error / whole) ** 0.5 if whole else 0.0
-
-
-def residuals(
-    values: Sequence[Tensors], weights: Sequence[float], mean: Tensors, scaling: float
-) -> Iterator[tuple[str, Tensor]]:
-    """FedEx-LoRA's correction of each module's base weight, s · [mean(B A) − B̄ Ā].
-
-    Args:
-        values: one per client, with both factors of each module.
-        weights: one per client, summing to 1.
-        mean: Ā and B̄ as clients will receive them; their rounding is corrected too.
-        scaling: s = α / rank of the LoRA.
-
-    Yields:
-        Name of the residual and its increment ``[out, in]``, in float64.
-    """
-    for module in modules(mean.layout):
-        left, right = _lost(module, values, weights, mean)
-        yield module.residual, scaling * (left @ right)
-
-
-def _lost(
-    module: Module, values: Sequence[Tensors], weights: Sequence[float], mean: Tensors
-) -> tuple[Tensor, Tensor]:
-    """Stacked float64 factors ``[out, k]`` and ``[k, in]`` of mean(B A) − B̄ Ā, Ā and B̄ being near the means.
-
-    With b_i = B_i − B̄ and a_i = A_i − Ā it is Σ w_i b_i a_i + (Σ w_i b_i) Ā + B̄ (Σ w_i a_i), the last
-    two being what rounding left over. For equal clients it is exactly zero.
-    """
-    mean_a, mean_b = mean[module.a].double(), mean[module.b].double()
-    off_a = [value[module.a].double() - mean_a for value in values]
-    off_b = [w * (value[module.b].double() - mean_b) for value, w in zip(values, weights, strict=True)]
-    rest_a = sum((w * a for w, a in zip(weights, off_a, strict=True)), torch.zeros_like(mean_a))
-    rest_b = sum(off_b, torch.zeros_like(mean_b))
-    return torch.cat([*off_b, rest_b, mean_b], dim=1), torch.cat([*off_a, mean_a, rest_a], dim=0)
-
-
-def _squares(left: Tensor, right: Tensor, b: Tensor, a: Tensor) -> tuple[float, float]:
-    """‖left @ right‖_F² and ‖left @ right + b @ a‖_F², without forming the products of thin factors."""
-    (rows, inner), columns = left.shape, right.shape[1]
-    if inner * (rows + columns) >= rows * columns:
-        product = left @ right
-        return float(product.square().sum()), float((product + b @ a).square().sum())
-    both_left, both_right = torch.cat([left, b], dim=1), torch.cat([right, a], dim=0)
-    terms = (both_left.T @ both_left) * (both_right @ both_right.T)
-    return max(float(terms[:inner, :inner].sum()), 0.0), max(float(terms.sum()), 0.0)
-
-
-def flexlora(values: Sequence[Tensors], weights: Sequence[float]) -> tuple[dict[str, Tensor], float]:
-    """The best factors of the given rank for mean(B A), per module.
-
-    mean(B A) = U Σ Vᵀ; B̂ = U_r Σ_r and Â = V_rᵀ, so that Â keeps orthonormal rows, and a gradient for B̂,
-    even where the product is zero. Each column of U is signed to have its largest entry positive.
-
-    Args:
-        values: one per client, with both factors of each module.
-        weights: one per client, summing to 1.
-
-    Returns:
-        The factors by name, in the values' dtype, and the share of the mean product that does not fit
-        the rank, ‖mean(B A) − B̂ Â‖_F / ‖mean(B A)‖_F over all modules.
-    """
-    factors: dict[str, Tensor] = {}
-    cut = whole = 0.0
-    for module in modules(values[0].layout):
-        rank = values[0][module.a].shape[0]
-        left = torch.cat([w * v[module.b].double() for v, w in zip(values, weights, strict=True)], dim=1)
-        right = torch.cat([value[module.a].double() for value in values], dim=0)
-        u, s, vt = _svd_of_product(left, right)
-        cut += float(s[rank:].square().sum())
-        whole += float(s.square().sum())
-        u, s, vt = _padded(u[:, :rank], s[:rank], vt[:rank], rank)
-        largest = u.abs().argmax(dim=0)
-        signs = torch.where(u.gather(0, largest[None])[0] < 0, -1.0, 1.0).double()
-        dtype = values[0].flat.dtype
-        factors[module.b] = (u * (s * signs)).to(dtype)
-        factors[module.a] = (vt * signs[:, None]).to(dtype)
-    return factors, (cut / whole) ** 0.5 if whole else 0.0
-
-
-def _svd_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin singular value decomposition of ``left @ right`` without forming it where it is of low rank."""
-    if left.shape[1] >= min(left.shape[0], right.shape[1]):
-        u, s, vt = torch.linalg.svd(left @ right, full_matrices=False)
-        return u, s, vt
-    left_basis, left_small = torch.linalg.qr(left)
-    right_basis, right_small = torch.linalg.qr(right.T)
-    u, s, vt = torch.linalg.svd(left_small @ right_small.T)
-    return left_basis @ u, s, vt @ right_basis.T
-
-
-def _padded(u: Tensor, s: Tensor, vt: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with zeros up to ``rank``, for a LoRA wider than its module."""
-    extra = rank - s.numel()
-    if extra <= 0:
-        return u, s, vt
-    pad = torch.nn.functional.pad
-    return pad(u, (0, extra)), pad(s, (0, extra)), pad(vt, (0, 0, 0, extra))
+def without_residuals(tensors: Tensors) -> Tensors:
+    """All tensors but the residuals, which only the server changes."""
+    return tensors.select(entry.name for entry in tensors.layout.entries if entry.part != RESIDUAL)

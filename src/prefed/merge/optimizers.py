@@ -22,7 +22,7 @@ __all__ = ["slots", "step"]
 
 
 def slots(settings: ServerOptimizer, shared: Tensors) -> dict[str, Tensors]:
-    """What the optimiser remembers, as it starts: ``momentum`` = 0 and, if adaptive, ``second`` = τ².
+    """The optimiser's memory before its first step: ``momentum`` = 0 and, if adaptive, ``second`` = τ².
 
     >>> from prefed.core import Entry, Layout
     >>> shared = Tensors.zeros(Layout((Entry("a", (2,), "lora"),)))
@@ -42,14 +42,14 @@ def step(
 ) -> tuple[Tensors, dict[str, Tensors]]:
     """One step from ``current`` towards ``merged``.
 
-    The new model is computed as merged + (step − Δ), not current + step: they are the same number, but
-    where step = Δ (FedAvgM without momentum at rate 1) the first is the merged model to the bit.
+    The new model is computed as merged + (step − Δ), not as current + step. The two are equal but for
+    rounding. Where step = Δ (FedAvgM without momentum at rate 1), the first is the merged model to the bit.
 
     Args:
         settings: which optimiser.
         current: φ.
         merged: φ + Δ.
-        memory: as :func:`slots` or the last step gave it, in the layout of ``current``.
+        memory: from :func:`slots` or the last step, in the layout of ``current``.
 
     Returns:
         The new φ and the new memory.
@@ -60,15 +60,15 @@ def step(
     momentum = memory["momentum"].flat.double()
     if settings.name == "fedavgm":
         momentum = settings.momentum * momentum + delta
-        move, kept = settings.rate * momentum, {"momentum": momentum}
+        move, after = settings.rate * momentum, {"momentum": momentum}
     else:
         momentum = settings.momentum * momentum + (1 - settings.momentum) * delta
         second = _second(settings, memory["second"].flat.double(), delta.square())
         move = settings.rate * momentum / (second.sqrt() + settings.tau)
-        kept = {"momentum": momentum, "second": second}
+        after = {"momentum": momentum, "second": second}
     layout, dtype = current.layout, current.flat.dtype
     moved = Tensors(layout, (merged.flat.double() + (move - delta)).to(dtype))
-    return moved, {name: Tensors(layout, value.to(dtype)) for name, value in kept.items()}
+    return moved, {name: Tensors(layout, value.to(dtype)) for name, value in after.items()}
 
 
 def _second(settings: ServerOptimizer, second: torch.Tensor, square: torch.Tensor) -> torch.Tensor:

@@ -35,9 +35,9 @@ from prefed.merge import (
     Aggregator,
     distance_attention,
     largest_alpha,
-    ordered,
+    mean_squared_distance,
     similarity_attention,
-    spread,
+    sort_uploads,
 )
 from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, lora_parts, schedule
 
@@ -126,7 +126,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         # A client's model is the mixture that it received, with the tensors that it trained put in.
         news = {
             CLIENT + upload.client: mixture(server, upload.client).replace(upload.tensors["model"])
-            for upload in ordered(uploads)
+            for upload in sort_uploads(uploads)
         }
         groups = {name: group for name, group in server.tensors.items() if name.startswith(CLIENT)} | news
         models = {name.removeprefix(CLIENT): model for name, model in sorted(groups.items())}
@@ -140,7 +140,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
                 trained, origin, temperature=settings.temperature, floor=settings.floor
             )
         else:
-            sigma = settings.sigma or spread(trained) or 1.0
+            sigma = settings.sigma or mean_squared_distance(trained) or 1.0
             alpha = settings.alpha or sigma / len(now.weights)
             if settings.alpha:
                 # The clients' models decide which α is too large, and no upload may end a run.

@@ -20,7 +20,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from prefed.core import ClientTrainer, Download, Layout, Method, Owner, Round, State, Tensors, Upload
-from prefed.merge import Aggregator, ordered
+from prefed.merge import Aggregator, sort_uploads
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 __all__ = ["SOURCE", "Settings", "build", "needs"]
@@ -83,13 +83,15 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         # c is the mean Σ p_i c_i over all N clients, with the weights of φ's mean: 1/N if these are uniform.
-        replies, everyone = ordered(uploads), sum(now.weights.values())
+        replies, everyone = sort_uploads(uploads), sum(now.weights.values())
         if aggregator.config.weights == "uniform":
             shares = [1 / len(now.weights)] * len(replies)
         else:
             shares = [now.weights[upload.client] / everyone for upload in replies]
         control = server.tensors["control"]
-        for change, share in aggregator.steps([upload.tensors["control"] for upload in replies], shares):
+        for change, share in aggregator.robust_steps(
+            [upload.tensors["control"] for upload in replies], shares
+        ):
             control = control.replace(control.select(change) + change * share)
         return fedavg.merge(server, uploads, now).update({"control": control})
 

@@ -1,1 +1,22 @@
-"""How well models order pairs, per client and over clients."""
+"""Metrics of models on preference pairs, per client and over clients."""
+
+from prefed.metrics.clients import FederatedMetric, federated_metric, federated_metrics, not_finite_counts
+from prefed.metrics.fairness import Spread, spread
+from prefed.metrics.messages import divergence_warning, flat_loss_warning, small_clients_note
+from prefed.metrics.pairs import ACCURACY_METRICS, MEAN_METRICS, PairScores, client_metrics
+
+__all__ = [
+    "ACCURACY_METRICS",
+    "MEAN_METRICS",
+    "FederatedMetric",
+    "PairScores",
+    "Spread",
+    "client_metrics",
+    "divergence_warning",
+    "federated_metric",
+    "federated_metrics",
+    "flat_loss_warning",
+    "not_finite_counts",
+    "small_clients_note",
+    "spread",
+]

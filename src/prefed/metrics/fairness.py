@@ -1,4 +1,4 @@
-"""How evenly a figure is spread over clients."""
+"""How evenly a metric is spread over clients."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefed.metrics.accuracy import Accuracy
+from prefed.metrics.clients import FederatedMetric
 
 __all__ = ["Spread", "spread"]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure of which more is better over n clients in six numbers, each client counting alike.
+    """Six numbers about a metric over n clients. Each client counts alike; the lowest value is the worst.
 
     Attributes:
-        mean: over clients, those included that are not listed one by one.
+        mean: over clients, also over those that are not listed one by one.
         worst: the lowest client's.
         worst_decile: mean of the lowest tenth of the clients, at least one of them.
         best: the highest client's.
-        std: standard deviation over clients, Σ(x − mean)²/n under the root.
-        jain: Jain's index (Σx)² / (n Σx²), from 1/n where one client has everything to 1 where all have
-            the same (Jain, Chiu and Hawe 1984); 1 where all have nothing.
+        std: standard deviation over clients, √(Σ(x − mean)²/n).
+        jain: Jain's index (Σx)² / (n Σx²) (Jain, Chiu and Hawe 1984). It is 1/n if one client has everything
+            and 1 if all have the same; also 1 if all have 0.
     """
 
     mean: float
@@ -33,22 +33,22 @@ class Spread:
     jain: float
 
 
-def spread(figure: Accuracy) -> Spread:
-    """How a figure is spread over clients.
+def spread(metric: FederatedMetric) -> Spread:
+    """The six numbers of one metric.
 
-    >>> from prefed.metrics.accuracy import over_clients
-    >>> even = spread(over_clients({"a": 0.5, "b": 0.5}))
+    >>> from prefed.metrics import federated_metric
+    >>> even = spread(federated_metric({"a": 0.5, "b": 0.5}))
     >>> even.std, even.jain
     (0.0, 1.0)
-    >>> spread(over_clients({"a": 1.0, "b": 0.0})).jain
+    >>> spread(federated_metric({"a": 1.0, "b": 0.0})).jain
     0.5
     """
-    values = np.array(list(figure["per_client"].values()), dtype=np.float64)
+    values = np.array(list(metric["per_client"].values()), dtype=np.float64)
     square = float((values**2).sum())
     return Spread(
-        mean=figure["mean"],
-        worst=figure["worst"],
-        worst_decile=figure["worst_decile"],
+        mean=metric["mean"],
+        worst=metric["worst"],
+        worst_decile=metric["worst_decile"],
         best=float(values.max()),
         std=float(values.std()),
         jain=float(values.sum() ** 2 / (len(values) * square)) if square else 1.0,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from prefed.core.lazy import names
+from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.models.adapters import load_client, save_adapter, save_client, save_merged
@@ -23,11 +23,4 @@ __all__ = [
     "wrap",
 ]
 
-__getattr__ = names(
-    __name__,
-    {
-        "adapters": "load_client save_adapter save_client save_merged",
-        "backbone": "Backbone ModelError load_backbone pretrained wrap",
-        "config": "LoraSettings ModelConfig",
-    },
-)
+__getattr__ = attach(__name__, __file__)

@@ -74,7 +74,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise files.unwritten(folder, files.size_of(partial), error) from error
+        raise files.write_error(folder, files.folder_size(partial), error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

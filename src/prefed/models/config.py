@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 
 __all__ = ["BottleneckSettings", "LoraSettings", "ModelConfig", "RewardSettings"]
 
 
-class LoraSettings(Strict):
+class LoraSettings(StrictModel):
     """The shared low-rank adapter (Hu et al. 2022)."""
 
     rank: int = Field(8, ge=1, description="rank r of each pair of factors")
@@ -24,14 +24,14 @@ class LoraSettings(Strict):
     )
 
 
-class BottleneckSettings(Strict):
+class BottleneckSettings(StrictModel):
     """The personal bottleneck in the place of the final norm (FedPDPO, arXiv:2603.19741)."""
 
     width: int = Field(256, ge=1, description="width of the bottleneck")
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout inside the bottleneck while training")
 
 
-class RewardSettings(Strict):
+class RewardSettings(StrictModel):
     """The personal reward head (FedPDPO, arXiv:2603.19741)."""
 
     width: int = Field(256, ge=1, description="width of the hidden layer")
@@ -41,7 +41,7 @@ class RewardSettings(Strict):
     )
 
 
-class ModelConfig(Strict):
+class ModelConfig(StrictModel):
     """Which causal language model is aligned, and how."""
 
     name: str = Field(min_length=1, description="a folder with a Hugging Face model, or a hub name")

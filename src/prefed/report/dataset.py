@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prefed.core.text import visible
+from prefed.core.text import printable
 from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
 
 __all__ = ["print_dataset_statistics"]
@@ -69,13 +69,13 @@ def print_dataset_statistics(statistics: DatasetStatistics, console: Console) ->
 
 def _client_row(client: ClientStatistics) -> list[str]:
     return [
-        escape(visible(client.id)) + (" (flipped)" if client.flipped else ""),
+        escape(printable(client.id)) + (" (flipped)" if client.flipped else ""),
         f"{client.train:,}",
         f"{client.validation:,}",
         f"{client.test:,}",
         _quantiles(client.prompt),
         _quantiles(client.response),
-        escape(visible(_largest(client.categories))),
+        escape(printable(_largest(client.categories))),
         "–" if client.category_distance is None else f"{client.category_distance:.2f}",
         f"{client.token_distance:.2f}",
     ]

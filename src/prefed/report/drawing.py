@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from prefed import files
-from prefed.core.text import size, visible
+from prefed.core.text import printable, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -237,7 +237,7 @@ def draw_distribution(axes: Axes, per_client: Mapping[str, float], color: Any, l
 
 def short(name: str, most: int = 28) -> str:
     """A client's name as a plot has it: cut where it is long, and no mathematics or controls in it."""
-    name = visible(name)
+    name = printable(name)
     plain = name.replace("$", r"\$")
     return plain if len(name) <= most else name[: most - 1].replace("$", r"\$") + "…"
 

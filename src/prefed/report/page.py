@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefed import files
-from prefed.core.text import counted, duration, size, visible_lines
-from prefed.metrics.accuracy import unmoved
-from prefed.metrics.fairness import spread
+from prefed.core.text import duration, pluralize, printable_lines, size
+from prefed.metrics import flat_loss_warning, spread
 from prefed.report import plots
 from prefed.report.tables import SPREAD, UNSEEN, unseen_rows, written
 from prefed.runs.figures import REWARDED
@@ -72,7 +71,7 @@ def render(run: RunRecord) -> str:
 
 def escape(text: str) -> str:
     """``text`` for HTML; control characters, which names from elsewhere may have, are written out."""
-    return html.escape(visible_lines(text))
+    return html.escape(printable_lines(text))
 
 
 def _head(run: RunRecord) -> str:
@@ -80,8 +79,8 @@ def _head(run: RunRecord) -> str:
 
     kind = METHODS.get(run.method)
     what = f"{kind.title} – {kind.source}" if kind else ""
-    rounds = counted(run.summary["rounds"], "round", "rounds")
-    judged = counted(run.judged, "client", "clients")
+    rounds = pluralize(run.summary["rounds"], "round", "rounds")
+    judged = pluralize(run.judged, "client", "clients")
     facts = f"{run.config['model']['name']}, {rounds}, {judged} judged, seed {run.config['seed']}"
     return (
         f'<header>\n<h1>{escape(run.name)}</h1>\n<p class="lead"><strong>{escape(run.method)}</strong>'
@@ -93,7 +92,7 @@ def _warnings(run: RunRecord) -> str:
     said = []
     if run.summary.get("left_out"):
         one, more = (f"{who} no {run.split} pair and" for who in ("client has", "clients have"))
-        said.append(f"{counted(run.summary['left_out'], f'{one} was', f'{more} were')} not judged.")
+        said.append(f"{pluralize(run.summary['left_out'], f'{one} was', f'{more} were')} not judged.")
     if run.unlisted:
         said.append(f"{run.unlisted}.")
     if run.summary.get("not_finite"):
@@ -102,13 +101,13 @@ def _warnings(run: RunRecord) -> str:
             f"The models of {len(broken):,} clients diverged: {sum(broken.values()):,} pairs have no finite "
             "log-probability and count as not right; a lower method.lr may do."
         )
-    if still := unmoved([record.get("loss") for record in run.rounds]):
+    if still := flat_loss_warning([record.get("loss") for record in run.rounds]):
         said.append(f"{still[0].upper()}{still[1:]}.")
     dropped = [(record["round"], drop) for record in run.rounds for drop in record.get("dropped", ())]
     if dropped:
         number, first = dropped[0]
         where = f"the first, of client {first['client']} in round {number}"
-        gone = counted(len(dropped), "upload was", "uploads were")
+        gone = pluralize(len(dropped), "upload was", "uploads were")
         said.append(f"{gone} dropped; {where}: {first['reason']}.")
     if not said:
         return ""
@@ -126,7 +125,7 @@ def _cards(run: RunRecord) -> str:
         cards.append((label, f"{getattr(spreads[0], name):.1%}", note))
     up, down = run.summary["bytes"]["up"], run.summary["bytes"]["down"]
     cards.append(("sent", size(up + down), f"{size(up)} up, {size(down)} down"))
-    rounds = counted(run.summary["rounds"], "round", "rounds")
+    rounds = pluralize(run.summary["rounds"], "round", "rounds")
     cards.append(("time", duration(run.summary["seconds"]), rounds))
     items = "".join(
         f"<li><span>{escape(label)}</span><strong>{escape(text)}</strong><span>{escape(note)}</span></li>"

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prefed.core.text import counted, size, visible
-from prefed.metrics.accuracy import unlisted
+from prefed.core.text import pluralize, printable, size
+from prefed.metrics import small_clients_note
 from prefed.runs.profiles import profiles_of
 
 __all__ = ["print_result"]
@@ -39,7 +39,7 @@ def print_result(
     columns += list((more or {}).items())
     clients = list(after["per_client"])
     shown = sorted(clients, key=lambda c: after["per_client"][c])[:SHOWN] if len(clients) > SHOWN else clients
-    rounds = counted(summary["rounds"], "round", "rounds")
+    rounds = pluralize(summary["rounds"], "round", "rounds")
     title = f"{summary['method']}, {rounds}: share of {summary['split']} pairs ordered rightly"
     table = Table(title=title, title_justify="left")
     table.add_column("client", overflow="fold", min_width=12)
@@ -49,7 +49,7 @@ def print_result(
     for client in shown:
         pairs = summary["clients"][client][summary["split"]]
         figures = [f"{values['per_client'][client]:.3f}" for _, values in columns]
-        table.add_row(escape(visible(client)), f"{pairs:,}", *figures)
+        table.add_row(escape(printable(client)), f"{pairs:,}", *figures)
     if len(shown) < len(clients):
         table.add_row(
             f"… and {len(clients) - len(shown):,} clients that do better", *[""] * (len(columns) + 1)
@@ -60,12 +60,12 @@ def print_result(
     console.print(table)
     if summary["left_out"]:
         one, several = (f"{who} no pair to be judged on and" for who in ("client has", "clients have"))
-        console.print(f"{counted(summary['left_out'], f'{one} is', f'{several} are')} left out")
-    small = unlisted(after)
+        console.print(f"{pluralize(summary['left_out'], f'{one} is', f'{several} are')} left out")
+    small = small_clients_note(after)
     if small:
         console.print(small, markup=False, soft_wrap=True)
     if summary["dropped"]:
-        gone = counted(summary["dropped"], "upload was", "uploads were")
+        gone = pluralize(summary["dropped"], "upload was", "uploads were")
         console.print(f'{gone} dropped: see "dropped" in rounds.jsonl', style="yellow")
     if "explicit_margin" in summary:
         right, agreed = (summary[name]["mean"] for name in ("explicit_accuracy", "agreement"))

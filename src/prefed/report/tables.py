@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prefed.core.text import duration, size, visible
+from prefed.core.text import duration, printable, size
 from prefed.core.tree import flatten
-from prefed.metrics.accuracy import Accuracy
-from prefed.metrics.fairness import Spread, spread
+from prefed.metrics import FederatedMetric, Spread, spread
 from prefed.runs.figures import REWARDED, Figure
 from prefed.runs.record import RunRecord
 
@@ -96,7 +95,7 @@ def clients_table(
 UNSEEN = ("clients", "mean", "worst", "worst tenth")
 
 
-def unseen_rows(unseen: Mapping[str, Accuracy]) -> list[tuple[str, list[str]]]:
+def unseen_rows(unseen: Mapping[str, FederatedMetric]) -> list[tuple[str, list[str]]]:
     """Local steps before clients that never took part were judged, and how they did.
 
     Args:
@@ -110,7 +109,7 @@ def unseen_rows(unseen: Mapping[str, Accuracy]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def unseen_table(unseen: Mapping[str, Accuracy]) -> Table:
+def unseen_table(unseen: Mapping[str, FederatedMetric]) -> Table:
     """:func:`unseen_rows` for the terminal."""
     table = _table(
         "clients that never took part, after some local steps from what was published", "steps", *UNSEEN
@@ -272,4 +271,4 @@ def _literal(text: str) -> str:
     """``text`` for a table: neither rich nor the terminal obeys what it holds."""
     from rich.markup import escape
 
-    return escape(visible(text))
+    return escape(printable(text))

@@ -13,7 +13,7 @@ from prefed.core import Key, Owner
 from prefed.data import FederatedDataset, build_dataset
 from prefed.engines import Job
 from prefed.merge import Aggregator, TooFewUploads, lora
-from prefed.merge.robust import enough
+from prefed.merge.robust import check_upload_count
 from prefed.methods import TrainingSettings
 from prefed.methods.base.ppo import BaselineSettings
 from prefed.models import load_backbone, pretrained
@@ -48,7 +48,7 @@ def build_job(experiment: Experiment, folder: Path) -> Job:
         ConfigError: every client would be unseen, or the cohort is too small for the merge rule.
         ValueError: the clients do not fit the settings, see :class:`~prefed.engines.Job`.
     """
-    files.private(folder)
+    files.private_folder(folder)
     dataset = build_data(experiment, folder / "data")
     return assemble_job(experiment, build_trainers(experiment, dataset, folder / "reference"))
 
@@ -122,7 +122,7 @@ def _check_cohort(experiment: Experiment, job: Job) -> None:
     if not job.method.ownership.names(Owner.SHARED):
         return
     try:
-        enough(merge.rule, size, liars=merge.liars, trim=merge.trim)
+        check_upload_count(merge.rule, size, liars=merge.liars, trim=merge.trim)
     except TooFewUploads as error:
         raise ConfigError(
             f"[merge] rule = {merge.rule!r} does not serve a cohort of {size} clients, of the "

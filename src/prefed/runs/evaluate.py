@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from prefed.engines import Task, run_task
-from prefed.metrics.accuracy import Accuracy, all_over_clients, diverged, measure, not_finite, unlisted
+from prefed.metrics import (
+    FederatedMetric,
+    client_metrics,
+    divergence_warning,
+    federated_metrics,
+    not_finite_counts,
+    small_clients_note,
+)
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.train import PairTrainer
@@ -30,7 +37,7 @@ class Evaluation:
     Attributes:
         what: the pairs, e.g. ``"test pairs"``.
         pairs: client → pairs it was judged on.
-        figures: as :func:`prefed.metrics.accuracy.measure` names them, over clients; for a method whose
+        figures: as :func:`prefed.metrics.client_metrics` names them, over clients; for a method whose
             clients have models of their own also ``shared_accuracy``, of the published model alone.
         unseen: number of local steps → preference accuracy of the clients that never took part.
         notes: what a reader should know, a sentence each.
@@ -38,8 +45,8 @@ class Evaluation:
 
     what: str
     pairs: Mapping[str, int]
-    figures: Mapping[str, Accuracy]
-    unseen: Mapping[str, Accuracy]
+    figures: Mapping[str, FederatedMetric]
+    unseen: Mapping[str, FederatedMetric]
     notes: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
@@ -149,18 +156,18 @@ def evaluate_file(
                 private = run.private_state(client)
                 own = run.model(client, private)
                 weight = run.method.reward_weight(private, run.reader.commit.round)
-            found[client] = measure(pair_trainer.score(own, held), run.job.beta, weight)
+            found[client] = client_metrics(pair_trainer.score(own, held), run.job.beta, weight)
             if run.method.personal:
                 scores = pair_trainer.score(run.shared_model(client), held)
-                found[client]["shared_accuracy"] = measure(scores, run.job.beta)["preference_accuracy"]
+                found[client]["shared_accuracy"] = client_metrics(scores, run.job.beta)["preference_accuracy"]
             tell(len(found), len(rows))
     counts = {client: len(held) for client, held in rows.items()}
     return _judged(run, f"pairs of {file}", counts, found, {}, [*pairs.notes, *_diverged(found, counts)])
 
 
 def _diverged(found: Mapping[str, Mapping[str, float]], pairs: Mapping[str, int]) -> list[str]:
-    broken = not_finite(found)
-    return [diverged(broken, pairs)] if broken else []
+    broken = not_finite_counts(found)
+    return [divergence_warning(broken, pairs)] if broken else []
 
 
 def _judged(
@@ -173,6 +180,6 @@ def _judged(
 ) -> Evaluation:
     """Figures over clients, and a word on the clients that they do not list."""
     privacy = run.experiment.privacy
-    figures, newcomers = (all_over_clients(found, pairs, privacy) for found in (seen, unseen))
-    small = [unlisted(next(iter(over.values()))) for over in (figures, newcomers) if over]
+    figures, newcomers = (federated_metrics(found, pairs, privacy) for found in (seen, unseen))
+    small = [small_clients_note(next(iter(over.values()))) for over in (figures, newcomers) if over]
     return Evaluation(what, pairs, figures, newcomers, (*notes, *filter(None, dict.fromkeys(small))))

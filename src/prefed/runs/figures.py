@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prefed.metrics.accuracy import Accuracy
+from prefed.metrics import FederatedMetric
 
 __all__ = ["REWARDED", "USUAL", "Figure", "figures_of"]
 
@@ -40,7 +40,7 @@ class Figure:
     name: str
     label: str
     meaning: str
-    values: Accuracy
+    values: FederatedMetric
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:

@@ -169,7 +169,7 @@ def load_run(path: str | Path, *, data: bool = False) -> LoadedRun:
     if (cache / "data").is_dir():
         dataset = FederatedDataset.open(cache / "data")
     elif data:
-        files.private(cache)
+        files.private_folder(cache)
         dataset = build_data(experiment, cache / "data")
     else:
         sizes = {client: ClientSizes(**counts) for client, counts in record.summary["clients"].items()}

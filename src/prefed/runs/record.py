@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prefed.metrics.accuracy import Accuracy, unlisted
-from prefed.metrics.fairness import Spread, spread
+from prefed.metrics import FederatedMetric, Spread, small_clients_note, spread
 from prefed.runs.figures import USUAL, Figure, figures_of
 from prefed.runs.profiles import Profile, profiles_of
 from prefed.runs.schema import read_config, read_rounds, read_summary
@@ -79,13 +78,13 @@ class RunRecord:
     @property
     def judged(self) -> int:
         """How many clients were evaluated, with those too small for a figure of their own."""
-        figure: Accuracy = self.summary["preference_accuracy"]
+        figure: FederatedMetric = self.summary["preference_accuracy"]
         return len(self.clients) + figure.get("mean_alone", 0) + figure.get("left_out", 0)
 
     @property
     def unlisted(self) -> str:
         """A sentence on evaluated clients that are not listed; empty if all are."""
-        return unlisted(self.summary["preference_accuracy"])
+        return small_clients_note(self.summary["preference_accuracy"])
 
     def pairs(self, client: str) -> int | None:
         """How many pairs a client was evaluated on; ``None`` if the summary does not say."""

@@ -14,7 +14,7 @@ from prefed.config import Experiment, to_toml
 from prefed.core import Callback, Callbacks, State
 from prefed.data import DataMismatchError
 from prefed.engines import InProcess, JobFactory, ServerRounds, WorkerProcesses
-from prefed.metrics.accuracy import unmoved
+from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.build import build_job
 from prefed.runs.resume import reconcile, reset_run, settings_digest
@@ -130,7 +130,7 @@ def _carry_out(experiment: Experiment, store: RunWriter, callback: Callback) -> 
     engine = ServerRounds(job, store, backend, callback)
     with backend:
         server = engine.run()
-    if still := unmoved([record["loss"] for record in RunReader(store.path).rounds()]):
+    if still := flat_loss_warning([record["loss"] for record in RunReader(store.path).rounds()]):
         callback.on_warning(still)
     shared = published_model(job, server)
     if shared is not None:

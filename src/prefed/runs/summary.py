@@ -13,7 +13,7 @@ from prefed.core import Owner, State, Tensors
 from prefed.engines import Job
 from prefed.engines.backend import peak_memory_mb
 from prefed.merge import lora
-from prefed.metrics.accuracy import MEANS, SHARES
+from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS
 from prefed.store import RunWriter
 
 __all__ = ["published_model", "summarize"]
@@ -25,7 +25,7 @@ def summarize(job: Job, store: RunWriter, profiles: Mapping[str, Any]) -> dict[s
     last, totals, evaluation = store.last, store.commit.totals, store.last["evaluation"]
     layout, ownership = job.trainers.initial.layout, job.method.ownership
     moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
-    names = (*SHARES, "unseen_accuracy", *MEANS, "split", "left_out", "not_finite")
+    names = (*ACCURACY_METRICS, "unseen_accuracy", *MEAN_METRICS, "split", "left_out", "not_finite")
     return {
         "method": job.method.name,
         "rounds": store.round,

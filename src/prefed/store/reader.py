@@ -246,7 +246,7 @@ def read_commit(folder: Path) -> Commit | None:
     """
     path = folder / "COMMIT.json"
     try:
-        held = files.unsealed(path.read_bytes())
+        held = files.loads_with_digest(path.read_bytes())
         if held["format"] != FORMAT:
             raise StoreError(f"{path} was written by another version of prefed (format {held['format']})")
         return Commit(
@@ -268,7 +268,7 @@ def read_commit(folder: Path) -> Commit | None:
 def write_commit(folder: Path, commit: Commit) -> None:
     """Replace ``COMMIT.json``: the one step that makes a round count."""
     held = vars(commit) | {"digests": vars(commit.digests)}
-    files.write(folder / "COMMIT.json", files.sealed({"format": FORMAT, **held}, indent=1))
+    files.write(folder / "COMMIT.json", files.dumps_with_digest({"format": FORMAT, **held}, indent=1))
 
 
 def records_in(path: Path, commit: Commit) -> Iterator[tuple[dict[str, Any], bytes]]:
@@ -277,7 +277,7 @@ def records_in(path: Path, commit: Commit) -> Iterator[tuple[dict[str, Any], byt
     Raises:
         StoreError: (on the way) one is missing or damaged.
     """
-    written = files.Running()
+    written = files.Hasher()
     with path.open("rb") if path.exists() else io.BytesIO() as lines:
         for number in range(1, commit.round + 1):
             line = lines.readline()

@@ -60,7 +60,7 @@ class RunWriter:
         self._digests: dict[str, str] = {}
         # File name of a client → the round of its committed state.
         self._versions: dict[str, int] = {}
-        self._log = files.Running()
+        self._log = files.Hasher()
         self._settings: str | None = None
         self.last: dict[str, Any] | None = None
         self._refuse_foreign(resume)
@@ -187,7 +187,7 @@ class RunWriter:
         accepted = {client_file(client) for client in clients}
         for name in sorted(self._staged):
             if name in accepted:
-                files.move(self._aside_path(name), path_of(self._clients, name, self.round + 1))
+                files.replace(self._aside_path(name), path_of(self._clients, name, self.round + 1))
                 self._accepted[name] = self._staged[name]
             else:
                 files.remove(self._aside_path(name))
@@ -338,7 +338,7 @@ class RunWriter:
                 (new / "checkpoint").mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(OSError):
                     new.rename(self.path)
-            files.private(self._clients)
+            files.private_folder(self._clients)
         except OSError as error:
             why = error.strerror or error
             raise files.WriteError(f"cannot write into {self.path}: {why}; choose another --out") from error

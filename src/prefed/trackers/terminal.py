@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from prefed.core import Callback
-from prefed.core.text import size, visible
+from prefed.core.text import printable, size
 
 __all__ = ["Terminal", "quiet", "standard_output"]
 
@@ -92,7 +92,7 @@ class Terminal(Callback):
 
     def on_warning(self, text: str) -> None:
         """Write a line above the bar."""
-        self.console.print(f"warning: {visible(text)}", style="yellow", markup=False, soft_wrap=True)
+        self.console.print(f"warning: {printable(text)}", style="yellow", markup=False, soft_wrap=True)
 
     def on_run_end(self) -> None:
         """Take the bar away."""

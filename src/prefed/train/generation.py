@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from prefed.core import Key, Tensors
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 from prefed.data import Message, Prompt, Template
 from prefed.data.templates import start_tokens
 from prefed.models import Backbone
@@ -20,7 +20,7 @@ __all__ = ["Sampling", "as_prompt", "complete", "prompt_ids"]
 _TURN = "\n\nAssistant:"
 
 
-class Sampling(Strict):
+class Sampling(StrictModel):
     """How the next token is drawn.
 
     Attributes:

@@ -37,7 +37,7 @@ class PairCache:
         if folder is None:
             self._values = np.zeros((records, 3), np.float32)
             return
-        files.private(folder)
+        files.private_folder(folder)
         path = folder / f"{name}.f32"
         files.allocate(path, records * 12, mode=0o600)
         self._values = np.memmap(path, np.float32, "r+", shape=(records, 3))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from prefed.core import Key, Objective, Owner, Ownership, Phase, PhaseResult, Tensors
-from prefed.losses import PPO, Batch, Loss, objective
+from prefed.losses import PPO, PairBatch, PairLoss, objective
 from prefed.models import Backbone
 from prefed.train.batches import batches
 from prefed.train.forward import Packed, choose_forward
@@ -219,7 +219,7 @@ class PairTrainer:
         values, _ = loss(self._batch(outputs, rows, loss, self._scored), {**loss.memory, **what.settings})
         return float(values.mean())
 
-    def prepare(self, rows: Rows, loss: Loss | None = None) -> None:
+    def prepare(self, rows: Rows, loss: PairLoss | None = None) -> None:
         """Have the reference's log-probabilities of ``rows`` for scoring, all computed if one lacks.
 
         Scoring takes a client's split whole, so its rows always go through in the same groups: no rounding
@@ -259,7 +259,7 @@ class PairTrainer:
             ]
         return torch.cat(ownership).numpy()
 
-    def features(self, rows: Rows, loss: Loss) -> dict[int, torch.Tensor] | None:
+    def features(self, rows: Rows, loss: PairLoss) -> dict[int, torch.Tensor] | None:
         """The trunk's output for every row, computed once for a phase that trains nothing inside it."""
         size = self.tokens.lengths[rows].sum() * self.backbone.causal.config.hidden_size
         if not isinstance(self.forward, Packed) or size > FEATURES:
@@ -288,13 +288,13 @@ class PairTrainer:
             total += int(tokens)
         return [*groups, rows[start:]]
 
-    def _batch(self, outputs: torch.Tensor, rows: Rows, loss: Loss, references: PairCache) -> Batch:
+    def _batch(self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairCache) -> PairBatch:
         device = outputs.device
         lengths = torch.from_numpy(self.tokens.lengths[rows, 1:].astype(np.int64)).to(device)
         reference = None
         if loss.needs_reference:
             reference = torch.from_numpy(references.get(rows)).to(device)
-        return Batch(
+        return PairBatch(
             policy_chosen=outputs[:, 0],
             chosen_length=lengths[:, 0],
             policy_rejected=outputs[:, 1] if loss.needs_rejected else None,
@@ -309,7 +309,7 @@ class PairTrainer:
     def _backward(
         self,
         rows: Rows,
-        loss: Loss,
+        loss: PairLoss,
         what: Objective,
         key: Key,
         features: dict[int, torch.Tensor] | None = None,

@@ -14,7 +14,7 @@ import torch
 
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.losses import OBJECTIVES, PPO
-from prefed.losses.ppo import PATIENCE, Rollout, pair_rewards, ppo, rollout, standardize
+from prefed.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.models import ModelError
 from prefed.train.batches import batches
 from prefed.train.optim import FlatOptimizer
@@ -110,7 +110,7 @@ class PPOTrainer:
         for batch in plan:
             backbone.grad.zero_()
             figures = self._backward(batch, start, settings, features)
-            bound = PATIENCE * settings["target_kl"]
+            bound = KL_TOLERANCE * settings["target_kl"]
             # Written so that a mean that is no number stops it too.
             if bound and not figures["kl"] <= bound:
                 stopped = True

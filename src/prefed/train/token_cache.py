@@ -36,7 +36,7 @@ class TokenCache:
         if folder is None or not words:
             return
         path = folder / f"{name}.u32"
-        files.private(folder)
+        files.private_folder(folder)
         files.allocate(path, 4 * words, mode=0o600)
         self._words = np.memmap(path, np.uint32, "r+", shape=(words,))
 

@@ -181,7 +181,7 @@ class FedAvgBase(FedAvgServer):
         """An exchange of the usual moves, but for the fields of :class:`Exchange` that ``changes`` names.
 
         An upload whose size is out of all proportion is not merged: see
-        :meth:`prefed.merge.Aggregator.proportionate`. With ``optimizer_state = "kept"`` optimisers go on
+        :meth:`prefed.merge.Aggregator.with_size_check`. With ``optimizer_state = "kept"`` optimisers go on
         where they stood at the client's last visit.
 
         Args:
@@ -197,7 +197,7 @@ class FedAvgBase(FedAvgServer):
             "figures": self.figures,
         }
         exchange = Exchange(name, **{**moves, **changes})
-        exchange = replace(exchange, merge=self.aggregator.proportionate(exchange.merge, steps))
+        exchange = replace(exchange, merge=self.aggregator.with_size_check(exchange.merge, steps))
         return keep_optimizer_state(exchange) if self.settings.optimizer_state == "kept" else exchange
 
     def method(self, name: str, source: str, *exchanges: Exchange, **changes: Any) -> Method:

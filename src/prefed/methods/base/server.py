@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefed.core import Download, Owner, Ownership, Round, State, Tensors, Upload
-from prefed.merge import Aggregator, Weigh, lora
+from prefed.merge import Aggregator, WeightFunction, lora
 from prefed.methods.base import schedule
 from prefed.methods.base.settings import TrainingSettings
 
@@ -69,7 +69,7 @@ class FedAvgServer:
         return Download({self.group: server.tensors[self.group]}, schedule.announce(server))
 
     def merge(
-        self, server: State, uploads: Sequence[Upload], now: Round, weigh: Weigh | None = None
+        self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
     ) -> State:
         """φ ← the merge of the φ_i: their mean by n_i, unless ``[merge]`` or ``weigh`` says otherwise."""
         names = self.trainable(now, Owner.SHARED)

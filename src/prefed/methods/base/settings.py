@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from prefed.core import Objective, Optimizer, Phase
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 from prefed.losses import OBJECTIVES, PPO, objective
 
 __all__ = ["LocalSettings", "PersonalSettings", "TrainingSettings", "TwoPhaseSettings"]
@@ -20,7 +20,7 @@ PAIRWISE = tuple(name for name, loss in OBJECTIVES.items() if not loss.needs_rew
 """The objectives that any model can be trained on."""
 
 
-class TrainingSettings(Strict):
+class TrainingSettings(StrictModel):
     """How a client trains during a visit, whatever the loss."""
 
     lr: float = Field(1e-4, gt=0, description="learning rate of the local optimiser")

@@ -9,13 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.core import Privacy
-from prefed.metrics.accuracy import all_over_clients, measure, not_finite, over_clients, unlisted, unmoved
+from prefed.metrics import (
+    client_metrics,
+    federated_metric,
+    federated_metrics,
+    flat_loss_warning,
+    not_finite_counts,
+    small_clients_note,
+)
 
 ALL = (
     "preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy", "margin",
     "dpo_loss", "combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin",
 )  # fmt: skip
-"""What ``measure`` gives of a model with a reward head."""
+"""What ``client_metrics`` gives of a model with a reward head."""
 
 
 @dataclass
@@ -40,7 +47,7 @@ def test_four_pairs_by_hand():
     3. −6, −3; −6, −4; 3, 1: wrong, before wrong, Δ = 0 − 1 = −1, per token −2 > −3 right
     4. −1, −5; −2, −3; 1, 5: right, before right, Δ = 1 + 2 = 3, per token −1 = −1 (a tie: wrong)
     """
-    figures = measure(
+    figures = client_metrics(
         scores(
             [[-1, -2], [-2, -2], [-6, -3], [-1, -5]],
             [[-1, -2], [-3, -1], [-6, -4], [-2, -3]],
@@ -60,7 +67,7 @@ def test_four_pairs_by_hand():
 def test_the_untouched_model_orders_nothing_by_reward():
     """Policy = reference: Δ = 0 everywhere, which is a tie, and the loss is log 2."""
     same = [[-1.5, -2.5], [-3.0, -1.0]]
-    figures = measure(scores(same, same), 0.1)
+    figures = client_metrics(scores(same, same), 0.1)
     assert (figures["reward_accuracy"], figures["margin"]) == (0.0, 0.0)
     assert figures["dpo_loss"] == pytest.approx(math.log(2))
     assert figures["preference_accuracy"] == figures["baseline_accuracy"] == 0.5
@@ -74,46 +81,47 @@ def test_a_reward_head_by_hand():
     """
     rewarded = scores([[-1, -3], [-2, -1], [-2, -3], [-4, -4]], [[0, 0]] * 4)
     rewarded.rewards = np.array([[1, 0], [0, -3], [-2, 2], [0.5, -1.5]], np.float32)
-    figures = measure(rewarded, 0.1, weight=0.5)
+    figures = client_metrics(rewarded, 0.1, weight=0.5)
     assert figures["combined_accuracy"] == 0.75
     assert figures["explicit_accuracy"] == 0.75
     assert figures["agreement"] == 0.25
     assert figures["explicit_margin"] == 0.5
     assert figures["margin"] == 0.5
-    assert measure(rewarded, 0.1, weight=0.25)["combined_accuracy"] == 0.5  # 2.25, −0.25, 0 (a tie), 0.5
+    # 2.25, −0.25, 0 (a tie) and 0.5.
+    assert client_metrics(rewarded, 0.1, weight=0.25)["combined_accuracy"] == 0.5
     rewarded.rewards = None
-    assert measure(rewarded, 0.1).keys() == figures.keys() - {
+    assert client_metrics(rewarded, 0.1).keys() == figures.keys() - {
         "combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin",
     }  # fmt: skip
 
 
 def test_nan_counts_as_wrong():
-    assert measure(scores([[math.nan, -1.0]], [[-1.0, -1.0]]), 0.1)["preference_accuracy"] == 0.0
+    assert client_metrics(scores([[math.nan, -1.0]], [[-1.0, -1.0]]), 0.1)["preference_accuracy"] == 0.0
 
 
 def test_no_pairs_are_an_error():
     with pytest.raises(ValueError, match="no pairs"):
-        measure(scores([], []), 0.1)
+        client_metrics(scores([], []), 0.1)
     with pytest.raises(ValueError, match="no client"):
-        over_clients({})
+        federated_metric({})
 
 
 def test_the_worst_tenth():
     """Of 11 clients at 0, 0.1, …, 1.0 the lowest ⌈11/10⌉ = 2 have 0 and 0.1: mean 0.05."""
-    figure = over_clients({str(k): k / 10 for k in range(11)})
+    figure = federated_metric({str(k): k / 10 for k in range(11)})
     assert figure["mean"] == pytest.approx(0.5)
     assert figure["worst"] == 0
     assert figure["worst_decile"] == pytest.approx(0.05)
 
 
 def test_the_worst_of_a_loss_is_the_highest():
-    """The same 11 clients: the two highest have 1.0 and 0.9. Of all that ``measure`` gives, the DPO loss
-    alone is better where it is lower."""
-    figure = over_clients({str(k): k / 10 for k in range(11)}, loss=True)
+    """The same 11 clients: the two highest have 1.0 and 0.9. The DPO loss is the
+    only metric of ``client_metrics`` that is better where it is lower."""
+    figure = federated_metric({str(k): k / 10 for k in range(11)}, loss=True)
     assert (figure["worst"], figure["mean"]) == (1.0, pytest.approx(0.5))
     assert figure["worst_decile"] == pytest.approx(0.95)
-    found = {"a": dict.fromkeys(ALL, 1.0), "b": dict.fromkeys(ALL, 2.0)}
-    over = all_over_clients(found, {"a": 1, "b": 1}, Privacy())
+    metrics = {"a": dict.fromkeys(ALL, 1.0), "b": dict.fromkeys(ALL, 2.0)}
+    over = federated_metrics(metrics, {"a": 1, "b": 1}, Privacy())
     assert {name: figure["worst"] for name, figure in over.items()} == {
         name: 2.0 if name == "dpo_loss" else 1.0 for name in ALL
     }
@@ -123,36 +131,38 @@ def test_small_clients_count_in_the_mean_alone():
     """With at least 4 pairs each: b (3 pairs) and c (2) are not listed, and as they have 5 together the mean
     counts them: (0.5 + 0 + 1 + 0.9)/4 = 0.6. Without c, b has 3 in all, and mean and list would give b's
     figure: the mean is (0.5 + 0.9)/2 = 0.7."""
-    found = {name: {"share": x} for name, x in {"a": 0.5, "b": 0.0, "c": 1.0, "d": 0.9}.items()}
+    metrics = {name: {"share": x} for name, x in {"a": 0.5, "b": 0.0, "c": 1.0, "d": 0.9}.items()}
     pairs, four = {"a": 4, "b": 3, "c": 2, "d": 9}, Privacy(minimum_pairs=4)
-    figure = all_over_clients(found, pairs, four)["share"]
+    figure = federated_metrics(metrics, pairs, four)["share"]
     assert figure == {
         "mean": pytest.approx(0.6), "worst": 0.5, "worst_decile": 0.5, "per_client": {"a": 0.5, "d": 0.9},
         "mean_alone": 2,
     }  # fmt: skip
-    assert unlisted(figure).startswith(
+    assert small_clients_note(figure).startswith(
         "2 clients have fewer pairs than [privacy] minimum_pairs: they count in"
     )
-    del found["c"]
-    figure = all_over_clients(found, pairs, four)["share"]
+    del metrics["c"]
+    figure = federated_metrics(metrics, pairs, four)["share"]
     assert figure == {
         "mean": pytest.approx(0.7), "worst": 0.5, "worst_decile": 0.5, "per_client": {"a": 0.5, "d": 0.9},
         "left_out": 1,
     }  # fmt: skip
-    assert unlisted(figure) == "1 client has fewer pairs than [privacy] minimum_pairs: it is left out"
-    figure = all_over_clients(found, pairs, Privacy())["share"]
-    assert figure == over_clients({"a": 0.5, "b": 0.0, "d": 0.9})
-    assert unlisted(figure) == ""
+    assert (
+        small_clients_note(figure) == "1 client has fewer pairs than [privacy] minimum_pairs: it is left out"
+    )
+    figure = federated_metrics(metrics, pairs, Privacy())["share"]
+    assert figure == federated_metric({"a": 0.5, "b": 0.0, "d": 0.9})
+    assert small_clients_note(figure) == ""
     with pytest.raises(ValueError, match=r"minimum_pairs = 10: no client .* \(the most are 9\)"):
-        all_over_clients(found, pairs, Privacy(minimum_pairs=10))
+        federated_metrics(metrics, pairs, Privacy(minimum_pairs=10))
 
 
 @given(st.dictionaries(st.text(), st.floats(0, 1), min_size=1), st.randoms(use_true_random=False))
 def test_the_order_of_clients_changes_nothing(values, draw):
     shuffled = list(values.items())
     draw.shuffle(shuffled)
-    figure = over_clients(values)
-    assert figure == over_clients(dict(shuffled))
+    figure = federated_metric(values)
+    assert figure == federated_metric(dict(shuffled))
     assert figure["worst"] <= figure["worst_decile"] <= figure["mean"] + 1e-15
 
 
@@ -161,14 +171,16 @@ def test_pairs_without_finite_log_probabilities_are_counted_and_wrong():
     finite there is no such figure; the untouched model's numbers do not count."""
     nan, inf = math.nan, math.inf
     reference = [[-1, -2]] * 4
-    figures = measure(scores([[-1, -2], [nan, -2], [-inf, -inf], [-3, -4]], reference), 0.1)
+    figures = client_metrics(scores([[-1, -2], [nan, -2], [-inf, -inf], [-3, -4]], reference), 0.1)
     assert figures["not_finite"] == 2
     assert figures["preference_accuracy"] == 0.5
-    assert not_finite({"a": figures, "b": measure(scores(reference, reference), 0.1)}) == {"a": 2}
+    assert not_finite_counts({"a": figures, "b": client_metrics(scores(reference, reference), 0.1)}) == {
+        "a": 2
+    }
 
 
 @pytest.mark.parametrize(
-    ("losses", "told"),
+    ("losses", "warned"),
     [
         # A thousandth of 0.6931 is 0.00069.
         ([0.6931, 0.6935, 0.6925], True),
@@ -182,6 +194,6 @@ def test_pairs_without_finite_log_probabilities_are_counted_and_wrong():
         ([], False),
     ],
 )
-def test_a_loss_that_hardly_moves_is_told_of(losses, told):
+def test_a_loss_that_hardly_moves_is_warned_of(losses, warned):
     """Within a thousandth of its first value in all of three rounds or more; NaN is another matter."""
-    assert bool(unmoved(losses)) is told
+    assert bool(flat_loss_warning(losses)) is warned
