@@ -6,13 +6,14 @@ import gzip
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import transformers
+
+from prefed.data import Pair
 
 T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
@@ -21,17 +22,8 @@ DATA = SHARED / "data" / "hh_harmless.train.jsonl.gz"
 TOKENIZER = SHARED / "models" / "tiny-lm"
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Token ids of one preference pair."""
-
-    prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
-
-
 class Pairs:
-    """Tokenised pairs in memory, as the bench takes them."""
+    """Tokenised pairs in memory, with the face of a ``TokenSet``."""
 
     def __init__(self, pairs: list[Pair]) -> None:
         self._pairs = pairs

@@ -35,7 +35,7 @@ from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
-from prefed.models import LoraSettings, ModelConfig, wrap
+from prefed.models import LoraSettings, ModelConfig, make_backbone
 from prefed.train import PairTrainer
 
 BATCH, BETA, LR = 4, 0.1, 1e-4
@@ -141,7 +141,7 @@ def main() -> None:
 
     def pair_trainer(dtype: str) -> PairTrainer:
         model = copy.deepcopy(base).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-        backbone = wrap(model, None, ModelConfig(name=args.shape, lora=lora, dtype=dtype), Key(0))
+        backbone = make_backbone(model, None, ModelConfig(name=args.shape, lora=lora, dtype=dtype), Key(0))
         return PairTrainer(backbone, pairs)
 
     ours = {"prefed": pair_trainer("float32")}
@@ -151,7 +151,7 @@ def main() -> None:
     targets = list(first.backbone.family.targets)  # type: ignore[union-attr]
     everything = np.arange(len(pairs))
     for each in ours.values():
-        each.refer(everything, everything)
+        each.references.fill_training(everything, everything)
     reference = first.score(first.backbone.initial, everything).reference
     initial = first.backbone.initial
     peers = {
@@ -179,7 +179,7 @@ def main() -> None:
             state[path].data.copy_(initial[name])
     parts = Ownership.of(initial.layout, lambda entry: Owner.SHARED)
     phase = Phase(
-        "bench",
+        "train",
         parts.names(Owner.SHARED),
         Objective("dpo", {"beta": BETA}),
         Optimizer("adamw", lr=LR),

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from common import DATA, TOKENIZER, cpu_ms, load_pairs, matmul_peak, shape
 
-import prefed.train.pair_trainer as bench_module
+import prefed.train.pair_model as pair_model
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
-from prefed.losses import objective
-from prefed.models import LoraSettings, ModelConfig, wrap
+from prefed.models import LoraSettings, ModelConfig, make_backbone
 from prefed.train import PairTrainer
 from prefed.train.logprobs import token_logprobs
 
@@ -57,9 +56,11 @@ def main() -> None:
         ("packed, recomputed", True),
         ("padded, recomputed", False),
     ):
-        backbone = wrap(copy.deepcopy(base), None, config.model_copy(update={"fast": fast}), Key(0), NEEDS)
+        backbone = make_backbone(
+            copy.deepcopy(base), None, config.model_copy(update={"fast": fast}), Key(0), NEEDS
+        )
         ways[name] = PairTrainer(backbone, pairs, fast=fast)
-        ways[name].refer(rows, rows)
+        ways[name].references.fill_training(rows, rows)
     layout = ways["cached features"].backbone.layout
     parts = Ownership.of(layout, lambda entry: Owner.SHARED if entry.part == "lora" else Owner.PERSONAL)
     phase = Phase(
@@ -72,10 +73,10 @@ def main() -> None:
     )
     times: dict[str, list[float]] = {name: [] for name in ways}
     results = {}
-    most = bench_module.FEATURES
+    most = pair_model.MAX_FEATURES
     for repeat in range(args.repeats + 1):
         for name, pair_trainer in ways.items():
-            bench_module.FEATURES = most if name == "cached features" else 0
+            pair_model.MAX_FEATURES = most if name == "cached features" else 0
 
             def work(pair_trainer: PairTrainer = pair_trainer, name: str = name) -> None:
                 start = pair_trainer.backbone.initial
@@ -85,8 +86,8 @@ def main() -> None:
             if repeat:
                 times[name].append(spent)
     cached = ways["cached features"]
-    bench_module.FEATURES = most
-    once = min(cpu_ms(lambda: cached.features(rows, objective("pdpo"))) for _ in range(2))
+    pair_model.MAX_FEATURES = most
+    once = min(cpu_ms(lambda: cached.model.features(rows, rewards=True)) for _ in range(2))
     first = times["cached features"]
     print(f"{args.shape}, {len(pairs)} pairs, {args.epochs} epoch(s), batch 8")
     for name, values in times.items():

@@ -19,7 +19,7 @@ from common import shape
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
 from prefed.core import Key
-from prefed.models import LoraSettings, ModelConfig, wrap
+from prefed.models import LoraSettings, ModelConfig, make_backbone
 
 
 def median_ms(work: Callable[[], object], times: int = 200) -> float:
@@ -34,7 +34,7 @@ def median_ms(work: Callable[[], object], times: int = 200) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     config = ModelConfig(name="distilgpt2 shape", lora=LoraSettings(dropout=0.0), device="cpu")
-    backbone = wrap(shape("distilgpt2"), None, config, Key(0))
+    backbone = make_backbone(shape("distilgpt2"), None, config, Key(0))
     tensors = backbone.initial.clone()
     state = {name: value.clone() for name, value in get_peft_model_state_dict(backbone.model).items()}
 
@@ -42,8 +42,7 @@ def main() -> None:
         set_peft_model_state_dict(backbone.model, state)
 
     def peft_extract() -> None:
-        held = get_peft_model_state_dict(backbone.model)
-        for value in held.values():
+        for value in get_peft_model_state_dict(backbone.model).values():
             value.clone()
 
     print(f"{backbone.layout.size:,} parameters")

@@ -1,4 +1,4 @@
-"""Tokenizers and files for the data tests, made on the spot."""
+"""Tokenizers and files for the data tests, made in place."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def tokenizer(*, bos: bool = False, chat: str | None = None, eos: str | None = "
         backend.post_processor = processors.TemplateProcessing(
             single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", 1)]
         )
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=eos,
         bos_token="<bos>" if bos else None,
         pad_token="<pad>",
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
     )
-    made.chat_template = chat
-    return made
+    tokenizer.chat_template = chat
+    return tokenizer
 
 
 def merging() -> Any:

@@ -1,9 +1,8 @@
-"""Small randomly initialised models of every family, and pairs of random tokens, for tests of the bench."""
+"""Small randomly initialised models of every family, and pairs of random tokens, for tests of the trainer."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,8 @@ import torch
 import transformers
 
 from prefed.core import Key, Layout, Tensors
-from prefed.models import Backbone, ModelConfig, wrap
+from prefed.data import Pair
+from prefed.models import Backbone, ModelConfig, make_backbone
 
 VOCABULARY = 101
 
@@ -40,19 +40,8 @@ _SMALL: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Pair:
-    prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
-
-
-def _ids(draw: np.random.Generator, most: int) -> np.ndarray:
-    return draw.integers(1, VOCABULARY, draw.integers(1, most)).astype(np.int32)
-
-
 class Pairs:
-    """Random pairs of unequal lengths in memory, as the bench takes them."""
+    """Random pairs of unequal lengths in memory, with the face of a ``TokenSet``."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
@@ -95,7 +84,7 @@ def backbone(
     double: bool = False,
     rank: int = 3,
 ) -> Backbone:
-    """A wrapped small model; the same weights and the same start every time."""
+    """A small backbone; the same weights and the same start every time."""
     model = copy.deepcopy(causal(family))
     config = ModelConfig.model_validate(
         {
@@ -107,7 +96,7 @@ def backbone(
             "reward": {"width": 8, "dropout": dropout},
         }
     )
-    return wrap(model.double() if double else model, None, config, Key(1), needs)
+    return make_backbone(model.double() if double else model, None, config, Key(1), needs)
 
 
 def away(layout: Layout, initial: Tensors, scale: float = 0.05, seed: int = 3) -> Tensors:

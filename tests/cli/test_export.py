@@ -17,7 +17,7 @@ from finished import logprobs, small_experiment, small_place
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.cli import app
-from prefed.models.adapters import whole_folder
+from prefed.models.adapters import atomic_folder
 from prefed.runs.loaded import load_run
 
 
@@ -161,13 +161,13 @@ def test_what_killed_exports_left_is_removed_by_the_next(tmp_path):
     for name in (f"it.{gone.pid}.partial", f"it.{gone.pid}.old", "it.1.partial", "it.x.partial", "it.more"):
         (tmp_path / name).mkdir()
     (tmp_path / f"it.{gone.pid}.old/config.json").write_text("old")
-    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "it"):
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "it"):
         raise KeyboardInterrupt
     kept = {"it", "it.1.partial", "it.x.partial", "it.more"}
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert (tmp_path / "it/config.json").read_text() == "old"
     (tmp_path / f"it.{gone.pid}.old").mkdir()
-    with whole_folder(tmp_path / "it") as partial:
+    with atomic_folder(tmp_path / "it") as partial:
         (partial / "config.json").write_text("new")
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert (tmp_path / "it/config.json").read_text() == "new"
@@ -207,6 +207,6 @@ def test_a_folder_is_somewhere_whole_whenever_its_replacement_ends(tmp_path, mon
         return rename(path, target)
 
     monkeypatch.setattr(type(folder), "rename", stopped)
-    with pytest.raises(OSError, match="no space left"), whole_folder(folder) as partial:
+    with pytest.raises(OSError, match="no space left"), atomic_folder(folder) as partial:
         (partial / "config.json").write_text("new")
     assert {path.name: (path / "config.json").read_text() for path in tmp_path.iterdir()} == {"it": "old"}

@@ -1,4 +1,4 @@
-"""What is written of a client gives, in other hands, the logits that the bench's model gives."""
+"""A client's exported files give other tools the logits of the trainer's model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefed.models import (
     save_client,
     save_merged,
 )
-from prefed.models.parameters import PARTS
+from prefed.models.parameters import PART_BUILDERS
 
 IDS = torch.arange(1, 13)[None]
 
@@ -37,7 +37,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def opened(base: Path, *needs: str):
+def load(base: Path, *needs: str):
     config = ModelConfig.model_validate(
         {"name": str(base), "device": "cpu", "lora": {"rank": 3}, "bottleneck": {"width": 8}}
     )
@@ -59,7 +59,7 @@ def plain(base: Path):
 @pytest.mark.parametrize("needs", [(), ("personal_lora", "gate"), ("personal_lora", "gate", "factors")])
 def test_adapter_in_peft(base: Path, tmp_path: Path, needs: tuple[str, ...]) -> None:
     """PEFT's own loader over the untouched base; a gated second branch lies in the same adapter."""
-    model, tensors = opened(base, *needs)
+    model, tensors = load(base, *needs)
     want = logits(model.causal)
     save_adapter(model, tensors, tmp_path / "adapter")
     got = logits(PeftModel.from_pretrained(plain(base), tmp_path / "adapter").eval())
@@ -69,7 +69,7 @@ def test_adapter_in_peft(base: Path, tmp_path: Path, needs: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("needs", [(), ("head",), ("norm",), ("personal_lora", "gate"), ("residual",)])
 def test_merged_is_a_plain_model(base: Path, tmp_path: Path, needs: tuple[str, ...]) -> None:
-    model, tensors = opened(base, *needs)
+    model, tensors = load(base, *needs)
     want = logits(model.causal)
     save_merged(model, tensors, tmp_path / "merged")
     torch.testing.assert_close(logits(plain(tmp_path / "merged")), want, rtol=1e-4, atol=1e-5)
@@ -77,8 +77,8 @@ def test_merged_is_a_plain_model(base: Path, tmp_path: Path, needs: tuple[str, .
 
 
 def test_client_folder_holds_every_part(base: Path, tmp_path: Path) -> None:
-    """All parts at once, written and read again, give the same logits and reward head to the bit."""
-    model, tensors = opened(base, *(part for part in PARTS if part not in ("norm", "lora")))
+    """All parts at once, saved and loaded, give the same logits and reward head to the bit."""
+    model, tensors = load(base, *(part for part in PART_BUILDERS if part not in ("norm", "lora")))
     want = logits(model.causal)
     save_client(model, tensors, tmp_path / "client")
     again = load_client(tmp_path / "client")
@@ -89,7 +89,7 @@ def test_client_folder_holds_every_part(base: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_done_says_so(base: Path, tmp_path: Path) -> None:
-    model, tensors = opened(base, "bottleneck", "residual")
+    model, tensors = load(base, "bottleneck", "residual")
     with pytest.raises(ModelError, match="bottleneck cannot be merged"):
         save_merged(model, tensors, tmp_path / "merged")
     with pytest.raises(ModelError, match="an adapter cannot hold"):
@@ -101,7 +101,7 @@ def test_what_cannot_be_done_says_so(base: Path, tmp_path: Path) -> None:
 
 def test_loading_a_residual_changes_the_base_and_unloading_restores_it(base: Path) -> None:
     """W0 + R while R is loaded; W0 to the bit once R is zero again."""
-    model, tensors = opened(base, "residual")
+    model, tensors = load(base, "residual")
     model.load(model.initial)
     before = logits(model.causal)
     model.load(tensors)
@@ -111,8 +111,8 @@ def test_loading_a_residual_changes_the_base_and_unloading_restores_it(base: Pat
 
 
 def test_loading_refuses_another_layout(base: Path) -> None:
-    model, _ = opened(base)
-    other, tensors = opened(base, "head")
+    model, _ = load(base)
+    other, tensors = load(base, "head")
     del other
     with pytest.raises(ValueError, match="layout"):
         model.load(tensors)
@@ -120,7 +120,7 @@ def test_loading_refuses_another_layout(base: Path) -> None:
 
 def test_unknown_names_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such part of a model: wings"):
-        opened(base, "wings")
+        load(base, "wings")
     for name in ("/nowhere/at/all", "./nowhere", "~/nowhere", "nowhere/at/all"):
         with pytest.raises(ModelError, match=rf"\[model\] name = '{name}': no such folder; give one with"):
             load_backbone(ModelConfig(name=name), Key(0))

@@ -25,8 +25,8 @@ from prefed.core import (
     Tensors,
 )
 from prefed.train import PairTrainer
-from prefed.train.forward import Plain
 from prefed.train.optim import FlatOptimizer
+from prefed.train.padded import PaddedForward
 
 KINDS = get_args(get_type_hints(Penalty)["kind"])
 WRITTEN = {
@@ -217,7 +217,7 @@ def test_the_clip_sees_all_that_moves_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("clip", [0.3, 1e3])
 def test_a_phase_on_a_model_adds_all_of_it_to_the_loss(clip: float) -> None:
-    """The bench's own loop, on FedSDG's parts of a GPT-2: three steps of SGD with momentum on mean DPO
+    """The trainer's own loop, on FedSDG's parts of a GPT-2: three steps of SGD with momentum on mean DPO
     + μ/2 ‖φ − φ_g‖² + penalties, with a correction, equal the twin's on the padded forward."""
     needs, pairs = frozenset({"lora", "personal_lora", "gate", "outputs"}), Pairs(6)
     model, plain = backbone("gpt2", needs), backbone("gpt2", needs, fast=False)
@@ -249,7 +249,7 @@ def test_a_phase_on_a_model_adds_all_of_it_to_the_loss(clip: float) -> None:
                 plain.parameters[name].copy_(leaf)
         plain.train_only(value)
         plain.grad.zero_()
-        ratio = Plain(plain)([pairs.pair(int(row)) for row in rows]) - reference
+        ratio = PaddedForward(plain)([pairs.pair(int(row)) for row in rows]) - reference
         loss = -torch.nn.functional.logsigmoid(0.5 * (ratio[:, 0] - ratio[:, 1])).mean()
         loss.backward()
         return sum((leaf * plain.parameters[name].grad.clone()).sum() for name, leaf in value.items())

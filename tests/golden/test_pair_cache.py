@@ -1,4 +1,4 @@
-"""The reference's log-probabilities: of the pairs that are needed, once, and the same whoever asks first."""
+"""The reference's log-probabilities: computed once, only for needed pairs, and the same in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def phase(parts: Ownership, name: str, **length: int) -> Phase:
 
 
 def trained(pair_trainer: PairTrainer, *names: str) -> dict[str, Tensors]:
-    """What two steps of two pairs end with, for phases of these names: each has batches of its own."""
+    """The tensors after two steps of two pairs, for phases of these names; each phase has its own batches."""
     model = pair_trainer.backbone
     parts = Ownership.of(model.layout, lambda entry: Owner.SHARED)
     return {
@@ -30,24 +30,24 @@ def trained(pair_trainer: PairTrainer, *names: str) -> dict[str, Tensors]:
     }
 
 
-def seen(pair_trainer: PairTrainer) -> list[int]:
-    """Rows in the order in which they go through the model from here on."""
+def rows_through(pair_trainer: PairTrainer) -> list[int]:
+    """A list that records the rows that go through the model, in order."""
     rows: list[int] = []
-    once, number = pair_trainer.forward, {id(PAIRS.pair(row).prompt): row for row in range(12)}
+    forward, number = pair_trainer.model.forward, {id(PAIRS.pair(row).prompt): row for row in range(12)}
 
-    def told(pairs, **kwargs):
+    def record(pairs, **kwargs):
         rows.extend(number[id(pair.prompt)] for pair in pairs)
-        return once(pairs, **kwargs)
+        return forward(pairs, **kwargs)
 
-    pair_trainer.forward = told  # type: ignore[assignment]
+    pair_trainer.model.forward = record  # type: ignore[assignment]
     return rows
 
 
 def test_a_visit_runs_the_reference_over_the_pairs_it_takes_and_no_others() -> None:
-    """Two steps of two pairs out of ten: four pairs, each once by the reference and once in its step; asked
-    again, in its step alone."""
+    """Two steps of two pairs out of ten: each of the four pairs goes through the reference once and through
+    its step once. When the phase runs again, each goes through its step only."""
     pair_trainer = PairTrainer(backbone(), PAIRS)
-    rows = seen(pair_trainer)
+    rows = rows_through(pair_trainer)
     trained(pair_trainer, "a")
     assert len(rows) == 8
     assert sorted(rows[:4]) == sorted(rows[4:])
@@ -58,22 +58,22 @@ def test_a_visit_runs_the_reference_over_the_pairs_it_takes_and_no_others() -> N
     assert rows == again[4:]
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_whoever_asks_first_gets_the_same_bits(alone: bool) -> None:
-    """A pair's block depends on the client's pairs alone: alone on a CPU, the client's groups elsewhere."""
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_whoever_asks_first_gets_the_same_bits(one_by_one: bool) -> None:
+    """Only the client's pairs determine the block in which a pair goes through the model, on any device."""
 
-    def pair_trainer() -> PairTrainer:
-        made = PairTrainer(backbone(), PAIRS, max_tokens=60)
-        made._alone = alone
-        return made
+    def make() -> PairTrainer:
+        pair_trainer = PairTrainer(backbone(), PAIRS, max_tokens=60)
+        pair_trainer.references.one_by_one = one_by_one
+        return pair_trainer
 
-    one, other = trained(pair_trainer(), "a", "b", "c"), trained(pair_trainer(), "c", "b", "a")
+    one, other = trained(make(), "a", "b", "c"), trained(make(), "c", "b", "a")
     for name, tensors in one.items():
         assert tensors.equal(other[name])
 
 
 def test_a_cache_that_was_left_half_full_gives_the_same_bits(tmp_path: Path) -> None:
-    """A run killed after its first visits goes on from what they left on the disk."""
+    """A run that was killed after its first visits continues with their numbers on the disk."""
     whole = trained(PairTrainer(backbone(), PAIRS), "a", "b")
     trained(PairTrainer(backbone(), PAIRS, cache=tmp_path), "b")
     rest = trained(PairTrainer(backbone(), PAIRS, cache=tmp_path), "a", "b")
@@ -82,7 +82,7 @@ def test_a_cache_that_was_left_half_full_gives_the_same_bits(tmp_path: Path) -> 
 
 
 def test_training_leaves_what_scoring_reads_alone() -> None:
-    """Scored together, policy and reference are equal to the bit at the start, after training too."""
+    """At the start, policy and reference are equal to the bit, also if training came before scoring."""
     pair_trainer = PairTrainer(backbone(), PAIRS)
     trained(pair_trainer, "a")
     scores = pair_trainer.score(pair_trainer.backbone.reference, HELD)
@@ -90,8 +90,8 @@ def test_training_leaves_what_scoring_reads_alone() -> None:
 
 
 def test_scoring_in_any_order_and_after_a_kill_gives_the_same_bits(tmp_path: Path) -> None:
-    """Two clients' splits; a second process computes what the first, killed between them, left out, and no
-    pair of a client that nobody asked for goes through."""
+    """Two clients' splits, and a first process that is killed between them. The second process computes only
+    the missing split. No pair of a client that is not scored goes through the model."""
     splits = {"a": np.arange(5), "b": np.arange(5, 9)}
 
     def scored(pair_trainer: PairTrainer, *clients: str) -> dict[str, bytes]:
@@ -101,10 +101,10 @@ def test_scoring_in_any_order_and_after_a_kill_gives_the_same_bits(tmp_path: Pat
     whole = scored(PairTrainer(backbone(), PAIRS, max_tokens=40), "a", "b")
     assert scored(PairTrainer(backbone(), PAIRS, max_tokens=40), "b", "a") == whole
     first = PairTrainer(backbone(), PAIRS, max_tokens=40, cache=tmp_path)
-    rows = seen(first)
+    rows = rows_through(first)
     scored(first, "b")
     assert rows == 2 * splits["b"].tolist()
     second = PairTrainer(backbone(), PAIRS, max_tokens=40, cache=tmp_path)
-    rows = seen(second)
+    rows = rows_through(second)
     assert scored(second, "a", "b") == whole
     assert rows == 2 * splits["a"].tolist() + splits["b"].tolist()

@@ -1,4 +1,4 @@
-"""The bench's loss and gradients beside TRL's DPOTrainer on the same tokens and the same tensors."""
+"""The trainer's loss and gradients beside TRL's DPOTrainer on the same tokens and the same tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trainer(family: str, out: Path):
         eos_token="w0",
         pad_token="w1",
     )
-    made = trl.DPOTrainer(
+    trainer = trl.DPOTrainer(
         copy.deepcopy(causal(family)),
         args=trl.DPOConfig(
             output_dir=str(out), beta=0.3, max_length=None, report_to=[], use_cpu=True, bf16=False,
@@ -47,8 +47,8 @@ def trainer(family: str, out: Path):
             task_type="CAUSAL_LM",
         ),
     )  # fmt: skip
-    made.current_gradient_accumulation_steps = 1
-    return made
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "gemma"])
@@ -63,14 +63,14 @@ def test_loss_and_gradients_are_trls(family: str, tmp_path: Path) -> None:
     )
 
     theirs = trainer(family, tmp_path)
-    found = {}
+    parameters = {}
     for path, parameter in theirs.model.named_parameters():
         for name in start:
             _, block, module, factor = name.split("/")
             if f".{block}.{module}.lora_{factor}." in path:
                 parameter.data.copy_(start[name])
-                found[name] = parameter
-    assert found.keys() == set(start)
+                parameters[name] = parameter
+    assert parameters.keys() == set(start)
     examples = [
         {f"{key}_ids": getattr(PAIRS.pair(row), key).tolist() for key in ("prompt", "chosen", "rejected")}
         for row in range(4)
@@ -81,6 +81,6 @@ def test_loss_and_gradients_are_trls(family: str, tmp_path: Path) -> None:
     expected = theirs.compute_loss(theirs.model, theirs.data_collator(examples))
     expected.backward()
     assert loss == pytest.approx(float(expected.detach()), abs=1e-5)
-    scale = torch.cat([parameter.grad.reshape(-1) for parameter in found.values()]).norm()
-    for name, parameter in found.items():
+    scale = torch.cat([parameter.grad.reshape(-1) for parameter in parameters.values()]).norm()
+    for name, parameter in parameters.items():
         torch.testing.assert_close(gradient[name], parameter.grad, rtol=0, atol=1e-4 * float(scale))

@@ -1,4 +1,4 @@
-"""Every fast path of the bench against its plain twin, in fp32 and against fp64."""
+"""Every fast path of the trainer against its plain twin, in fp32 and against fp64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.small_models import FAMILIES, Pairs, away, backbone
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
-from prefed.train import Packing, PairTrainer, logprobs, packed
-from prefed.train import pair_trainer as bench_module
-from prefed.train.forward import Packed, Plain
+from prefed.train import Packing, PairTrainer, logprobs, packed, pair_model
 from prefed.train.logprobs import token_logprobs
+from prefed.train.packed import PackedForward
+from prefed.train.padded import PaddedForward
 
 NEEDS = [
     {"lora"},
@@ -40,14 +40,14 @@ def gradients(forward, model, rewards: bool) -> tuple[torch.Tensor, Tensors]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: "+".join(sorted(needs - {"lora"})) or "lora")
 def test_packed_equals_padded(family: str, needs: set[str]) -> None:
-    """Packing with shared prompts, the cut last block, the blocked log-softmax and the fused LoRA change
-    the order of sums and nothing else: outputs to 1e-5 relative, gradients to 1e-4 of their norm."""
+    """Packing with shared prompts, the cut last block, the blocked log-softmax and the fused LoRA change only
+    the order of sums: outputs agree to 1e-5 relative, gradients to 1e-4 of their norm."""
     fast, plain = backbone(family, frozenset(needs)), backbone(family, frozenset(needs), fast=False)
-    forward = PairTrainer(fast, PAIRS).forward
-    assert isinstance(forward, Packed)
+    forward = PairTrainer(fast, PAIRS).model.forward
+    assert isinstance(forward, PackedForward)
     rewards = "reward" in needs
     got, grad = gradients(forward, fast, rewards)
-    want, expected = gradients(Plain(plain), plain, rewards)
+    want, expected = gradients(PaddedForward(plain), plain, rewards)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for name in expected:
         torch.testing.assert_close(grad[name], expected[name], rtol=1e-4, atol=1e-4 * expected.norm())
@@ -57,9 +57,9 @@ def test_packed_equals_padded(family: str, needs: set[str]) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("rewards", [False, True])
 def test_attention_by_parts_equals_one_masked_call(family: str, rewards: bool, monkeypatch) -> None:
-    """The CPU's three calls a pair and a GPU's one with a mask: outputs to 1e-5, gradients to 1e-4."""
+    """The CPU's three calls a pair agree with a GPU's one masked call: outputs to 1e-5, gradients to 1e-4."""
     model = backbone(family, frozenset({"lora", "reward"}))
-    forward = PairTrainer(model, PAIRS).forward
+    forward = PairTrainer(model, PAIRS).model.forward
     got, grad = gradients(forward, model, rewards)
     monkeypatch.setattr(packed, "_by_parts", packed._at_once)
     want, expected = gradients(forward, model, rewards)
@@ -71,14 +71,14 @@ def test_attention_by_parts_equals_one_masked_call(family: str, rewards: bool, m
 def test_fp32_against_fp64(family: str) -> None:
     """The packed path in fp32 beside PEFT's own forward, padded, in fp64: gradients within 1e-5."""
     fast, exact = backbone(family), backbone(family, fast=False, double=True)
-    got, grad = gradients(PairTrainer(fast, PAIRS).forward, fast, False)
+    got, grad = gradients(PairTrainer(fast, PAIRS).model.forward, fast, False)
     start = away(exact.layout, exact.initial)
     for name, parameter in exact.parameters.items():
         module = parameter
         module.data = start[name].double()
         module.grad = None
         module.requires_grad_(True)
-    outputs = Plain64(exact)([PAIRS.pair(int(row)) for row in ROWS])
+    outputs = Padded64(exact)([PAIRS.pair(int(row)) for row in ROWS])
     weights = torch.linspace(-1, 1, outputs.numel()).view_as(outputs)
     (outputs * weights).sum().backward()
     expected = torch.cat([exact.parameters[name].grad.reshape(-1) for name in exact.layout.names])
@@ -86,7 +86,7 @@ def test_fp32_against_fp64(family: str) -> None:
     assert float((grad.flat.double() - expected).norm() / expected.norm()) < 1e-5
 
 
-class Plain64:
+class Padded64:
     """The plain path without its cast to fp32."""
 
     def __init__(self, model) -> None:
@@ -111,15 +111,15 @@ def test_reference_is_the_untouched_model(family: str, needs: set[str]) -> None:
     scores = PairTrainer(ours, PAIRS).score(ours.reference, ROWS)
     bare = backbone(family, fast=False)
     with torch.no_grad(), bare.model.disable_adapter():
-        want = Plain(bare)([PAIRS.pair(int(row)) for row in ROWS]).numpy()
+        want = PaddedForward(bare)([PAIRS.pair(int(row)) for row in ROWS]).numpy()
     np.testing.assert_allclose(scores.policy, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(scores.policy, scores.reference)
 
 
 def test_a_pair_does_not_see_its_neighbours() -> None:
-    """A pair's log-probabilities are those it has alone, wherever it stands in a batch."""
+    """A pair's log-probabilities are the same alone and at any place in a batch."""
     model = backbone("llama")
-    forward = PairTrainer(model, PAIRS).forward
+    forward = PairTrainer(model, PAIRS).model.forward
     model.load(away(model.layout, model.initial))
     with torch.no_grad():
         alone = torch.cat([forward([PAIRS.pair(row)]) for row in range(6)])
@@ -136,7 +136,7 @@ def test_a_pair_does_not_see_its_neighbours() -> None:
     seed=st.integers(0, 99),
 )
 def test_blocked_logprobs(rows: int, vocabulary: int, block: int, keep: bool, seed: int) -> None:
-    """Values and both gradients are log_softmax's, for any block size, kept or computed again."""
+    """Values and both gradients are log_softmax's, for any block size, held or computed a second time."""
     draw = torch.Generator().manual_seed(seed)
     hidden = (3 * torch.randn(rows, 4, generator=draw)).requires_grad_()
     weight = torch.randn(vocabulary, 4, generator=draw).requires_grad_()
@@ -149,12 +149,12 @@ def test_blocked_logprobs(rows: int, vocabulary: int, block: int, keep: bool, se
         patch.setattr(logprobs, "BLOCK", block)
         patch.setattr(logprobs, "KEEP", 1 << 20 if keep else 0)
         got = token_logprobs(hidden, weight, pick, targets)
-        found = torch.autograd.grad(got, (hidden, weight), slope)
+        grads = torch.autograd.grad(got, (hidden, weight), slope)
         into = torch.ones_like(weight)
         added = token_logprobs(hidden, weight, pick, targets, into)
         (toward,) = torch.autograd.grad(added, hidden, slope)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close((toward, into - 1), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -176,8 +176,8 @@ def everything(model) -> Ownership:
 
 @pytest.mark.parametrize("objective", ["dpo", "kto_pair", "orpo"])
 def test_split_batches_equal_whole_ones(objective: str) -> None:
-    """A batch that must be split into groups moves the tensors as if it were one, also where a pair's loss
-    depends on the whole batch (KTO)."""
+    """A batch that is split into groups moves the tensors like an unsplit one. This holds too where a pair's
+    loss depends on the whole batch (KTO)."""
     results = []
     for most in (4096, 20):
         model = backbone()
@@ -194,21 +194,21 @@ def test_split_batches_equal_whole_ones(objective: str) -> None:
 
 @pytest.mark.parametrize(("objective", "passes"), [("dpo", 1), ("kto_pair", 2)])
 def test_a_split_batch_goes_forward_once_unless_its_loss_needs_it_whole(objective: str, passes: int) -> None:
-    """A step on four pairs in g groups makes g forward passes where a pair's loss is its own, and 2 g where
-    the slope at a pair depends on the others (KTO: its reference point is the batch's mean)."""
+    """A step on four pairs in g groups makes g forward passes if a pair's loss depends on that pair alone. It
+    makes 2 g if the slope at a pair depends on the others (KTO: its reference point is the batch's mean)."""
     model = backbone()
     pair_trainer = PairTrainer(model, PAIRS, max_tokens=20)
     batch = ROWS[:4]
-    groups = pair_trainer.groups(batch, rejected=True)
+    groups = pair_trainer.model.groups(batch)
     calls = []
-    once = pair_trainer.forward
+    forward = pair_trainer.model.forward
 
     def counted(*args: object, **kwargs: object) -> torch.Tensor:
         calls.append(args)
-        return once(*args, **kwargs)  # type: ignore[arg-type]
+        return forward(*args, **kwargs)  # type: ignore[arg-type]
 
-    pair_trainer.refer(batch, batch)
-    pair_trainer.forward = counted  # type: ignore[assignment]
+    pair_trainer.references.fill_training(batch, batch)
+    pair_trainer.model.forward = counted  # type: ignore[assignment]
     pair_trainer.gradient(
         model.initial, Objective(objective, {"beta": 0.5}), batch, Key(5), everything(model)
     )
@@ -233,12 +233,12 @@ def test_statistics_are_of_a_batch_and_not_of_a_step(accumulate: int, scale: flo
 def test_cached_features_equal_recomputing(
     family: str, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A phase that trains bottleneck, head and reward head gives the same numbers from the trunk's output
-    computed once as from running the trunk in every step."""
+    """A phase trains bottleneck, head and reward head. It gives the same numbers if the trunk runs once and
+    if it runs in every step."""
     needs = frozenset({"lora", "bottleneck", "head", "reward"})
     results = []
     for most in (1 << 28, 0):
-        monkeypatch.setattr(bench_module, "FEATURES", most)
+        monkeypatch.setattr(pair_model, "MAX_FEATURES", most)
         model = backbone(family, needs)
         pair_trainer = PairTrainer(model, PAIRS)
         names = [name for name in model.layout.names if not name.startswith("lora/")]
@@ -270,7 +270,7 @@ def test_flat_adamw_equals_one_parameter_at_a_time() -> None:
         for parameter, value in zip(names, free, strict=True):
             twin.parameters[parameter].data.copy_(value)
         twin.grad.zero_()
-        ratio = Plain(twin)([PAIRS.pair(row) for row in range(6)]) - reference
+        ratio = PaddedForward(twin)([PAIRS.pair(row) for row in range(6)]) - reference
         (-torch.nn.functional.logsigmoid(0.5 * (ratio[:, 0] - ratio[:, 1]))).mean().backward()
         for parameter, value in zip(names, free, strict=True):
             value.grad = twin.parameters[parameter].grad.clone()
@@ -287,12 +287,12 @@ def test_unknown_family_takes_the_plain_path_and_says_so(caplog: pytest.LogCaptu
     model = backbone()
     model.family = None
     pair_trainer = PairTrainer(model, PAIRS)
-    assert isinstance(pair_trainer.forward, Plain)
+    assert isinstance(pair_trainer.model.forward, PaddedForward)
     assert "plain path" in caplog.text
 
 
 def test_whole_packing_adds_only_the_last_tokens() -> None:
-    """Both packings predict the same targets from the same tokens; ``whole`` has two tokens more a pair."""
+    """Both packings predict the same targets from the same tokens; ``whole`` has two more tokens per pair."""
     pairs = [PAIRS.pair(row) for row in range(6)]
     cut, whole = Packing.of(pairs), Packing.of(pairs, whole=True)
     assert whole.ids.shape[1] == cut.ids.shape[1] + 12

@@ -15,7 +15,8 @@ from prefed.models.backbone import Backbone
 from prefed.models.config import ModelConfig
 from prefed.models.parameters import RewardHead, lora_layers
 from prefed.train import PairTrainer
-from prefed.train.forward import Packed, Plain
+from prefed.train.packed import PackedForward
+from prefed.train.padded import PaddedForward
 
 FAMILIES = ["gpt2", "llama"]
 SDG = frozenset({"lora", "personal_lora", "gate"})
@@ -46,8 +47,9 @@ def agree(got: torch.Tensor, want: torch.Tensor, model: Backbone, named: dict[st
     (got * slope).sum().backward()
     expected = torch.autograd.grad((want * slope).sum(), list(named.values()))
     for name, gradient in zip(named, expected, strict=True):
-        found = model.parameters[name].grad
-        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-4 * float(gradient.norm()))
+        torch.testing.assert_close(
+            model.parameters[name].grad, gradient, rtol=1e-4, atol=1e-4 * float(gradient.norm())
+        )
         assert gradient.any()
     whole = Tensors(model.layout, model.grad)
     assert not any(whole[name].any() for name in model.layout.names if name not in named)
@@ -66,7 +68,7 @@ def test_block_output_of_fedsdg(family: str, factors: bool) -> None:
     gates = {0: 1.3, 1: -1.3}
     for block, a in gates.items():
         model.parameters[f"gate/{block}"].data.fill_(a)
-    seen = set()
+    blocks_tested = set()
     for stem, block, layer in lora_layers(model.causal):
         names = [f"{part}/{stem}/{factor}" for part in ("lora", "personal_lora") for factor in "AB"]
         names.append(f"gate/{block}")
@@ -75,14 +77,14 @@ def test_block_output_of_fedsdg(family: str, factors: bool) -> None:
         w0 = layer.base_layer.weight.detach()
         w0 = w0.t() if family == "gpt2" else w0  # GPT-2 keeps W0 transposed
         product = (b_g + m * b_p) @ (a_g + m * a_p) if factors else b_g @ a_g + m * (b_p @ a_p)
-        x = normal(len(seen), 5, w0.shape[1])
+        x = normal(len(blocks_tested), 5, w0.shape[1])
         want = x @ (w0 + 2.0 * product).t()
         if layer.base_layer.bias is not None:
             want = want + layer.base_layer.bias.detach()
         model.grad.zero_()
         agree(layer(x), want, model, dict(zip(names, values, strict=True)))
-        seen.add(block)
-    assert seen == set(gates)
+        blocks_tested.add(block)
+    assert blocks_tested == set(gates)
 
 
 def test_gradient_reaches_through_a_block_of_fedsdg() -> None:
@@ -144,15 +146,15 @@ def test_bottleneck_stands_in_the_place_of_the_final_norm(family: str) -> None:
     original norm, which has other parameters by now, is nowhere on the way."""
     model = moved(family, TOP)
     blocks = getattr(model.trunk, model.family.blocks)
-    held: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     hook = blocks[-1].register_forward_hook(
-        lambda _, __, out: held.append(out if torch.is_tensor(out) else out[0])
+        lambda _, __, out: outputs.append(out if torch.is_tensor(out) else out[0])
     )
     ids = torch.arange(1, 10)[None]
     got = model.causal(input_ids=ids, use_cache=False).logits
     hook.remove()
     head = model.parameters["head/weight"].detach()
-    want = written_out(family, held[0].detach(), bottleneck(model)) @ head.t()
+    want = written_out(family, outputs[0].detach(), bottleneck(model)) @ head.t()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -218,9 +220,9 @@ def test_widths_and_dropout_are_the_papers() -> None:
     assert head.dropout.p == 0.1
 
 
-@pytest.mark.parametrize("way", [Plain, Packed])
+@pytest.mark.parametrize("way", [PaddedForward, PackedForward])
 @pytest.mark.parametrize("pool", ["all", "completion"])
-def test_pooling(pool: str, way: type[Plain] | type[Packed]) -> None:
+def test_pooling(pool: str, way: type[PaddedForward] | type[PackedForward]) -> None:
     """h2 reads the mean of M(z) over prompt and response, or over the response alone, padding never: each
     response goes through the model alone and unpadded, and its rows are averaged here."""
     pairs = Pairs(4)
@@ -238,7 +240,7 @@ def test_pooling(pool: str, way: type[Plain] | type[Packed]) -> None:
                 states = model.trunk(input_ids=ids, use_cache=False).last_hidden_state[0]
                 means.append((states[len(pair.prompt) :] if pool == "completion" else states).mean(0))
         want = model.reward(torch.stack(means)).view(4, 2)
-        forward = Plain(model) if way is Plain else PairTrainer(model, pairs).forward
+        forward = PaddedForward(model) if way is PaddedForward else PairTrainer(model, pairs).model.forward
         assert isinstance(forward, way)
         got = forward(batch, rewards=True)[:, 2:]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ import prefed.core.hub
 from prefed.data import DataConfig, DataError, Source
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, hub, read_records
-from prefed.models import ModelError, pretrained
+from prefed.models import ModelError, load_pretrained
 from preferences import jsonl, pairs
 
 
@@ -105,7 +105,7 @@ def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
         read("nobody/nothing")
     for loader, what in ((AutoTokenizer, "tokenizer"), (AutoModelForCausalLM, "causal language model")):
         with pytest.raises(ModelError, match=rf"m = 'nobody/nothing': .* does not answer .* no {what} of"):
-            pretrained(loader, "m", "nobody/nothing", what)
+            load_pretrained(loader, "m", "nobody/nothing", what)
     assert requests == []
     assert constants.HF_HUB_OFFLINE is False
 

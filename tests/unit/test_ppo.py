@@ -1,4 +1,4 @@
-"""Offline PPO over the bench: its gradient against a plain twin, its critic, its stops, its rewards."""
+"""Offline PPO: its gradient against a plain twin, its critic, its stops, its rewards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from transformers import (
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, PhaseResult, Tensors
 from prefed.data.tokens import Pair
-from prefed.models import ModelConfig, ModelError
-from prefed.models.backbone import wrap
+from prefed.models import ModelConfig, ModelError, make_backbone
 from prefed.train import PairTrainer, tokenwise
 from prefed.train.ppo import RolloutCache
 
@@ -51,7 +50,7 @@ class Tokens:
 
 
 class Scored:
-    """A reward model's scores, given."""
+    """Fixed scores in the place of a reward model's."""
 
     def __init__(self, scores: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         self.scores = scores
@@ -81,9 +80,9 @@ def make(
     rewards: bool = True,
     **pair_trainer: Any,
 ) -> tuple[PairTrainer, Tensors, Ownership]:
-    """A bench, a client's tensors away from their start (but for the critic), and who owns what."""
+    """A trainer, a client's tensors away from their start (but for the critic), and who owns what."""
     config = ModelConfig(name=kind, lora={"rank": 2, "dropout": 0.3}, device="cpu")
-    backbone = wrap(causal(kind), None, config, Key(1), needs)
+    backbone = make_backbone(causal(kind), None, config, Key(1), needs)
     draw = torch.Generator().manual_seed(2)
     moved = backbone.initial.flat + 0.1 * torch.randn(backbone.layout.size, generator=draw)
     tensors = Tensors(backbone.layout, moved)
@@ -101,8 +100,8 @@ def phase(pair_trainer: PairTrainer, *, train: str = "", **changes: Any) -> Phas
     names = [name for name in pair_trainer.backbone.layout.names if name.startswith(train)]
     settings = changes.pop("settings", {})
     optimizer = changes.pop("optimizer", Optimizer("sgd", lr=0.1, clip=0.0))
-    given = {"batch_size": 2, "epochs": None if "steps" in changes else 1, **changes}
-    return Phase("train", tuple(names), Objective("ppo", settings), optimizer, **given)
+    options = {"batch_size": 2, "epochs": None if "steps" in changes else 1, **changes}
+    return Phase("train", tuple(names), Objective("ppo", settings), optimizer, **options)
 
 
 def twin(pair_trainer: PairTrainer, tensors: Tensors, rows: Any, settings: dict[str, float]) -> Tensors:
@@ -111,9 +110,9 @@ def twin(pair_trainer: PairTrainer, tensors: Tensors, rows: Any, settings: dict[
 
     def look(at: Tensors) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         backbone.load(at)
-        seen = []
+        views = []
         for row in rows:
-            pair = pair_trainer.tokens.pair(int(row))
+            pair = pair_trainer.model.tokens.pair(int(row))
             for y in (pair.chosen, pair.rejected):
                 ids = torch.tensor(np.concatenate([pair.prompt, y]).astype(np.int64))[None]
                 pad = torch.zeros(1, 3, dtype=torch.long)
@@ -127,13 +126,13 @@ def twin(pair_trainer: PairTrainer, tensors: Tensors, rows: Any, settings: dict[
                 hidden = out.hidden_states[-1][0, at_rows]
                 v = hidden @ backbone.parameters["value/weight"][0] + backbone.parameters["value/bias"][0]
                 own = log[torch.arange(len(y)), torch.tensor(y.astype(np.int64))]
-                seen.append((own, v, -(log.exp() * log).sum(1)))
-        return seen
+                views.append((own, v, -(log.exp() * log).sum(1)))
+        return views
 
     with torch.no_grad():
         reference = [own for own, _, _ in look(backbone.reference)]
         old = [(own, v) for own, v, _ in look(tensors)]
-    scores = torch.tensor(pair_trainer._ppo._rewards.scores[rows]).double()
+    scores = torch.tensor(pair_trainer.trainers["ppo"]._rewards.scores[rows]).double()
     scores = ((scores - scores.mean()) / scores.std(correction=0)).clamp(-5, 5)
     signed = [s for r in scores for s in ((r[0] - r[1]) / 2, (r[1] - r[0]) / 2)]
     advantages, returns = [], []
@@ -180,17 +179,17 @@ def test_first_gradient_is_that_of_the_plain_twin(kind: str, settings: dict[str,
 
 def test_the_policy_gradient_it_starts_from() -> None:
     """λ 1, V 0, no penalty, no entropy, sums, no scaling: −(d/2) ∇[log π(y_w) − log π(y_l)], the mean over
-    pairs, here from the bench's own sums."""
+    pairs, here from the trainer's own sums."""
     pair_trainer, tensors, parts = make()
     rows = np.arange(6)
     ours, _ = pair_trainer.gradient(tensors, Objective("ppo", PLAIN), rows, Key(0), parts)
-    scores = torch.tensor(pair_trainer._ppo._rewards.scores)
+    scores = torch.tensor(pair_trainer.trainers["ppo"]._rewards.scores)
     scores = ((scores - scores.mean()) / scores.std(correction=0)).clamp(-5, 5)
     backbone = pair_trainer.backbone
     backbone.load(tensors)
     backbone.train_only(name for name in backbone.layout.names if name.startswith("lora"))
     backbone.grad.zero_()
-    sums = pair_trainer.forward(pair_trainer.pairs(rows))
+    sums = pair_trainer.model.forward(pair_trainer.model.pairs(rows))
     half = (scores[:, 0] - scores[:, 1]) / 2
     (-half * (sums[:, 0] - sums[:, 1])).mean().backward()
     torch.testing.assert_close(ours.flat, backbone.grad, rtol=1e-5, atol=1e-6)
@@ -210,22 +209,22 @@ def test_split_batches_and_the_plain_path_train_alike() -> None:
     for other in results[1:]:
         torch.testing.assert_close(other.tensors.flat, results[0].tensors.flat, rtol=1e-4, atol=1e-5)
         assert other.figures == pytest.approx(results[0].figures, rel=1e-3, abs=1e-5)
-    assert len(make(max_tokens=20)[0].groups(np.arange(6), True)) > 2
+    assert len(make(max_tokens=20)[0].model.groups(np.arange(6))) > 2
 
 
 def test_a_phase_above_the_trunk_runs_the_trunk_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head and critic alone: once for the reference, once for the start, never in a step; the same numbers as
-    recomputing it in every step."""
+    """Only head and critic train: the trunk runs once for the reference, once for the visit's start, and in
+    no step. The numbers are the same as with the trunk run in every step."""
     results, calls = [], []
     for most in (1 << 28, 0):
-        monkeypatch.setattr("prefed.train.pair_trainer.FEATURES", most)
+        monkeypatch.setattr("prefed.train.pair_model.MAX_FEATURES", most)
         pair_trainer, tensors, parts = make(needs=frozenset({"lora", "head", "value"}))
         names = tuple(n for n in pair_trainer.backbone.layout.names if not n.startswith("lora"))
-        seen: list[int] = []
-        pair_trainer.backbone.trunk.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        passes: list[int] = []
+        pair_trainer.backbone.trunk.register_forward_hook(lambda *_, passes=passes: passes.append(1))
         work = replace(phase(pair_trainer, epochs=3, settings={"target_kl": 0.0}), train=names)
         results.append(pair_trainer.train(tensors, work, np.arange(6), Key(4), parts).tensors)
-        calls.append(len(seen))
+        calls.append(len(passes))
     assert calls == [2, 2 + 9]
     torch.testing.assert_close(results[0].flat, results[1].flat, rtol=1e-5, atol=1e-6)
     assert not torch.equal(results[0]["head/weight"], tensors["head/weight"])
@@ -239,8 +238,8 @@ def test_the_critic_learns_its_returns() -> None:
     """λ = 1 and no penalty: a token's return is its response's R, so the slope of c (V − G)² in the bias at
     V = 0 is −2c times the mean R over tokens, and a step of rate η moves it by 2cη of that mean."""
     pair_trainer, tensors, parts = make(size=1)
-    pair_trainer._ppo._rewards.scores[0] = (3.0, -1.0)
-    lengths = pair_trainer.tokens.lengths[0, 1:]
+    pair_trainer.trainers["ppo"]._rewards.scores[0] = (3.0, -1.0)
+    lengths = pair_trainer.model.tokens.lengths[0, 1:]
     settings = {"kl": 0.0, "trace": 1.0, "value": 0.5}
     work = phase(pair_trainer, batch_size=1, settings=settings, optimizer=Optimizer("sgd", lr=0.2, clip=0.0))
     trained = pair_trainer.train(tensors, work, np.arange(1), Key(0), parts)
@@ -253,13 +252,13 @@ def test_the_critic_learns_its_returns() -> None:
 
 
 def test_early_stop() -> None:
-    """Without a bound, k and k + 1 steps' means give the drift before each step; with one, the visit ends
-    before the first step at which that drift is above 1.5 times it."""
+    """Without a bound, the means over k and k + 1 steps give the drift before each step. With a bound, the
+    visit ends before the first step at which that drift is above 1.5 times the bound."""
     pair_trainer, tensors, parts = make()
     rows = np.arange(6)
 
-    def run(**given: Any) -> PhaseResult:
-        return pair_trainer.train(tensors, phase(pair_trainer, batch_size=6, **given), rows, Key(0), parts)
+    def run(**changes: Any) -> PhaseResult:
+        return pair_trainer.train(tensors, phase(pair_trainer, batch_size=6, **changes), rows, Key(0), parts)
 
     free = [run(steps=k, settings={"target_kl": 0.0}) for k in range(1, 9)]
     assert not any(trained.figures["stopped"] for trained in free)
@@ -274,21 +273,21 @@ def test_early_stop() -> None:
 
 
 def test_it_learns_what_the_reward_model_says() -> None:
-    """Each pair's margin moves by the sign of the reward model's, also where that is against the label."""
+    """Each pair's margin moves with the sign of the reward model's margin, also where the label disagrees."""
     pair_trainer, tensors, parts = make()
     rows, settings = np.array([0, 1, 2, 4, 5]), {"kl": 0.0, "entropy": 0.0, "target_kl": 0.0, "clip": 10.0}
     before = pair_trainer.score(tensors, rows).policy
     adam = Optimizer("adam", lr=0.01, clip=0.0)
     work = phase(pair_trainer, train="lora", epochs=100, batch_size=5, settings=settings, optimizer=adam)
     after = pair_trainer.score(pair_trainer.train(tensors, work, rows, Key(0), parts).tensors, rows).policy
-    scores = pair_trainer._ppo._rewards.scores[rows]
-    wanted = np.sign(scores[:, 0] - scores[:, 1])
-    assert set(wanted) == {1.0, -1.0}
-    assert (np.sign((after - before) @ np.array([1.0, -1.0], np.float32)) == wanted).all()
+    scores = pair_trainer.trainers["ppo"]._rewards.scores[rows]
+    signs = np.sign(scores[:, 0] - scores[:, 1])
+    assert set(signs) == {1.0, -1.0}
+    assert (np.sign((after - before) @ np.array([1.0, -1.0], np.float32)) == signs).all()
 
 
 def test_a_run_is_a_function_of_its_key() -> None:
-    """The same bits again, on a bench that has trained another client before; other bits at another key."""
+    """A trainer that has trained another client before gives the same bits; another key gives other bits."""
     first, tensors, parts = make()
     mine, other = np.array([0, 2, 4]), np.array([1, 3, 5])
     expected = first.train(tensors, phase(first), mine, Key(7), parts)
@@ -346,37 +345,38 @@ def test_token_terms_against_full_logits(at_a_time: int, monkeypatch: pytest.Mon
 
 
 def test_a_visits_second_phase_goes_on_from_the_visits_start() -> None:
-    """π_old is the policy that the visit found: the same batch again stands at ρ ≠ 1 once a step was taken,
-    and at ρ = 1, KL 0, in a visit of its own. A bound that the first phase has passed ends the second before
-    its first step."""
+    """π_old is the policy that the visit starts from. After a step, the same batch has ρ ≠ 1 in the same
+    visit, and ρ = 1, KL 0, in a new visit. If the first phase passed the bound, the second ends before its
+    first step."""
     pair_trainer, tensors, parts = make()
     work = phase(pair_trainer, epochs=1, batch_size=6, settings={"target_kl": 0.0})
-    held = RolloutCache()
-    once = pair_trainer.train(tensors, work, np.arange(6), Key(4), parts, held)
-    again = pair_trainer.train(once.tensors, work, np.arange(6), Key(4), parts, held)
+    cache = RolloutCache()
+    once = pair_trainer.train(tensors, work, np.arange(6), Key(4), parts, cache)
+    again = pair_trainer.train(once.tensors, work, np.arange(6), Key(4), parts, cache)
     alone = pair_trainer.train(once.tensors, work, np.arange(6), Key(4), parts)
     assert once.figures["kl"] == pytest.approx(0, abs=1e-9)
     assert alone.figures["kl"] == pytest.approx(0, abs=1e-9)
     assert again.figures["kl"] > 1e-6
     tight = replace(work, objective=Objective("ppo", {"target_kl": again.figures["kl"] / 3}))
-    ended = pair_trainer.train(once.tensors, tight, np.arange(6), Key(4), parts, held)
+    ended = pair_trainer.train(once.tensors, tight, np.arange(6), Key(4), parts, cache)
     assert (ended.steps, ended.figures["stopped"]) == (0, 1.0)
     assert ended.loss == pytest.approx(again.loss, rel=1e-5)
     assert ended.tensors.equal(once.tensors)
 
 
 def through(pair_trainer: PairTrainer) -> list[int]:
-    """Rows in the order in which they go through the model under the reference from here on."""
+    """A list that records the rows that go through the reference, in order."""
     rows: list[int] = []
-    number = {id(pair): row for row, pair in enumerate(pair_trainer.tokens.rows)}
-    look = pair_trainer._ppo._view
+    number = {id(pair): row for row, pair in enumerate(pair_trainer.model.tokens.rows)}
+    ppo = pair_trainer.trainers["ppo"]
+    outputs = ppo._outputs
 
-    def told(group: Any, features: Any) -> Any:
+    def record(group: Any, features: Any) -> Any:
         if pair_trainer.backbone.extract().equal(pair_trainer.backbone.reference):
-            rows.extend(number[id(pair)] for pair in pair_trainer.pairs(group))
-        return look(group, features)
+            rows.extend(number[id(pair)] for pair in pair_trainer.model.pairs(group))
+        return outputs(group, features)
 
-    pair_trainer._ppo._view = told
+    ppo._outputs = record
     return rows
 
 
@@ -384,20 +384,22 @@ MINE, OTHERS = np.array([0, 2, 4, 6, 8, 10]), np.array([1, 3, 5, 7, 9, 11])
 
 
 def test_the_reference_sees_a_pair_once_and_none_that_is_not_read(tmp_path: Path) -> None:
-    """A visit's start reads all pairs of its client, for its advantages are scaled by all of them; a gradient
-    reads its batch, which the client's groups hold. A second process finds both on the disk."""
+    """The start of a visit reads all pairs of its client, because advantages are scaled over all of them. A
+    gradient reads its batch, in the client's groups. A second process finds both on the disk."""
     small = {"size": 12, "max_tokens": 20, "cache": tmp_path}
     pair_trainer, tensors, parts = make(**small)
     rows = through(pair_trainer)
     pair_trainer.train(tensors, phase(pair_trainer, steps=1), MINE, Key(0), parts)
     assert rows == MINE.tolist()
     rows.clear()
-    groups = [group.tolist() for group in pair_trainer.groups(OTHERS, True)]
+    groups = [group.tolist() for group in pair_trainer.model.groups(OTHERS)]
     shared = max(groups, key=len)
     assert len(groups) > 2
     assert len(shared) > 1
     batch = np.array(shared[1:2])
-    pair_trainer._ppo.gradient(tensors, Objective("ppo", SETTINGS), OTHERS, batch, parts.names(Owner.SHARED))
+    pair_trainer.trainers["ppo"].gradient(
+        tensors, Objective("ppo", SETTINGS), OTHERS, batch, parts.names(Owner.SHARED), Key(0)
+    )
     assert rows == shared
     again, _, _ = make(**small)
     rows = through(again)
@@ -406,8 +408,8 @@ def test_the_reference_sees_a_pair_once_and_none_that_is_not_read(tmp_path: Path
 
 
 def test_who_asks_first_and_a_kill_change_no_bit(tmp_path: Path) -> None:
-    """Two clients in either order, and a client whose batch was asked for before; in the last case also by a
-    process that was killed after the first of the client's groups."""
+    """The bits are the same for two clients in either order, for a client of which one batch was computed
+    before, and after a process that was killed when it had stored two of the client's groups."""
 
     def pair_trainer(folder: Path | None = None) -> PairTrainer:
         return make(size=12, max_tokens=20, cache=folder)[0]
@@ -422,22 +424,23 @@ def test_who_asks_first_and_a_kill_change_no_bit(tmp_path: Path) -> None:
     swapped = visits(pair_trainer(), OTHERS, MINE)
     assert mine.equal(swapped[1])
     assert others.equal(swapped[0])
-    asked = pair_trainer(tmp_path / "asked")
-    asked._ppo.refer(max(asked.groups(MINE, True), key=len)[1:], MINE)
-    assert visits(asked, MINE)[0].equal(mine)
+    before = pair_trainer(tmp_path / "before")
+    before.trainers["ppo"].fill_reference(max(before.model.groups(MINE), key=len)[1:], MINE)
+    assert visits(before, MINE)[0].equal(mine)
     killed = pair_trainer(tmp_path / "killed")
-    look, calls = killed._ppo._view, []
+    ppo, calls = killed.trainers["ppo"], []
+    outputs = ppo._outputs
 
     def dies(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return look(*args)
+        return outputs(*args)
 
-    killed._ppo._view = dies
+    ppo._outputs = dies
     with pytest.raises(KeyboardInterrupt):
         visits(killed, MINE)
     second = pair_trainer(tmp_path / "killed")
     rows = through(second)
     assert visits(second, MINE)[0].equal(mine)
-    assert rows == [row for group in second.groups(MINE, True)[2:] for row in group.tolist()]
+    assert rows == [row for group in second.model.groups(MINE)[2:] for row in group.tolist()]

@@ -1,4 +1,4 @@
-"""Scores of a reward model: how texts are joined and cut, what is kept, what is refused."""
+"""Scores of a reward model: how texts are joined and cut, how scores are stored, which models are refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def bert(folder: Path, labels: int = 1, seed: int = 0, **options: Any) -> Path:
     return folder
 
 
-class RunWriter:
+class Records:
     """Records in memory."""
 
     fingerprint = "0" * 64
@@ -97,7 +97,7 @@ class RunWriter:
         return self.records[index]
 
 
-RECORDS = RunWriter([Record("a b c", "d e", "f"), Record("g", "h i j", "k l m n"), Record("o p", "q", "r s")])
+RECORDS = Records([Record("a b c", "d e", "f"), Record("g", "h i j", "k l m n"), Record("o p", "q", "r s")])
 ALL = np.arange(3)
 
 
@@ -131,8 +131,9 @@ def test_scores_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_does_not_fit_loses_the_prompts_beginning(tmp_path: Path) -> None:
-    """Twelve places: the prompt's last words stay and the response stays whole; a response that fills all of
-    them is cut with its prompt. Sixteen positions bind where the tokenizer has no limit."""
+    """With twelve tokens, the prompt's last words and the whole response stay. A response that fills all
+    twelve is cut with its prompt. If the tokenizer has no limit, the model's sixteen
+    positions are the limit."""
     model = RewardModel(str(bert(tmp_path / "m")), CPU)
     long = Record("a b c d e f g h i j", "k l m", "k l m n o p q r s t u v w")
     chosen, rejected = model.encode(long)
@@ -188,7 +189,7 @@ def test_decoders_read_their_last_token(tmp_path: Path) -> None:
 
 
 def test_scores_are_kept_and_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second process reads what the first left; only rows that are missing call for the model."""
+    """A second process reads the first one's scores; the model runs only for missing rows."""
     path, calls = str(bert(tmp_path / "m")), []
     first = Rewards(path, RECORDS, tmp_path / "cache")
     expected = first.get(ALL[:2])
@@ -203,28 +204,28 @@ def test_scores_are_kept_and_asked_for_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_kill_loses_no_more_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one record: killed in the third, a second process asks for the third alone, and has the bits
-    of one that was not killed."""
+    """Blocks of one record. A process is killed in the third block; a second process computes only the third,
+    and has the bits of a process that was not killed."""
     monkeypatch.setattr(rewards, "BLOCK", 1)
-    path, asked = str(bert(tmp_path / "m")), []
+    path, scored = str(bert(tmp_path / "m")), []
     whole = Rewards(path, RECORDS).get(ALL)
     score = Rewards._score
 
-    def told(self: Rewards, rows: Any) -> Any:
-        asked.append(rows.tolist())
-        if len(asked) == 3:
+    def record(self: Rewards, rows: Any) -> Any:
+        scored.append(rows.tolist())
+        if len(scored) == 3:
             raise KeyboardInterrupt
         return score(self, rows)
 
-    monkeypatch.setattr(Rewards, "_score", told)
+    monkeypatch.setattr(Rewards, "_score", record)
     with pytest.raises(KeyboardInterrupt):
         Rewards(path, RECORDS, tmp_path / "cache").get(ALL)
     np.testing.assert_array_equal(Rewards(path, RECORDS, tmp_path / "cache").get(ALL), whole)
-    assert asked == [[0], [1], [2], [2]]
+    assert scored == [[0], [1], [2], [2]]
 
 
 def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
-    """A copy goes on where the original stopped; other weights are refused once scores are there."""
+    """A copy of the model continues the cache; other weights are refused if the cache has scores."""
     one, two = bert(tmp_path / "one"), bert(tmp_path / "two", seed=1)
     expected = Rewards(str(one), RECORDS, tmp_path / "cache").get(ALL)
     shutil.copytree(one, tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""Log-probabilities of single tokens on disk: what was put comes back, and nothing else passes for it."""
+"""Log-probabilities of single tokens on disk: values come back, and damaged ones count as missing."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ ALL = np.arange(3)
 
 
 def test_what_was_put_comes_back_in_any_order(tmp_path: Path) -> None:
-    """In memory and, opened again, from the disk. A token that is certain, log 1 = 0, is one too."""
+    """In memory, and opened again from the disk. One token is certain: log 1 = 0."""
     for folder in (None, tmp_path):
-        held = TokenCache(TOKENS, folder, "r")
-        assert held.missing(ALL[:1])
-        held.put(ALL, VALUES)
-        opened = held if folder is None else TokenCache(TOKENS, folder, "r")
-        assert not opened.missing(ALL)
-        np.testing.assert_array_equal(opened.get(ALL), VALUES)
-        np.testing.assert_array_equal(opened.get(np.array([2, 0])), np.r_[VALUES[5:], VALUES[:3]])
+        cache = TokenCache(TOKENS, folder, "r")
+        assert cache.missing(ALL[:1])
+        cache.put(ALL, VALUES)
+        again = cache if folder is None else TokenCache(TOKENS, folder, "r")
+        assert not again.missing(ALL)
+        np.testing.assert_array_equal(again.get(ALL), VALUES)
+        np.testing.assert_array_equal(again.get(np.array([2, 0])), np.r_[VALUES[5:], VALUES[:3]])
     assert [path.name for path in tmp_path.iterdir()] == ["r.u32"]
 
 
 def test_what_was_not_put_is_missing_and_nothing_else(tmp_path: Path) -> None:
-    """Row by row: also after another of them was kept, and where a file's end was cut off."""
-    held = TokenCache(TOKENS, tmp_path, "r")
-    held.put(ALL[1:2], VALUES[3:5])
+    """Row by row, after another row was stored, and in a file whose end was cut off."""
+    cache = TokenCache(TOKENS, tmp_path, "r")
+    cache.put(ALL[1:2], VALUES[3:5])
     again = TokenCache(TOKENS, tmp_path, "r")
     assert [again.missing(ALL[row : row + 1]) for row in range(3)] == [True, False, True]
     path = tmp_path / "r.u32"
@@ -42,7 +42,7 @@ def test_what_was_not_put_is_missing_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("byte", range(4 * (1 + 2)))
 def test_any_flipped_byte_makes_its_row_missing_and_no_other(tmp_path: Path, byte: int) -> None:
-    """Row 1 lies behind row 0's check and three tokens: at byte 16, of 4 bytes of check and 8 of tokens."""
+    """Row 1 begins at byte 16, after row 0's check and three tokens: 4 bytes of check, 8 of tokens."""
     TokenCache(TOKENS, tmp_path, "r").put(ALL, VALUES)
     path = tmp_path / "r.u32"
     data = bytearray(path.read_bytes())

@@ -78,7 +78,7 @@ def export(
 
 def _check(path: Path, record: RunRecord, *, replace: bool) -> None:
     """Refuse what an export must not take the place of: only an earlier one, or nothing at all, may go."""
-    from prefed.models.adapters import strangers
+    from prefed.models.adapters import unexpected_files
 
     if not path.exists():
         return
@@ -88,7 +88,7 @@ def _check(path: Path, record: RunRecord, *, replace: bool) -> None:
     for kept, what in ((record.path, "run"), *([(base, "run's base model")] if base.is_dir() else [])):
         if folder in (kept.resolve(), *kept.resolve().parents):
             raise ValueError(f"{path} holds the {what}; choose another --out")
-    found = strangers(path)
+    found = unexpected_files(path)
     if found:
         raise ValueError(
             f"{path} holds {found[0]!r}, which no export writes: it is not replaced; choose another --out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,27 +26,23 @@ LOWER_IS_BETTER = frozenset({"dpo_loss"})
 """The metrics of which the highest value is the worst."""
 
 
-class PairScores(Protocol):
+@dataclass(frozen=True)
+class PairScores:
     """The scores of n pairs: column 0 is the chosen response, column 1 the rejected one.
 
     Log-probabilities are sums over a completion's tokens, in nats.
+
+    Attributes:
+        policy: ``[n, 2]`` log-probabilities under the model that is scored.
+        reference: ``[n, 2]`` log-probabilities under the untouched model.
+        lengths: ``[n, 2]`` numbers of completion tokens, end-of-text included.
+        rewards: ``[n, 2]`` scores of an explicit reward head; ``None`` if the model has none.
     """
 
-    @property
-    def policy(self) -> npt.NDArray[np.float32]:
-        """``[n, 2]`` log-probabilities under the model that is scored."""
-
-    @property
-    def reference(self) -> npt.NDArray[np.float32]:
-        """``[n, 2]`` log-probabilities under the untouched model."""
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """``[n, 2]`` numbers of completion tokens, end-of-text included."""
-
-    @property
-    def rewards(self) -> npt.NDArray[np.float32] | None:
-        """``[n, 2]`` scores of an explicit reward head; ``None`` if the model has none."""
+    policy: npt.NDArray[np.float32]
+    reference: npt.NDArray[np.float32]
+    lengths: npt.NDArray[np.int32]
+    rewards: npt.NDArray[np.float32] | None = None
 
 
 def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What sits on a frozen backbone."""
+"""A frozen language model, and the movable tensors of a client over it."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.models.adapters import load_client, save_adapter, save_client, save_merged
-    from prefed.models.backbone import Backbone, ModelError, load_backbone, pretrained, wrap
+    from prefed.models.backbone import Backbone, ModelError, load_backbone, load_pretrained, make_backbone
     from prefed.models.config import LoraSettings, ModelConfig
 
 __all__ = [
@@ -16,11 +16,11 @@ __all__ = [
     "ModelError",
     "load_backbone",
     "load_client",
-    "pretrained",
+    "load_pretrained",
+    "make_backbone",
     "save_adapter",
     "save_client",
     "save_merged",
-    "wrap",
 ]
 
 __getattr__ = attach(__name__, __file__)

@@ -22,44 +22,44 @@ from prefed.models.backbone import Backbone, ModelError, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused import lora_factors
 
-__all__ = ["load_client", "save_adapter", "save_client", "save_merged", "strangers", "whole_folder"]
+__all__ = ["atomic_folder", "load_client", "save_adapter", "save_client", "save_merged", "unexpected_files"]
 
 FORMAT = 1
 ABOUT, TENSORS = "prefed.json", "client.safetensors"
-WRITTEN = (
+EXPORTED = (
     *("adapter_config.json", "adapter_model*.safetensors", ABOUT, TENSORS, "README.md"),
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
     "chat_template.*",
 )
-"""Names of the files that folders of this module hold, PEFT's and transformers' own among them."""
+"""Names of the files in an exported folder, with those that PEFT and transformers write."""
 
 
-def strangers(folder: Path) -> list[str]:
-    """What lies in ``folder`` and no export writes, sorted: such a folder is not to be replaced."""
+def unexpected_files(folder: Path) -> list[str]:
+    """Names in ``folder`` that no export writes, sorted; an export must not replace such a folder."""
     return sorted(
         entry.name
         for entry in folder.iterdir()
-        if not (entry.is_file() and any(fnmatch.fnmatchcase(entry.name, name) for name in WRITTEN))
+        if not (entry.is_file() and any(fnmatch.fnmatchcase(entry.name, name) for name in EXPORTED))
     )
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that takes ``folder``'s place when the block ends well, and vanishes if not.
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that replaces ``folder`` when the block ends, and is removed if the block raises.
 
-    Its files may be read and written by whom the umask allows. Killed at any moment, it leaves what was
-    there, under its own name or one that ends in ``.old``; what else was left the next one removes.
+    The umask decides who may read and write its files. If the process is killed, the earlier folder is still
+    there, under its own name or one that ends in ``.old``. The next call cleans up the rest.
     """
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
+    _clean_up(folder)
     partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
-        # safetensors writes files that their owner alone may read; these are to be handed on.
+        # safetensors writes files that only their owner may read. An export is for others too.
         mode = partial.stat().st_mode & 0o666
         for path in partial.iterdir():
             path.chmod(mode)
@@ -79,20 +79,20 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what processes left that died while they wrote ``folder``, and put back what they had moved."""
-    for left in folder.parent.glob(f"{glob.escape(folder.name)}.*"):
-        number, _, end = left.name.removeprefix(f"{folder.name}.").partition(".")
-        if end not in ("partial", "old") or not number.isdecimal() or _lives(int(number)):
+def _clean_up(folder: Path) -> None:
+    """Clean up after processes that died while they wrote ``folder``; an ``.old`` folder is put back."""
+    for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.*"):
+        number, _, end = leftover.name.removeprefix(f"{folder.name}.").partition(".")
+        if end not in ("partial", "old") or not number.isdecimal() or _is_running(int(number)):
             continue
         if end == "old" and not folder.exists():
-            left.rename(folder)
+            leftover.rename(folder)
         else:
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _lives(process: int) -> bool:
-    """Whether another process of this number works on this machine."""
+def _is_running(process: int) -> bool:
+    """Whether another process of this number runs on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -105,25 +105,25 @@ def _lives(process: int) -> bool:
 def save_adapter(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     """Write the LoRA of ``tensors`` as an adapter folder for ``PeftModel.from_pretrained``.
 
-    A gated personal LoRA is written into the same adapter, which then has twice the rank. Heads, norms and
-    a bottleneck are no adapter's business: see :func:`save_client`.
+    A gated personal LoRA goes into the same adapter, which then has twice the rank. An adapter cannot hold
+    heads, norms or a bottleneck: see :func:`save_client`.
 
     Args:
         backbone: its model is loaded with ``tensors``.
         tensors: full layout.
-        folder: appears whole or not at all; one that is there is replaced.
+        folder: it appears complete or not at all, and replaces one that exists.
 
     Raises:
-        ModelError: a residual changes the base model's weights, so that no adapter can hold it.
+        ModelError: a residual changes the base model's weights, which no adapter can hold.
     """
-    moved = [n for n in tensors if tensors.layout[n].part == "residual" and bool(tensors[n].any())]
-    if moved:
+    residuals = [n for n in tensors if tensors.layout[n].part == "residual" and bool(tensors[n].any())]
+    if residuals:
         raise ModelError(
-            f"the run changed {len(moved)} base weights (FedEx-LoRA): an adapter cannot hold that; "
+            f"the run changed {len(residuals)} base weights (FedEx-LoRA): an adapter cannot hold that; "
             "export a merged model instead"
         )
     backbone.load(tensors)
-    with whole_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         _write_adapter(backbone, partial)
 
 
@@ -140,7 +140,7 @@ def _write_adapter(backbone: Backbone, folder: Path) -> None:
     config = copy.deepcopy(backbone.model.peft_config["default"])
     config.r, config.lora_alpha, config.inference_mode = rank, backbone.scaling * rank, True
     if isinstance(config.target_modules, set):
-        # A set's order is drawn anew by each process, and equal runs write equal files.
+        # The order of a set differs between processes, and equal runs must write equal files.
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(folder))
     save_file(adapter, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
@@ -149,14 +149,14 @@ def _write_adapter(backbone: Backbone, folder: Path) -> None:
 
 
 def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
-    """Write everything that makes a client's model: adapter, bottleneck, heads, norms, gates.
+    """Write all parts of a client's model: adapter, bottleneck, heads, norms, gates.
 
-    :func:`load_client` reads it. Where there is an adapter that PEFT understands, it is in the folder too.
+    :func:`load_client` reads the folder. It also holds an adapter for PEFT.
 
     Args:
         backbone: its model is loaded with ``tensors``.
         tensors: full layout.
-        folder: appears whole or not at all; one that is there is replaced.
+        folder: it appears complete or not at all, and replaces one that exists.
     """
     from safetensors.torch import save_file
 
@@ -167,7 +167,7 @@ def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
         "needs": sorted(backbone.needs),
         "parts": sorted({entry.part for entry in tensors.layout.entries}),
     }
-    with whole_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         _write_adapter(backbone, partial)
         values = {name: value.clone() for name, value in tensors.items()}
         save_file(values, str(partial / TENSORS), metadata={"format": "pt"})
@@ -175,14 +175,14 @@ def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
 
 
 def load_client(folder: str | Path, base: str | None = None) -> Backbone:
-    """The model that :func:`save_client` wrote.
+    """Load the folder that :func:`save_client` wrote.
 
-    ``load_client(folder).model`` is a Hugging Face model with the client's parts in place: it generates and
-    gives log-probabilities as any other.
+    ``load_client(folder).model`` is a Hugging Face model with the client's parts in place. It generates and
+    gives log-probabilities like any other.
 
     Args:
-        folder: what :func:`save_client` wrote.
-        base: the base model's folder or hub name, if it is not where it was.
+        folder: an exported client.
+        base: the base model's folder or hub name, if it has moved.
 
     Raises:
         ModelError: there is no such client, or its tensors do not fit the base model.
@@ -214,19 +214,19 @@ def _fits(name: str, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str,
 def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     """Write a plain Hugging Face model: W + s·BA, gated branches and residual merged, own head and norms.
 
-    A reward head and a critic are no part of a language model and are left out. So are a bottleneck and a
-    head that are as they started, for then they are the base model's.
+    A reward head and a critic are left out, because a language model has no place for them. A bottleneck and
+    a head that equal their start are left out too, because they change nothing.
 
     Args:
         backbone: its model is loaded with ``tensors`` and left unmerged.
         tensors: full layout.
-        folder: appears whole or not at all; one that is there is replaced.
+        folder: it appears complete or not at all, and replaces one that exists.
 
     Raises:
-        ModelError: the model has a bottleneck, for which a plain model has no place.
+        ModelError: the model has a trained bottleneck, for which a plain model has no place.
     """
-    moved = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}
-    if "bottleneck" in moved:
+    changed = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}
+    if "bottleneck" in changed:
         raise ModelError(
             "a bottleneck cannot be merged into a plain model; export the client's folder instead "
             "and load it with prefed.models.load_client"
@@ -248,8 +248,8 @@ def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
         if name in deltas:
             weight = (weight.float() + deltas[name]).to(value.dtype)
         state[name.replace(".base_layer.", ".")] = weight
-    with whole_folder(folder) as partial:
-        _plain_copy(causal, state, untied="head" in moved).save_pretrained(partial)
+    with atomic_folder(folder) as partial:
+        _plain_copy(causal, state, untied="head" in changed).save_pretrained(partial)
         if backbone.tokenizer is not None:
             backbone.tokenizer.save_pretrained(partial)
 

@@ -15,22 +15,29 @@ from prefed.core import Key, Layout, Tensors, hub
 from prefed.models.config import ModelConfig
 from prefed.models.families import FAMILIES, Family
 from prefed.models.fused import fuse
-from prefed.models.parameters import PARTS, FinalNorm, Model, ParameterSpec, RewardHead, lora_layers
+from prefed.models.parameters import (
+    PART_BUILDERS,
+    FinalNorm,
+    ParameterSpec,
+    PartContext,
+    RewardHead,
+    lora_layers,
+)
 
-TRUNK = frozenset({"lora", "residual", "personal_lora", "gate", "norm"})
-"""Parts inside the trunk: while none of them trains, a prompt's hidden states stay what they are."""
+_TRUNK_PARTS = frozenset({"lora", "residual", "personal_lora", "gate", "norm"})
+"""Parts inside the trunk; while none of them trains, the trunk's output for a pair does not change."""
 
 _FLAGS = frozenset({"outputs", "factors"})
-"""What a method may ask for besides parts: LoRA on output projections alone; FedSDG's factor space."""
+"""Needs that are no parts: LoRA on output projections only; FedSDG's factor space."""
 
 _REASON = 400
-"""Characters of a library's own message that are passed on at most."""
+"""Most characters of a library's message to repeat."""
 
-__all__ = ["TRUNK", "Backbone", "ModelError", "load_backbone", "pretrained", "wrap"]
+__all__ = ["Backbone", "ModelError", "load_backbone", "load_pretrained", "make_backbone"]
 
 
 class ModelError(ValueError):
-    """A model cannot be loaded or adapted; the message says which and what to do."""
+    """A model cannot be loaded or adapted; the message names it and says what to do."""
 
 
 @dataclass
@@ -42,14 +49,15 @@ class Backbone:
         tokenizer: its tokenizer.
         layout: names and shapes of the movable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
         initial: the tensors every client starts from: A from one seeded draw, B zero.
-        reference: the tensors under which the model is the untouched one: every B zero, and a personal
-            LoRA zero throughout, so that a shared LoRA put in is alone there, however the two join.
+        reference: the tensors that make the untouched model: every B is zero, and a personal LoRA is zero
+            throughout. So a shared LoRA put over them acts alone, in whatever way the two branches join.
         scaling: alpha / rank.
-        family: what the bench knows of the model's family, ``None`` if nothing.
+        family: the model's family; ``None`` if it is not known.
+        device: where the model is.
         parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
-        final: the place of the final norm, ``None`` where the family is not known.
-        config: the ``[model]`` table it was made from.
-        needs: the parts and flags it was made with.
+        final: the forward of the final norm; ``None`` if the family is not known.
+        config: the ``[model]`` table.
+        needs: the parts and flags that the model is made with.
     """
 
     model: Any
@@ -75,7 +83,7 @@ class Backbone:
 
     @property
     def trunk(self) -> Any:
-        """The model without its head."""
+        """The causal language model without its head."""
         return self.causal.base_model
 
     @property
@@ -102,10 +110,10 @@ class Backbone:
         return Tensors(self.layout, self.flat.detach().to("cpu", copy=True))
 
     def train_only(self, names: Iterable[str]) -> None:
-        """Let gradients flow to ``names`` alone."""
-        wanted = set(names)
+        """Let gradients flow to ``names`` only."""
+        trained = set(names)
         for name, parameter in self.parameters.items():
-            parameter.requires_grad_(name in wanted)
+            parameter.requires_grad_(name in trained)
 
     @property
     def reward(self) -> RewardHead | None:
@@ -114,10 +122,10 @@ class Backbone:
 
     def trains_trunk(self, names: Iterable[str]) -> bool:
         """Whether any of ``names`` lies inside the trunk."""
-        return any(self.layout[name].part in TRUNK for name in names)
+        return any(self.layout[name].part in _TRUNK_PARTS for name in names)
 
     def dropout(self, *, trunk: bool = False, top: bool = False) -> None:
-        """Switch dropout: the adapters' in the trunk, the bottleneck's and the reward head's above it.
+        """Switch dropout of the adapters in the trunk, and of the bottleneck and the reward head on top.
 
         The frozen model's own dropout stays off.
         """
@@ -130,26 +138,26 @@ class Backbone:
 
 
 def _device(name: str) -> torch.device:
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        name = next(device for device, able in there.items() if able)
-    if not there[name]:
+        name = next(device for device in available if available[device])
+    if not available[name]:
         raise ModelError(f"[model] device = {name!r}: PyTorch finds none on this machine; use auto or cpu")
     return torch.device(name)
 
 
-def pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
+def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
     """``kind.from_pretrained(name, **options)``: from a folder, the hub, or the hub's local cache.
 
     Args:
         kind: one of transformers' ``Auto`` classes.
-        key: the setting that holds the name.
+        key: the setting that holds the name, for messages.
         name: a folder or a hub name.
-        what: what it should give, in words.
+        what: the kind of thing to load in words, for messages.
         **options: passed on.
 
     Raises:
-        ModelError: there is no such thing, or it is damaged.
+        ModelError: nothing of that name can be loaded.
     """
     from safetensors import SafetensorError
 
@@ -159,7 +167,7 @@ def pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any
             raise ModelError(f"{key} = {name!r}: the folder is empty; {needed}")
     elif folder.exists():
         raise ModelError(f"{key} = {name!r}: this is a file; give a folder")
-    # A name that no hub has can only be meant as a folder: what the hub client says of it would mislead.
+    # The hub has no such names, so a folder is meant. The hub client's message would mislead.
     elif name[:1] in ("/", ".", "~") or name.count("/") > 1:
         raise ModelError(f"{key} = {name!r}: no such folder; {needed}")
     with nullcontext(True) if folder.is_dir() else hub.in_reach() as answers:
@@ -185,7 +193,8 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     Args:
         config: the ``[model]`` table.
         key: randomness of the LoRA's A factors.
-        needs: parts that the method and the merge rule ask for, see :data:`prefed.models.parameters.PARTS`.
+        needs: parts that the method and the merge rule need; see
+            :data:`prefed.models.parameters.PART_BUILDERS`.
 
     Raises:
         ModelError: no model under that name, no module to adapt, or a part that the model cannot have.
@@ -193,15 +202,15 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    place = ("[model] name", config.name)
-    tokenizer = pretrained(AutoTokenizer, *place, "tokenizer", revision=config.revision)
-    model = pretrained(
-        AutoModelForCausalLM, *place, "causal language model", revision=config.revision, dtype=dtype
+    source = ("[model] name", config.name)
+    tokenizer = load_pretrained(AutoTokenizer, *source, "tokenizer", revision=config.revision)
+    model = load_pretrained(
+        AutoModelForCausalLM, *source, "causal language model", revision=config.revision, dtype=dtype
     )
-    return wrap(model, tokenizer, config, key, needs)
+    return make_backbone(model, tokenizer, config, key, needs)
 
 
-def wrap(
+def make_backbone(
     model: Any,
     tokenizer: Any,
     config: ModelConfig,
@@ -212,7 +221,7 @@ def wrap(
 
     Args:
         model: a Hugging Face causal language model; it is changed in place.
-        tokenizer: its tokenizer (may be ``None`` where no text is read).
+        tokenizer: its tokenizer; ``None`` if no text is read.
         config: LoRA settings, device, and whether to use the fused modules.
         key: randomness of starting values.
         needs: as for :func:`load_backbone`.
@@ -222,14 +231,14 @@ def wrap(
     """
     from peft import LoraConfig, get_peft_model
 
-    unknown = needs - PARTS.keys() - _FLAGS
+    unknown = needs - PART_BUILDERS.keys() - _FLAGS
     if unknown:
         raise ModelError(f"no such part of a model: {', '.join(sorted(unknown))}")
     family = FAMILIES.get(model.config.model_type)
-    usual: Any = "all-linear"
+    default: Any = "all-linear"
     if family is not None:
-        usual = list(family.outputs if "outputs" in needs else family.targets)
-    targets = config.lora.targets or usual
+        default = list(family.outputs if "outputs" in needs else family.targets)
+    targets = config.lora.targets or default
     model.requires_grad_(False)
     adapter = LoraConfig(
         r=config.lora.rank,
@@ -249,37 +258,35 @@ def wrap(
         fuse(wrapped)
     causal = wrapped.get_base_model()
     final = None if family is None else FinalNorm(getattr(causal.base_model, family.final_norm))
-    sketch = Model(causal, family, config, key, needs)
+    context = PartContext(causal, family, config, key, needs)
     try:
-        pieces = [piece for part, build in PARTS.items() if part in needs for piece in build(sketch)]
+        specs = [spec for part, build in PART_BUILDERS.items() if part in needs for spec in build(context)]
     except ValueError as error:
         raise ModelError(f"[model] name = {config.name!r}: {error}") from error
-    return _gather(wrapped, tokenizer, config, needs, family, device, pieces, final)
+    return _gather(wrapped, tokenizer, context, device, specs, final)
 
 
 def _gather(
     wrapped: Any,
     tokenizer: Any,
-    config: ModelConfig,
-    needs: frozenset[str],
-    family: Family | None,
+    context: PartContext,
     device: torch.device,
-    pieces: list[ParameterSpec],
+    specs: list[ParameterSpec],
     final: FinalNorm | None,
 ) -> Backbone:
-    layout = Layout(tuple(piece.entry for piece in pieces))
-    initial = Tensors.gather(layout, {piece.entry.name: piece.start.cpu() for piece in pieces})
+    layout = Layout(tuple(spec.entry for spec in specs))
+    initial = Tensors.gather(layout, {spec.entry.name: spec.start.cpu() for spec in specs})
     flat = initial.flat.to(device, copy=True)
     grad = torch.zeros(layout.size, device=device)
     parameters: dict[str, nn.Parameter] = {}
-    for piece in pieces:
-        span = slice(*layout.span(piece.entry.name))
-        parameter = nn.Parameter(flat[span].view(piece.entry.shape), requires_grad=False)
-        parameter.grad = grad[span].view(piece.entry.shape)
-        parameters[piece.entry.name] = parameter
-        piece.place(parameter)
+    for spec in specs:
+        span = slice(*layout.span(spec.entry.name))
+        parameter = nn.Parameter(flat[span].view(spec.entry.shape), requires_grad=False)
+        parameter.grad = grad[span].view(spec.entry.shape)
+        parameters[spec.entry.name] = parameter
+        spec.place(parameter)
     bases = {}
-    for stem, _, layer in lora_layers(wrapped.get_base_model()):
+    for stem, _, layer in lora_layers(context.causal):
         if f"residual/{stem}/W" in layout:
             weight, transposed = layer.base_layer.weight, not isinstance(layer.base_layer, nn.Linear)
             bases[f"residual/{stem}/W"] = (weight, weight.detach().clone(), transposed)
@@ -293,14 +300,14 @@ def _gather(
         layout=layout,
         initial=initial,
         reference=reference,
-        scaling=config.lora.alpha / config.lora.rank,
-        family=family,
+        scaling=context.config.lora.alpha / context.config.lora.rank,
+        family=context.family,
         device=device,
         parameters=parameters,
         flat=flat,
         grad=grad,
         final=final,
-        config=config,
-        needs=needs,
+        config=context.config,
+        needs=context.needs,
         _bases=bases,
     )

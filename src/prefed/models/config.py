@@ -25,7 +25,7 @@ class LoraSettings(StrictModel):
 
 
 class BottleneckSettings(StrictModel):
-    """The personal bottleneck in the place of the final norm (FedPDPO, arXiv:2603.19741)."""
+    """The personal bottleneck, which replaces the final norm (FedPDPO, arXiv:2603.19741)."""
 
     width: int = Field(256, ge=1, description="width of the bottleneck")
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout inside the bottleneck while training")
@@ -55,4 +55,4 @@ class ModelConfig(StrictModel):
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the frozen model")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="where the model lives")
-    fast: bool = Field(True, description="use the bench's fast paths where the model family allows them")
+    fast: bool = Field(True, description="use the fast paths where the model family allows them")

@@ -1,4 +1,4 @@
-"""What the bench knows of model families: where blocks keep their pieces, which modules LoRA adapts."""
+"""Model families: the names of their modules, and the modules that LoRA adapts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Family:
     """The names inside one family's decoder block.
 
     A block of a listed family computes ``h = h + attention(norm1(h)); h = h + mlp(norm2(h))`` and
-    nothing else, and its logits are the output embedding applied to the final norm's output.
+    nothing else. The family's logits are the output embedding applied to the final norm's output.
 
     Attributes:
         blocks: attribute of the trunk that holds the list of blocks.
@@ -22,8 +22,8 @@ class Family:
         mlp: the feed-forward network.
         final_norm: attribute of the trunk that holds the norm after the last block.
         targets: modules that LoRA adapts by default.
-        outputs: those of them that write to the residual stream.
-        shortens: the attention module lets its attention function return fewer rows than it was given.
+        outputs: the targets that write to the residual stream.
+        shortens: the attention module accepts fewer rows from its attention function than it passed in.
     """
 
     blocks: str

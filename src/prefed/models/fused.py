@@ -1,4 +1,4 @@
-"""Faster arithmetic for modules of a loaded model, equal in value to what it replaces."""
+"""Faster forwards for modules of a loaded model; the values stay the same."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["adapt", "fuse", "lora_factors", "lora_linear"]
+__all__ = ["fuse", "fuse_lora", "lora_factors", "lora_linear"]
 
 
 class _LoraLinear(torch.autograd.Function):
     """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W, in one pass over y.
 
-    z is x, or x after dropout. The skinny products take the factor with the rank as rows: that is the
-    shape BLAS libraries are fast at.
+    z is x, or x after dropout. The products with a factor take it with the rank as rows, which is the shape
+    that BLAS libraries are fast at.
     """
 
     @staticmethod
@@ -93,9 +93,9 @@ def lora_linear(
 
 
 def lora_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of everything a PEFT LoRA layer adds: its LoRA, and its gated personal one if it has any.
+    """A and B of a PEFT LoRA layer, its gated personal branch included.
 
-    Two branches are one of twice the rank: s (B_g A_g + m B_p A_p) = s [B_g, m B_p] [A_g; A_p]
+    Two branches are one branch of twice the rank: s (B_g A_g + m B_p A_p) = s [B_g, m B_p] [A_g; A_p]
     (FedSDG, eq. 3).
     """
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -119,8 +119,8 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tor
     return lora_linear(x, weight, base.bias, a, b, layer.scaling["default"], dropout(x) if active else None)
 
 
-def adapt(layer: Any) -> None:
-    """Give a PEFT LoRA layer the fused forward, which also knows a gated personal branch."""
+def fuse_lora(layer: Any) -> None:
+    """Give a PEFT LoRA layer the fused forward, which also applies a gated personal branch."""
     layer.forward = functools.partial(_lora_forward, layer)
 
 
@@ -129,18 +129,18 @@ def _rms_forward(norm: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def fuse(model: nn.Module) -> None:
-    """Give the modules of ``model`` fused forwards where an equal one is known.
+    """Give modules of ``model`` a fused forward of equal values.
 
-    LoRA linear layers use :func:`lora_linear`; GPT-2's tanh GELU, composed of eight operations in
-    transformers, becomes PyTorch's one; fp32 RMS norms of the Llama form become ``F.rms_norm``.
-    Everything else is left as it is.
+    LoRA linear layers use :func:`lora_linear`. GPT-2's tanh GELU, which has eight operations in transformers,
+    becomes PyTorch's. fp32 RMS norms of the Llama form become ``F.rms_norm``. All other modules stay as they
+    are.
     """
     for module in model.modules():
         for name, child in list(module.named_children()):
             if type(child).__name__ == "NewGELUActivation":
                 setattr(module, name, nn.GELU(approximate="tanh"))
         if hasattr(module, "lora_A") and type(module).__name__ == "Linear":
-            adapt(module)
+            fuse_lora(module)
         eps = getattr(module, "variance_epsilon", None)
         plain = type(module).__name__ in {"LlamaRMSNorm", "Qwen2RMSNorm", "MistralRMSNorm", "Qwen3RMSNorm"}
         if plain and eps is not None and module.weight.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""The parts that may sit on a frozen backbone: each lists its tensors and puts them into the model."""
+"""The parts that a frozen backbone can have; each lists its tensors and puts them into the model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch import nn
 from prefed.core import Entry, Key
 from prefed.models.config import ModelConfig
 from prefed.models.families import Family
-from prefed.models.fused import adapt
+from prefed.models.fused import fuse_lora
 
-__all__ = ["PARTS", "FinalNorm", "Model", "ParameterSpec", "RewardHead", "lora_layers"]
+__all__ = ["PART_BUILDERS", "FinalNorm", "ParameterSpec", "PartContext", "RewardHead", "lora_layers"]
 
 
 @dataclass
-class Model:
-    """What part builders work on.
+class PartContext:
+    """The input of part builders: the model that gets a part, and its settings.
 
     Attributes:
         causal: the Hugging Face model, with PEFT's layers inside.
-        family: ``None`` where the model's family is not known.
+        family: the model's family; ``None`` if it is not known.
         config: the ``[model]`` table.
         key: randomness of starting values.
-        needs: all parts that were asked for.
+        needs: all parts and flags that the model is made with.
     """
 
     causal: Any
@@ -53,9 +53,12 @@ class Model:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One tensor of a part: its entry, its starting value, and how to put it into the model.
+    """One tensor of a part.
 
-    ``place`` is handed a parameter that is a view of the backbone's flat buffer.
+    Attributes:
+        entry: its entry in the layout.
+        start: its starting value.
+        place: puts a parameter, a view of the backbone's flat buffer, into the model.
     """
 
     entry: Entry
@@ -77,21 +80,21 @@ def _set(holder: Any, name: str) -> Callable[[nn.Parameter], None]:
 
 
 def _uniform(key: Key, shape: tuple[int, ...], fan_in: int) -> torch.Tensor:
-    """U(−1/√fan_in, 1/√fan_in), what a linear layer and PEFT's A start from."""
+    """U(−1/√fan_in, 1/√fan_in), the start of a linear layer and of PEFT's A."""
     bound = fan_in**-0.5
     return torch.rand(shape, generator=key.torch()).mul_(2 * bound).sub_(bound)
 
 
-def _lora(model: Model) -> Iterator[ParameterSpec]:
+def _lora(context: PartContext) -> Iterator[ParameterSpec]:
     """Factors A, from one draw that all clients share, and B = 0."""
-    for stem, block, layer in lora_layers(model.causal):
+    for stem, block, layer in lora_layers(context.causal):
         for factor in ("A", "B"):
             holder = getattr(layer, f"lora_{factor}")["default"]
             shape = tuple(holder.weight.shape)
             name = f"lora/{stem}/{factor}"
             start = torch.zeros(shape)
             if factor == "A":
-                start = _uniform(model.key.at("lora", name), shape, shape[1])
+                start = _uniform(context.key.at("lora", name), shape, shape[1])
             yield ParameterSpec(Entry(name, shape, "lora", block, factor), start, _set(holder, "weight"))
 
 
@@ -103,15 +106,15 @@ class _Personal:
         self.a = self.b = self.gate = nn.Parameter(torch.zeros(1), requires_grad=False)
 
 
-def _personal_lora(model: Model) -> Iterator[ParameterSpec]:
-    """A second LoRA of the same shapes; B ~ N(0, 0.01²), for at B = 0 the gate has no task gradient."""
-    for stem, block, layer in lora_layers(model.causal):
-        layer.personal = _Personal("factors" in model.needs)
-        adapt(layer)
+def _personal_lora(context: PartContext) -> Iterator[ParameterSpec]:
+    """A second LoRA of the same shapes; B ~ N(0, 0.01²), because at B = 0 the gate has no task gradient."""
+    for stem, block, layer in lora_layers(context.causal):
+        layer.personal = _Personal("factors" in context.needs)
+        fuse_lora(layer)
         for factor in ("A", "B"):
             shape = tuple(getattr(layer, f"lora_{factor}")["default"].weight.shape)
             name = f"personal_lora/{stem}/{factor}"
-            key = model.key.at("personal_lora", name)
+            key = context.key.at("personal_lora", name)
             if factor == "A":
                 start = _uniform(key, shape, shape[1])
             else:
@@ -120,10 +123,10 @@ def _personal_lora(model: Model) -> Iterator[ParameterSpec]:
             yield ParameterSpec(entry, start, _set(layer.personal, factor.lower()))
 
 
-def _gate(model: Model) -> Iterator[ParameterSpec]:
+def _gate(context: PartContext) -> Iterator[ParameterSpec]:
     """One logit a per block, 0 at the start: m = sigmoid(a) = ½."""
     by_block: dict[int | None, list[Any]] = {}
-    for _, block, layer in lora_layers(model.causal):
+    for _, block, layer in lora_layers(context.causal):
         by_block.setdefault(block, []).append(layer.personal)
     for block, branches in by_block.items():
 
@@ -136,9 +139,9 @@ def _gate(model: Model) -> Iterator[ParameterSpec]:
 
 
 class FinalNorm:
-    """The final norm's place: the norm itself, or M(z) = Norm(z + Decode(Dropout(GELU(Encode z)))).
+    """The forward of the final norm, or of the bottleneck M(z) = Norm(z + Decode(Dropout(GELU(Encode z)))).
 
-    FedPDPO (arXiv:2603.19741), section 4. ``bypass`` lets hidden states through untouched.
+    FedPDPO (arXiv:2603.19741), section 4. With ``bypass`` it returns hidden states unchanged.
     """
 
     def __init__(self, norm: Any) -> None:
@@ -163,19 +166,19 @@ class FinalNorm:
         return result.to(dtype)
 
 
-def _bottleneck(model: Model) -> Iterator[ParameterSpec]:
-    """Encode, Decode = 0 and a copy of the final norm's parameters, which take their place."""
-    norm, settings = model.final_norm, model.config.bottleneck
-    place: FinalNorm = norm.forward
-    width, dim = settings.width, model.causal.config.hidden_size
-    place.encode, place.decode = nn.Linear(dim, width), nn.Linear(width, dim)
-    place.dropout = nn.Dropout(settings.dropout).eval()
-    key = model.key.at("bottleneck")
+def _bottleneck(context: PartContext) -> Iterator[ParameterSpec]:
+    """Encode, Decode = 0, and a copy of the final norm's parameters, which replaces them."""
+    norm, settings = context.final_norm, context.config.bottleneck
+    final: FinalNorm = norm.forward
+    width, dim = settings.width, context.causal.config.hidden_size
+    final.encode, final.decode = nn.Linear(dim, width), nn.Linear(width, dim)
+    final.dropout = nn.Dropout(settings.dropout).eval()
+    key = context.key.at("bottleneck")
     starts = {
-        "encode/weight": (_uniform(key.at("weight"), (width, dim), dim), place.encode, "weight"),
-        "encode/bias": (_uniform(key.at("bias"), (width,), dim), place.encode, "bias"),
-        "decode/weight": (torch.zeros(dim, width), place.decode, "weight"),
-        "decode/bias": (torch.zeros(dim), place.decode, "bias"),
+        "encode/weight": (_uniform(key.at("weight"), (width, dim), dim), final.encode, "weight"),
+        "encode/bias": (_uniform(key.at("bias"), (width,), dim), final.encode, "bias"),
+        "decode/weight": (torch.zeros(dim, width), final.decode, "weight"),
+        "decode/bias": (torch.zeros(dim), final.decode, "bias"),
     }
     for name, parameter in norm.named_parameters():
         starts[f"norm/{name}"] = (parameter.detach().float().clone(), norm, name)
@@ -189,9 +192,9 @@ def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, layer.weight.to(x.dtype), bias)
 
 
-def _head(model: Model) -> Iterator[ParameterSpec]:
+def _head(context: PartContext) -> Iterator[ParameterSpec]:
     """A copy of the LM head, untied from the input embeddings."""
-    head = model.causal.get_output_embeddings()
+    head = context.causal.get_output_embeddings()
     start = head.weight.detach().float().clone()
     if head.weight.dtype != torch.float32:
         head.forward = functools.partial(_linear, head)
@@ -213,29 +216,29 @@ class RewardHead(nn.Module):
         return scores
 
 
-def _reward(model: Model) -> Iterator[ParameterSpec]:
-    """The reward head's two layers; it hangs on the model as ``prefed_reward``, outside its modules."""
-    settings, dim = model.config.reward, model.causal.config.hidden_size
+def _reward(context: PartContext) -> Iterator[ParameterSpec]:
+    """The reward head's two layers; the head is the model's attribute ``prefed_reward``, and no module."""
+    settings, dim = context.config.reward, context.causal.config.hidden_size
     head = RewardHead(dim, settings.width, settings.dropout)
-    object.__setattr__(model.causal, "prefed_reward", head)
+    object.__setattr__(context.causal, "prefed_reward", head)
     for path, parameter in list(head.named_parameters()):
         layer, name = path.split(".")
         fan_in = dim if layer == "hidden" else settings.width
-        start = _uniform(model.key.at("reward", path), tuple(parameter.shape), fan_in)
+        start = _uniform(context.key.at("reward", path), tuple(parameter.shape), fan_in)
         entry = Entry(f"reward/{layer}/{name}", tuple(parameter.shape), "reward")
         yield ParameterSpec(entry, start, _set(getattr(head, layer), name))
 
 
-def _value(model: Model) -> Iterator[ParameterSpec]:
-    """A linear critic for PPO, zero at the start; its reader takes it from the backbone's parameters."""
-    dim = model.causal.config.hidden_size
+def _value(context: PartContext) -> Iterator[ParameterSpec]:
+    """A linear critic for PPO, zero at the start; PPO reads it from the backbone's parameters."""
+    dim = context.causal.config.hidden_size
     yield ParameterSpec(Entry("value/weight", (1, dim), "value"), torch.zeros(1, dim), lambda parameter: None)
     yield ParameterSpec(Entry("value/bias", (1,), "value"), torch.zeros(1), lambda parameter: None)
 
 
-def _norm(model: Model) -> Iterator[ParameterSpec]:
-    """The affine parameters of every norm, as they are (FedBN, arXiv:2102.07623)."""
-    for path, module in model.causal.base_model.named_modules():
+def _norm(context: PartContext) -> Iterator[ParameterSpec]:
+    """The affine parameters of every norm, from their pretrained values (FedBN, arXiv:2102.07623)."""
+    for path, module in context.causal.base_model.named_modules():
         if "norm" not in type(module).__name__.lower():
             continue
         match = re.search(r"\.?(\d+)\.", path)
@@ -247,15 +250,15 @@ def _norm(model: Model) -> Iterator[ParameterSpec]:
             yield ParameterSpec(entry, start, _set(module, name))
 
 
-def _residual(model: Model) -> Iterator[ParameterSpec]:
+def _residual(context: PartContext) -> Iterator[ParameterSpec]:
     """A dense correction of every adapted weight, zero at the start (FedEx-LoRA, arXiv:2410.09432)."""
-    for stem, block, layer in lora_layers(model.causal):
+    for stem, block, layer in lora_layers(context.causal):
         shape = (layer.out_features, layer.in_features)
         entry = Entry(f"residual/{stem}/W", shape, "residual", block)
         yield ParameterSpec(entry, torch.zeros(shape), lambda parameter: None)
 
 
-PARTS: dict[str, Callable[[Model], Iterator[ParameterSpec]]] = {
+PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "lora": _lora,
     "residual": _residual,
     "personal_lora": _personal_lora,
@@ -266,4 +269,4 @@ PARTS: dict[str, Callable[[Model], Iterator[ParameterSpec]]] = {
     "reward": _reward,
     "value": _value,
 }
-"""Part → its builder, in the order in which a layout holds them: the trunk's first."""
+"""Part → its builder, in the order of a layout; the parts inside the trunk come first."""

@@ -1,4 +1,4 @@
-"""A tiny language model, made and briefly pretrained on the spot."""
+"""A tiny language model, made and briefly pretrained locally."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from prefed.core import Key
-from prefed.models.adapters import whole_folder
+from prefed.models.adapters import atomic_folder
 
 __all__ = ["make_tiny"]
 
@@ -44,7 +44,7 @@ def make_tiny(
         steps: optimiser steps (AdamW, one-cycle learning rate).
         batch: documents a step.
         lr: peak learning rate.
-        progress: told ``(step, steps, loss)`` after each step.
+        progress: called as ``progress(step, steps, loss)`` after each step.
 
     Returns:
         ``folder``.
@@ -93,7 +93,7 @@ def make_tiny(
         cycle.step()
         progress(step + 1, steps, float(loss.detach()))
     model.eval()
-    with whole_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         fast.save_pretrained(partial)
     return folder

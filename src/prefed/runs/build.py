@@ -16,7 +16,7 @@ from prefed.merge import Aggregator, TooFewUploads, lora
 from prefed.merge.robust import check_upload_count
 from prefed.methods import TrainingSettings
 from prefed.methods.base.ppo import BaselineSettings
-from prefed.models import load_backbone, pretrained
+from prefed.models import load_backbone, load_pretrained
 from prefed.train.trainer_factory import PairTrainerFactory
 
 __all__ = ["assemble_job", "build_data", "build_job", "build_trainers", "build_worker_job"]
@@ -32,7 +32,9 @@ def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
     from transformers import AutoTokenizer
 
     model = experiment.model
-    tokenizer = pretrained(AutoTokenizer, "[model] name", model.name, "tokenizer", revision=model.revision)
+    tokenizer = load_pretrained(
+        AutoTokenizer, "[model] name", model.name, "tokenizer", revision=model.revision
+    )
     return build_dataset(experiment.data, tokenizer, Key(experiment.seed).at("data"), folder)
 
 

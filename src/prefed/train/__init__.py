@@ -1,16 +1,8 @@
-"""The bench: loads a client's tensors, runs its phases fast, scores its pairs."""
+"""Trains clients' tensors on preference pairs, and scores them; fast, with plain twins to compare with."""
 
 from prefed.train.client_trainer import ClientPairTrainer
-from prefed.train.packing import Packing, PairTokens
-from prefed.train.pair_trainer import PairStore, PairTrainer, Scores
+from prefed.train.packing import Packing
+from prefed.train.pair_trainer import PairTrainer
 from prefed.train.trainer_factory import PairTrainerFactory
 
-__all__ = [
-    "ClientPairTrainer",
-    "Packing",
-    "PairStore",
-    "PairTokens",
-    "PairTrainer",
-    "PairTrainerFactory",
-    "Scores",
-]
+__all__ = ["ClientPairTrainer", "Packing", "PairTrainer", "PairTrainerFactory"]

@@ -1,4 +1,4 @@
-"""A client's place at the bench: core's ``Visit`` over real data."""
+"""Core's ``ClientTrainer`` over real data."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class ClientPairTrainer:
     """One client's visit in one exchange of one round.
 
     Attributes:
-        bench: where phases run.
+        pair_trainer: runs the phases.
         client: the client's id.
-        rows: its training pairs.
-        validation: its validation pairs.
-        round: where the run stands.
+        train_rows: its training pairs.
+        validation_rows: its validation pairs.
+        round: the current round.
         key: this client's randomness in this exchange.
         ownership: who owns which tensor.
-        held: what the visit's phases have in common.
+        rollout_cache: shared by the visit's phases.
     """
 
     pair_trainer: PairTrainer
     client: str
-    rows: Rows
-    validation: Rows
+    train_rows: Rows
+    validation_rows: Rows
     round: Round
     key: Key
     ownership: Ownership
-    held: RolloutCache = field(default_factory=RolloutCache, compare=False)
+    rollout_cache: RolloutCache = field(default_factory=RolloutCache, compare=False)
 
     @property
     def size(self) -> int:
         """Number of training pairs."""
-        return len(self.rows)
+        return len(self.train_rows)
 
     @property
     def initial(self) -> Tensors:
@@ -50,20 +50,22 @@ class ClientPairTrainer:
 
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
         """Run ``phase`` from ``tensors``."""
-        return self.pair_trainer.train(tensors, phase, self.rows, self.key, self.ownership, self.held)
+        return self.pair_trainer.train(
+            tensors, phase, self.train_rows, self.key, self.ownership, self.rollout_cache
+        )
 
     def gradient(
         self, tensors: Tensors, objective: Objective, *, batch_size: int, name: str
     ) -> tuple[Tensors, float]:
         """Gradient and value of the mean loss over one batch drawn at ``key.at(name)``."""
-        key = self.key.at(name)
         return self.pair_trainer.gradient(
-            tensors, objective, self.rows, key, self.ownership, batch_size=batch_size
+            tensors, objective, self.train_rows, self.key.at(name), self.ownership, batch_size=batch_size
         )
 
     def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
         """Mean loss over a split; a client without validation pairs uses its training pairs."""
-        rows = self.validation if split == "validation" and len(self.validation) else self.rows
+        validate = split == "validation" and len(self.validation_rows)
+        rows = self.validation_rows if validate else self.train_rows
         return self.pair_trainer.loss(tensors, objective, rows)
 
     def assemble(self, *groups: Tensors) -> Tensors:

@@ -37,14 +37,14 @@ class Sampling(StrictModel):
 
 
 def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
-    r"""What a user typed, in the form in which a run's data have their prompts.
+    r"""A user's text in the form of the prompts of a run's data.
 
-    Where those are conversations, or end where the assistant speaks next, the text becomes a user's turn.
+    The text becomes a user's turn where these prompts are conversations, or end where the assistant speaks.
 
     Args:
-        text: what was typed.
-        like: a prompt of the run's data; ``None`` if there is none at hand.
-        raw: take the text as it is.
+        text: the user's text.
+        like: a prompt of the run's data; ``None`` if there is none.
+        raw: return the text unchanged.
 
     >>> as_prompt("Name a colour.", "\n\nHuman: Hi\n\nAssistant:")
     '\n\nHuman: Name a colour.\n\nAssistant:'
@@ -61,7 +61,7 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
 
 
 def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
-    """The tokens of a prompt, special ones included, as a run's data have them.
+    """Token ids of a prompt as in a run's data, special tokens included.
 
     Args:
         tokenizer: the backbone's.
@@ -79,10 +79,10 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
 
     Args:
         backbone: its model is loaded with ``tensors``.
-        tensors: full layout; ``backbone.reference`` speaks as the untouched model does.
+        tensors: full layout; ``backbone.reference`` makes the untouched model.
         prompt: token ids.
         how: how tokens are drawn.
-        key: the randomness; equal keys draw with equal numbers, whatever the tensors.
+        key: the randomness; equal keys draw with equal random numbers, also under other tensors.
 
     Raises:
         ValueError: the prompt fills the model's window.
@@ -95,32 +95,34 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
         raise ValueError(f"the prompt has {len(prompt)} tokens and the model's window {window}: shorten it")
     tokenizer = backbone.tokenizer
     ends = {tokenizer.eos_token_id} | _ends(backbone)
-    drawn: dict[str, float] = {}
+    sampling: dict[str, float] = {}
     if how.temperature:
-        drawn = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
+        sampling = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
     settings = GenerationConfig(
         max_new_tokens=room,
-        do_sample=bool(drawn),
-        **drawn,
+        do_sample=bool(sampling),
+        **sampling,
         repetition_penalty=1.0,
         eos_token_id=sorted(ends),
         pad_token_id=min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
     )
     ids = torch.tensor([prompt], device=backbone.device)
     backbone.load(tensors)
-    with torch.inference_mode(), _drawing(backbone, key):
-        whole = backbone.causal.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return str(tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True))
+    with torch.inference_mode(), _seeded(backbone, key):
+        output = backbone.causal.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings
+        )
+    return str(tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True))
 
 
 def _ends(backbone: Backbone) -> set[int]:
-    """The tokens at which the model's own settings end a response."""
-    held = getattr(backbone.causal.generation_config, "eos_token_id", None)
-    return set() if held is None else set(held) if isinstance(held, list) else {held}
+    """The end-of-text tokens of the model's generation settings."""
+    ends = getattr(backbone.causal.generation_config, "eos_token_id", None)
+    return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
 
 
 @contextmanager
-def _drawing(backbone: Backbone, key: Key) -> Iterator[None]:
+def _seeded(backbone: Backbone, key: Key) -> Iterator[None]:
     devices = [backbone.device] if backbone.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(key.number())

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens without ever holding the logits."""
+"""Log-probabilities of given tokens without holding the logits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 __all__ = ["token_logprobs"]
 
 BLOCK = 2048
-"""Vocabulary entries taken at a time: their rows of the head stay in cache for both products."""
-
+"""Vocabulary entries in a block; their rows of the head stay in the processor's cache for both products."""
 
 KEEP = 1 << 27
-"""Most probabilities to keep for a trainable head's gradient; beyond, they are computed again."""
+"""Most probabilities to hold for a trainable head's gradient; more are computed a second time."""
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """Online softmax over blocks of the vocabulary.
 
-    d log p(t) / d h = W[t] − Σ_v p(v) W[v] does not depend on the loss, so the forward pass collects
-    it block by block and the backward pass only scales its rows: two products with a frozen head in
-    all, three with one that trains (d log p(t) / d W[v] = (1[v = t] − p(v)) h).
+    d log p(t) / d h = W[t] − Σ_v p(v) W[v] does not depend on the loss. So the forward pass collects it block
+    by block, and the backward pass only scales its rows. This takes two products with a frozen head and three
+    with a trainable one (d log p(t) / d W[v] = (1[v = t] − p(v)) h).
     """
 
     @staticmethod
@@ -35,12 +34,12 @@ class _TokenLogprobs(torch.autograd.Function):
         into: torch.Tensor | None,
     ) -> torch.Tensor:
         rows, dim = hidden.shape
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        keep = want_weight and rows * weight.shape[0] <= KEEP
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        keep = need_weight and rows * weight.shape[0] <= KEEP
+        blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
         peak = torch.full((rows, 1), -math.inf, device=hidden.device)
         total = torch.zeros(rows, 1, device=hidden.device)
-        mean = torch.zeros(rows, dim, device=hidden.device) if want_hidden else None
+        mean = torch.zeros(rows, dim, device=hidden.device) if need_hidden else None
         for start in range(0, weight.shape[0], BLOCK):
             block = weight[start : start + BLOCK].to(hidden.dtype)
             logits = (hidden @ block.t()).float()
@@ -55,16 +54,16 @@ class _TokenLogprobs(torch.autograd.Function):
                 else:
                     mean.add_(logits.to(block.dtype) @ block)
             if keep:
-                kept.append((logits, top))
+                blocks.append((logits, top))
             peak = top
         own = weight[targets].to(hidden.dtype)
         score = (hidden[pick].float() * own.float()).sum(1)
         normalizer = (peak + total.log())[:, 0]
         if mean is not None:
             mean.div_(total)
-        if want_hidden or want_weight:
+        if need_hidden or need_weight:
             ctx.save_for_backward(hidden, weight, pick, targets)
-            ctx.mean, ctx.own, ctx.kept, ctx.normalizer, ctx.into = mean, own, kept, normalizer, into
+            ctx.mean, ctx.own, ctx.blocks, ctx.normalizer, ctx.into = mean, own, blocks, normalizer, into
         return score - normalizer[pick]
 
     @staticmethod
@@ -81,14 +80,14 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = torch.empty_like(hidden)
             for number, start in enumerate(range(0, weight.shape[0], BLOCK)):
                 part = slice(start, start + BLOCK)
-                if ctx.kept:
-                    scaled, top = ctx.kept[number]
+                if ctx.blocks:
+                    scaled, top = ctx.blocks[number]
                     share = (top[:, 0] - ctx.normalizer).exp_()
                 else:
                     scaled = (hidden @ weight[part].to(hidden.dtype).t()).float()
                     scaled.sub_(ctx.normalizer[:, None]).exp_()
                     share = torch.ones_like(weights)
-                # The factor goes onto the short side of the product.
+                # Scaling ``hidden`` is cheaper than scaling the block.
                 torch.mul(hidden, (-weights * share)[:, None], out=rows)
                 if into.dtype == hidden.dtype:
                     into[part].addmm_(scaled.to(hidden.dtype).t(), rows)
@@ -114,9 +113,8 @@ def token_logprobs(
         weight: ``[V, d]``, the output embedding.
         pick: ``[M]`` row of ``hidden`` that predicts each target.
         targets: ``[M]`` token ids.
-        into: ``[V, d]``, takes the gradient of a ``weight`` that trains, added to what it holds; autograd is
-            then given none. Left out, autograd gets it as usual, and one more array of the head's size is
-            made and added.
+        into: ``[V, d]``; the gradient of a trainable ``weight`` is added to it, and autograd gets none.
+            ``None``: autograd gets the gradient as usual, at the cost of one more array of the head's size.
 
     Returns:
         ``[M]`` fp32, in nats.

@@ -1,4 +1,4 @@
-"""A phase's optimiser over the flat buffer, and what a phase adds to the gradient."""
+"""A phase's optimiser over the flat buffer, and the terms that a phase adds to the gradient."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["FlatOptimizer"]
 
 
 class FlatOptimizer:
-    """Steps the tensors that a phase trains, as few slices of the backbone's flat buffer.
+    """Steps the tensors that a phase trains; they are a few slices of the backbone's flat buffer.
 
     Args:
-        backbone: its buffer holds the client's tensors and its gradient buffer the step's gradient.
-        phase: what is trained, how, and what is added to the loss.
+        backbone: its buffer holds the client's tensors, and its gradient buffer the step's gradient.
+        phase: the tensors, the optimiser's settings, and the terms added to the loss.
     """
 
     def __init__(self, backbone: Backbone, phase: Phase) -> None:
@@ -35,22 +35,20 @@ class FlatOptimizer:
                 part.grad = backbone.grad[start:stop]
                 slices.append(part)
             groups.append({"params": slices, "lr": rate})
-        self._steps = self._make(groups)
+        self._optimizer = self._make(groups)
         if phase.moments is not None and phase.moments.steps:
             self._resume(phase.moments)
         device = backbone.device
-        moves = set(phase.train)
-        self._proximal, self._correction, self._penalties = [], [], []
-        if phase.proximal is not None:
-            to = phase.proximal.to
-            for name in (n for n in to if n in moves):
-                self._proximal.append((slice(*layout.span(name)), to[name].reshape(-1).to(device)))
-        if phase.correction is not None:
-            for name in (n for n in phase.correction if n in moves):
-                span = slice(*layout.span(name))
-                self._correction.append((span, phase.correction[name].reshape(-1).to(device)))
-        for penalty in phase.penalties:
-            self._penalties.append((penalty, layout.ranges(moves.intersection(penalty.names))))
+        trained = set(phase.train)
+
+        def spans(tensors: Tensors) -> list[tuple[slice, torch.Tensor]]:
+            """Where each trained tensor of ``tensors`` lies in the flat buffer, and its value."""
+            names = [name for name in tensors if name in trained]
+            return [(slice(*layout.span(name)), tensors[name].reshape(-1).to(device)) for name in names]
+
+        self._proximal = [] if phase.proximal is None else spans(phase.proximal.to)
+        self._correction = [] if phase.correction is None else spans(phase.correction)
+        self._penalties = [(p, layout.ranges(trained.intersection(p.names))) for p in phase.penalties]
 
     def _make(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         o = self._phase.optimizer
@@ -65,7 +63,7 @@ class FlatOptimizer:
     def _slices(self) -> Iterator[tuple[torch.nn.Parameter, slice]]:
         """The optimiser's parameters, and where each lies in the flat buffer."""
         origin = self._backbone.flat.storage_offset()
-        for group in self._steps.param_groups:
+        for group in self._optimizer.param_groups:
             for part in group["params"]:
                 start = part.storage_offset() - origin
                 yield part, slice(start, start + part.numel())
@@ -73,19 +71,19 @@ class FlatOptimizer:
     def _resume(self, moments: Moments) -> None:
         flat = self._backbone.flat
         whole = {
-            name: Tensors.zeros(self._backbone.layout).replace(held).flat.to(flat.device)
-            for name, held in moments.slots.items()
+            name: Tensors.zeros(self._backbone.layout).replace(slot).flat.to(flat.device)
+            for name, slot in moments.slots.items()
         }
         for part, span in self._slices():
-            state = self._steps.state[part]
+            state = self._optimizer.state[part]
             state["step"] = torch.tensor(float(moments.steps), device=flat.device)
             state.update({name: values[span].clone() for name, values in whole.items()})
 
     def moments(self, steps: int) -> Moments:
-        """What the optimiser remembers, on the CPU, after ``steps`` steps of this phase."""
+        """The optimiser's state, on the CPU, after ``steps`` steps of this phase."""
         layout, whole = self._backbone.layout, dict[str, torch.Tensor]()
         for part, span in self._slices():
-            for name, value in self._steps.state[part].items():
+            for name, value in self._optimizer.state[part].items():
                 if isinstance(value, torch.Tensor) and value.shape == part.shape and name != "step":
                     whole.setdefault(name, torch.zeros(layout.size))[span] = value.cpu()
         slots = {name: Tensors(layout, flat).select(self._phase.train) for name, flat in whole.items()}
@@ -95,9 +93,9 @@ class FlatOptimizer:
     def add(self) -> None:
         """Add the gradients of the proximal term and the penalties, and the correction."""
         flat, grad, phase = self._backbone.flat, self._backbone.grad, self._phase
-        for span, to in self._proximal:
+        for span, centre in self._proximal:
             assert phase.proximal is not None
-            grad[span] += phase.proximal.strength * (flat[span] - to)
+            grad[span] += phase.proximal.strength * (flat[span] - centre)
         for span, correction in self._correction:
             grad[span] += correction
         for penalty, ranges in self._penalties:
@@ -113,10 +111,10 @@ class FlatOptimizer:
                 grad[start:stop] += penalty.strength * slope
 
     def step(self) -> float:
-        """Clip and step; returns the gradient's Euclidean norm before the clip."""
+        """Clip and step; return the gradient's Euclidean norm before the clip."""
         grad, clip = self._backbone.grad, self._phase.optimizer.clip
         norm = float(torch.linalg.vector_norm(grad))
         if clip > 0 and norm > clip:
             grad.mul_(clip / (norm + 1e-6))
-        self._steps.step()
+        self._optimizer.step()
         return norm

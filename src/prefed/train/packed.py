@@ -7,18 +7,19 @@ An attention function and a mask function of our own are registered with transfo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from prefed.data import Pair
 from prefed.models import Backbone
 from prefed.models.families import Family
 from prefed.train.logprobs import token_logprobs
 from prefed.train.packing import Packing, Segment
 
-__all__ = ["attach", "top_outputs", "trunk_hidden"]
+__all__ = ["PackedForward", "enable_packing", "top_outputs", "trunk_hidden"]
 
 NAME = "prefed_packed"
 Attend = Callable[..., torch.Tensor]
@@ -36,20 +37,23 @@ def _attention(
     packing_tail: str = "",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention ``[1, heads, T, width]`` → ``[1, T or K, heads, width]``, pair by pair."""
+    """Attention ``[1, heads, T, width]`` → ``[1, T or K, heads, width]``, pair by pair.
+
+    Input that is not packed goes to transformers' own SDPA attention.
+    """
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    run_task = functools.partial(
+    attend = functools.partial(
         F.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     by_parts = _by_parts if query.device.type == "cpu" else _at_once
     results = []
-    pieces = zip(*(torch.split(t, packing.lengths, 2) for t in (query, key, value)), strict=True)
-    for segment, (q, k, v) in zip(packing.segments, pieces, strict=True):
+    parts = zip(*(torch.split(t, packing.lengths, 2) for t in (query, key, value)), strict=True)
+    for segment, (q, k, v) in zip(packing.segments, parts, strict=True):
         first = segment.prompt - 1 if packing_tail and not packing.whole else 0
-        result = by_parts(run_task, packing, segment, q[:, :, first:], k, v)
+        result = by_parts(attend, packing, segment, q[:, :, first:], k, v)
         if packing_tail == "fill":
             result = F.pad(result, (0, 0, first, 0))
         results.append(result.transpose(1, 2))
@@ -57,59 +61,60 @@ def _attention(
 
 
 def _at_once(
-    run_task: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """One call for a pair, its mask saying what each row may see; ``q`` are the last rows."""
-    return run_task(q, k, v, attn_mask=packing.mask(segment, q.dtype)[-q.shape[2] :])
+    """One call for a pair, with a mask; ``q`` holds the pair's last rows."""
+    return attend(q, k, v, attn_mask=packing.mask(segment, q.dtype)[-q.shape[2] :])
 
 
 def _by_parts(
-    run_task: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Prompt, chosen and rejected rows apart, each against the keys it may see: half of the products.
+    """One call each for prompt, chosen and rejected rows, with the keys that they attend to.
 
-    Three calls do not pay on a GPU, where one is mostly its launch.
+    That is half of the products. It does not pay on a GPU, where most of a call's time is its launch.
     """
     prompt, sizes = segment.prompt, [segment.prompt, segment.chosen, segment.rejected]
-    known = q.shape[2] - segment.chosen - segment.rejected
-    qp, *queries = torch.split(q, [known, *sizes[1:]], 2)
+    first = q.shape[2] - segment.chosen - segment.rejected
+    qp, *queries = torch.split(q, [first, *sizes[1:]], 2)
     (kp, *keys), (vp, *values) = (torch.split(t, sizes, 2) for t in (k, v))
-    # A causal mask is drawn from the upper left; a prompt's last row alone sees all of it.
-    results = [run_task(qp, kp, vp, is_causal=known == prompt)]
+    # PyTorch aligns a causal mask with the upper left corner. If ``qp`` is the prompt's last row alone, it
+    # attends to the whole prompt and needs no mask.
+    results = [attend(qp, kp, vp, is_causal=first == prompt)]
     for q, k, v in zip(queries, keys, values, strict=True):
         if count := q.shape[2]:
             mask = packing.causal(prompt, count, q.dtype)
-            results.append(run_task(q, torch.cat([kp, k], 2), torch.cat([vp, v], 2), attn_mask=mask))
+            results.append(attend(q, torch.cat([kp, k], 2), torch.cat([vp, v], 2), attn_mask=mask))
     return torch.cat(results, 2)
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """No mask for packed input; what SDPA would get for anything else."""
+    """No mask for packed input, and SDPA's mask for any other."""
     from transformers.masking_utils import sdpa_mask
 
     return None if kwargs.get("attention_mask") is None else sdpa_mask(*args, **kwargs)
 
 
 def _tail(block: Any, original: Any, family: Family, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A last block that computes keys and values everywhere and all else at completion rows only.
+    """The last block's forward: keys and values at all rows, everything else at completion rows only.
 
-    An attention module that insists on as many rows out as in is given zeros for the others.
+    Some attention modules must return as many rows as they were given. They get zeros for the other rows.
     """
     packing = kwargs.get("packing")
     if packing is None:
         return original(hidden, *args, **kwargs)
     norm1, attention = getattr(block, family.norm1), getattr(block, family.attention)
     norm2, mlp = getattr(block, family.norm2), getattr(block, family.mlp)
-    passed = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
+    options = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
     tail = "shorten" if family.shortens else "fill"
-    mixed = attention(norm1(hidden), attention_mask=None, packing_tail=tail, **passed)[0]
+    mixed = attention(norm1(hidden), attention_mask=None, packing_tail=tail, **options)[0]
     rows = hidden[:, packing.rows] + (mixed if family.shortens else mixed[:, packing.rows])
     packing.hidden = rows + mlp(norm2(rows))
     return hidden.detach()
 
 
-def attach(backbone: Backbone) -> bool:
-    """Teach the backbone's model to take packed input; ``False`` where its family does not allow it."""
+def enable_packing(backbone: Backbone) -> bool:
+    """Change the backbone's model so that it takes packed input; ``False`` where that is not possible."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     family, config = backbone.family, backbone.causal.config
@@ -126,10 +131,10 @@ def attach(backbone: Backbone) -> bool:
 
 
 def trunk_hidden(backbone: Backbone, packing: Packing) -> torch.Tensor:
-    """What comes out of the last block at the packing's rows, before the final norm.
+    """The last block's output at the packing's rows, before the final norm.
 
     Args:
-        backbone: a backbone that :func:`attach` accepted.
+        backbone: its model takes packed input, see :func:`enable_packing`.
         packing: B pairs.
 
     Returns:
@@ -149,36 +154,77 @@ def trunk_hidden(backbone: Backbone, packing: Packing) -> torch.Tensor:
 
 
 def top_outputs(backbone: Backbone, packing: Packing, hidden: torch.Tensor) -> torch.Tensor:
-    """From the last block's rows to what losses read.
+    """From the last block's output to the numbers that losses read.
 
     Args:
-        backbone: gives the final norm or bottleneck, the head, and the reward head if the packing is
-            ``whole``.
+        backbone: its final norm or bottleneck, its head, and its reward head if the packing is ``whole``.
         packing: B pairs.
         hidden: ``[K, d]``, see :func:`trunk_hidden`.
 
     Returns:
-        ``[B, 2]`` fp32: log π(y_w|x) and log π(y_l|x), in nats, end-of-text included; with a ``whole``
-        packing ``[B, 4]``, followed by the reward head's h2(x, y_w) and h2(x, y_l).
+        ``[B, 2]`` fp32: log π(y_w|x) and log π(y_l|x), in nats, end-of-text included. With a ``whole``
+        packing ``[B, 4]``: the reward head's h2(x, y_w) and h2(x, y_l) follow.
     """
     assert backbone.final is not None
     final = backbone.final.norm(hidden)
     weight = backbone.causal.get_output_embeddings().weight
     into = weight.grad if weight.requires_grad else None
-    predicting, pick = final, packing.pick
+    states, pick = final, packing.pick
     if packing.whole:
-        # The reward head looks at every row; the head's products are for those that predict.
+        # The reward head reads every row. The output embedding is applied to the predicting rows only.
         rows, pick = torch.unique(pick, return_inverse=True)
-        predicting = final[rows]
-    tokens = token_logprobs(predicting, weight, pick, packing.targets, into)
+        states = final[rows]
+    tokens = token_logprobs(states, weight, pick, packing.targets, into)
     count = 2 * len(packing.segments)
-    sums = torch.zeros(count, device=tokens.device).index_add(0, packing.owner, tokens)
+    sums = torch.zeros(count, device=tokens.device).index_add(0, packing.response, tokens)
     if not packing.whole:
         return sums.view(-1, 2)
     assert backbone.reward is not None
-    rows, whose = packing.pooling(backbone.config.reward.pool == "completion")
+    rows, responses = packing.pooling(backbone.config.reward.pool == "completion")
     total = torch.zeros(count, final.shape[1], device=tokens.device)
-    total = total.index_add(0, whose, final[rows].float())
-    sizes = torch.bincount(whose, minlength=count).clamp(min=1)
+    total = total.index_add(0, responses, final[rows].float())
+    sizes = torch.bincount(responses, minlength=count).clamp(min=1)
     rewards = backbone.reward(total / sizes[:, None])
     return torch.cat([sums.view(-1, 2), rewards.view(-1, 2)], 1)
+
+
+class PackedForward:
+    """Packed batches through a model that takes packed input, see :func:`enable_packing`.
+
+    A call runs the trunk and then the top. Both can be run apart: :meth:`features` once, :meth:`top` often.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+
+    def __call__(
+        self, pairs: Sequence[Pair], *, rejected: bool = True, rewards: bool = False
+    ) -> torch.Tensor:
+        """From B pairs to ``[B, 2]``, or ``[B, 4]`` with ``rewards``; see :func:`top_outputs`.
+
+        ``rejected=False`` leaves the rejected responses out; their columns are 0.
+        """
+        packing = self._pack(pairs, rejected, rewards)
+        return top_outputs(self.backbone, packing, trunk_hidden(self.backbone, packing))
+
+    def features(
+        self, pairs: Sequence[Pair], *, rejected: bool = True, rewards: bool = False
+    ) -> list[torch.Tensor]:
+        """Each pair's rows of the last block's output, ``[K_i, d]``, for :meth:`top`."""
+        packing = self._pack(pairs, rejected, rewards)
+        return list(torch.split(trunk_hidden(self.backbone, packing), list(packing.counts)))
+
+    def top(
+        self,
+        pairs: Sequence[Pair],
+        features: Sequence[torch.Tensor],
+        *,
+        rejected: bool = True,
+        rewards: bool = False,
+    ) -> torch.Tensor:
+        """The result of a call, from the ``features`` of the same pairs."""
+        packing = self._pack(pairs, rejected, rewards)
+        return top_outputs(self.backbone, packing, torch.cat(list(features)))
+
+    def _pack(self, pairs: Sequence[Pair], rejected: bool, rewards: bool) -> Packing:
+        return Packing.of(pairs, rejected=rejected, whole=rewards, device=self.backbone.device)

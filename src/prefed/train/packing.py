@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Packing", "PairTokens", "Segment"]
+from prefed.data import Pair
 
-Ids = npt.NDArray[np.int32]
-
-
-class PairTokens(Protocol):
-    """Token ids of one preference pair; completions end with the end-of-text token."""
-
-    @property
-    def prompt(self) -> Ids:
-        """``[P]``, P ≥ 1."""
-
-    @property
-    def chosen(self) -> Ids:
-        """``[C]``, C ≥ 1."""
-
-    @property
-    def rejected(self) -> Ids:
-        """``[R]``, R ≥ 1."""
+__all__ = ["Packing", "Segment"]
 
 
 @dataclass(frozen=True)
@@ -49,25 +32,26 @@ class Segment:
 class Packing:
     """A batch of B pairs as one sequence of T tokens.
 
-    A pair occupies ``prompt, chosen[:-1], rejected[:-1]``: the last token of a response predicts
-    nothing, so it is a target only (with ``whole`` it is there, for those who look at every hidden
-    state). Positions restart at the prompt's length for the second response, and attention lets neither
+    A pair occupies ``prompt, chosen[:-1], rejected[:-1]``. The last token of a response predicts nothing, so
+    it is only a target. With ``whole`` the last tokens are there too, because the reward head reads every
+    hidden state. Positions restart at the prompt's length for the second response, and attention lets neither
     response see the other.
 
     Attributes:
         ids: ``[1, T]``.
         positions: ``[1, T]``.
         segments: one per pair, in order.
-        rows: ``[K]`` positions in the sequence whose final hidden state is needed: those that predict a
-            completion token, or with ``whole`` all.
+        rows: ``[K]`` positions in the sequence whose final hidden state is needed: the positions that predict
+            a completion token, or with ``whole`` all positions.
         pick: ``[M]`` indices into ``rows``, one per completion token (a prompt's last row serves both).
         targets: ``[M]`` the token each predicts.
-        owner: ``[M]`` 2 · pair for the chosen response, 2 · pair + 1 for the rejected one.
-        kept: number of ``rows`` of each pair.
+        response: ``[M]`` 2 · pair for a token of the chosen response, 2 · pair + 1 for one of the rejected.
+        counts: number of ``rows`` of each pair.
         whole: every token is a row.
+        hidden: the last block's output at ``rows``, while a forward pass hands it over.
 
-    >>> class P: prompt, chosen, rejected = (np.array(v, np.int32) for v in ([5, 6], [7, 0], [8, 9, 0]))
-    >>> p = Packing.of([P()])
+    >>> pair = Pair(*(np.array(ids, np.int32) for ids in ([5, 6], [7, 0], [8, 9, 0])))
+    >>> p = Packing.of([pair])
     >>> p.ids.tolist(), p.positions.tolist()
     ([[5, 6, 7, 8, 9]], [[0, 1, 2, 2, 3]])
     >>> p.rows.tolist(), p.pick.tolist(), p.targets.tolist()
@@ -80,23 +64,23 @@ class Packing:
     rows: torch.Tensor
     pick: torch.Tensor
     targets: torch.Tensor
-    owner: torch.Tensor
-    kept: tuple[int, ...]
+    response: torch.Tensor
+    counts: tuple[int, ...]
     whole: bool = False
     hidden: torch.Tensor | None = None
     _masks: dict[tuple[Segment | tuple[int, int], torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        pairs: Sequence[PairTokens],
+        pairs: Sequence[Pair],
         *,
         rejected: bool = True,
         whole: bool = False,
         device: torch.device | str = "cpu",
     ) -> Packing:
-        """Pack ``pairs``; with ``rejected=False`` the chosen responses alone."""
-        ids, positions, segments, kept = [], [], [], []
-        rows, pick, targets, owner = [], [], [], []
+        """Pack ``pairs``; with ``rejected=False`` only the chosen responses."""
+        ids, positions, segments, counts = [], [], [], []
+        rows, pick, targets, response = [], [], [], []
         start = known = 0
         last = 0 if whole else 1
         for number, pair in enumerate(pairs):
@@ -112,16 +96,16 @@ class Packing:
             first = known + p - 1 - skipped
             pick.append(np.arange(first, first + len(chosen)))
             targets.append(chosen)
-            owner.append(np.full(len(chosen), 2 * number))
+            response.append(np.full(len(chosen), 2 * number))
             if rejected:
                 pick += [np.array([first]), np.arange(first + c + 1, first + c + len(other))]
                 targets.append(other)
-                owner.append(np.full(len(other), 2 * number + 1))
+                response.append(np.full(len(other), 2 * number + 1))
             start += p + c + r
             known += count
-            kept.append(count)
+            counts.append(count)
 
-        def tensor(parts: list[npt.NDArray[np.int64]] | list[Ids]) -> torch.Tensor:
+        def tensor(parts: list[npt.NDArray[np.int64]] | list[npt.NDArray[np.int32]]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
         return Packing(
@@ -131,17 +115,18 @@ class Packing:
             tensor(rows),
             tensor(pick),
             tensor(targets),
-            tensor(owner),
-            tuple(kept),
+            tensor(response),
+            tuple(counts),
             whole,
         )
 
     def pooling(self, completion: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """For a mean over tokens: ``[Q]`` rows, and ``[Q]`` whose response they belong to (as ``owner``).
+        """For a mean over tokens: ``[Q]`` rows, and ``[Q]`` the response that each belongs to.
 
-        A prompt's tokens count for both of its responses, or with ``completion`` for none. Needs ``whole``.
+        Responses are numbered as in :attr:`response`. A prompt's tokens count for both of its responses, or
+        with ``completion`` for none. Needs ``whole``.
         """
-        rows, whose = [], []
+        rows, responses = [], []
         start = 0
         for number, segment in enumerate(self.segments):
             p, c, r = segment.prompt, segment.chosen, segment.rejected
@@ -149,12 +134,12 @@ class Packing:
             chosen = np.arange(start + p, start + p + c)
             other = np.arange(start + p + c, start + p + c + r)
             rows += [prompt, chosen, prompt, other]
-            whose += [np.full(len(prompt) + c, 2 * number), np.full(len(prompt) + r, 2 * number + 1)]
+            responses += [np.full(len(prompt) + c, 2 * number), np.full(len(prompt) + r, 2 * number + 1)]
             start += segment.length
         device = self.ids.device
         return (
             torch.from_numpy(np.concatenate(rows)).to(device),
-            torch.from_numpy(np.concatenate(whose)).to(device),
+            torch.from_numpy(np.concatenate(responses)).to(device),
         )
 
     @property
@@ -163,7 +148,7 @@ class Packing:
         return [segment.length for segment in self.segments]
 
     def mask(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-        """Additive attention mask ``[L, L]`` of a pair: 0 where a token may look, else −inf."""
+        """Additive attention mask ``[L, L]`` of a pair: 0 where a token may attend, else −inf."""
         if (segment, dtype) not in self._masks:
             shape, device = (segment.length, segment.length), self.ids.device
             mask = torch.full(shape, -torch.inf, dtype=dtype, device=device).triu_(1)
@@ -173,7 +158,10 @@ class Packing:
         return self._masks[segment, dtype]
 
     def causal(self, prompt: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask ``[count, prompt + count]`` of a response's rows: the prompt, and causally itself."""
+        """Additive mask ``[count, prompt + count]`` of a response's rows.
+
+        They attend to the whole prompt, and causally to their own response.
+        """
         key = (prompt, count), dtype
         if key not in self._masks:
             shape, device = (count, prompt + count), self.ids.device

@@ -10,18 +10,23 @@ import xxhash
 
 from prefed import files
 
-__all__ = ["PairCache"]
+__all__ = ["PairCache", "Rows", "split_rows"]
 
 Rows = npt.NDArray[np.int64]
 """``[n]`` numbers of records."""
 
 
-class PairCache:
-    """Two floats of every record, e.g. log π_ref of both responses, or nothing where not computed yet.
+def split_rows(rows: Rows, size: int) -> list[Rows]:
+    """``rows`` in stretches of ``size``; the last may be shorter."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
-    A row of the file is the two floats and, in as many bits as one of them, a check value of both at this
-    row. A row that was never written, or that the disk gives back as another, has another check value: it
-    counts as not computed.
+
+class PairCache:
+    """Two floats of every record, e.g. log π_ref of both responses; a record may be missing.
+
+    A row of the file is the two floats and a check value over them and the row's number, in as many bits as
+    one float. The check value is wrong where a row was never written, and where the disk returns other
+    bytes than were written. Such a row counts as missing.
 
     Args:
         records: number of records.
@@ -43,12 +48,12 @@ class PairCache:
         self._values = np.memmap(path, np.float32, "r+", shape=(records, 3))
 
     def missing(self, rows: Rows) -> bool:
-        """Whether any of ``rows`` is not computed yet."""
+        """Whether any of ``rows`` is missing."""
         values = self._values[rows]
         return bool((values[:, 2].view(np.uint32) != _check(rows, values[:, :2])).any())
 
     def put(self, rows: Rows, values: npt.NDArray[np.float32]) -> None:
-        """Keep ``values [len(rows), 2]``, on the disk if there is a folder."""
+        """Store ``values [len(rows), 2]``, on the disk if there is a folder."""
         check = _check(rows, values).view(np.float32)
         self._values[rows] = np.concatenate([values, check[:, None]], 1)
         if isinstance(self._values, np.memmap):
@@ -62,5 +67,5 @@ class PairCache:
 def _check(rows: Rows, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
     """``[len(rows)]``: XXH32 of each row's eight bytes, seeded with its number."""
     data = np.ascontiguousarray(values).tobytes()
-    found = [xxhash.xxh32_intdigest(data[8 * k : 8 * k + 8], int(row)) for k, row in enumerate(rows)]
-    return np.array(found, np.uint32)
+    checks = [xxhash.xxh32_intdigest(data[8 * k : 8 * k + 8], int(row)) for k, row in enumerate(rows)]
+    return np.array(checks, np.uint32)

@@ -1,4 +1,4 @@
-"""A visit's offline PPO on preference pairs (see :mod:`prefed.losses.ppo`)."""
+"""Phases whose objective is offline PPO on preference pairs (see :mod:`prefed.losses.ppo`)."""
 
 from __future__ import annotations
 
@@ -7,237 +7,216 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
-from prefed.losses import OBJECTIVES, PPO
+from prefed.losses import PPO
 from prefed.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.models import ModelError
-from prefed.train.batches import batches
-from prefed.train.optim import FlatOptimizer
 from prefed.train.pair_cache import Rows
+from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards
+from prefed.train.steps import PhaseSteps, batches
 from prefed.train.token_cache import TokenCache
-from prefed.train.tokenwise import TokenView, view
-
-if TYPE_CHECKING:
-    from prefed.train.pair_trainer import PairTrainer
+from prefed.train.tokenwise import TokenOutputs, token_outputs
 
 __all__ = ["PPOTrainer", "RolloutCache"]
 
-Features = dict[int, torch.Tensor]
-
 
 @dataclass(frozen=True)
-class _Start:
-    """What a visit's start leaves for its steps.
+class _PairRollouts:
+    """The rollout of a visit's start, pair by pair.
 
     Attributes:
         tokens: all completion tokens of the rows.
-        where: row → its tokens.
+        index: row → its tokens.
     """
 
     tokens: Rollout
-    where: Mapping[int, torch.Tensor]
+    index: Mapping[int, torch.Tensor]
 
     def of(self, rows: Rows) -> Rollout:
         """The tokens of ``rows``, in their order."""
-        return self.tokens.take(torch.cat([self.where[int(row)] for row in rows]))
+        return self.tokens.take(torch.cat([self.index[int(row)] for row in rows]))
 
 
 @dataclass
 class RolloutCache:
-    """What a visit's phases have in common: π_old and all that follows from it, once it is there."""
+    """The rollout that all phases of one visit share; ``None`` until the first of them computes it."""
 
-    start: _Start | None = None
+    rollouts: _PairRollouts | None = None
 
 
 class PPOTrainer:
-    """Runs the phases whose objective is ``ppo``.
+    """Trains on the objective ``ppo``.
 
     A phase's epochs and batches are those of its PPO: with ``batch_size`` 2, minibatches of four sequences.
-    Dropout is off throughout, for the ratio π/π_old would otherwise measure its masks.
+    Dropout is off throughout. Otherwise the ratio π/π_old would measure the dropout masks.
 
     Args:
-        bench: whose model and pairs they are.
+        model: the backbone and all pairs.
         rewards: scores of a reward model.
-        cache: folder for the reference's log-probabilities; ``None`` keeps them in memory.
-        name: of what is kept there.
+        folder: where to keep the reference's log-probabilities; ``None`` keeps them in memory.
+        name: tells apart the caches of different models and data in one folder.
     """
 
-    def __init__(
-        self, pair_trainer: PairTrainer, rewards: Rewards | None, cache: Path | None, name: str
-    ) -> None:
-        self._bench, self._rewards = pair_trainer, rewards
-        self._cache, self._name = cache, name
+    def __init__(self, model: PairModel, rewards: Rewards | None, folder: Path | None, name: str) -> None:
+        self._model, self._rewards = model, rewards
+        self._folder, self._name = folder, name
 
     @cached_property
     def _reference(self) -> TokenCache:
-        tokens = self._bench.tokens.lengths[:, 1:].sum(1, dtype=np.int64)
-        return TokenCache(tokens, self._cache, self._name)
+        tokens = self._model.tokens.lengths[:, 1:].sum(1, dtype=np.int64)
+        return TokenCache(tokens, self._folder, self._name)
 
-    def train(self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, held: RolloutCache) -> PhaseResult:
+    def train(
+        self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, rollout_cache: RolloutCache
+    ) -> PhaseResult:
         """Run ``phase`` from ``tensors`` on ``rows``; see :meth:`prefed.train.PairTrainer.train`.
 
-        The policy that the visit's first phase starts from is π_old, in later ones too. A phase ends early
-        before a step on a batch over which the mean of ρ − 1 − log ρ is above 1.5 times ``target_kl``.
+        π_old is the policy that the visit's first phase starts from, also in the phases that follow. A phase
+        ends early where a batch's mean of ρ − 1 − log ρ is above 1.5 times ``target_kl``; it does not step on
+        that batch.
 
         Returns:
-            Its figures are means over the steps, save ``stopped``: 1 if it ended early.
+            Its figures are means over the steps, except ``stopped``, which is 1 if the phase ended early.
 
         Raises:
             ModelError: there is no reward model, or the model has no critic.
-            ValueError: there are no rows.
         """
         settings = PPO.resolve(phase.objective.settings)
-        backbone, key = self._bench.backbone, key.at("phase", phase.name)
+        backbone, key = self._model.backbone, key.at("phase", phase.name)
         scores = self._scores(rows)
         plan = list(batches(rows, phase, key))
         self._load(tensors, rows, rows, settings)
-        # The visit's start goes through all rows, a later phase through those that it takes.
-        wanted = rows if held.start is None else rows[np.isin(rows, np.concatenate(plan))]
-        inside = backbone.trains_trunk(phase.train)
-        features = None if inside else self._bench.features(wanted, OBJECTIVES["dpo"])
-        held.start = start = held.start or self._begin(rows, scores, settings, features)
-        backbone.train_only(phase.train)
-        optimizer = FlatOptimizer(backbone, phase)
-        sums: defaultdict[str, float] = defaultdict(float)
-        steps = pairs = 0
+        # A visit's first phase needs the features of all rows, a later one those of its own batches.
+        used = rows if rollout_cache.rollouts is None else rows[np.isin(rows, np.concatenate(plan))]
+        features = None if backbone.trains_trunk(phase.train) else self._model.features(used)
+        rollout_cache.rollouts = start = rollout_cache.rollouts or self._roll_out(
+            rows, scores, settings, features
+        )
+        steps = PhaseSteps(backbone, phase)
         stopped = False
         for batch in plan:
             backbone.grad.zero_()
             figures = self._backward(batch, start, settings, features)
             bound = KL_TOLERANCE * settings["target_kl"]
-            # Written so that a mean that is no number stops it too.
+            # A mean that is not a number ends the phase too.
             if bound and not figures["kl"] <= bound:
                 stopped = True
-                if not steps:
-                    sums.update(figures)
+                if not steps.count:
+                    steps.add_figures(figures)
                 break
-            optimizer.add()
-            figures["grad_norm"] = optimizer.step()
-            for name, value in figures.items():
-                sums[name] += value
-            steps, pairs = steps + 1, pairs + len(batch)
-        means = {name: value / max(steps, 1) for name, value in sums.items()} | {"stopped": float(stopped)}
-        moments = None if phase.moments is None else optimizer.moments(steps)
-        return PhaseResult(backbone.extract(), means.pop("loss", 0.0), steps, pairs, means, moments=moments)
+            steps.take(batch, figures)
+        return steps.result({}, stopped=float(stopped))
 
     def gradient(
-        self, tensors: Tensors, what: Objective, rows: Rows, batch: Rows, train: Iterable[str]
+        self, tensors: Tensors, objective: Objective, rows: Rows, batch: Rows, names: Iterable[str], key: Key
     ) -> tuple[Tensors, float]:
-        """Gradient and value of the loss of a first step on ``batch``, of a client with the pairs ``rows``.
+        """Gradient in the tensors ``names``, and value, of the loss of a first step on ``batch``.
 
-        Args:
-            tensors: full layout; the policy that they make is π_old.
-            what: objective ``ppo`` with its settings.
-            rows: the client's pairs, over which its rewards are standardised.
-            batch: those of them to take.
-            train: names of the tensors to take the gradient in.
+        ``tensors`` make π_old. Rewards are standardised over all ``rows`` of the client. ``key`` is not used,
+        because there is no dropout.
         """
-        settings = PPO.resolve(what.settings)
+        settings = PPO.resolve(objective.settings)
         self._load(tensors, batch, rows, settings)
         taken = np.isin(rows, batch)
         scores = self._scores(rows)[torch.from_numpy(taken)]
-        start = self._begin(rows[taken], scores, settings, None)
-        backbone = self._bench.backbone
-        backbone.train_only(train)
+        start = self._roll_out(rows[taken], scores, settings, None)
+        backbone = self._model.backbone
+        backbone.train_only(names)
         backbone.grad.zero_()
         figures = self._backward(batch, start, settings, None)
         return Tensors(backbone.layout, backbone.grad.to("cpu", copy=True)), figures["loss"]
 
-    def loss(self, tensors: Tensors, what: Objective, rows: Rows) -> float:
+    def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """The loss of a first step on all ``rows``."""
-        return self.gradient(tensors, what, rows, rows, ())[1]
+        return self.gradient(tensors, objective, rows, rows, (), Key(0))[1]
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         """``[n, 2]`` rewards R of the responses."""
-        if len(rows) == 0:
-            raise ValueError("there are no preference pairs to work on")
         if self._rewards is None:
             raise ModelError("objective 'ppo' needs a reward model: give its folder as [method] reward_model")
-        if "value/weight" not in self._bench.backbone.layout:
+        if "value/weight" not in self._model.backbone.layout:
             raise ModelError("objective 'ppo' needs a critic: the model was loaded without the part 'value'")
         return pair_rewards(standardize(torch.from_numpy(self._rewards.get(rows))))
 
-    def _load(self, tensors: Tensors, rows: Rows, held: Rows, settings: Mapping[str, float]) -> None:
-        """Have log π_ref of ``rows``, and ``tensors`` in the model, nothing of them training yet."""
+    def _load(self, tensors: Tensors, rows: Rows, client_rows: Rows, settings: Mapping[str, float]) -> None:
+        """Compute log π_ref of ``rows``, then load ``tensors`` without gradients."""
         if settings["kl"]:
-            self.refer(rows, held)
-        self._bench.backbone.load(tensors)
-        self._bench.backbone.train_only(())
+            self.fill_reference(rows, client_rows)
+        self._model.backbone.load(tensors)
+        self._model.backbone.train_only(())
 
-    def _begin(
+    def _roll_out(
         self, rows: Rows, rewards: torch.Tensor, settings: Mapping[str, float], features: Features | None
-    ) -> _Start:
-        """What the model that is loaded, as π_old, says of ``rows`` with rewards ``[n, 2]``."""
-        now = self._views(rows, features)
-        reference = now.logprobs
+    ) -> _PairRollouts:
+        """The rollout of ``rows`` with rewards ``[n, 2]``; the tensors in the model are those of π_old."""
+        outputs = self._all_outputs(rows, features)
+        reference = outputs.logprobs
         if settings["kl"]:
             reference = torch.from_numpy(self._reference.get(rows))
-        lengths = torch.from_numpy(self._bench.tokens.lengths[rows, 1:].reshape(-1).astype(np.int64))
-        shape = {name: settings[name] for name in ("kl", "discount", "trace", "scaled")}
+        lengths = torch.from_numpy(self._model.tokens.lengths[rows, 1:].reshape(-1).astype(np.int64))
         tokens = rollout(
-            now.logprobs,
-            now.values,
+            outputs.logprobs,
+            outputs.values,
             reference,
             rewards.reshape(-1),
             lengths,
-            **shape,
+            **{name: settings[name] for name in ("kl", "discount", "trace", "scaled")},
         )
-        stretches = torch.split(torch.arange(len(now.logprobs)), lengths.view(-1, 2).sum(1).tolist())
-        return _Start(tokens, dict(zip(rows.tolist(), stretches, strict=True)))
+        index = torch.split(torch.arange(len(outputs.logprobs)), lengths.view(-1, 2).sum(1).tolist())
+        return _PairRollouts(tokens, dict(zip(rows.tolist(), index, strict=True)))
 
-    def refer(self, rows: Rows, held: Rows) -> None:
-        """Have log π_ref of every token of ``rows``, of no more pairs than need be.
+    def fill_reference(self, rows: Rows, client_rows: Rows) -> None:
+        """Compute log π_ref of every token of ``rows``, of as few other pairs as possible.
 
-        A pair goes through the model in a group that the client's pairs alone determine. A visit's start
-        takes them in the same groups, so that there two equal policies give equal bits. What a group gave is
-        kept before the next begins.
+        Only the client's pairs decide which pairs go through the model together. The policy at the start of a
+        visit takes them in the same groups. So its numbers are equal to the bit if it is the reference. The
+        numbers of a group are stored before the next group begins.
 
         Args:
             rows: the pairs whose tokens are going to be read.
-            held: all pairs of the client, ``rows`` among them.
+            client_rows: all pairs of the client, ``rows`` among them.
         """
         if not self._reference.missing(rows):
             return
-        backbone = self._bench.backbone
+        backbone = self._model.backbone
         backbone.load(backbone.reference)
         backbone.train_only(())
-        for group in self._bench.groups(held, True):
+        for group in self._model.groups(client_rows):
             if np.isin(group, rows).any() and self._reference.missing(group):
                 with torch.no_grad():
-                    self._reference.put(group, self._view(group, None).logprobs.cpu().numpy())
+                    self._reference.put(group, self._outputs(group, None).logprobs.cpu().numpy())
 
-    def _views(self, rows: Rows, features: Features | None) -> TokenView:
-        """All completion tokens of ``rows`` as the model sees them now, without gradient, on the CPU."""
+    def _all_outputs(self, rows: Rows, features: Features | None) -> TokenOutputs:
+        """The outputs of all completion tokens of ``rows``, without gradients, on the CPU."""
         with torch.no_grad():
-            parts = [self._view(group, features) for group in self._bench.groups(rows, True)]
+            parts = [self._outputs(group, features) for group in self._model.groups(rows)]
         columns = (
             [getattr(part, name).cpu() for part in parts] for name in ("logprobs", "values", "entropies")
         )
-        return TokenView(*(torch.cat(column) for column in columns))
+        return TokenOutputs(*(torch.cat(column) for column in columns))
 
-    def _view(self, rows: Rows, features: Features | None) -> TokenView:
-        pair_trainer = self._bench
-        held = None if features is None else [features[int(row)] for row in rows]
-        return view(pair_trainer.backbone, pair_trainer.forward, pair_trainer.pairs(rows), held)
+    def _outputs(self, rows: Rows, features: Features | None) -> TokenOutputs:
+        model = self._model
+        trunk = None if features is None else [features[int(row)] for row in rows]
+        return token_outputs(model.backbone, model.forward, model.pairs(rows), trunk)
 
     def _backward(
-        self, rows: Rows, start: _Start, settings: Mapping[str, float], features: Features | None
+        self, rows: Rows, start: _PairRollouts, settings: Mapping[str, float], features: Features | None
     ) -> dict[str, float]:
         """Add the gradient of the loss over ``rows`` to the gradient buffer."""
-        pair_trainer = self._bench
-        shape = {name: settings[name] for name in ("clip", "value", "entropy")}
-        total = int(pair_trainer.tokens.lengths[rows, 1:].sum())
+        model = self._model
+        coefficients = {name: settings[name] for name in ("clip", "value", "entropy")}
+        total = int(model.tokens.lengths[rows, 1:].sum())
         sums: defaultdict[str, float] = defaultdict(float)
-        for group in pair_trainer.groups(rows, True):
-            now = self._view(group, features)
-            then = start.of(group).to(now.logprobs.device)
-            losses, figures = ppo(then, now.logprobs, now.values, now.entropies, **shape)
+        for group in model.groups(rows):
+            outputs = self._outputs(group, features)
+            old = start.of(group).to(outputs.logprobs.device)
+            losses, figures = ppo(old, outputs.logprobs, outputs.values, outputs.entropies, **coefficients)
             loss = losses.sum() / (len(rows) if settings["sums"] else total)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]

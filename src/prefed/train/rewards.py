@@ -6,43 +6,32 @@ import hashlib
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed.data import Record
+from prefed.data import Record, TokenSet
 from prefed.data.templates import Template
-from prefed.models import ModelError, pretrained
-from prefed.train.pair_cache import PairCache, Rows
+from prefed.models import ModelError, load_pretrained
+from prefed.train.pair_cache import PairCache, Rows, split_rows
 
-__all__ = ["Records", "RewardModel", "Rewards"]
+__all__ = ["RewardModel", "Rewards"]
 
 BATCH, BLOCK = 16, 512
-"""Sequences that go through the model together; records whose token ids are held together."""
+"""Sequences in a batch of the model; records whose token ids are in memory at a time."""
 
 _KEY, _KIND = "[method] reward_model", "sequence classification model"
-
-
-class Records(Protocol):
-    """Records by row; :class:`prefed.data.TokenSet` is one."""
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-
-    def record(self, index: int) -> Record:
-        """The text of one pair."""
 
 
 class RewardModel:
     """A sequence classification model r(x, y), frozen.
 
-    It reads a prompt and a response as its own tokenizer joins two texts. Conversations go through its
-    tokenizer's chat template where it has one, else they take the Human/Assistant form. What does not fit
-    loses the beginning of the prompt. A model with one output scores by it, one with two by the log odds of
-    the second (that a review is positive, say).
+    Its own tokenizer joins prompt and response as it joins two texts. Conversations go through the
+    tokenizer's chat template, or take the Human/Assistant form if it has none. A text that is too long loses
+    the beginning of its prompt. A model with one output scores by that output. A model with two scores by the
+    log odds of the second, e.g. that a review is positive.
 
     Args:
         name: a folder or a hub name.
@@ -56,8 +45,8 @@ class RewardModel:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self.name, self.device = name, device
-        self.tokenizer = pretrained(AutoTokenizer, _KEY, name, "tokenizer", truncation_side="left")
-        self.model, report = pretrained(
+        self.tokenizer = load_pretrained(AutoTokenizer, _KEY, name, "tokenizer", truncation_side="left")
+        self.model, report = load_pretrained(
             AutoModelForSequenceClassification,
             _KEY,
             name,
@@ -85,26 +74,26 @@ class RewardModel:
         self._limit = min(self.tokenizer.model_max_length, places)
 
     def encode(self, record: Record) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """Token ids, with what else the tokenizer gives, of the chosen and the rejected response."""
+        """The tokenizer's output, token ids among others, for the chosen and for the rejected response."""
         prompt, chosen, rejected = self._template.pair(record.prompt, record.chosen, record.rejected)
         whole = self._template.chat and not isinstance(record.prompt, str)
         return self._tokens(prompt, chosen, whole), self._tokens(prompt, rejected, whole)
 
     def _tokens(self, prompt: str, response: str, whole: bool) -> dict[str, list[int]]:
-        # A rendered conversation holds its special tokens already.
+        # The chat template has written the special tokens.
         texts = (prompt + response,) if whole else (prompt, response)
-        given = {"add_special_tokens": not whole, "verbose": False}
-        encoded = self.tokenizer(*texts, **given)
+        options: dict[str, Any] = {"add_special_tokens": not whole, "verbose": False}
+        encoded = self.tokenizer(*texts, **options)
         if len(encoded["input_ids"]) > self._limit:
             alone = len(self.tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"])
             fits = alone + self.tokenizer.num_special_tokens_to_add(pair=True) < self._limit
-            how = "only_first" if whole or fits else "longest_first"
-            encoded = self.tokenizer(*texts, truncation=how, max_length=int(self._limit), **given)
+            side = "only_first" if whole or fits else "longest_first"
+            encoded = self.tokenizer(*texts, truncation=side, max_length=int(self._limit), **options)
         return dict(encoded)
 
     @torch.inference_mode()
     def score(self, encoded: list[dict[str, list[int]]]) -> npt.NDArray[np.float32]:
-        """``[n]`` scores; sequences of like length go through together."""
+        """``[n]`` scores; sequences of similar length share a batch."""
         order = sorted(range(len(encoded)), key=lambda n: len(encoded[n]["input_ids"]))
         scores = np.empty(len(encoded), np.float32)
         for start in range(0, len(order), BATCH):
@@ -117,11 +106,11 @@ class RewardModel:
 
 
 class Rewards:
-    """r(x, y) of both responses of every record; the model is loaded when a score is first missing.
+    """r(x, y) of both responses of every record; the model is loaded when the first score is missing.
 
     Args:
         model: a folder with a sequence classification model, or a hub name.
-        records: all records.
+        records: all pairs.
         folder: where to keep the scores; ``None`` keeps them in memory.
         device: where the model runs.
     """
@@ -129,7 +118,7 @@ class Rewards:
     def __init__(
         self,
         model: str,
-        records: Records,
+        records: TokenSet,
         folder: Path | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -145,7 +134,7 @@ class Rewards:
         """
         from transformers import AutoConfig
 
-        config: Any = pretrained(AutoConfig, _KEY, self._name, _KIND)
+        config: Any = load_pretrained(AutoConfig, _KEY, self._name, _KIND)
         folder = Path(self._name)
         if not folder.is_dir():
             commit = getattr(config, "_commit_hash", None)
@@ -174,23 +163,25 @@ class Rewards:
         return PairCache(len(self._records), self._folder, name)
 
     def get(self, rows: Rows) -> npt.NDArray[np.float32]:
-        """``[len(rows), 2]`` scores, chosen then rejected, as the model gives them.
+        """``[len(rows), 2]`` raw scores of the model, chosen then rejected.
 
-        A client's rows are asked for together, for they are standardised over all of them. They go through in
-        the same blocks each time, so that no rounding depends on who asked first; a block in which a score is
-        missing is computed, and kept before the next begins.
+        Callers pass all rows of a client at once, because they standardise over all of them. So the rows go
+        through the model in the same blocks each time, and the order of calls changes no rounding. A block
+        with a missing score is computed, and stored before the next block begins.
 
         Raises:
-            ModelError: the model cannot be used, is another than the folder's scores come from, or gives a
-                score that is not finite.
+            ModelError: the model cannot be used, it is not the model that the folder's scores come from, or
+                it gives a score that is not finite.
         """
-        for block in _blocks(rows):
+        for block in split_rows(rows, BLOCK):
             if self._scores.missing(block):
                 self._scores.put(block, self._score(block))
         return self._scores.get(rows)
 
     def _score(self, rows: Rows) -> npt.NDArray[np.float32]:
-        encoded = [each for row in rows for each in self._model.encode(self._records.record(int(row)))]
+        encoded = [
+            response for row in rows for response in self._model.encode(self._records.record(int(row)))
+        ]
         scores = self._model.score(encoded).reshape(-1, 2)
         finite = np.isfinite(scores).all(1)
         if not finite.all():
@@ -199,8 +190,3 @@ class Rewards:
                 f"{rows[~finite][0]}"
             )
         return scores
-
-
-def _blocks(rows: Rows) -> list[Rows]:
-    """Few enough records at a time for their token ids to be no matter."""
-    return [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]

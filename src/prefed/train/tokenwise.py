@@ -1,4 +1,4 @@
-"""Completion tokens one by one: log-probability, critic's value, the policy's entropy in their states."""
+"""Numbers of single completion tokens: log-probability, critic's value, the policy's entropy."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from prefed.data import Pair
 from prefed.models import Backbone
-from prefed.train.forward import Packed, Plain
 from prefed.train.logprobs import BLOCK
-from prefed.train.packed import trunk_hidden
-from prefed.train.packing import Packing, PairTokens
-from prefed.train.plain import padded
+from prefed.train.packed import PackedForward, trunk_hidden
+from prefed.train.packing import Packing
+from prefed.train.padded import PaddedForward, pad
 
-__all__ = ["TokenView", "token_terms", "view"]
+__all__ = ["TokenOutputs", "token_outputs", "token_terms"]
 
 
 @dataclass(frozen=True)
-class TokenView:
+class TokenOutputs:
     """The M completion tokens of a batch, pair by pair, the chosen response's before the rejected one's.
 
     Attributes:
         logprobs: ``[M]`` log π of each, in nats.
-        values: ``[M]`` the critic's value of the state in which each is chosen.
-        entropies: ``[M]`` of the policy in that state, in nats.
+        values: ``[M]`` the critic's value of the state before each token.
+        entropies: ``[M]`` entropy of the policy in that state, in nats.
     """
 
     logprobs: torch.Tensor
@@ -35,10 +35,10 @@ class TokenView:
 
 
 class _TokenTerms(torch.autograd.Function):
-    """Online softmax over blocks of the vocabulary, which the backward pass computes again.
+    """Online softmax over blocks of the vocabulary; the backward pass computes the blocks again.
 
-    With H = −Σ p log p, d log p(t) / dz_v = 1[v = t] − p_v and dH / dz_v = −p_v (log p_v + H). Three products
-    with a frozen head in all, four with one that trains.
+    With H = −Σ p log p, d log p(t) / dz_v = 1[v = t] − p_v and dH / dz_v = −p_v (log p_v + H). This takes
+    three products with a frozen head and four with a trainable one.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class _TokenTerms(torch.autograd.Function):
 def token_terms(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy at every row, without ever holding the logits.
+    """Log-probability and entropy at every row, without holding the logits.
 
     Args:
         hidden: ``[M, d]``, after the final norm.
@@ -109,21 +109,22 @@ def token_terms(
     return logprobs, entropies
 
 
-def view(
+def token_outputs(
     backbone: Backbone,
-    forward: Packed | Plain,
-    pairs: Sequence[PairTokens],
+    forward: PackedForward | PaddedForward,
+    pairs: Sequence[Pair],
     features: Sequence[torch.Tensor] | None = None,
-) -> TokenView:
+) -> TokenOutputs:
     """The completion tokens of ``pairs`` under the tensors in the model.
 
     Args:
-        backbone: with the part ``"value"``.
-        forward: which way pairs go through the model.
+        backbone: a model with the part ``"value"``.
+        forward: the way in which pairs go through the model.
         pairs: B pairs.
-        features: what the trunk gave for each before (:meth:`Packed.features`).
+        features: the trunk's output for each pair (:meth:`prefed.train.packed.PackedForward.features`);
+            ``None`` runs the trunk.
     """
-    if isinstance(forward, Plain):
+    if isinstance(forward, PaddedForward):
         return _plain(backbone, pairs)
     packing = Packing.of(pairs, device=backbone.device)
     hidden = trunk_hidden(backbone, packing) if features is None else torch.cat(list(features))
@@ -131,22 +132,18 @@ def view(
     final = backbone.final.norm(hidden)[packing.pick]
     weight = backbone.causal.get_output_embeddings().weight
     logprobs, entropies = token_terms(final, weight, packing.targets)
-    return TokenView(logprobs, _values(backbone, final), entropies)
+    return TokenOutputs(logprobs, _values(backbone, final), entropies)
 
 
-def _plain(backbone: Backbone, pairs: Sequence[PairTokens]) -> TokenView:
+def _plain(backbone: Backbone, pairs: Sequence[Pair]) -> TokenOutputs:
     """Padded batches through the model's own forward, full logits."""
-    ids, seen, completion = padded(pairs, device=backbone.device)
-    out = backbone.causal(input_ids=ids, attention_mask=seen, use_cache=False, output_hidden_states=True)
-    # A token is predicted where the one before it stands.
+    ids, attention, completion = pad(pairs, device=backbone.device)
+    out = backbone.causal(input_ids=ids, attention_mask=attention, use_cache=False, output_hidden_states=True)
+    # The position before a token predicts it.
     at = completion[:, 1:]
-    logprobs, entropies = _terms(out.logits[:, :-1][at], ids[:, 1:][at])
-    return TokenView(logprobs, _values(backbone, out.hidden_states[-1][:, :-1][at]), entropies)
-
-
-def _terms(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    every = logits.float().log_softmax(1)
-    return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(1)
+    every = out.logits[:, :-1][at].float().log_softmax(1)
+    logprobs, entropies = every.gather(1, ids[:, 1:][at][:, None])[:, 0], -(every.exp() * every).sum(1)
+    return TokenOutputs(logprobs, _values(backbone, out.hidden_states[-1][:, :-1][at]), entropies)
 
 
 def _values(backbone: Backbone, final: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,11 @@ import torch
 
 from prefed.core import POOLED, Key, Ownership, Round, Tensors
 from prefed.data import ClientData, ClientSizes, FederatedDataset
+from prefed.metrics import PairScores
 from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
 from prefed.train.client_trainer import ClientPairTrainer
-from prefed.train.pair_trainer import PairTrainer, Scores
+from prefed.train.pair_trainer import PairTrainer
 from prefed.train.rewards import Rewards
 
 __all__ = ["PairTrainerFactory", "check_lengths"]
@@ -103,7 +104,9 @@ class PairTrainerFactory:
         data = self._data(client)
         return ClientPairTrainer(self.pair_trainer, client, data.train, data.validation, now, key, ownership)
 
-    def score(self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]) -> Scores:
+    def score(
+        self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]
+    ) -> PairScores:
         """Log-probabilities of a client's pairs of one split under ``tensors`` (full layout)."""
         return self.pair_trainer.score(tensors, getattr(self._data(client), split))
 

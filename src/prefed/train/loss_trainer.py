@@ -1,0 +1,172 @@
+"""Phases whose objective is a loss on log-probabilities of pairs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
+from prefed.losses import PairBatch, PairLoss
+from prefed.losses import objective as find_loss
+from prefed.train.packed import PackedForward
+from prefed.train.pair_cache import PairCache, Rows, split_rows
+from prefed.train.pair_model import Features, PairModel
+from prefed.train.ppo import RolloutCache
+from prefed.train.references import ReferenceLogprobs
+from prefed.train.steps import PhaseSteps, batches
+
+__all__ = ["LossTrainer"]
+
+
+class LossTrainer:
+    """Trains on the objectives of :data:`prefed.losses.OBJECTIVES`.
+
+    Args:
+        model: the backbone and all pairs.
+        references: log-probabilities under the untouched model.
+    """
+
+    def __init__(self, model: PairModel, references: ReferenceLogprobs) -> None:
+        self._model, self._references = model, references
+
+    def train(
+        self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, rollout_cache: RolloutCache
+    ) -> PhaseResult:
+        """Run ``phase`` from ``tensors``; see :meth:`prefed.train.PairTrainer.train`."""
+        loss, key = find_loss(phase.objective.name), key.at("phase", phase.name)
+        plan = list(batches(rows, phase, key))
+        used = rows[np.isin(rows, np.concatenate(plan))]
+        if loss.needs_reference:
+            self._references.fill_training(used, rows)
+        backbone = self._model.backbone
+        backbone.load(tensors)
+        steps = PhaseSteps(backbone, phase)
+        memory = {**loss.memory, **phase.memory}
+        trunk = backbone.trains_trunk(phase.train)
+        features = None
+        if not trunk:
+            features = self._model.features(used, rejected=loss.needs_rejected, rewards=loss.needs_reward)
+        with self._dropout(trunk=trunk):
+            for batch in plan:
+                backbone.grad.zero_()
+                figures: defaultdict[str, float] = defaultdict(float)
+                whole = len(batch) <= phase.batch_size or not loss.by_batch
+                for number, part in enumerate([batch] if whole else split_rows(batch, phase.batch_size)):
+                    step = key.at("step", steps.count)
+                    part_key, share = step if whole else step.at("batch", number), len(part) / len(batch)
+                    settings = {**phase.objective.settings, **memory}
+                    part_figures = self._backward(part, loss, settings, part_key, features, share)
+                    memory = {name: part_figures.pop(name) for name in memory}
+                    for name, value in part_figures.items():
+                        figures[name] += share * value
+                steps.take(batch, figures)
+        return steps.result(memory)
+
+    def gradient(
+        self, tensors: Tensors, objective: Objective, rows: Rows, batch: Rows, names: Iterable[str], key: Key
+    ) -> tuple[Tensors, float]:
+        """Gradient in the tensors ``names``, and value, of the mean loss over ``batch``, some of ``rows``."""
+        loss, backbone = find_loss(objective.name), self._model.backbone
+        if loss.needs_reference:
+            self._references.fill_training(batch, rows)
+        backbone.load(tensors)
+        backbone.train_only(names)
+        with self._dropout(trunk=True):
+            backbone.grad.zero_()
+            figures = self._backward(batch, loss, {**loss.memory, **objective.settings}, key)
+        return Tensors(backbone.layout, backbone.grad.to("cpu", copy=True)), figures["loss"]
+
+    def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
+        """Mean loss over ``rows`` as one batch, without dropout."""
+        loss = find_loss(objective.name)
+        if loss.needs_reference:
+            self._references.fill_scoring(rows)
+        self._model.backbone.load(tensors)
+        outputs = torch.from_numpy(self._model.outputs(rows, rewards=loss.needs_reward))
+        batch = self._batch(outputs, rows, loss, self._references.scoring)
+        values, _ = loss(batch, {**loss.memory, **objective.settings})
+        return float(values.mean())
+
+    def _batch(self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairCache) -> PairBatch:
+        tokens, device = self._model.tokens, outputs.device
+        lengths = torch.from_numpy(tokens.lengths[rows, 1:].astype(np.int64)).to(device)
+        reference = torch.from_numpy(references.get(rows)).to(device) if loss.needs_reference else None
+        return PairBatch(
+            policy_chosen=outputs[:, 0],
+            chosen_length=lengths[:, 0],
+            policy_rejected=outputs[:, 1] if loss.needs_rejected else None,
+            rejected_length=lengths[:, 1] if loss.needs_rejected else None,
+            reference_chosen=None if reference is None else reference[:, 0],
+            reference_rejected=None if reference is None else reference[:, 1],
+            margin=torch.from_numpy(tokens.margins[rows]).to(device) if loss.needs_margin else None,
+            reward_chosen=outputs[:, 2] if loss.needs_reward else None,
+            reward_rejected=outputs[:, 3] if loss.needs_reward else None,
+        )
+
+    def _backward(
+        self,
+        rows: Rows,
+        loss: PairLoss,
+        settings: Mapping[str, float],
+        key: Key,
+        features: Features | None = None,
+        share: float = 1.0,
+    ) -> dict[str, float]:
+        """Add ``share`` of the gradient of the mean loss over ``rows`` to the gradient buffer."""
+        model = self._model
+        groups = model.groups(rows, rejected=loss.needs_rejected)
+
+        def forward(number: int) -> torch.Tensor:
+            torch.manual_seed(key.at("dropout", number).number())
+            pairs = model.pairs(groups[number])
+            if features is None:
+                return model.forward(pairs, rejected=loss.needs_rejected, rewards=loss.needs_reward)
+            assert isinstance(model.forward, PackedForward)
+            trunk = [features[int(row)] for row in groups[number]]
+            return model.forward.top(pairs, trunk, rejected=loss.needs_rejected, rewards=loss.needs_reward)
+
+        def losses(outputs: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return loss(self._batch(outputs, rows, loss, self._references.training), settings)
+
+        if len(groups) == 1:
+            values, figures = losses(forward(0), rows)
+            (share * values.mean()).backward()  # type: ignore[no-untyped-call]
+        elif not loss.batch_statistics:
+            # The loss of a pair depends on that pair alone, so each group runs forward and backward once.
+            outputs = []
+            for number, group in enumerate(groups):
+                part = forward(number)
+                values, _ = losses(part, group)
+                (share * values.sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
+                outputs.append(part.detach())
+            values, figures = losses(torch.cat(outputs), rows)
+        else:
+            # The loss of a pair depends on the whole batch. First the slope of the loss at every output, then
+            # one pass for each group.
+            with torch.no_grad():
+                whole = torch.cat([forward(number) for number in range(len(groups))])
+            whole.requires_grad_()
+            values, figures = losses(whole, rows)
+            (slope,) = torch.autograd.grad(share * values.mean(), whole)
+            start = 0
+            for number, group in enumerate(groups):
+                forward(number).backward(slope[start : start + len(group)])  # type: ignore[no-untyped-call]
+                start += len(group)
+        mean = float(values.detach().mean())
+        return {"loss": mean, **{name: float(value) for name, value in figures.items()}}
+
+    @contextmanager
+    def _dropout(self, *, trunk: bool) -> Iterator[None]:
+        """Switch dropout on; PyTorch's global random state is restored at the end."""
+        backbone = self._model.backbone
+        devices = [backbone.device] if backbone.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            backbone.dropout(trunk=trunk, top=True)
+            try:
+                yield
+            finally:
+                backbone.dropout()

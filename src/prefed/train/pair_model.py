@@ -1,0 +1,116 @@
+"""Preference pairs through the backbone, by row of a token set."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from prefed.data import Pair, TokenSet
+from prefed.models import Backbone
+from prefed.train.packed import PackedForward, enable_packing
+from prefed.train.padded import PaddedForward
+from prefed.train.pair_cache import Rows
+
+__all__ = ["Features", "PairModel", "choose_forward"]
+
+_log = logging.getLogger("prefed")
+
+Features = dict[int, torch.Tensor]
+"""Row → the trunk's output for its pair, ``[K_i, d]``."""
+
+MAX_FEATURES = 1 << 28
+"""Most elements of trunk output to hold for a phase that trains nothing in the trunk (1 GiB in fp32)."""
+
+
+class PairModel:
+    """A backbone, the pairs that run through it, and the way in which they do.
+
+    Args:
+        backbone: the model.
+        tokens: all pairs; callers name them by row.
+        max_tokens: tokens of one forward pass; larger batches are split into groups.
+        fast: use packed batches where the model's family allows them.
+
+    Attributes:
+        forward: pairs → log-probabilities, see :func:`choose_forward`.
+    """
+
+    def __init__(self, backbone: Backbone, tokens: TokenSet, *, max_tokens: int, fast: bool) -> None:
+        self.backbone, self.tokens, self.max_tokens = backbone, tokens, max_tokens
+        lengths = tokens.lengths
+        longest = int((lengths[:, 0] + lengths[:, 1:].max(1)).max()) if len(tokens) else 0
+        self.forward = choose_forward(backbone, fast=fast, longest=longest)
+
+    def pairs(self, rows: Rows) -> list[Pair]:
+        """Token ids of ``rows``."""
+        return [self.tokens.pair(int(row)) for row in rows]
+
+    def groups(self, rows: Rows, *, rejected: bool = True) -> list[Rows]:
+        """Consecutive groups of ``rows`` of at most ``max_tokens`` tokens each; a longer pair is a group.
+
+        Args:
+            rows: the pairs.
+            rejected: count the rejected responses too.
+        """
+        cost = self.tokens.lengths[rows, : 3 if rejected else 2].sum(1)
+        groups, start, total = [], 0, 0
+        for end, tokens in enumerate(cost):
+            if total + tokens > self.max_tokens and end > start:
+                groups.append(rows[start:end])
+                start, total = end, 0
+            total += int(tokens)
+        return [*groups, rows[start:]]
+
+    def outputs(self, rows: Rows, *, rewards: bool = False) -> npt.NDArray[np.float32]:
+        """``[n, 2]``, with ``rewards`` ``[n, 4]``: :attr:`forward` of ``rows``, without gradients."""
+        with torch.inference_mode():
+            outputs = [self.forward(self.pairs(group), rewards=rewards).cpu() for group in self.groups(rows)]
+        return torch.cat(outputs).numpy()
+
+    def features(self, rows: Rows, *, rejected: bool = True, rewards: bool = False) -> Features | None:
+        """The trunk's output for every row, for a phase that trains nothing inside the trunk.
+
+        Returns:
+            ``None`` where the model has no packed path, or the output is too large to hold.
+        """
+        size = self.tokens.lengths[rows].sum() * self.backbone.causal.config.hidden_size
+        if not isinstance(self.forward, PackedForward) or size > MAX_FEATURES:
+            return None
+        features: Features = {}
+        with torch.no_grad():
+            for group in self.groups(rows, rejected=rejected):
+                outputs = self.forward.features(self.pairs(group), rejected=rejected, rewards=rewards)
+                features.update(zip(group.tolist(), (output.clone() for output in outputs), strict=True))
+        return features
+
+
+def choose_forward(backbone: Backbone, *, fast: bool, longest: int) -> PackedForward | PaddedForward:
+    """The packed path where the model's family allows it, else the plain one. The log says why, once.
+
+    Args:
+        backbone: the model.
+        fast: ``False`` asks for the plain path.
+        longest: tokens of the longest prompt with response.
+    """
+    if not fast:
+        return PaddedForward(backbone)
+    if obstacle := _obstacle(backbone, longest):
+        _log.warning("training takes the plain path: %s", obstacle)
+        return PaddedForward(backbone)
+    return PackedForward(backbone)
+
+
+def _obstacle(backbone: Backbone, longest: int) -> str:
+    """Why the model cannot take packed input; empty, and packing enabled, if it can."""
+    config = backbone.causal.config
+    window = getattr(config, "sliding_window", None)
+    if backbone.family is None:
+        return f"no fast path is known for model type {config.model_type!r}"
+    if window is not None and getattr(config, "use_sliding_window", True) and window < longest:
+        return f"the attention window of {window} tokens is shorter than the longest pair ({longest})"
+    if backbone.causal.get_output_embeddings().bias is not None:
+        return "the head has a bias"
+    return "" if enable_packing(backbone) else "the model does not take registered attention functions"

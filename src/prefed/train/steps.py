@@ -1,0 +1,74 @@
+"""The steps of a phase: which pairs each takes, and what all of them report."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from prefed.core import Key, Phase, PhaseResult
+from prefed.models import Backbone
+from prefed.train.optim import FlatOptimizer
+from prefed.train.pair_cache import Rows
+
+__all__ = ["PhaseSteps", "batches"]
+
+
+def batches(rows: Rows, phase: Phase, key: Key) -> Iterator[Rows]:
+    """The rows of every step of ``phase``, shuffled epoch by epoch at ``key.at("epoch", epoch)``.
+
+    An epoch's last batch may be smaller. A client with fewer pairs than a batch takes all of them in each
+    step.
+
+    >>> import numpy as np
+    >>> from prefed.core import Objective, Optimizer
+    >>> phase = Phase("train", ("a",), Objective("dpo"), Optimizer(), batch_size=2, steps=3)
+    >>> [len(batch) for batch in batches(np.arange(5), phase, Key(1))]
+    [2, 2, 1]
+    """
+    size = min(phase.batch_size * phase.accumulate, len(rows))
+    steps, epoch = 0, 0
+    while phase.epochs is None or epoch < phase.epochs:
+        order = key.at("epoch", epoch).numpy().permutation(rows)
+        for start in range(0, len(order), size):
+            if phase.steps is not None and steps == phase.steps:
+                return
+            yield order[start : start + size]
+            steps += 1
+        epoch += 1
+
+
+class PhaseSteps:
+    """Takes the optimiser steps of one phase and averages their figures.
+
+    Args:
+        backbone: holds the client's tensors. The phase's tensors are the only ones that get gradients.
+        phase: what is trained, and how.
+
+    Attributes:
+        count: steps taken.
+    """
+
+    def __init__(self, backbone: Backbone, phase: Phase) -> None:
+        backbone.train_only(phase.train)
+        self._backbone, self._phase = backbone, phase
+        self._optimizer = FlatOptimizer(backbone, phase)
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self.count = self._pairs = 0
+
+    def take(self, batch: Rows, figures: dict[str, float]) -> None:
+        """Step along the gradient in the backbone's buffer, which is that of ``batch``."""
+        self._optimizer.add()
+        self.add_figures({**figures, "grad_norm": self._optimizer.step()})
+        self.count, self._pairs = self.count + 1, self._pairs + len(batch)
+
+    def add_figures(self, figures: Mapping[str, float]) -> None:
+        """Count ``figures`` in the means."""
+        for name, value in figures.items():
+            self._sums[name] += value
+
+    def result(self, memory: Mapping[str, float], **figures: float) -> PhaseResult:
+        """The tensors in the model, the means over the steps, and ``figures`` as they are."""
+        means = {name: value / max(self.count, 1) for name, value in self._sums.items()} | figures
+        moments = None if self._phase.moments is None else self._optimizer.moments(self.count)
+        loss = means.pop("loss", 0.0)
+        return PhaseResult(self._backbone.extract(), loss, self.count, self._pairs, means, memory, moments)
