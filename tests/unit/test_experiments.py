@@ -1,4 +1,4 @@
-"""The committed experiments: what their files say, that they run, and the scripts beside them."""
+"""The committed experiments: what their cells say, that they run, and the scripts beside them."""
 
 import contextlib
 import gzip
@@ -7,7 +7,6 @@ import json
 import math
 import random
 import runpy
-import shutil
 import statistics
 import sys
 from collections import Counter
@@ -16,18 +15,26 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from typer.testing import CliRunner
 
 from prefed import run
+from prefed.cli import app
 from prefed.config import Experiment
+from prefed.config.table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.runs.build import build_data
 from preferences import jsonl
 
 HERE = Path(__file__).resolve().parents[2] / "experiments"
-FILES = sorted(set(HERE.rglob("*.toml")) - set((HERE / "tables").glob("*.toml")))
-FEDPDPO = [path for path in FILES if path.is_relative_to(HERE / "fedpdpo")]
-FEDSDG = [path for path in FILES if path.is_relative_to(HERE / "fedsdg")]
+CELLS = {
+    f"{path.parent.name}/{path.stem}/{name}": cell
+    for paper in ("fedpdpo", "fedsdg")
+    for path in sorted((HERE / paper).glob("*.toml"))
+    for name, cell in load_table(path).cells(path).items()
+}
+"""FOLDER/TABLE/CELL → the cell."""
+FEDPDPO, FEDSDG = ({name: CELLS[name] for name in CELLS if name.startswith(p)} for p in ("fedpdpo", "fedsdg"))
 
 
 def script(name, *arguments, fails=False):
@@ -51,25 +58,27 @@ def rows(path):
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().split("\n") if line]
 
 
-# What the files say
+# What the cells say
 
 
-def test_every_file_is_a_valid_experiment():
+def test_every_cell_is_a_valid_experiment():
     """Table 1 has 11 methods in 5 settings, table 2 the 11, table 3 two cases beside the full method, tables
     6 to 9 vary 4, 3, 3 and 3 values besides the default in 5 settings. FedSDG: 2·2·3 settings, 4 other values
     and 7 baselines. Personas have two files, hh_harmless one."""
-    experiments = {path: Experiment.load(path) for path in FILES}
     assert len(FEDPDPO) == 11 * 5 + 11 + 2 + (4 + 3 + 3 + 3) * 5
     assert len(FEDSDG) == 12 + 4 + 7
-    assert len(experiments) == 133 + 23 + 3
+    assert all(isinstance(cell.experiment(), Experiment) for cell in CELLS.values())
+    files = [HERE / name for name in ("personas/base.toml", "personas/opposed.toml", "hh_harmless/base.toml")]
+    assert all(isinstance(Experiment.load(file), Experiment) for file in files)
 
 
 def test_fedpdpo_is_set_as_the_paper_says():
     """Section 5 and D.3: what all methods have in common, whether it stands in the file or is a default."""
-    for path in FEDPDPO:
-        experiment = Experiment.load(path)
+    for name, cell in FEDPDPO.items():
+        experiment = cell.experiment()
         method, model = experiment.method.settings, experiment.model
-        crossing = path.parent.name == "cross" or path.parent.name == "table2"
+        crossing = "/cross/" in name
+        row = name.rpartition("/")[2]
         assert experiment.rounds == (10 if crossing else 20)
         assert experiment.cohort.of(3) is None
         assert (model.lora.alpha, model.lora.dropout) == (16, 0.1)
@@ -79,67 +88,51 @@ def test_fedpdpo_is_set_as_the_paper_says():
             assert method.lr == 5e-5
         else:
             assert (method.lr, method.inner_lr, method.inner_steps) == (1e-3, 0.01, 5)
-        if path.stem.endswith("ppo"):
+        if row.endswith("ppo"):
             assert (method.objective, method.passes(method.local_epochs), method.batches()) == (
                 "ppo",
                 4,
                 (2, 1),
             )
-            found = method.goal().settings
-            assert [found[k] for k in ("kl", "clip", "value", "entropy", "trace", "target_kl")] == [
+            settings = method.goal().settings
+            assert [settings[k] for k in ("kl", "clip", "value", "entropy", "trace", "target_kl")] == [
                 *(0.1, 0.2, 0.5, 0.01, 0.95, 0.01)
             ]
         else:
             assert method.batches() == (8, 2)
             assert method.local_epochs == (3 if crossing else 1)
-            assert method.beta == (float(path.stem.split("-")[1]) if path.stem.startswith("beta") else 0.1)
+            assert method.beta == (float(row.split("-")[1]) if row.startswith("beta") else 0.1)
         if experiment.method.name == "fedpdpo":
-            assert (method.personal_lr, method.personal_length()) == (1e-4, (None, 1))
+            assert method.personal_phase() == {"lr": 1e-4, "steps": None, "epochs": 1}
             assert (method.reward_schedule, method.exclude) == (True, True)
             assert (method.scale_least, method.scale_most) == (0, 0)  # eq. 7 has no bounds
             assert (method.exclude_k, method.exclude_most) == (2.0, 0.5)
             assert (model.bottleneck.dropout, model.reward.dropout) == (0.1, 0.1)
 
 
-def test_a_varied_value_is_the_one_of_the_files_name():
-    for path in FEDPDPO:
-        name, _, value = path.stem.partition("-")
-        model = Experiment.load(path).model
+def test_a_varied_value_is_the_one_of_the_cells_name():
+    for cell in FEDPDPO.values():
+        name, _, value = cell.name.rpartition("/")[2].partition("-")
+        model = cell.experiment().model
         widths = {"rank": model.lora.rank, "reward": model.reward.width, "bottleneck": model.bottleneck.width}
         usual = {"rank": 8, "reward": 256, "bottleneck": 256}
-        if path.parts[-3] in ("table6", "table7", "table8"):
+        if cell.path.stem in ("table6", "table7", "table8"):
             usual[name] = int(value)
         assert widths == usual
 
 
 def test_fedsdg_covers_its_settings():
     grid = Counter()
-    for path in FEDSDG:
-        experiment = Experiment.load(path)
+    for cell in FEDSDG.values():
+        experiment = cell.experiment()
         settings, partition = experiment.method.settings, experiment.data.partition
         assert experiment.cohort.of(partition.clients) == partition.clients / 10
-        if path.parent.name == "fedsdg":
+        if cell.path.stem == "grid":
             grid[partition.clients, settings.local_epochs, partition.alpha] += 1
             assert (settings.gate_lr, settings.gate_penalty, settings.personal_penalty) == (5e-3, 1e-3, 1e-4)
         if experiment.method.name == "fedsdg":
             assert (settings.optimizer, settings.betas, settings.lr) == ("adam", (0.9, 0.999), 1e-3)
     assert grid == Counter((k, e, a) for k in (50, 100) for e in (1, 2) for a in (0.1, 0.3, 1.0))
-
-
-def test_the_files_are_what_the_cells_say(tmp_path):
-    """A changed, a missing and a superfluous file are each found and named."""
-    assert script("make.py", "--check") == "nothing to do\n"
-    for folder in ("fedpdpo", "fedsdg"):
-        shutil.copytree(HERE / folder, tmp_path / folder)
-    changed = tmp_path / "fedpdpo/table1/imdb-3/fedpdpo.toml"
-    changed.write_text(changed.read_text().replace("rounds = 20", "rounds = 21"))
-    missing, superfluous = tmp_path / "fedsdg/others/gate_lr-1e-2.toml", tmp_path / "fedsdg/more.toml"
-    missing.unlink()
-    superfluous.write_text("")
-    said = script("make.py", "--check", "--folder", tmp_path, fails=True)
-    assert said.splitlines()[:3] == [str(changed), str(superfluous), str(missing)]
-    script("make.py", "--folder", tmp_path)
-    assert script("make.py", "--check", "--folder", tmp_path) == "nothing to do\n"
 
 
 def test_the_papers_numbers_agree_with_each_other():
@@ -148,19 +141,17 @@ def test_the_papers_numbers_agree_with_each_other():
     A mistyped number would break one of them. To 0.011, for the paper rounds both. Two printed averages
     are not their rows' means: 86.83 for rank 16 (the mean is 87.23), 86.91 for bottleneck 128 (86.87).
     """
-    head = {path: path.read_text("utf-8").splitlines()[:2] for path in FEDPDPO}
 
-    def number(path):
-        return float(head[path][0].rpartition(": ")[2].partition("±")[0])
+    def number(text):
+        return float(text.partition("±")[0])
 
-    def parts(path):
-        return [float(each.partition("±")[0]) for each in head[path][1].rpartition(": ")[2].split(", ")]
-
-    for path in FEDPDPO:
-        if "table1" in path.parts and path.parent.name in ("imdb-3", "code-3", "cross"):
-            assert number(path) == pytest.approx(statistics.mean(parts(path)), abs=0.011)
-        if "table2" in path.parts:
-            assert number(path) == pytest.approx(statistics.mean(parts(path)), abs=0.011)
+    for name, cell in FEDPDPO.items():
+        table, column = name.split("/")[1:3]
+        by_client = (table == "table1" and column in ("imdb-3", "code-3", "cross")) or table == "table2"
+        assert len(cell.clients) == (3 if by_client else 0)
+        if by_client:
+            mean = statistics.mean(map(number, cell.clients.values()))
+            assert number(cell.paper) == pytest.approx(mean, abs=0.011)
     printed = {
         ("table6", "rank"): {4: 86.52, 16: 87.23, 32: 88.39, 64: 88.56},
         ("table7", "reward"): {64: 85.99, 128: 86.35, 512: 86.45},
@@ -169,9 +160,13 @@ def test_the_papers_numbers_agree_with_each_other():
     }
     for (table, name), averages in printed.items():
         for value, average in averages.items():
-            found = [number(p) for p in FEDPDPO if p.parts[-3] == table and p.stem == f"{name}-{value}"]
-            assert len(found) == 5
-            assert average == pytest.approx(statistics.mean(found), abs=0.011)
+            figures = [
+                number(cell.paper)
+                for cell in FEDPDPO.values()
+                if cell.path.stem == table and cell.name.endswith(f"/{name}-{value}")
+            ]
+            assert len(figures) == 5
+            assert average == pytest.approx(statistics.mean(figures), abs=0.011)
 
 
 # That they run, with a tiny model and local files in the schemas of their sets
@@ -255,10 +250,9 @@ def place(tmp_path_factory):
     return {**found, "reward": str(folder / "reward")}
 
 
-def local(place, file):
+def local(place, name):
     """Overrides that put local files in the place of the hub's, as the READMEs say."""
-    name = file.relative_to(HERE).as_posix()
-    if "imdb" in name or "table3" in name:
+    if "imdb" in name:
         data = [f"data.train={place['imdb']}", f"data.test={place['imdb-test']}"]
     elif "code" in name:
         data = [f"data.train={place['code']}"]
@@ -269,7 +263,7 @@ def local(place, file):
         train = f'webgpt="{place["webgpt"]}", pydpo="{place["pydpo"]}", ultrafeedback="{place["uf"]}"'
         test = f'pydpo="{place["pydpo-test"]}", ultrafeedback="{place["uf-test"]}"'
         data = [f"data.train={{{train}}}", f"data.test={{{test}}}"]
-    if file.stem.endswith("ppo"):
+    if name.endswith("ppo"):
         data.append(f"method.reward_model={place['reward']}")
     return [f"model.name={place['model']}", "engine.threads=1", "data.max_length=128", *data]
 
@@ -284,17 +278,16 @@ def local(place, file):
         ("fedpdpo/table1/code-3/fedper-dpo", 3),
         ("fedpdpo/table1/code-11/perfedavg-dpo", 6),
         ("fedpdpo/table1/cross/fedrep-ppo", 3),
-        ("fedpdpo/table2/fedpdpo", 3),
-        ("fedpdpo/table3/no-reward-head", 10),
-        ("fedsdg/k100-e2-alpha0.3", 4),
-        ("fedsdg/baselines/pfedme", 4),
-        ("fedsdg/baselines/fedbn", 4),
+        ("fedpdpo/table2/cross/fedpdpo", 3),
+        ("fedpdpo/table3/imdb-10/no-reward-head", 10),
+        ("fedsdg/grid/alpha0.3/k100-e2", 4),
+        ("fedsdg/others/pfedme", 4),
+        ("fedsdg/others/fedbn", 4),
     ],
 )
 def test_a_cell_runs_end_to_end(place, tmp_path, name, clients):
-    """One round, all else as in the file: whoever holds test pairs is judged, and the loss is finite."""
-    file = HERE / f"{name}.toml"
-    result = run(Experiment.load(file, [*local(place, file), "rounds=1"]), tmp_path / "run")
+    """One round, all else as in the cell: whoever holds test pairs is judged, and the loss is finite."""
+    result = run(CELLS[name].experiment(*local(place, name), "rounds=1"), tmp_path / "run")
     assert len(result.summary["clients"]) == clients
     assert math.isfinite(result.rounds[0]["loss"])
     tested = {client for client, sizes in result.summary["clients"].items() if sizes["test"]}
@@ -302,42 +295,73 @@ def test_a_cell_runs_end_to_end(place, tmp_path, name, clients):
     assert tested
 
 
+def sizes_of(place, name, folder):
+    """Client → how many pairs it trains and is tested on."""
+    clients = build_data(CELLS[name].experiment(*local(place, name)), folder).clients
+    return {client: (len(pairs.train), len(pairs.test)) for client, pairs in clients.items()}
+
+
 def test_who_holds_what(place, tmp_path):
     """Code-V.'s groups have python and ruby, java and c#, c++ and go: 12 of 36 pairs each, of which
     round(1.2) = 1 is for the test. WebGPT's tie is no pair, and a tenth of its 23, 2, are for the test; the
     others bring theirs."""
-    file = HERE / "fedpdpo/table1/code-3/fedavg-dpo.toml"
-    held = build_data(Experiment.load(file, local(place, file)), tmp_path / "code").clients
-    sizes = {name: (len(client.train), len(client.test)) for name, client in held.items()}
+    sizes = sizes_of(place, "fedpdpo/table1/code-3/fedavg-dpo", tmp_path / "code")
     assert sizes == {"web": (11, 1), "enterprise": (11, 1), "systems": (11, 1)}
-    file = HERE / "fedpdpo/table2/fedavg-dpo.toml"
-    held = build_data(Experiment.load(file, local(place, file)), tmp_path / "cross").clients
-    sizes = {name: (len(client.train), len(client.test)) for name, client in held.items()}
+    sizes = sizes_of(place, "fedpdpo/table2/cross/fedavg-dpo", tmp_path / "cross")
     assert sizes["webgpt"] == (21, 2)
     assert (sizes["pydpo"][1], sizes["ultrafeedback"][1]) == (6, 6)
 
 
-def test_a_table_of_two_seeds(place, tmp_path):
-    """The paper's number is from the file's first line; mean and deviation are of the runs' own records."""
-    file = HERE / "fedpdpo/table1/imdb-3/fedavg-dpo.toml"
-    sets = [word for each in [*local(place, file), "rounds=2"] for word in ("--set", each)]
-    out = tmp_path / "runs"
-    printed = script("table.py", file, "--seed", 1, "--seed", 2, "--out", out, *sets)
-    row = [cell.strip() for cell in (out / "table.md").read_text().splitlines()[-1].split("|")[1:-1]]
+def test_a_paper_table_of_two_seeds(place, tmp_path):
+    """Each run is a process. The paper's figures are the cell's; mean and deviation
+    are of the runs' own records. Given again, the command runs nothing and prints the same."""
+    name = "fedpdpo/table1/imdb-3/fedavg-dpo"
+    table = tmp_path / "two.toml"
+    head = f'title = "Two seeds"\nextends = "{HERE / "fedpdpo/table1.toml"}"\nseeds = [1, 2]\n'
+    table.write_text(
+        head + 'columns = { imdb-3 = "IMDB (3)" }\n[rows.fedavg-dpo]\nsets = ["fedavg", "dpo"]\n'
+        'paper.imdb-3 = "82.73±0.22"\nclients.imdb-3 = { client-1 = "83.19±0.22" }\n'
+    )
+    sets = [word for each in [*local(place, name), "rounds=2"] for word in ("--set", each)]
+    words = ["sweep", str(table), "--out", str(tmp_path / "runs"), *sets]
+    first = CliRunner().invoke(app, words)
+    assert first.exit_code == 0, first.output
+    lines = (tmp_path / "runs/two.md").read_text().splitlines()
+    heads, row = ([cell.strip() for cell in lines[k].split("|")[1:-1]] for k in (0, 2))
     # What is chosen on test says so: the best round, its worst client and its clients.
-    heads = printed.splitlines()[2].split("|")[1:-1]
     assert [k for k, head in enumerate(heads) if "selected on test" in head] == [2, 4, 5]
-    assert row[:2] == ["FedPDPO (arXiv:2603.19741), table 1: IMDB (3), FedAvg (+DPO)", "82.73±0.22"]
+    assert row[:2] == ["IMDB (3), `fedavg-dpo`", "82.73±0.22"]
+    assert "(83.19±0.22), client-2 " in row[5]
     best, last = [], []
     for seed in (1, 2):
-        lines = (out / f"fedpdpo/table1/imdb-3/fedavg-dpo/seed{seed}/rounds.jsonl").read_text().splitlines()
-        means = [json.loads(line)["preference_accuracy"] for line in lines]
+        runs = tmp_path / f"runs/two/imdb-3/fedavg-dpo-seed{seed}"
+        assert (runs / "commit").exists()
+        means = [json.loads(line)["preference_accuracy"] for line in (runs / "rounds.jsonl").open()]
         best.append(max(means))
         last.append(means[-1])
     for cell, values in zip(row[2:4], (best, last), strict=True):
         assert cell == f"{100 * sum(values) / 2:.2f}±{100 * statistics.stdev(values):.2f}"
-    again = script("table.py", file, "--seed", 1, "--seed", 2, "--out", out, *sets)
-    assert again == printed
+    begun = (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns
+    again = CliRunner().invoke(app, words)
+    assert again.output == first.output
+    assert (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns == begun
+    names = sorted(path.name for path in (tmp_path / "runs/two/imdb-3").iterdir())
+    assert names == ["fedavg-dpo-seed1", "fedavg-dpo-seed2"]
+    # One cell by itself is the same run.
+    words = [
+        "run",
+        str(table),
+        "--cell",
+        "imdb-3/fedavg-dpo",
+        "--out",
+        str(tmp_path / "one"),
+        "--set",
+        "seed=2",
+    ]
+    one = CliRunner().invoke(app, [*words, *sets])
+    assert one.exit_code == 0, one.output
+    means = [json.loads(line)["preference_accuracy"] for line in (tmp_path / "one/rounds.jsonl").open()]
+    assert (max(means), means[-1]) == (best[1], last[1])
 
 
 # What the scripts prepare

@@ -21,6 +21,13 @@ name = "model"
 name = "fedpdpo"
 learning_rate = 1e-4
 """
+TABLE = """
+title = "A table"
+[base]
+method.name = "feddpo"
+[rows.one]
+txt = "One"
+"""
 
 
 def loaded(code, *arguments, cwd=None):
@@ -37,6 +44,9 @@ def loaded(code, *arguments, cwd=None):
         ("methods", ""),
         ("init fedpdpo", ""),
         ("run typo.toml", "typo.toml: method.learning_rate: no such key"),
+        ("sweep --help", ""),
+        ("sweep table.toml", "table.toml: rows.one.txt: no such key"),
+        ("run table.toml --cell one", "table.toml: rows.one.txt: no such key"),
         ("data typo.toml", "typo.toml: method.learning_rate: no such key"),
         ("run none.toml", "none.toml: no such file"),
         ("demo --method fedpdo", "did you mean 'fedpdpo'?"),
@@ -44,6 +54,7 @@ def loaded(code, *arguments, cwd=None):
 )
 def test_a_command_loads_no_heavy_library(tmp_path, command, told):
     (tmp_path / "typo.toml").write_text(TYPO)
+    (tmp_path / "table.toml").write_text(TABLE)
     last, errors = loaded("from prefed.cli import main; main()", *command.split(), cwd=tmp_path)
     assert (last, told in errors) == ("loaded", True), errors
 

@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["File", "Overrides"]
+__all__ = ["CellName", "File", "Overrides"]
 
 File = Annotated[Path, typer.Argument(help="The experiment file (TOML).", show_default=False)]
+CellName = Annotated[
+    str | None,
+    typer.Option("--cell", metavar="NAME", help="Which cell, where the file is a table of experiments."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Put VALUE in the place of a key, e.g. method.lr=1e-4."),

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prefed.cli.arguments import File, Overrides
+from prefed.cli.arguments import CellName, File, Overrides
 from prefed.cli.errors import reported
 
 
-def data(file: File, overrides: Overrides = None) -> None:
+def data(file: File, overrides: Overrides = None, cell: CellName = None) -> None:
     """Show what each client would hold, before anything trains."""
     with reported():
         from tempfile import TemporaryDirectory
 
-        from prefed.config import Experiment
+        from prefed.config.table import load_cell
 
-        experiment = Experiment.load(file, overrides or [])
+        experiment = load_cell(file, cell, overrides or [])
         from prefed.data.statistics import dataset_statistics
         from prefed.report.dataset import print_dataset_statistics
         from prefed.runs.build import build_data

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from prefed.cli.arguments import File, Overrides
+from prefed.cli.arguments import CellName, File, Overrides
 from prefed.cli.errors import reported
 
 
@@ -19,24 +19,27 @@ def run(
     file: File,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED.")
+        Path | None,
+        typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the directory, which must hold one.")
     ] = False,
+    cell: CellName = None,
 ) -> None:
     """Run an experiment and write its run directory."""
     with reported():
-        _run(file, overrides or [], out, resume)
+        _run(file, cell, overrides or [], out, resume)
 
 
-def _run(file: Path, overrides: list[str], out: Path | None, resume: bool) -> None:
-    words = ["prefed", "run", str(file), *(word for text in overrides for word in ("--set", text))]
+def _run(file: Path, cell: str | None, overrides: list[str], out: Path | None, resume: bool) -> None:
+    named = ["--cell", cell] if cell else []
+    words = ["prefed", "run", str(file), *named, *(word for text in overrides for word in ("--set", text))]
     with _interruptible(words, out, resume) as told:
-        from prefed.config import Experiment
+        from prefed.config.table import load_cell
 
         # What is wrong with the file is said before PyTorch is imported, which takes seconds.
-        experiment = Experiment.load(file, overrides)
+        experiment = load_cell(file, cell, overrides)
         from prefed.core.text import pluralize
         from prefed.report.result import print_result
         from prefed.runs.run import default_out
@@ -45,7 +48,8 @@ def _run(file: Path, overrides: list[str], out: Path | None, resume: bool) -> No
 
         quiet()
         console = standard_output()
-        path = out or default_out(experiment, file.stem)
+        name = f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
+        path = out or default_out(experiment, name)
         if path.is_file():
             raise ValueError(f"{path} is a file, not a folder; choose another --out")
         told.append(path)

@@ -1,0 +1,101 @@
+"""``prefed sweep TABLE …``."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefed.cli.arguments import Overrides
+from prefed.cli.errors import reported
+
+if TYPE_CHECKING:
+    from prefed.runs.sweep import Entry
+
+
+def sweep(
+    tables: Annotated[
+        list[Path], typer.Argument(metavar="TABLE...", help="Table files (TOML).", show_default=False)
+    ],
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="The folder of the runs and of the finished tables.")] = Path(
+        "runs/tables"
+    ),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CELL", help="Only this cell, or those that fit a pattern such as 'imdb-3/*'."),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, of one thread each.")] = 2,
+) -> None:
+    """Carry out the cells of a table, or go on with them, and print the results beside the paper's."""
+    with reported():
+        _sweep(tables, overrides or [], out, only or [], jobs)
+
+
+def _sweep(tables: list[Path], overrides: list[str], out: Path, only: list[str], jobs: int) -> None:
+    from prefed.runs.sweep import Sweep, entries
+
+    cells = [entry for table in tables for entry in entries(table, out, overrides)]
+    order: dict[Path, list[str]] = {}
+    for entry in cells:
+        order.setdefault(entry.folder, []).append(entry.cell.name)
+    if len(order) < len(tables):
+        raise ValueError("two tables have one file name; give each an --out of its own")
+    cells = _select(cells, only)
+    _check(cells)
+    from prefed.report.sweep import keep
+
+    def done(entry: Entry, outcome: dict[str, Any]) -> None:
+        keep(entry, order[entry.folder], outcome)
+
+    work = Sweep(jobs, done, typer.echo)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no run outlives this process
+    try:
+        asyncio.run(work.carry_out(cells))
+    except KeyboardInterrupt:
+        typer.echo("\nstopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    for folder, table in {entry.folder: entry.table for entry in cells}.items():
+        path = folder.with_name(f"{folder.name}.md")
+        if path.exists():
+            typer.echo(f"\n{table.title} ({path})\n\n{path.read_text('utf-8')}", nl=False)
+    if work.failed:
+        raise ValueError("some cells failed:\n" + "\n".join(work.failed))
+
+
+def _select(cells: list[Entry], only: list[str]) -> list[Entry]:
+    """The cells that ``only`` names, or all of them."""
+    from prefed.config.errors import nearest
+
+    names = [entry.cell.name for entry in cells]
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = nearest(pattern, names) or f" (cells: {', '.join(names)})"
+            raise ValueError(f"no cell is called {pattern!r}{hint}")
+    return [e for e in cells if not only or any(fnmatchcase(e.cell.name, pattern) for pattern in only)]
+
+
+def _check(cells: list[Entry]) -> None:
+    """See that every cell is valid, fits what is there already, and has its files."""
+    from prefed.data.sources.hub import looks_like_hub_name
+
+    missing: dict[str, None] = {}
+    for entry in cells:
+        run = entry.first()
+        run.check()
+        paths = [source.path for _, _, source in run.experiment.data.sources()]
+        reward = getattr(run.experiment.method.settings, "reward_model", None)
+        for path in [*paths, *([reward] if reward else [])]:
+            if not looks_like_hub_name(path) and not Path(path).exists():
+                missing[path] = None
+    if missing:
+        raise ValueError(
+            f"there is no {', '.join(missing)}; say with --set where it lies, or prepare it as the README "
+            "beside the experiment says"
+        )

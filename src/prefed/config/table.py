@@ -1,0 +1,268 @@
+"""A table of experiments: one TOML file with a base and cells. A cell says how it differs from the base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
+
+from prefed.config.errors import ConfigError, explain, nearest
+from prefed.config.experiment import Experiment
+from prefed.config.file import make_absolute, override, read_toml
+from prefed.core.strict import Strict
+
+__all__ = ["Cell", "Row", "Table", "load_cell", "load_table"]
+
+RATE = "{lr}"
+"""A setting with this value takes the value of ``method.lr``."""
+SHARED = ("base", "sets")
+"""Keys that are merged with those of the table that a table extends; other keys replace them."""
+OWN = ("title", "rows")
+"""Keys that a table does not take from the table that it extends."""
+
+Printed = Annotated[str, StringConstraints(pattern=r"^-?\d+(\.\d+)?(±\d+(\.\d+)?)?$")]
+"""A figure as a paper prints it: ``"87.41±0.20"``."""
+
+
+class Row(Strict):
+    """A row of a table: one cell, or one for each column."""
+
+    text: str = Field("", description="how the printed table names the row; left out: its name")
+    sets: list[str] = Field([], description="names of sets, each laid over the base and the sets before it")
+    set: dict[str, Any] = Field({}, description="settings laid over the base, the column and the sets")
+    rates: list[float] = Field([], description="learning rates of this row; left out: the table's")
+    paper: Printed | dict[str, Printed] = Field(
+        {}, description="the paper's figure; in a table with columns: one for each column"
+    )
+    clients: dict[str, Printed] | dict[str, dict[str, Printed]] = Field(
+        {}, description="the paper's figure of each client; in a table with columns: for each column"
+    )
+
+
+class Table(Strict):
+    """A table of experiments.
+
+    A cell is a row under a column, named ``COLUMN/ROW``; in a table without columns each row is a cell.
+    """
+
+    title: str = Field(description="what the table shows")
+    source: str = Field("", description="the paper, and which of its tables")
+    figures: str = Field("", description="what the paper's figures are")
+    base: dict[str, Any] = Field(description="an experiment's settings, or the path of an experiment file")
+    sets: dict[str, dict[str, Any]] = Field({}, description="settings by name, for columns and rows to use")
+    columns: dict[str, str] = Field({}, description="the sets that make the columns, each with its heading")
+    rows: dict[str, Row] = Field(description="the rows by name", min_length=1)
+    judge: Literal["preference_accuracy", "reward_accuracy"] = Field(
+        "preference_accuracy", description="the figure that chooses a rate and stands beside the paper's"
+    )
+    seeds: list[int] = Field([42], min_length=1, description="seeds; the first one chooses the rate")
+    rates: list[float] = Field(
+        [], description="learning rates that are tried on validation pairs; left out: each cell's own rate"
+    )
+    further: int = Field(0, ge=0, description="how many rates may be tried beyond an end of them")
+
+    @field_validator("rows", "columns")
+    @classmethod
+    def _named(cls, names: dict[str, Any]) -> dict[str, Any]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+                raise ValueError(f"{name!r} names folders: write it with letters, digits, '.', '-', '_', '+'")
+        return names
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Table:
+        for name in self.columns:
+            _check_known(f"columns.{name}", name, self.sets, "set")
+        for label, row in self.rows.items():
+            for name in row.sets:
+                _check_known(f"rows.{label}.sets", name, self.sets, "set")
+            self._check_figures(label, row)
+        return self
+
+    def _check_figures(self, label: str, row: Row) -> None:
+        """The paper's figures name the columns, if there are any."""
+        for key, figures, column in (("paper", row.paper, str), ("clients", row.clients, dict)):
+            values = list(figures.values()) if isinstance(figures, dict) else []
+            if self.columns and (isinstance(figures, str) or not all(isinstance(v, column) for v in values)):
+                raise ValueError(f"rows.{label}.{key}: the table has columns; write {key}.COLUMN")
+            if not self.columns and any(key == "paper" or isinstance(value, dict) for value in values):
+                raise ValueError(f"rows.{label}.{key}: the table has no columns")
+            for name in figures if self.columns else ():
+                _check_known(f"rows.{label}.{key}", name, self.columns, "column")
+
+    def cells(self, path: Path) -> dict[str, Cell]:
+        """The cells by name, row by row.
+
+        Args:
+            path: the table's file.
+        """
+        cells = {}
+        for label, row in self.rows.items():
+            for column in self.columns or [""]:
+                name, text = label, row.text or f"`{label}`"
+                parts = [self.base, *(self.sets[each] for each in row.sets), row.set]
+                clients: Mapping[str, Any] = row.clients
+                if column:
+                    name, text = f"{column}/{label}", f"{self.columns[column]}, {text}"
+                    parts.insert(1, self.sets[column])
+                    clients = clients.get(column, {})
+                paper = row.paper if isinstance(row.paper, str) else row.paper.get(column, "")
+                rates = tuple(row.rates or self.rates)
+                cells[name] = Cell(name, text, path, reduce(_merge, parts), rates, paper, clients)
+        return cells
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One experiment of a table.
+
+    Attributes:
+        name: in the table.
+        text: how a printed table names it.
+        path: the table's file.
+        tree: the experiment's tables.
+        rates: learning rates to choose from; empty where the experiment's own is taken.
+        paper: the figure that the paper prints, or ``""``.
+        clients: the figure that the paper prints of each client.
+    """
+
+    name: str
+    text: str
+    path: Path
+    tree: Mapping[str, Any]
+    rates: tuple[float, ...]
+    paper: str
+    clients: Mapping[str, Any]
+
+    def experiment(self, *overrides: str) -> Experiment:
+        """The experiment, after ``KEY=VALUE`` overrides as :meth:`Experiment.load` takes them.
+
+        Raises:
+            ConfigError: it is not valid; the message names the table and the cell.
+        """
+        tree, where = deepcopy(dict(self.tree)), f"{self.path}, cell {self.name}"
+        origins = override(tree, overrides, self.path.parent)
+        method = tree.get("method", {})
+        for table, key in _rates(tree):
+            if "lr" not in method:
+                raise ConfigError(f"{where}: {key} = {RATE!r} stands for method.lr, which is not set")
+            table[key] = method["lr"]
+        return Experiment.from_tables(tree, where, origins)
+
+
+def load_table(path: Path) -> Table:
+    """Read a table.
+
+    Relative paths are taken from the file's folder, or else from the working folder.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a valid table; the message says where and what.
+    """
+    tree = _read(path, ())
+    if "rows" not in tree and "method" in tree:
+        raise ConfigError(f"{path} is one experiment, not a table; `prefed run {path}` runs it")
+    try:
+        return Table.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Table, tree, str(path), {})) from None
+
+
+def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Experiment:
+    """A cell of a table, or the experiment of an experiment file.
+
+    Args:
+        path: a TOML file.
+        cell: which of a table's cells; ``None`` for an experiment file.
+        overrides: ``KEY=VALUE`` each.
+
+    Raises:
+        ConfigError: the file is not valid, is a table and no cell was named, or has no such cell.
+    """
+    if not path.exists() or (cell is None and not {"rows", "extends"} & read_toml(path).keys()):
+        return Experiment.load(path, overrides)
+    cells = load_table(path).cells(path)
+    if cell is None:
+        some = ", ".join([*cells][:4]) + (", …" if len(cells) > 4 else "")
+        raise ConfigError(
+            f"{path} is a table of {len(cells)} cells ({some}); name one with --cell, or run them all with "
+            "`prefed sweep`"
+        )
+    if cell not in cells:
+        listed = f" (cells: {', '.join(cells)})"
+        raise ConfigError(f"{path}: no cell is called {cell!r}{nearest(cell, cells) or listed}")
+    return cells[cell].experiment(*overrides)
+
+
+def _read(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    """The keys of a table's file, merged with those of the table that it extends.
+
+    Args:
+        path: the file.
+        before: the files that extend it.
+    """
+    if path.resolve() in before:
+        raise ConfigError(f"{path}: extends itself")
+    tree = read_toml(path)
+    base = tree.get("base")
+    if isinstance(base, str):
+        tree["base"] = read_toml(path.parent / base)
+        make_absolute(tree["base"], ((path.parent / base).parent, Path()))
+    rows = [part for row in _tables(tree.get("rows")) for part in _tables(row, "set")]
+    for part in (*_tables(tree, "base"), *_tables(tree.get("sets")), *rows):
+        make_absolute(part, (path.parent, Path()))
+    other = tree.pop("extends", None)
+    if other is None:
+        return tree
+    if not isinstance(other, str):
+        raise ConfigError(f"{path}: extends = {other!r}: should be the path of another table")
+    under = _read(path.parent / other, (*before, path.resolve()))
+    for key in OWN:
+        under.pop(key, None)
+    for key in SHARED:
+        if isinstance(under.get(key), dict) and isinstance(tree.get(key), dict):
+            tree[key] = _merge(under[key], tree[key])
+    return {**under, **tree}
+
+
+def _tables(tree: Any, *keys: str) -> Iterator[dict[str, Any]]:
+    """The tables in ``tree``, or those at ``keys``. Validation names values of other types."""
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(value, dict) and key in (keys or tree):
+            yield value
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables with the values of ``over``, and those of ``under`` for keys that ``over`` lacks.
+
+    >>> _merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}, "d": {"e": 5}})
+    {'a': {'b': 1, 'c': 4}, 'd': {'e': 5}}
+    """
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            value = _merge(below, value)
+        merged[key] = value
+    return merged
+
+
+def _check_known(where: str, name: str, names: Iterable[str], kind: str) -> None:
+    names = list(names)
+    if name not in names:
+        listed = f"; there are: {', '.join(names)}" if names else ""
+        raise ValueError(f"{where}: no {kind} is called {name!r}{nearest(name, names) or listed}")
+
+
+def _rates(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the tables in ``tree`` hold :data:`RATE`."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _rates(value)
+        elif value == RATE:
+            yield tree, key

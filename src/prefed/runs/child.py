@@ -1,0 +1,176 @@
+"""One run of a sweep, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from prefed import files
+from prefed.config import Experiment, to_toml
+from prefed.core.tree import flatten
+
+__all__ = ["ACCURACIES", "Run", "code", "commits", "process"]
+
+ACCURACIES = (
+    "preference_accuracy",
+    "reward_accuracy",
+    "baseline_accuracy",
+    "shared_accuracy",
+    "combined_accuracy",
+    "explicit_accuracy",
+)
+"""The figures that are kept of a run on test pairs."""
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder of prefed itself."""
+PLACES = ("data.train.path", "data.validation.path", "data.test.path", "model.name", "method.reward_model")
+"""Settings that say where something lies: another place does not make another run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
+
+    Attributes:
+        experiment: what is run.
+        out: the run directory.
+        test: whether the finished run is evaluated on test pairs besides.
+    """
+
+    experiment: Experiment
+    out: Path
+    test: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end, and the commits of its code are kept in it."""
+        return (self.out / "summary.json").exists() and not self.beside("begun").exists()
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that the sweep needs of it is there."""
+        return self.finished and (not self.test or self.figures is not None)
+
+    @property
+    def figures(self) -> dict[str, dict[str, float]] | None:
+        """Mean and worst client of each accuracy on test pairs; ``None`` where one is missing."""
+        path = self.out / "judged-test.json"
+        figures = dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
+        return figures if all(name in figures for name in ACCURACIES if name in self.summary) else None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` holds."""
+        return dict(json.loads((self.out / "summary.json").read_text("utf-8")))
+
+    def beside(self, ending: str) -> Path:
+        """A file beside the run directory that exists only until the run has ended well."""
+        return self.out.with_name(f"{self.out.name}.{ending}")
+
+    def check(self) -> None:
+        """See that the run directory holds this run, or nothing.
+
+        Raises:
+            ValueError: it holds a run of other settings.
+        """
+        config = self.out / "config.toml"
+        if not config.exists():
+            return
+        before, after = _settings(Experiment.parse(config.read_text("utf-8"))), _settings(self.experiment)
+        keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+        if keys:
+            listed = "; ".join(f"{key} is {before.get(key)!r}, not {after.get(key)!r}" for key in keys)
+            raise ValueError(
+                f"{self.out} was run with other settings: {listed}. Move it away, or give another --out"
+            )
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    """All settings that decide a run's numbers, except those that say where data and models lie."""
+    settings = flatten(experiment.tables())
+    return {
+        key: value for key, value in settings.items() if key not in PLACES and not key.startswith("engine.")
+    }
+
+
+def code(folder: Path = PACKAGE) -> str:
+    """The commit of the code in a folder, with ``+`` if files differ from it; or else prefed's version."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if git("ls-files", "__init__.py"):
+            return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return f"v{version('prefed')}"
+
+
+def commits(out: Path) -> list[str]:
+    """The commits of the code that made a run: more than one if other code resumed it."""
+    path = out / "commit"
+    return path.read_text("utf-8").split() if path.exists() else ["unknown"]
+
+
+async def process(run: Run) -> None:
+    """Carry out a run, or resume it, by ``prefed run`` and ``prefed evaluate`` in processes of their own.
+
+    A log of their errors lies beside the run until the run has ended well. The commit of the code is written
+    into the run directory.
+
+    Raises:
+        RuntimeError: a command failed; the message has the last line that it printed.
+    """
+    note, experiment = run.beside("begun"), run.beside("toml")
+    run.out.parent.mkdir(parents=True, exist_ok=True)
+    if not (run.out / "summary.json").exists():
+        # Other code may resume a run that was killed. The run then names the commits of both. The note lies
+        # beside the run directory, which must be empty before the run begins.
+        files.append(note, f"{code()}\n".encode())
+        files.write(experiment, to_toml(run.experiment).encode())
+        again = ["--resume"] if run.out.exists() else []
+        await _command(run, "run", str(experiment), "--out", str(run.out), *again)
+    if note.exists():
+        names = dict.fromkeys(note.read_text("utf-8").split())
+        files.write(run.out / "commit", "".join(f"{name}\n" for name in names).encode())
+        files.remove(note)
+    if run.test and run.figures is None:
+        figures = json.loads(await _command(run, "evaluate", str(run.out), "--split", "test", "--json"))
+        accuracies = {
+            name: {key: figures[name][key] for key in ("mean", "worst")}
+            for name in ACCURACIES
+            if name in figures
+        }
+        files.write(run.out / "judged-test.json", json.dumps(accuracies, indent=1).encode())
+    for path in (experiment, run.beside("log")):
+        path.unlink(missing_ok=True)
+
+
+async def _command(run: Run, *words: str) -> bytes:
+    """Run a ``prefed`` command and return its output; its errors go to the log beside the run."""
+    log = run.beside("log")
+    with log.open("wb") as errors:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "prefed.cli", *words),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            output, _ = await child.communicate()
+        finally:
+            if child.returncode is None:
+                child.terminate()
+                await child.wait()
+    if child.returncode:
+        last = log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"{run.out} ended with status {child.returncode}: {last} (all of it in {log})")
+    return output

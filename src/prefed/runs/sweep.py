@@ -1,0 +1,214 @@
+"""Carries out the cells of a table: finds the runs that each cell needs, and runs them in processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefed.config.table import Cell, Table, load_table
+from prefed.runs.child import ACCURACIES, Run, commits, process
+from prefed.runs.rates import best, following
+
+__all__ = ["Entry", "Sweep", "entries"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell to carry out.
+
+    Attributes:
+        cell: the cell.
+        table: its table.
+        folder: its runs lie in ``FOLDER/CELL-lrRATE-seedSEED``, without the rate where none is chosen.
+        overrides: ``KEY=VALUE`` for every run.
+    """
+
+    cell: Cell
+    table: Table
+    folder: Path
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Table and cell, for messages."""
+        return f"{self.folder.name} {self.cell.name}"
+
+    def run(self, seed: int, lr: float | None = None, *, test: bool = False) -> Run:
+        """The run with a seed, and with a learning rate if one is to be chosen.
+
+        Raises:
+            ConfigError: its settings are not valid.
+        """
+        values, name = ["engine.threads=1", *self.overrides, f"seed={seed}"], self.cell.name
+        if lr is not None:
+            values += [f"method.lr={lr!r}", "evaluate.split=validation"]
+            name += f"-lr{lr:g}"
+        return Run(self.cell.experiment(*values), self.folder / f"{name}-seed{seed}", test)
+
+    def first(self) -> Run:
+        """The run to begin with."""
+        return self.run(self.table.seeds[0], *self.cell.rates[:1])
+
+    def best_rate_outcome(self, validation: Mapping[float, float]) -> dict[str, Any]:
+        """What the table keeps of the cell, once the runs of its best rate are evaluated.
+
+        Args:
+            validation: rate → figure on validation pairs.
+        """
+        lr, seeds = best(validation), self.table.seeds
+        runs = [self.run(seed, lr) for seed in seeds]
+        outcome = {**self._about(), "lr": lr, "validation": dict(sorted(validation.items()))}
+        tests = [run.figures or {} for run in runs]
+        for name in ACCURACIES:
+            for figure in ("mean", "worst"):
+                outcome[f"{name}.{figure}"] = [test[name][figure] for test in tests if name in test]
+        outcome["bytes"] = [_sent(run) for run in runs]
+        outcome["seconds"] = [run.summary["seconds"] for run in runs]
+        outcome["commits"] = _commits([*runs, *(self.run(seeds[0], rate) for rate in validation)])
+        return outcome
+
+    def own_rate_outcome(self) -> dict[str, Any]:
+        """What the table keeps of a cell without a choice of rates, once its runs are finished."""
+        runs = [self.run(seed) for seed in self.table.seeds]
+        rounds = [_evaluations(run, self.table.judge) for run in runs]
+        tops = [max(figures, key=lambda figure: figure["mean"]) for figures in rounds]
+        return {
+            **self._about(),
+            "runs": [
+                {
+                    "seed": seed,
+                    "last": figures[-1]["mean"],
+                    "best": top["mean"],
+                    "worst": top["worst"],
+                    "clients": top.get("per_client", {}),
+                    "bytes": _sent(run),
+                    "seconds": run.summary["seconds"],
+                }
+                for seed, run, figures, top in zip(self.table.seeds, runs, rounds, tops, strict=True)
+            ],
+            "commits": _commits(runs),
+        }
+
+    def _about(self) -> dict[str, Any]:
+        cell = self.cell
+        paper = {"figure": cell.paper, "clients": dict(cell.clients)}
+        return {
+            "method": cell.name,
+            "text": cell.text,
+            "judge": self.table.judge,
+            "seeds": list(self.table.seeds),
+            **({"paper": paper} if cell.paper else {}),
+        }
+
+
+def _evaluations(run: Run, figure: str) -> list[dict[str, Any]]:
+    """A figure over clients in each round that was evaluated."""
+    lines = (run.out / "rounds.jsonl").read_text("utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record["evaluation"][figure] for record in records if "evaluation" in record]
+
+
+def _sent(run: Run) -> int:
+    sent = run.summary["bytes"]
+    return int(sent["up"] + sent["down"])
+
+
+def entries(path: Path, out: Path, overrides: Sequence[str] = ()) -> list[Entry]:
+    """The cells of a table's file.
+
+    Args:
+        path: the table.
+        out: the folder of all tables.
+        overrides: ``KEY=VALUE`` for every run.
+
+    Raises:
+        ConfigError: the table is not valid.
+    """
+    table = load_table(path)
+    return [Entry(cell, table, out / path.stem, tuple(overrides)) for cell in table.cells(path).values()]
+
+
+def _commits(runs: Sequence[Run]) -> list[str]:
+    return sorted({commit for run in runs for commit in commits(run.out)})
+
+
+@dataclass
+class Sweep:
+    """Carries out cells, ``jobs`` runs at a time.
+
+    At most ``jobs`` cells are under way. So every job has work, and cells finish one after the other.
+
+    Attributes:
+        jobs: how many runs at a time.
+        done: takes each cell that is finished, with what the table keeps of it.
+        tell: takes a line about each thing that has happened.
+        do: carries out one run.
+        failed: what went wrong, a line each.
+    """
+
+    jobs: int
+    done: Callable[[Entry, dict[str, Any]], None]
+    tell: Callable[[str], None] = print
+    do: Callable[[Run], Awaitable[None]] = process
+    failed: list[str] = field(default_factory=list)
+
+    async def carry_out(self, entries: Sequence[Entry]) -> None:
+        """Carry out all runs that are not finished. A cell that fails is left out, and the others go on."""
+        cells, runs = asyncio.Semaphore(self.jobs), asyncio.Semaphore(self.jobs)
+        count = 0
+
+        async def one(entry: Entry) -> None:
+            nonlocal count
+            async with cells:
+                try:
+                    outcome = await self._cell(entry, runs)
+                except Exception as error:
+                    reason = error
+                    while isinstance(reason, ExceptionGroup):
+                        reason = reason.exceptions[0]
+                    self.failed.append(f"{entry.name}: {reason}")
+                    self.tell(f"FAILED {self.failed[-1]}")
+                    return
+            self.done(entry, outcome)
+            count += 1
+            self.tell(f"{entry.name} is done, {count} of {len(entries)} cells")
+
+        async with asyncio.TaskGroup() as group:
+            for entry in entries:
+                group.create_task(one(entry))
+
+    async def _cell(self, entry: Entry, runs: asyncio.Semaphore) -> dict[str, Any]:
+        async def carry_out(run: Run) -> None:
+            async with runs:
+                run.check()
+                if not run.ready:
+                    await self.do(run)
+
+        async def all_seeds(lr: float | None) -> None:
+            async with asyncio.TaskGroup() as group:
+                for seed in entry.table.seeds:
+                    group.create_task(carry_out(entry.run(seed, lr, test=lr is not None)))
+
+        rates = entry.cell.rates
+        if not rates:
+            await all_seeds(None)
+            return entry.own_rate_outcome()
+        validation: dict[float, float] = {}
+
+        async def try_rate(lr: float) -> None:
+            run = entry.run(entry.table.seeds[0], lr)
+            await carry_out(run)
+            validation[lr] = float(run.summary[entry.table.judge]["mean"])
+            self.tell(f"{entry.name} lr {lr:g}: validation {validation[lr]:.3f}")
+
+        async with asyncio.TaskGroup() as group:
+            for lr in dict.fromkeys(rates):
+                group.create_task(try_rate(lr))
+        while (further := following(validation, len(set(rates)) + entry.table.further)) is not None:
+            await try_rate(further)
+        await all_seeds(best(validation))
+        return entry.best_rate_outcome(validation)

@@ -1,0 +1,384 @@
+"""What carries out a table's cells: the rates that are tried, what is reused, what the printed table says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from prefed.cli import app
+from prefed.config import ConfigError, to_toml
+from prefed.report.sweep import _rate, keep
+from prefed.runs import child as module
+from prefed.runs.child import code, commits, process
+from prefed.runs.rates import following
+from prefed.runs.sweep import Sweep, entries
+from preferences import jsonl
+
+ADAPTIVE = (1e-3, 3e-3, 9e-3)
+ROWS = [{"prompt": f"Say {k}", "chosen": f" yes {k}", "rejected": f" no {k}"} for k in range(24)]
+TOY = """\
+title = "Toy"
+rates = [1e-3, 3e-3, 9e-3]
+further = {further}
+seeds = [1, 2, 3]
+{more}
+[base]
+rounds = 2
+data = {{ train = "pairs.jsonl", partition = {{ by = "column", column = "persona" }} }}
+model.name = "model"
+method = {{ name = "feddpo", lr = 1e-3, local_steps = 5 }}
+[rows]
+{rows}
+"""
+
+
+def toy_entries(folder, *labels, further=2, more=""):
+    """The cells of a table with one row a method, whose runs go into ``folder/toy``."""
+    path = folder / "toy.toml"
+    rows = "\n".join(f'{label}.set.method.name = "{label}"' for label in labels or ("local",))
+    path.write_text(TOY.format(further=further, rows=rows, more=more))
+    return entries(path, folder)
+
+
+class Toy:
+    """Carries no run out, but leaves what one leaves; its figures are a function of rate and seed."""
+
+    def __init__(self, figure, commit="abc1234", head=False):
+        self.figure, self.commit, self.head, self.calls = figure, commit, head, []
+
+    async def __call__(self, run):
+        self.calls.append(run.out.name + (" test" if run.test else ""))
+        mean = self.figure(run.experiment.method.settings.lr, run.experiment.seed)
+        names = ["preference_accuracy", "reward_accuracy", "baseline_accuracy"]
+        names += ["combined_accuracy", "explicit_accuracy"] if self.head else []
+        figures = {name: {"mean": mean, "worst": mean / 2} for name in names}
+        run.out.mkdir(parents=True, exist_ok=True)
+        if not (run.out / "config.toml").exists():
+            (run.out / "config.toml").write_text(to_toml(run.experiment))
+            (run.out / "commit").write_text(self.commit + "\n")
+        rest = {"bytes": {"up": 1_000_000, "down": 2_000_000}, "seconds": 1.0}
+        (run.out / "summary.json").write_text(json.dumps({**figures, **rest}))
+        if run.test:
+            (run.out / "judged-test.json").write_text(json.dumps(figures))
+        await asyncio.sleep(0)
+
+
+def peak(at, slope=0.1):
+    """A figure that is highest at one rate; seeds 2 and 3 are 0.02 above and below the first."""
+    return lambda lr, seed: 0.8 - slope * (lr != at) - slope * abs(lr - at) + {1: 0, 2: 0.02, 3: -0.02}[seed]
+
+
+def make(toy, cells, order=None, jobs=2):
+    """Carry cells out; gives the sweep and the lines that it told."""
+    lines: list[str] = []
+    order = order or [entry.cell.name for entry in cells]
+    sweep = Sweep(jobs, lambda e, outcome: keep(e, order, outcome), lines.append, toy)
+    asyncio.run(sweep.carry_out(cells))
+    return sweep, lines
+
+
+# Which rates are tried
+
+
+def test_a_sweep_looks_beyond_the_end_its_best_rate_lies_at():
+    """As far again as the neighbour: 3e-3 next to 1e-3 leads to 9e-3, 1e-3 to a third; inside, to nothing.
+    One digit is kept: 9e-3 squared over 3e-3 is 2.7e-2, which reads 3e-2, and then (3e-2)² / 9e-3 = 0.1."""
+
+    def beyond(rates, best):
+        return following({lr: -abs(lr - best) for lr in rates}, 9)
+
+    assert beyond([1e-3, 3e-3], 3e-3) == 9e-3
+    assert beyond([1e-3, 3e-3], 1e-3) == 3e-4
+    assert beyond([1e-3, 3e-3, 9e-3], 9e-3) == 3e-2
+    assert beyond([3e-2, 3e-3, 9e-3], 3e-2) == 0.1
+    assert beyond([1e-3, 3e-4, 3e-3], 1e-3) is None
+    assert beyond([1e-3], 1e-3) is None
+
+
+@pytest.mark.parametrize(
+    ("best", "further", "tried"),
+    [
+        (3e-3, 6, [1e-3, 3e-3, 9e-3]),
+        (3e-2, 6, [1e-3, 3e-3, 9e-3, 3e-2, 0.1]),
+        (3e-4, 6, [9e-5, 3e-4, 1e-3, 3e-3, 9e-3]),
+        (0.1, 1, [1e-3, 3e-3, 9e-3, 3e-2]),
+        (0.1, 0, [1e-3, 3e-3, 9e-3]),
+    ],
+)
+def test_rates_are_followed_until_the_best_lies_inside(best, further, tried):
+    """The figure falls on both sides of ``best``, so the search ends with it between two worse ones unless
+    ``further`` is used up before."""
+    figure = {lr: -abs(tried.index(lr) - (tried.index(best) if best in tried else 99)) for lr in tried}
+    figures = {lr: figure[lr] for lr in ADAPTIVE}
+    while (lr := following(figures, len(ADAPTIVE) + further)) is not None:
+        figures[lr] = figure[lr]
+    assert sorted(figures) == tried
+
+
+def test_a_cell_that_no_rate_changes_is_followed_no_further():
+    """All alike to the last digits is the rule, whatever the method; a tie of some is none, and the smaller
+    of the best is taken, here one at the end."""
+    alike = {1e-3: 0.5, 3e-3: 0.5, 9e-3: 0.5 + 1e-16}
+    assert alike[9e-3] > alike[3e-3]
+    assert following(alike, 9) is None
+    assert following(dict.fromkeys(ADAPTIVE, 0.5), 9) is None
+    assert _rate({"lr": 1e-3, "validation": alike}) == ("any", "1e-3 to 9e-3, all alike")
+    assert following({1e-3: 0.6, 3e-3: 0.6, 9e-3: 0.5}, 9) == 3e-4
+    assert following({1e-3: 0.5, 3e-3: 0.6, 9e-3: 0.6}, 9) is None
+
+
+def test_a_row_says_where_its_best_rate_lies():
+    inside = {"lr": 3e-3, "validation": {"0.001": 0.5, "0.003": 0.6, "0.009": 0.5}}
+    assert _rate(inside) == ("3e-3", "1e-3 to 9e-3")
+    assert _rate({**inside, "lr": 9e-3}) == ("9e-3", "1e-3 to 9e-3, best at the end")
+    assert _rate({"lr": 0.3, "validation": {0.3: 0.5}}) == ("0.3", "0.3, best at the end")
+
+
+# How a table is made
+
+
+def test_a_table_is_made_cell_by_cell(tmp_path):
+    """The first seed at three rates and one beyond, then the best with each seed, judged. The text: mean ±
+    deviation of 0.8, 0.82 and 0.78 is 0.800 ± 0.020; halves for the worst client; 3 MB in all."""
+    toy = Toy(peak(9e-3))
+    _, lines = make(toy, toy_entries(tmp_path))
+    first = [f"local-lr{lr}-seed1" for lr in ("0.001", "0.003", "0.009", "0.03")]
+    assert toy.calls == [*first, *(f"local-lr0.009-seed{seed} test" for seed in (1, 2, 3))]
+    assert lines[-2:] == ["toy local lr 0.03: validation 0.698", "toy local is done, 1 of 1 cells"]
+    table = (tmp_path / "toy.md").read_text().splitlines()
+    assert table[0].split(" | ")[3:] == [
+        *("accuracy", "worst client", "reward accuracy", "worst client", "MB sent", "commit |")
+    ]
+    figures = "0.800 ± 0.020 | 0.400 ± 0.010"
+    assert table[2:] == [
+        f"| untouched model |  |  | {figures} |  |  |  |  |",
+        f"| `local` | 9e-3 | 1e-3 to 3e-2 | {figures} | {figures} | 3.0 | abc1234 |",
+    ]
+    (row,) = json.loads((tmp_path / "toy.json").read_text())
+    assert (row["lr"], row["seeds"], row["commits"]) == (9e-3, [1, 2, 3], ["abc1234"])
+    assert list(row["validation"]) == ["0.001", "0.003", "0.009", "0.03"]
+    assert statistics.mean(row["preference_accuracy.mean"]) == pytest.approx(0.8)
+
+
+def test_a_table_takes_up_what_is_finished(tmp_path):
+    """Given again it runs nothing; a run whose summary is gone, or whose commit is still under way, is
+    carried out again alone, and so is an evaluation that lacks a figure of the run's."""
+    toy, cells = Toy(peak(3e-3), head=True), toy_entries(tmp_path)
+    make(toy, cells)
+    before = (tmp_path / "toy.md").read_text()
+    assert "with the reward head | reward head alone" in before
+    toy.calls.clear()
+    make(toy, cells)
+    assert toy.calls == []
+    runs = tmp_path / "toy"
+    (runs / "local-lr0.001-seed1/summary.json").unlink()
+    (runs / "local-lr0.009-seed1.begun").write_text("abc1234\n")
+    old = json.loads((runs / "local-lr0.003-seed2/judged-test.json").read_text())
+    del old["combined_accuracy"]
+    (runs / "local-lr0.003-seed2/judged-test.json").write_text(json.dumps(old))
+    make(toy, cells)
+    again = ["local-lr0.001-seed1", "local-lr0.009-seed1", "local-lr0.003-seed2 test"]
+    assert toy.calls == again
+    assert (tmp_path / "toy.md").read_text() == before
+
+
+def test_a_row_names_every_commit_of_its_runs(tmp_path):
+    """Also of those that lost: they had a part in the choice. A run from elsewhere may have none."""
+    toy, cells = Toy(peak(3e-3)), toy_entries(tmp_path)
+    make(toy, cells)
+    (tmp_path / "toy/local-lr0.001-seed1/commit").write_text("bcd2345+\n")
+    (tmp_path / "toy/local-lr0.003-seed3/commit").unlink()
+    make(toy, cells)
+    assert (tmp_path / "toy.md").read_text().splitlines()[-1].endswith("| abc1234, bcd2345+, unknown |")
+
+
+def test_a_paper_s_figure_stands_in_the_table(tmp_path):
+    """In a column of its own, and below the table what it is."""
+    (cell,) = toy_entries(tmp_path, more='source = "a paper"\nfigures = "percent"')
+    path = tmp_path / "toy.toml"
+    path.write_text(path.read_text() + 'local.paper = "87.41±0.20"\n')
+    make(Toy(peak(3e-3)), entries(path, tmp_path))
+    table = (tmp_path / "toy.md").read_text().splitlines()
+    assert "| method | learning rate | rates tried | paper | accuracy |" in table[0]
+    assert "| `local` | 3e-3 | 1e-3 to 9e-3 | 87.41±0.20 | 0.800" in table[3]
+    assert {line.count("|") for line in table[:4]} == {table[0].count("|")}
+    assert table[-1] == "paper: a paper: percent"
+    assert cell.cell.paper == ""
+
+
+def test_as_many_runs_as_jobs_are_under_way(tmp_path):
+    """Two, never three, and cells are finished in their order."""
+    under_way, most = set(), []
+
+    class Counted(Toy):
+        async def __call__(self, run):
+            under_way.add(run.out)
+            most.append(len(under_way))
+            await super().__call__(run)
+            under_way.discard(run.out)
+
+    cells = toy_entries(tmp_path, "local", "feddpo", "fedprox", "fedbn")
+    _, lines = make(Counted(peak(3e-3)), cells)
+    assert max(most) == 2
+    assert [line.split()[1] for line in lines if "is done" in line] == [each.cell.name for each in cells]
+
+
+def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
+    """A later call for one cell puts it beside those that are there, in the table's order."""
+
+    class Breaks(Toy):
+        async def __call__(self, run):
+            if run.out.name == "feddpo-lr0.009-seed1":
+                raise RuntimeError("no room")
+            await super().__call__(run)
+
+    cells = toy_entries(tmp_path, "feddpo", "local")
+    sweep, lines = make(Breaks(peak(3e-3)), cells)
+    assert sweep.failed == ["toy feddpo: no room"]
+    assert "FAILED toy feddpo: no room" in lines
+    assert [each["method"] for each in json.loads((tmp_path / "toy.json").read_text())] == ["local"]
+    sweep, _ = make(Toy(peak(3e-3)), cells[:1], ["feddpo", "local"])
+    assert sweep.failed == []
+    assert [each["method"] for each in json.loads((tmp_path / "toy.json").read_text())] == ["feddpo", "local"]
+
+
+def test_a_run_of_other_settings_is_not_reused(tmp_path):
+    """Another place of the same data is no other setting; a step more and a key that is none are."""
+    (entry,) = toy_entries(tmp_path)
+    make(Toy(peak(3e-3)), [entry])
+
+    def first(*overrides):
+        return entries(entry.cell.path, tmp_path, overrides)[0].first()
+
+    first("data.train=other.jsonl", "model.name=other", "engine.workers=2").check()
+    with pytest.raises(
+        ValueError, match=r"local-lr0\.001-seed1.*method\.local_steps is 5, not 7.*another --out"
+    ):
+        first("method.local_steps=7").check()
+    with pytest.raises(ConfigError, match="local_stops"):
+        first("method.local_stops=7")
+
+
+# A run in a process
+
+
+def test_a_process_that_fails_says_why(tmp_path):
+    """Its last line is in the error, and all that it printed is kept."""
+    run = toy_entries(tmp_path)[0].first()
+    with pytest.raises(RuntimeError, match=r"status 1: error: .*name = 'model'"):
+        asyncio.run(process(run))
+    assert "name = 'model'" in run.beside("log").read_text()
+    assert not run.finished
+
+
+def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(tmp_path, monkeypatch):
+    """Killed under one commit and resumed under another it names both, each once, in this order."""
+    run = toy_entries(tmp_path)[0].first()
+    names = iter(["abc1234", "bcd2345", "bcd2345"])
+    resumed: list[bool] = []
+
+    async def fake(run, *words):
+        resumed.append("--resume" in words)
+        run.out.mkdir(exist_ok=True)
+        if len(resumed) < 3:
+            raise KeyboardInterrupt
+        (run.out / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(module, "code", lambda: next(names))
+    monkeypatch.setattr(module, "_command", fake)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(process(run))
+        assert not run.ready
+    asyncio.run(process(run))
+    asyncio.run(process(run))
+    assert resumed == [False, True, True]
+    assert commits(run.out) == ["abc1234", "bcd2345"]
+    assert run.ready
+    assert [path.name for path in run.out.parent.iterdir()] == [run.out.name]
+
+
+def test_code_is_named_by_its_commit(tmp_path):
+    """With a + where a file that git knows differs; by its version where git does not know the package."""
+
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True
+        )
+
+    package = tmp_path / "prefed/__init__.py"
+    package.parent.mkdir()
+    package.write_text("")
+    git("init", "-q")
+    assert code(package.parent).startswith("v")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "--short", "HEAD").stdout.strip()
+    assert code(package.parent) == head
+    (tmp_path / "notes.txt").write_text("not git's")
+    assert code(package.parent) == head
+    package.write_text("x = 1\n")
+    assert code(package.parent) == f"{head}+"
+
+
+# The command
+
+
+def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
+    """A cell, a file, and an option of the table that is misspelt; nothing is written."""
+    toy_entries(tmp_path, "local", "feddpo")
+    table = tmp_path / "toy.toml"
+
+    def error(*words):
+        result = CliRunner().invoke(app, ["sweep", str(table), "--out", str(tmp_path / "out"), *words])
+        assert result.exit_code == 1, result.output
+        return result.stderr
+
+    assert "no cell is called 'locl'; did you mean 'local'?" in error("--only", "locl")
+    assert "there is no pairs.jsonl; say with --set where it lies" in error("--only", "lo*")
+    assert "--set method.lrr=1: method.lrr: no such key; did you mean 'lr'?" in error("--set", "method.lrr=1")
+    table.write_text(table.read_text().replace("further = 2", "farther = 2"))
+    assert "farther: no such key; did you mean 'further'?" in error()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_stops_with_its_runs_and_goes_on(shared_model, tmp_path):
+    """Ended by SIGTERM while a run goes on it leaves no process behind; given again it comes to its end, and
+    the run that was stopped names its code."""
+    toy_entries(tmp_path, further=0)
+    table = tmp_path / "toy.toml"
+    text = table.read_text().replace("[1, 2, 3]", "[1]").replace("[1e-3, 3e-3, 9e-3]", "[1e-3]")
+    table.write_text(text)
+    data = jsonl(tmp_path / "pairs.jsonl", ROWS)
+    sets = [f"data.train={data}", f"model.name={shared_model}", "data.test_fraction=0.2"]
+    sets += [
+        "data.validation_fraction=0.2",
+        "data.max_length=96",
+        "method.local_steps=1",
+        'data.partition={by="iid", clients=2}',
+    ]
+    words = [sys.executable, "-m", "prefed.cli", "sweep", str(table), "--out", str(tmp_path / "out")]
+    words += [word for each in sets for word in ("--set", each)]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = tmp_path / "out/toy/local-lr0.001-seed1"
+    until = time.monotonic() + 120
+    while not (run / "checkpoint").exists() and child.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    output, _ = child.communicate(timeout=120)
+    assert (child.returncode, "the same command goes on from here" in output) == (130, True), output
+    again = subprocess.run(words, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "toy local is done, 1 of 1 cells" in again.stdout
+    assert [path.name for path in run.parent.iterdir()] == [run.name]
+    assert json.loads((run / "judged-test.json").read_text())["preference_accuracy"]["mean"] >= 0
+    assert len(commits(run)) == 1
