@@ -15,7 +15,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 from prefed.config.errors import ConfigError, explain, nearest
 from prefed.config.experiment import Experiment
 from prefed.config.file import make_absolute, override, read_toml
-from prefed.core.strict import Strict
+from prefed.core.strict import StrictModel
 
 __all__ = ["Cell", "Row", "Table", "load_cell", "load_table"]
 
@@ -30,7 +30,7 @@ Printed = Annotated[str, StringConstraints(pattern=r"^-?\d+(\.\d+)?(±\d+(\.\d+)
 """A figure as a paper prints it: ``"87.41±0.20"``."""
 
 
-class Row(Strict):
+class Row(StrictModel):
     """A row of a table: one cell, or one for each column."""
 
     text: str = Field("", description="how the printed table names the row; left out: its name")
@@ -45,7 +45,7 @@ class Row(Strict):
     )
 
 
-class Table(Strict):
+class Table(StrictModel):
     """A table of experiments.
 
     A cell is a row under a column, named ``COLUMN/ROW``; in a table without columns each row is a cell.
