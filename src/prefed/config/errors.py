@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
@@ -10,21 +9,13 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-__all__ = ["ConfigError", "explain", "nearest", "records"]
+from prefed.core.text import did_you_mean
+
+__all__ = ["ConfigError", "explain", "records"]
 
 
 class ConfigError(ValueError):
     """An experiment file cannot be run. The message names the file, the key and a remedy."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or nothing if no known name is near.
-
-    >>> nearest("batchsize", ["lr", "batch_size"])
-    "; did you mean 'batch_size'?"
-    """
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def explain(
@@ -70,7 +61,7 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
     if detail["type"] == "extra_forbidden":
         known = [field for record in records(root, keys[:-1], tree) for field in record.model_fields]
         listed = f"; known there: {', '.join(sorted(set(known)))}" if known else ""
-        return f"{name}: no such key{nearest(keys[-1], known) or listed}"
+        return f"{name}: no such key{did_you_mean(keys[-1], known) or listed}"
     if detail["type"] == "missing":
         return f"{name}: missing, and it has no default"
     if detail["type"] == "union_tag_invalid":

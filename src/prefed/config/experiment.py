@@ -17,10 +17,11 @@ from pydantic import (
     model_validator,
 )
 
-from prefed.config.errors import ConfigError, explain, nearest
+from prefed.config.errors import ConfigError, explain
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
+from prefed.core.text import did_you_mean
 from prefed.data import DataConfig
 from prefed.merge import MergeConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
@@ -118,7 +119,7 @@ def method_kind(name: str) -> MethodKind:
     """
     if name not in METHODS:
         raise ValueError(
-            f"no method is called {name!r}{nearest(name, METHODS)} (methods: {', '.join(METHODS)})"
+            f"no method is called {name!r}{did_you_mean(name, METHODS)} (methods: {', '.join(METHODS)})"
         )
     return METHODS[name]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import shutil
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from prefed import files
 from prefed.core.key import Key
+from prefed.core.text import did_you_mean
 from prefed.data.assign import ROLES, Assignment, RowTable, assign_clients, natural_partition
 from prefed.data.config import DataConfig
 from prefed.data.dataset import CLIENTS, FederatedDataset, RowCounts, read_manifest
@@ -175,11 +175,7 @@ def _flipped(config: DataConfig, assignment: Assignment, ids: list[str]) -> set[
     flipped = {name for name, flip in zip(assignment.ids, assignment.flipped, strict=True) if flip}
     for name in config.flip:
         if name not in ids:
-            near = difflib.get_close_matches(name, ids, n=1)
-            raise DataError(
-                f"flip names client {name!r}, and there is none"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+            raise DataError(f"flip names client {name!r}, and there is none{did_you_mean(name, ids)}")
         flipped ^= {name}
     return flipped & set(ids)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import shlex
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from prefed.core.text import did_you_mean
 from prefed.metrics import FederatedMetric, Spread, small_clients_note, spread
 from prefed.runs.figures import USUAL, Figure, figures_of
 from prefed.runs.profiles import Profile, profiles_of
@@ -136,8 +136,7 @@ def read_run(path: str | Path) -> RunRecord:
     """
     path = Path(path)
     if not path.is_dir():
-        near = difflib.get_close_matches(path.name, _runs(path.parent), n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        hint = did_you_mean(path.name, _runs(path.parent), show=lambda near: str(path.parent / near))
         raise RunError(f"{path}: no such directory{hint}")
     config = path / "config.toml"
     if not config.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
 import json
 import os
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from prefed import files
+from prefed.core.text import did_you_mean
 from prefed.store.reader import (
     Commit,
     Digests,
@@ -360,10 +360,8 @@ def _near(path: Path) -> str:
     folder = path.parent
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     runs = [entry.name for entry in entries if entry != path and (entry / "checkpoint").is_dir()]
-    near = difflib.get_close_matches(path.name, runs, n=3)
-    if near:
-        return f"; did you mean {' or '.join(str(folder / name) for name in near)}?"
-    return f" (the runs beside it: {', '.join(runs[:5])})" if runs else ""
+    beside = f" (the runs beside it: {', '.join(runs[:5])})" if runs else ""
+    return did_you_mean(path.name, runs, most=3, show=lambda name: str(folder / name)) or beside
 
 
 def _contents(run: Path) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import difflib
 import gzip
 import hashlib
 import json
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from prefed.core.text import did_you_mean
 from prefed.data.errors import DataError, ErrorCollector, RowLocation
 
 __all__ = ["Row", "data_files", "read_rows", "sha256_of"]
@@ -65,8 +65,7 @@ def data_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        hint = did_you_mean(path.name, beside, show=lambda near: str(path.with_name(near)))
         raise DataError(f"{path}: no such file or folder{hint}")
     items = sorted(
         (

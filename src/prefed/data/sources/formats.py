@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from prefed.core.text import did_you_mean
 from prefed.data.config import Columns
 from prefed.data.errors import DataError, RowError
 from prefed.data.sources.files import Row
@@ -252,13 +253,10 @@ def get_format(name: str) -> Format:
     Raises:
         DataError: there is no such format. The message suggests a name, or lists all.
     """
-    import difflib
-
     for entry in FORMATS.values():
         if name == entry.name or (entry.hub is not None and name.lower() == entry.hub.lower()):
             return entry
-    near = difflib.get_close_matches(name, FORMATS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(['auto', *FORMATS])}"
+    hint = did_you_mean(name, FORMATS) or f"; known are {', '.join(['auto', *FORMATS])}"
     raise DataError(f"no data format {name!r}{hint}")
 
 
