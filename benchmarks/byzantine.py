@@ -46,9 +46,9 @@ from prefed.config import Experiment
 from prefed.core import Callback, Tensors, Upload
 from prefed.engines import InProcess, Job, ServerRounds, Task, TaskResult
 from prefed.merge import MergeConfig
+from prefed.models.notices import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.store import RunWriter
-from prefed.trackers.terminal import quiet
 from prefed.train.trainer_factory import PairTrainerFactory
 from prefed.wire import decode_download, decode_upload, encode
 
@@ -179,7 +179,7 @@ def place(model: str, train: str, test: str, seed: int, flipped: bool) -> PairTr
 
 def fill(cell: Cell) -> None:
     """Run a cell and keep its figures."""
-    quiet()
+    silence_transformers()
     torch.set_num_threads(1)
     ground = place(cell.model, cell.train, cell.test, cell.seed, cell.attack == "label flip")
     # Where the data lie has no say beyond this point, but an experiment names them.

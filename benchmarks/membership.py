@@ -36,8 +36,8 @@ from prefed.config import Experiment
 from prefed.core import Key, Objective, Tensors
 from prefed.engines import Job
 from prefed.engines.tasks import Task, run_task
+from prefed.models.notices import silence_transformers
 from prefed.runs.build import build_job
-from prefed.trackers.terminal import quiet
 from prefed.wire import decode_upload, encode
 
 DATA = SHARED / "data" / "personas.train.jsonl.gz"
@@ -61,7 +61,7 @@ def main() -> None:
         raise SystemExit(
             f"{args.data}: no such file; give --data (experiments/personas/prepare.py writes one)"
         )
-    quiet()
+    silence_transformers()
     torch.set_num_threads(1)
     print("| pairs | steps | clients | " + " | ".join(f"membership, {s} | side, {s}" for s in SCORES) + " |")
     print("|---" * (3 + 2 * len(SCORES)) + "|", flush=True)

@@ -51,8 +51,8 @@ def write_run(
         summary: further keys of the summary.
     """
     path.mkdir(parents=True)
-    held = config(**(settings or {}))
-    (path / "config.toml").write_text(tomli_w.dumps(held))
+    resolved = config(**(settings or {}))
+    (path / "config.toml").write_text(tomli_w.dumps(resolved))
 
     def over(number: int) -> Any:
         return federated_metric({client: values[number] for client, values in clients.items()})
@@ -79,9 +79,9 @@ def write_run(
             }
             file.write(json.dumps(record) + "\n")
     whole = {
-        "method": held["method"]["name"],
+        "method": resolved["method"]["name"],
         "rounds": rounds,
-        "seed": held["seed"],
+        "seed": resolved["seed"],
         "baseline_accuracy": over(0),
         "preference_accuracy": over(rounds),
         "split": "test",
@@ -139,7 +139,7 @@ def small_experiment(place: Path, **changes: Any) -> dict[str, Any]:
 
 def logprobs(model: Any, tokens: Any, indices: Any) -> np.ndarray:
     """Oracle: a plain forward pass for each response, its completion's log-probabilities summed."""
-    found = []
+    sums = []
     for index in indices:
         pair = tokens.pair(int(index))
         for response in (pair.chosen, pair.rejected):
@@ -147,5 +147,5 @@ def logprobs(model: Any, tokens: Any, indices: Any) -> np.ndarray:
             with torch.inference_mode():
                 logits = model(ids).logits[0, len(pair.prompt) - 1 : -1].double()
             at = torch.from_numpy(response.astype(np.int64))[:, None]
-            found.append(float(logits.log_softmax(-1).gather(1, at).sum()))
-    return np.array(found).reshape(-1, 2)
+            sums.append(float(logits.log_softmax(-1).gather(1, at).sum()))
+    return np.array(sums).reshape(-1, 2)

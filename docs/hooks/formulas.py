@@ -1,7 +1,7 @@
 r"""MkDocs hook: formulas become MathML while pages are built, so that readers need no script and no network.
 
-Arithmatex marks ``$…$`` and ``$$…$$`` in a page; what it marked is translated here. A formula that cannot be
-translated ends the build.
+Arithmatex marks ``$…$`` and ``$$…$$`` in a page, and this hook translates each marked formula. A formula that
+cannot be translated ends the build.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-_MARKED = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _NAME = re.compile(r"[a-z]{2,}")
 _SPACE = "http://www.w3.org/1998/Math/MathML"
@@ -30,7 +30,7 @@ def mathml(formula: str, *, block: bool) -> str:
     Raises:
         FormulaError: it holds something that the translator does not know.
     """
-    # The translator knows the starred environment alone; in display mode the two look alike.
+    # The translator knows only the starred environment, which looks the same in display mode.
     text = re.sub(r"\\(begin|end)\{aligned\}", r"\\\1{align*}", formula.strip())
     try:
         root = ET.fromstring(convert(text, display="block" if block else "inline"))
@@ -49,22 +49,22 @@ def mathml(formula: str, *, block: bool) -> str:
 
 
 def _set_apart(row: ET.Element) -> None:
-    """A named function, with or without an index, stands apart from an argument without brackets."""
+    """Put a space between the name of a function and an argument without brackets."""
     for index in reversed(range(len(row) - 1)):
         name, after = row[index][0] if len(row[index]) else row[index], row[index + 1]
-        named = name.tag.endswith(("}mi", "}mo")) and _NAME.fullmatch(name.text or "")
-        if named and after.text not in {"(", "["} and not after.tag.endswith("}mspace"):
+        is_name = name.tag.endswith(("}mi", "}mo")) and _NAME.fullmatch(name.text or "")
+        if is_name and after.text not in {"(", "["} and not after.tag.endswith("}mspace"):
             row.insert(index + 1, ET.Element(f"{{{_SPACE}}}mspace", width="0.167em"))
 
 
 def translate(content: str) -> str:
     """A page's HTML with every marked formula in place."""
 
-    def one(found: re.Match[str]) -> str:
-        formula = html.unescape(found[2]).strip()
+    def one(match: re.Match[str]) -> str:
+        formula = html.unescape(match[2]).strip()
         return mathml(formula[2:-2], block=formula.startswith(r"\["))
 
-    return _MARKED.sub(one, content)
+    return _FORMULA.sub(one, content)
 
 
 def on_page_content(content: str, *, page: Any, **_: Any) -> str:

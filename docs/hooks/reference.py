@@ -1,12 +1,12 @@
-"""MkDocs hook: tables written from the package itself, so that they cannot fall behind it.
+"""MkDocs hook: tables made from the package itself, so that they are never out of date.
 
 In a page, on a line of its own::
 
     <!-- settings: prefed.config:CohortConfig -->
 
-gives every key of a settings record, and with ``beyond MODULE:RECORD`` before the end those that differ from
-another record's; ``<!-- methods -->``, ``<!-- objectives -->`` and ``<!-- formats -->`` give the registries,
-``<!-- commands -->`` the command line.
+gives every key of a settings record; with ``beyond MODULE:RECORD`` before the end only the keys that differ
+from another record's. ``<!-- methods -->``, ``<!-- objectives -->`` and ``<!-- formats -->`` give the
+registries, ``<!-- commands -->`` the command line.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def fill(markdown: str) -> str:
     '| `size` | integer ≥ 1 | – | clients a round; left out with fraction: all of them |'
     """
 
-    def one(found: re.Match[str]) -> str:
-        if found[1] is None:
-            return found[0]
-        kind, *words = found[1].replace("settings: ", "settings ").split()
+    def one(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
+        kind, *words = match[1].replace("settings: ", "settings ").split()
         if kind == "settings":
             return settings(_record(words[0]), _record(words[2]) if len(words) > 1 else None)
         return globals()[kind]()  # type: ignore[no-any-return]
@@ -86,7 +86,7 @@ def objectives() -> str:
             "rewards": loss.needs_reward,
             "margin": loss.needs_margin,
         }
-        read = ", ".join(["chosen", *(name for name, needed in needs.items() if needed)])
+        read = ", ".join(["chosen", *(name for name, reads in needs.items() if reads)])
         rows.append((f"`{loss.name}`", loss.source, settings or "–", read))
     return _table(("name", "source", "settings and defaults", "reads"), rows)
 
@@ -116,16 +116,14 @@ def commands() -> str:
             value = _value(kind, info, parameter.name)
             if isinstance(info, typer.models.ArgumentInfo):
                 words.append(value)
-                shown = value
+                term = value
             else:
                 # In an annotation, typer takes the first name of an option for its default.
-                names = [
-                    given for given in (info.default, *(info.param_decls or ())) if isinstance(given, str)
-                ]
-                shown = f"{next(iter(names), '--' + parameter.name.replace('_', '-'))} {value}".strip()
-            silent = any(parameter.default is nothing for nothing in (None, False, parameter.empty))
-            meaning = info.help + ("" if silent else f" Default: {parameter.default}.")
-            rows.append((f"`{shown}`", meaning))
+                names = [n for n in (info.default, *(info.param_decls or ())) if isinstance(n, str)]
+                term = f"{next(iter(names), '--' + parameter.name.replace('_', '-'))} {value}".strip()
+            plain = any(parameter.default is nothing for nothing in (None, False, parameter.empty))
+            meaning = info.help + ("" if plain else f" Default: {parameter.default}.")
+            rows.append((f"`{term}`", meaning))
         usage = " ".join([*words, "[options]"])
         parts += [f"## `prefed {name}`", inspect.getdoc(function) or "", f"```text\n{usage}\n```"]
         parts += [_table(("", ""), rows)] if rows else []
@@ -133,7 +131,7 @@ def commands() -> str:
 
 
 def _value(kind: Any, info: Any, name: str) -> str:
-    """What stands for an argument's or option's value; nothing for a switch."""
+    """The placeholder of an argument's or option's value; empty for a switch."""
     if kind is bool:
         return ""
     literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]

@@ -1,4 +1,4 @@
-"""Griffe extension: what docstrings say in Sphinx's ways, as Markdown knows it."""
+"""Griffe extension: docstrings in Sphinx's markup become Markdown."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _EXAMPLE = re.compile(r"^>>> .*(?:\n.*\S.*)*", re.MULTILINE)
 
 
 def markdown(text: str) -> str:
-    """A docstring with its roles turned into links, its examples into code blocks and ``::`` into ``:``.
+    """A docstring whose roles are links, whose examples are code blocks, and with ``:`` for each ``::``.
 
-    A link that leads nowhere, to something private for instance, stays plain text.
+    A link to something without a page, for instance a private name, stays plain text.
 
     >>> markdown("see :class:`~prefed.core.Phase`::")
     'see <autoref identifier="prefed.core.Phase" optional><code>Phase</code></autoref>:'
     """
 
-    def link(found: re.Match[str]) -> str:
-        short, target = found.groups()
-        shown = target.rpartition(".")[2] if short else target
-        return f'<autoref identifier="{target}" optional><code>{shown}</code></autoref>'
+    def link(match: re.Match[str]) -> str:
+        short, target = match.groups()
+        text = target.rpartition(".")[2] if short else target
+        return f'<autoref identifier="{target}" optional><code>{text}</code></autoref>'
 
     text = re.sub(r"::$", ":", _ROLE.sub(link, text), flags=re.MULTILINE)
-    return _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
+    return _EXAMPLE.sub(lambda match: f"```pycon\n{match[0]}\n```", text)
 
 
 class Roles(griffe.Extension):

@@ -228,9 +228,11 @@ def test_interrupted_it_says_how_to_go_on(place, number, code):
 
 
 @pytest.mark.parametrize(
-    "asked", [[], ["--out", "a"], ["--resume"], ["--out", "a", "--resume"]], ids=lambda asked: " ".join(asked)
+    "options",
+    [[], ["--out", "a"], ["--resume"], ["--out", "a", "--resume"]],
+    ids=lambda options: " ".join(options),
 )
-def test_interrupted_while_it_starts_it_forgets_nothing(place, monkeypatch, asked):
+def test_interrupted_while_it_starts_it_forgets_nothing(place, monkeypatch, options):
     """As during the imports, which take seconds: the command that is printed has what was asked for, and a
     run that is to be resumed is not said to be gone."""
 
@@ -238,9 +240,9 @@ def test_interrupted_while_it_starts_it_forgets_nothing(place, monkeypatch, aske
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prefed.config.Experiment, "load", stopped)
-    output = prefed_("run", "exp.toml", *asked, code=130)
-    assert output.strip().splitlines()[-1].strip() == " ".join(["prefed run exp.toml", *asked])
-    assert ("whole rounds are kept" in output) == ("--resume" in asked)
+    output = prefed_("run", "exp.toml", *options, code=130)
+    assert output.strip().splitlines()[-1].strip() == " ".join(["prefed run exp.toml", *options])
+    assert ("whole rounds are kept" in output) == ("--resume" in options)
 
 
 def test_a_full_disk_ends_a_run_with_what_is_kept(place, monkeypatch):

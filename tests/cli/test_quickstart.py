@@ -35,10 +35,10 @@ def blocks(language: str) -> list[str]:
 def commands(block: str) -> Iterator[list[str]]:
     """The words that ``prefed`` is called with, as bash takes a block of the page apart."""
     script = "".join(line[2:] for line in block.splitlines(keepends=True) if line[:2] in ("$ ", "> "))
-    told = "prefed() { printf '%s\\0' \"$@\"; printf '\\36\\0'; }\n"
-    done = subprocess.run(["bash", "-euc", told + script], capture_output=True, text=True, check=True)
+    function = "prefed() { printf '%s\\0' \"$@\"; printf '\\36\\0'; }\n"
+    process = subprocess.run(["bash", "-euc", function + script], capture_output=True, text=True, check=True)
     words: list[str] = []
-    for word in done.stdout.split("\0")[:-1]:
+    for word in process.stdout.split("\0")[:-1]:
         if word == "\36":
             yield words
             words = []
@@ -79,7 +79,7 @@ def test_the_page_can_be_followed_to_its_end(folder: Path) -> None:
     for name, summary in runs.items():
         assert summary["rounds"] == 10
         assert summary["loss"] < math.log(2) - 0.0005, name
-        assert {client: held["train"] + held["test"] for client, held in summary["clients"].items()} == (
+        assert {client: sizes["train"] + sizes["test"] for client, sizes in summary["clients"].items()} == (
             dict.fromkeys(("ada", "ben", "cleo", "dan"), PAIRS)
         )
     assert (folder / "runs/first-feddpo-seed42/report.html").exists()

@@ -9,8 +9,8 @@ from rich.console import Console
 from finished import CLIENTS, write_run
 from prefed.metrics import federated_metric
 from prefed.report import plots, read_run
+from prefed.report.comparison import reward_table
 from prefed.report.page import render
-from prefed.report.tables import reward_table
 
 GATES = {"gate": {"ann": {"0": 0.25, "1": 0.5, "11": 1.0}, "cyd": {"0": 0.75, "1": 0.25, "11": 0.0}}}
 HEAD = {
@@ -68,8 +68,8 @@ def test_few_clients_are_a_heat_map_with_its_numbers(gated):
 
 def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
     """Client k of 0 … 100 has k/100: the median is 0.5, the middle half 0.25 to 0.75; in block 1 halved."""
-    held = {f"c{k}": {"0": k / 100, "1": k / 200} for k in range(101)}
-    run = read_run(write_run(tmp_path / "run", personal={"gate": held}))
+    gates = {f"c{k}": {"0": k / 100, "1": k / 200} for k in range(101)}
+    run = read_run(write_run(tmp_path / "run", personal={"gate": gates}))
     (axes,) = plots.blocks(run, "gate", plots.LIGHT).axes
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.25])
     everybody, half = (band.get_paths()[0].get_extents() for band in axes.collections)
@@ -78,8 +78,8 @@ def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
 
 
 def test_a_client_without_one_of_the_blocks_is_a_gap(tmp_path):
-    held = {"ann": {"0": 0.5}, "bob": {"0": 1.0, "1": 0.25}, "cyd": {}}
-    run = read_run(write_run(tmp_path / "run", personal={"gate": held, "none": {}}))
+    gates = {"ann": {"0": 0.5}, "bob": {"0": 1.0, "1": 0.25}, "cyd": {}}
+    run = read_run(write_run(tmp_path / "run", personal={"gate": gates, "none": {}}))
     assert list(run.profiles) == ["gate"]
     assert run.profiles["gate"].means.tolist() == [0.75, 0.25]
     page = render(run)

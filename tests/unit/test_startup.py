@@ -7,7 +7,7 @@ import sys
 import pytest
 
 HEAVY = "{'torch', 'numpy', 'transformers', 'peft', 'datasets', 'matplotlib', 'scipy', 'pyarrow'}"
-TOLD = f"""
+REPORT = f"""
 import atexit, sys
 atexit.register(lambda: print('loaded', *sorted({HEAVY} & set(sys.modules))))
 """
@@ -32,13 +32,13 @@ txt = "One"
 
 def loaded(code, *arguments, cwd=None):
     """The last line of a program's output, which says what heavy libraries it loaded, and its errors."""
-    words = [sys.executable, "-c", TOLD + code, *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd)
-    return done.stdout.splitlines()[-1], done.stderr
+    words = [sys.executable, "-c", REPORT + code, *arguments]
+    process = subprocess.run(words, capture_output=True, text=True, cwd=cwd)
+    return process.stdout.splitlines()[-1], process.stderr
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "message"),
     [
         ("--help", ""),
         ("methods", ""),
@@ -52,11 +52,11 @@ def loaded(code, *arguments, cwd=None):
         ("demo --method fedpdo", "did you mean 'fedpdpo'?"),
     ],
 )
-def test_a_command_loads_no_heavy_library(tmp_path, command, told):
+def test_a_command_loads_no_heavy_library(tmp_path, command, message):
     (tmp_path / "typo.toml").write_text(TYPO)
     (tmp_path / "table.toml").write_text(TABLE)
     last, errors = loaded("from prefed.cli import main; main()", *command.split(), cwd=tmp_path)
-    assert (last, told in errors) == ("loaded", True), errors
+    assert (last, message in errors) == ("loaded", True), errors
 
 
 def test_every_methods_settings_are_checked_without_heavy_libraries():
@@ -94,18 +94,18 @@ def test_a_package_hands_out_all_its_names_and_no_other(package):
         _ = module.nothing
 
 
-@pytest.mark.parametrize(("given", "held"), [({}, "0"), ({"GOMP_SPINCOUNT": "777"}, "777")])
-def test_threads_that_wait_do_not_spin(given, held):
+@pytest.mark.parametrize(("environment", "count"), [({}, "0"), ({"GOMP_SPINCOUNT": "777"}, "777")])
+def test_threads_that_wait_do_not_spin(environment, count):
     """``OMP_DISPLAY_ENV`` makes the OpenMP that PyTorch brings say what it goes by: how often a thread looks
     before it sleeps. It is 300,000 times if nothing is set."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "from prefed import run"],
-        env={**own, **given, "OMP_DISPLAY_ENV": "VERBOSE"},
+        env={**own, **environment, "OMP_DISPLAY_ENV": "VERBOSE"},
         capture_output=True,
         text=True,
         check=True,
     )
-    if "GOMP_SPINCOUNT" not in done.stderr:
+    if "GOMP_SPINCOUNT" not in process.stderr:
         pytest.skip("this PyTorch has another OpenMP than GNU's")
-    assert f"GOMP_SPINCOUNT = '{held}'" in done.stderr
+    assert f"GOMP_SPINCOUNT = '{count}'" in process.stderr

@@ -10,14 +10,15 @@ from typer.testing import CliRunner
 
 from finished import write_run
 from prefed.cli import app
-from prefed.cli.errors import reported
-from prefed.cli.generate import _print
+from prefed.cli.errors import user_errors
+from prefed.cli.generate import print_responses
 from prefed.data.statistics import dataset_statistics
 from prefed.report import read_run
+from prefed.report.comparison import comparison_table, differences_table
 from prefed.report.dataset import print_dataset_statistics
 from prefed.report.result import print_result
-from prefed.report.tables import clients_table, comparison_table, differences_table
-from prefed.trackers.terminal import standard_output
+from prefed.report.tables import clients_table
+from prefed.trackers.terminal import stdout_console
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
 
@@ -101,7 +102,7 @@ def test_every_paper_of_the_methods_is_whole(monkeypatch):
 
 def test_a_message_obeys_no_character_that_it_quotes(capsys):
     """What a file holds reaches the terminal written out; the message's own lines stay lines."""
-    with pytest.raises(typer.Exit), reported():
+    with pytest.raises(typer.Exit), user_errors():
         raise ValueError("a.jsonl: no column 'x\x1b[2J\u202e\ud800'\nlook there")
     assert capsys.readouterr().err == "error: a.jsonl: no column 'x\\x1b[2J\\u202e\\ud800'\nlook there\n"
 
@@ -113,31 +114,31 @@ def test_a_pipe_is_120_wide_unless_it_is_told_otherwise(monkeypatch, columns, wi
     else:
         monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert standard_output().width == width
+    assert stdout_console().width == width
 
 
 def test_a_run_from_elsewhere_steers_no_terminal(tmp_path):
     """Its settings, its method's name and its own name are shown as they are, or written out."""
     nasty = "[/red]\x1b[2J\u202e"
-    held = {"a": "plain", "b[bold]\x1b[2J": nasty}
-    runs = [read_run(write_run(tmp_path / n, settings={"note": v}, method=v)) for n, v in held.items()]
+    names = {"a": "plain", "b[bold]\x1b[2J": nasty}
+    runs = [read_run(write_run(tmp_path / n, settings={"note": v}, method=v)) for n, v in names.items()]
     file = io.StringIO()
     console = Console(file=file, width=200)
     console.print(comparison_table(runs))
     console.print(differences_table(runs))
     console.print(clients_table(nasty, list(runs[0].figures.values()), runs[0].pairs))
-    shown = file.getvalue()
-    assert "\x1b" not in shown
-    assert "\u202e" not in shown
-    assert shown.count("[/red]\\x1b[2J\\u202e") == 3
-    assert shown.count("b[bold]\\x1b[2J") == 2
+    output = file.getvalue()
+    assert "\x1b" not in output
+    assert "\u202e" not in output
+    assert output.count("[/red]\\x1b[2J\\u202e") == 3
+    assert output.count("b[bold]\\x1b[2J") == 2
 
 
 def test_what_a_model_writes_steers_no_terminal(capsys):
     """Its lines and tabs stay: a byte-level model can write any character."""
-    _print("say", "one\n\ttwo", "\x1b[2Jthree", "aligned")
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert "\\x1b[2Jthree" in shown
-    assert "two" in shown
-    assert "\\t" not in shown
+    print_responses("say", "one\n\ttwo", "\x1b[2Jthree", "aligned")
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "\\x1b[2Jthree" in output
+    assert "two" in output
+    assert "\\t" not in output

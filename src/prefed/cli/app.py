@@ -1,4 +1,4 @@
-"""The ``prefed`` command: what its subcommands are, in the order in which ``--help`` lists them."""
+"""The ``prefed`` command: its subcommands, in the order in which ``--help`` lists them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from prefed.cli.compare import compare
 from prefed.cli.data import data
 from prefed.cli.demo import demo
+from prefed.cli.errors import user_errors
 from prefed.cli.evaluate import evaluate
 from prefed.cli.export import export
 from prefed.cli.generate import generate
@@ -29,7 +30,7 @@ app = typer.Typer(
 )
 
 for _command in (run, sweep, init, methods, data, demo, evaluate, compare, report, export, generate):
-    app.command()(_command)
+    app.command()(user_errors()(_command))
 
 
 @app.callback(invoke_without_command=True)

@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from prefed.cli.arguments import CellName, File, Overrides
-from prefed.cli.errors import reported
 
 
 def data(file: File, overrides: Overrides = None, cell: CellName = None) -> None:
     """Show what each client would hold, before anything trains."""
-    with reported():
-        from tempfile import TemporaryDirectory
+    from tempfile import TemporaryDirectory
 
-        from prefed.config.table import load_cell
+    from prefed.config.table import load_cell
 
-        experiment = load_cell(file, cell, overrides or [])
-        from prefed.data.statistics import dataset_statistics
-        from prefed.report.dataset import print_dataset_statistics
-        from prefed.runs.build import build_data
-        from prefed.trackers.terminal import quiet, standard_output
+    # Errors in the file are found before PyTorch is imported, which takes seconds.
+    experiment = load_cell(file, cell, overrides or [])
+    from prefed.data.statistics import dataset_statistics
+    from prefed.models.notices import silence_transformers
+    from prefed.report.dataset import print_dataset_statistics
+    from prefed.runs.build import build_data
+    from prefed.trackers.terminal import stdout_console
 
-        quiet()
-        with TemporaryDirectory(prefix="prefed-data-") as folder:
-            statistics = dataset_statistics(build_data(experiment, Path(folder) / "data"))
-            print_dataset_statistics(statistics, standard_output())
+    silence_transformers()
+    with TemporaryDirectory(prefix="prefed-data-") as folder:
+        statistics = dataset_statistics(build_data(experiment, Path(folder) / "data"))
+        print_dataset_statistics(statistics, stdout_console())

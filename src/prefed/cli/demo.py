@@ -1,4 +1,4 @@
-"""``prefed demo``: a whole federation on this machine, from nothing, in under two minutes."""
+"""``prefed demo``: a whole federation on this machine, without data or a model, in under two minutes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from prefed.cli.errors import reported
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,11 +54,6 @@ def demo(
     method: Annotated[str, typer.Option(help="The method to run, see `prefed methods`.")] = "fedsdg",
 ) -> None:
     """Make a preference set and a tiny model, train a federation on them and report."""
-    with reported():
-        _demo(out, method)
-
-
-def _demo(out: Path, method: str) -> None:
     import os
 
     from prefed.config import Experiment, method_kind
@@ -69,14 +62,15 @@ def _demo(out: Path, method: str) -> None:
     from prefed import files
     from prefed.core import Key
     from prefed.data import synthetic
+    from prefed.models.notices import silence_transformers
     from prefed.report import read_run
     from prefed.report.page import write_page
     from prefed.report.result import print_result
     from prefed.runs.run import run
-    from prefed.trackers.terminal import quiet, standard_output
+    from prefed.trackers.terminal import stdout_console
 
-    quiet()
-    console = standard_output()
+    silence_transformers()
+    console = stdout_console()
     out.mkdir(parents=True, exist_ok=True)
     key = Key(SEED)
     tastes = synthetic.tastes(key, CLIENTS)
@@ -86,14 +80,13 @@ def _demo(out: Path, method: str) -> None:
     for client, taste in tastes.items():
         console.print(f"  {client}: {taste.describe()}")
     if not (out / "model").exists():
-        _model(out / "model", key, console)
+        _make_model(out / "model", key, console)
     file = out / f"{method}.toml"
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
         files.write(file, EXPERIMENT.format(file=file, method=method, workers=workers).encode())
-    result = run(Experiment.load(file, []), _free(out / f"run-{method}"), progress=True)
-    summary: dict[str, Any] = dict(result.summary)
-    print_result(summary, console, {"oracle": _oracle(records)})
+    result = run(Experiment.load(file, []), _free_path(out / f"run-{method}"), progress=True)
+    print_result(result.summary, console, {"oracle": _oracle(records)})
     console.print("oracle: what knowing a client's taste would reach; its labels are noisy")
     page = result.path / "report.html"
     write_page(read_run(result.path), page)
@@ -101,7 +94,7 @@ def _demo(out: Path, method: str) -> None:
     console.print(f"experiment: {file}; change a line, e.g. the method, and `prefed run {file}`")
 
 
-def _model(folder: Path, key: Key, console: Console) -> None:
+def _make_model(folder: Path, key: Key, console: Console) -> None:
     from rich.progress import Progress
 
     from prefed.data import synthetic
@@ -117,19 +110,20 @@ def _model(folder: Path, key: Key, console: Console) -> None:
     console.print(f"a tiny language model, pretrained on text of the same kind, in {folder}")
 
 
-def _free(folder: Path) -> Path:
-    """``folder``, or the first of ``folder-2``, ``folder-3``, … that does not exist."""
-    number, free = 1, folder
-    while free.exists():
+def _free_path(folder: Path) -> Path:
+    """The first of ``folder``, ``folder-2``, ``folder-3``, … that does not exist."""
+    number, path = 1, folder
+    while path.exists():
         number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
+        path = folder.with_name(f"{folder.name}-{number}")
+    return path
 
 
 def _oracle(records: Sequence[Record]) -> dict[str, Any]:
+    """The accuracy of someone who knows the clients' true tastes."""
     from prefed.data.synthetic import oracle_accuracy
     from prefed.metrics import federated_metric
 
-    tested = [record for record in records if record.split == "test"]
-    names = sorted({record.client for record in tested if record.client})
-    return dict(federated_metric({c: oracle_accuracy([r for r in tested if r.client == c]) for c in names}))
+    test = [record for record in records if record.split == "test"]
+    clients = sorted({record.client for record in test if record.client})
+    return dict(federated_metric({c: oracle_accuracy([r for r in test if r.client == c]) for c in clients}))

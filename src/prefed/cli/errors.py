@@ -1,4 +1,4 @@
-"""Errors as a person at a terminal wants them."""
+"""Errors for a person at a terminal."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 
 import typer
 
-from prefed.core.text import printable_lines
-
-__all__ = ["reported"]
+__all__ = ["user_errors"]
 
 
 @contextmanager
-def reported() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Errors that a user can do something about end the command with their message alone.
 
-    ``PREFED_TRACEBACK=1`` in the environment lets them through.
+    ``PREFED_TRACEBACK=1`` in the environment shows where in the code they arose.
     """
     from pydantic import ValidationError
+
+    from prefed.core.text import printable_lines
 
     try:
         yield

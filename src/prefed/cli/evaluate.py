@@ -6,16 +6,9 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-
-from prefed.cli.errors import reported
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from prefed.runs.evaluate import Evaluation
 
 
 def evaluate(
@@ -37,60 +30,37 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Judge a finished run's models: each client's on its own pairs, or on other ones."""
-    with reported():
-        if test is not None and split is not None:
-            raise ValueError("give either --split, of the run's own pairs, or --test FILE")
-        if everyone and test is None:
-            raise ValueError("--everyone belongs to --test FILE")
-        import torch
+    if test is not None and split is not None:
+        raise ValueError("give either --split, of the run's own pairs, or --test FILE")
+    if everyone and test is None:
+        raise ValueError("--everyone belongs to --test FILE")
+    import torch
 
-        from prefed.runs.evaluate import evaluate_file, judge
-        from prefed.runs.loaded import load_run
-        from prefed.store import plain
-        from prefed.trackers.terminal import quiet, standard_output
+    from prefed.models.notices import silence_transformers
+    from prefed.report.evaluation import print_evaluation
+    from prefed.runs.evaluate import evaluate_file, judge
+    from prefed.runs.loaded import load_run
+    from prefed.store import plain
+    from prefed.trackers.terminal import stdout_console
 
-        quiet()
-        opened = load_run(run, data=test is None)
-        # The run's own number of threads: its figures come out again to the digit.
-        torch.set_num_threads(opened.experiment.engine.threads or torch.get_num_threads())
-        with _bar() as tell:
-            if test is None:
-                judged = judge(opened, split or opened.experiment.evaluate.split, client, tell)
-            else:
-                judged = evaluate_file(opened, test, client, everyone=everyone, tell=tell)
-        if as_json:
-            typer.echo(json.dumps(plain(judged.plain()), indent=2, ensure_ascii=False))
+    silence_transformers()
+    loaded_run = load_run(run, data=test is None)
+    # With the run's own number of threads its figures come out again to the digit.
+    torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
+    with _progress() as tell:
+        if test is None:
+            evaluation = judge(loaded_run, split or loaded_run.experiment.evaluate.split, client, tell)
         else:
-            _print(judged, opened.record.name, standard_output())
-
-
-def _print(judged: Evaluation, name: str, console: Console) -> None:
-    from prefed.metrics import MEAN_METRICS
-    from prefed.report.tables import clients_table, unseen_table
-    from prefed.runs.figures import REWARDED, figures_of
-
-    if judged.figures:
-        held = {n: figure for n, figure in figures_of(judged.figures).items() if n not in MEAN_METRICS}
-        title = f"{name}: share of {judged.what} ordered rightly"
-        usual = [figure for n, figure in held.items() if n not in REWARDED]
-        console.print(clients_table(title, usual, judged.pairs.get))
-        rewarded = [held[n] for n in ("preference_accuracy", *REWARDED) if n in held]
-        if len(rewarded) > 1:
-            title = f"{name}: with the reward head"
-            console.print(clients_table(title, rewarded, judged.pairs.get))
-        margin, loss = judged.figures["margin"], judged.figures["dpo_loss"]
-        console.print(f"mean margin {margin['mean']:.3f} nats, mean DPO loss {loss['mean']:.4f}")
-        if "explicit_margin" in judged.figures:
-            console.print(f"mean margin of the reward head {judged.figures['explicit_margin']['mean']:.3f}")
-    if judged.unseen:
-        console.print(unseen_table(judged.unseen))
-    for note in judged.notes:
-        console.print(note, markup=False, soft_wrap=True)
+            evaluation = evaluate_file(loaded_run, test, client, everyone=everyone, tell=tell)
+    if as_json:
+        typer.echo(json.dumps(plain(evaluation.plain()), indent=2, ensure_ascii=False))
+    else:
+        print_evaluation(evaluation, loaded_run.record.name, stdout_console())
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar on the terminal's error output, where there is one."""
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error if that is a terminal; it is told how many of how many clients are done."""
     from rich.console import Console
     from rich.progress import Progress
 

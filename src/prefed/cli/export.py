@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefed.cli.errors import reported
-
 if TYPE_CHECKING:
     from prefed.runs.record import RunRecord
 
 IN_ADAPTER = frozenset({"lora", "personal_lora", "gate", "residual"})
-"""Parts of a model that an adapter folder holds; a residual is refused where it is not zero."""
-
-SOURCES = {"PeftModel": "peft", "AutoModelForCausalLM": "transformers", "load_client": "prefed.models"}
+"""Parts of a model that an adapter folder can hold; a residual is refused unless it is zero."""
 
 
 def export(
@@ -35,49 +31,52 @@ def export(
     ] = False,
 ) -> None:
     """Write a model of a finished run as a folder that PEFT, or transformers alone, loads."""
-    with reported():
-        from prefed.runs.record import read_run
-        from prefed.store import client_file
+    from prefed.runs.record import read_run
+    from prefed.store import client_file
 
-        record = read_run(run)
-        path = out or run / ("merged" if merge else "adapters") / (
-            "shared" if client is None else f"client-{client_file(client)}"
-        )
-        _check(path, record, replace=force or out is None)
-        from prefed.core import Owner
-        from prefed.models import save_adapter, save_client, save_merged
-        from prefed.runs.loaded import load_run
-        from prefed.trackers.terminal import quiet
+    record = read_run(run)
+    path = out or run / ("merged" if merge else "adapters") / (
+        "shared" if client is None else f"client-{client_file(client)}"
+    )
+    _check(path, record, replace=force or out is None)
+    from prefed.core import Owner
+    from prefed.models import save_adapter, save_client, save_merged
+    from prefed.models.notices import silence_transformers
+    from prefed.runs.loaded import load_run
 
-        quiet()
-        opened = load_run(run)
-        tensors = opened.published_model if client is None else opened.model(client)
-        # Personal parts of the model that all share are as they started: they change nothing.
-        names = opened.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
-        more = sorted({tensors.layout[name].part for name in names} - IN_ADAPTER)
-        model = opened.experiment.model
-        revision = "" if model.revision is None else f"revision={model.revision!r}, "
-        base = f"{model.name!r}, {revision}dtype={model.dtype!r}"
-        if merge:
-            save_merged(opened.backbone, tensors, path)
-            told = ["model", "", f"model = AutoModelForCausalLM.from_pretrained({str(path)!r})"]
-        elif more:
-            save_client(opened.backbone, tensors, path)
-            told = ["model", f" (adapter, {', '.join(more)})", f"model = load_client({str(path)!r}).model"]
-        else:
-            save_adapter(opened.backbone, tensors, path)
-            told = ["adapter", "", f"base = AutoModelForCausalLM.from_pretrained({base})"]
-            told.append(f"model = PeftModel.from_pretrained(base, {str(path)!r})")
-        typer.echo(f"{told[0]}: {path}{told[1]}\nto load it:")
-        for name, package in SOURCES.items():
-            if any(name in line for line in told[2:]):
-                typer.echo(f"  from {package} import {name}")
-        for line in told[2:]:
-            typer.echo(f"  {line}")
+    silence_transformers()
+    loaded_run = load_run(run)
+    backbone = loaded_run.backbone
+    tensors = loaded_run.published_model if client is None else loaded_run.model(client)
+    # In the model that all share, personal parts are untouched and change nothing.
+    names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
+    more = sorted({tensors.layout[name].part for name in names} - IN_ADAPTER)
+    model = loaded_run.experiment.model
+    revision = "" if model.revision is None else f"revision={model.revision!r}, "
+    base = f"{model.name!r}, {revision}dtype={model.dtype!r}"
+    folder = repr(str(path))
+    if merge:
+        save_merged(backbone, tensors, path)
+        lines = [f"model: {path}", "to load it:"]
+        lines.append("  from transformers import AutoModelForCausalLM")
+        lines.append(f"  model = AutoModelForCausalLM.from_pretrained({folder})")
+    elif more:
+        save_client(backbone, tensors, path)
+        lines = [f"model: {path} (adapter, {', '.join(more)})", "to load it:"]
+        lines.append("  from prefed.models import load_client")
+        lines.append(f"  model = load_client({folder}).model")
+    else:
+        save_adapter(backbone, tensors, path)
+        lines = [f"adapter: {path}", "to load it:"]
+        lines.append("  from peft import PeftModel")
+        lines.append("  from transformers import AutoModelForCausalLM")
+        lines.append(f"  base = AutoModelForCausalLM.from_pretrained({base})")
+        lines.append(f"  model = PeftModel.from_pretrained(base, {folder})")
+    typer.echo("\n".join(lines))
 
 
 def _check(path: Path, record: RunRecord, *, replace: bool) -> None:
-    """Refuse what an export must not take the place of: only an earlier one, or nothing at all, may go."""
+    """Refuse a folder that an export must not replace: it replaces nothing but an earlier export."""
     from prefed.models.adapters import unexpected_files
 
     if not path.exists():
@@ -85,13 +84,13 @@ def _check(path: Path, record: RunRecord, *, replace: bool) -> None:
     if not path.is_dir():
         raise ValueError(f"{path} is a file, not a folder; choose another --out")
     folder, base = path.resolve(), Path(record.config["model"]["name"])
-    for kept, what in ((record.path, "run"), *([(base, "run's base model")] if base.is_dir() else [])):
-        if folder in (kept.resolve(), *kept.resolve().parents):
+    for what, place in (("run", record.path), ("run's base model", base)):
+        if place.is_dir() and folder in (place.resolve(), *place.resolve().parents):
             raise ValueError(f"{path} holds the {what}; choose another --out")
-    found = unexpected_files(path)
-    if found:
+    foreign = unexpected_files(path)
+    if foreign:
         raise ValueError(
-            f"{path} holds {found[0]!r}, which no export writes: it is not replaced; choose another --out"
+            f"{path} holds {foreign[0]!r}, which no export writes: it is not replaced; choose another --out"
         )
     if any(path.iterdir()) and not replace:
         raise ValueError(f"{path} is there already; choose another --out, or --force to replace it")

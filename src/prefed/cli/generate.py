@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefed.cli.errors import reported
-
 if TYPE_CHECKING:
     from prefed.data import Prompt
     from prefed.runs.loaded import LoadedRun
@@ -39,53 +37,60 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Let the base model and a finished run's model respond to prompts, side by side."""
-    with reported():
-        if not 0 < top_p <= 1:
-            raise ValueError(f"--top-p {top_p}: above 0 and at most 1")
-        from prefed.core import Key
-        from prefed.data import Template
-        from prefed.runs.loaded import load_run
-        from prefed.trackers.terminal import quiet
-        from prefed.train.generation import Sampling, as_prompt, complete, prompt_ids
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p {top_p}: above 0 and at most 1")
+    from prefed.core import Key
+    from prefed.data import Template
+    from prefed.models.notices import silence_transformers
+    from prefed.runs.loaded import load_run
+    from prefed.train.generation import Sampling, as_prompt, complete, prompt_ids
 
-        quiet()
-        opened = load_run(run)
-        backbone = opened.backbone
-        aligned = opened.published_model if client is None else opened.model(client)
-        how = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-        template = Template(backbone.tokenizer, opened.experiment.data.template)
-        name = "aligned" if client is None else f"aligned, {client}"
-        found = []
-        for text in (sys.stdin.read() if text == "-" else text for text in prompt):
-            ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, _example(opened), raw=raw))
-            for number in range(samples):
-                key = Key(seed).at("generate", text).at("sample", number)
-                base, ours = (complete(backbone, t, ids, how, key) for t in (backbone.reference, aligned))
-                found.append({"prompt": text, "sample": number, "base": base, "aligned": ours})
-                if not as_json:
-                    _print(text if number == 0 else "", base, ours, name)
-        if as_json:
-            typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    silence_transformers()
+    loaded_run = load_run(run)
+    backbone = loaded_run.backbone
+    aligned = loaded_run.published_model if client is None else loaded_run.model(client)
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    template = Template(backbone.tokenizer, loaded_run.experiment.data.template)
+    heading = "aligned" if client is None else f"aligned, {client}"
+    responses = []
+    for text in (sys.stdin.read() if text == "-" else text for text in prompt):
+        ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, _example(loaded_run), raw=raw))
+        for number in range(samples):
+            key = Key(seed).at("generate", text).at("sample", number)
+            base, ours = (complete(backbone, t, ids, sampling, key) for t in (backbone.reference, aligned))
+            responses.append({"prompt": text, "sample": number, "base": base, "aligned": ours})
+            if not as_json:
+                print_responses(text if number == 0 else "", base, ours, heading)
+    if as_json:
+        typer.echo(json.dumps(responses, indent=2, ensure_ascii=False))
 
 
-def _example(opened: LoadedRun) -> Prompt | None:
+def _example(run: LoadedRun) -> Prompt | None:
     """A prompt of the run's data, if they are there."""
-    return opened.trainers.dataset.tokens.record(0).prompt if opened.has_pairs else None
+    return run.trainers.dataset.tokens.record(0).prompt if run.has_pairs else None
 
 
-def _print(prompt: str, base: str, aligned: str, name: str) -> None:
+def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:
+    """Two responses side by side, below their prompt.
+
+    Args:
+        prompt: empty if it stands above earlier responses already.
+        base: the base model's response.
+        aligned: the aligned model's.
+        heading: of the aligned model's column.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     from prefed.core.text import printable_lines
-    from prefed.trackers.terminal import standard_output
+    from prefed.trackers.terminal import stdout_console
 
-    console = standard_output()
+    console = stdout_console()
     if prompt:
         console.print(Text(printable_lines(prompt.strip()), style="bold"))
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
-    for head in ("base", name):
+    for head in ("base", heading):
         table.add_column(Text(head), ratio=1, overflow="fold")
     table.add_row(*(Text(printable_lines(text.strip())) for text in (base, aligned)))
     console.print(table)

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.errors import reported
-
 
 def init(
     method: Annotated[str, typer.Argument(help="A method's name, see `prefed methods`.")],
@@ -21,30 +19,29 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
 ) -> None:
     """Write a commented starting file for a method, or a small example that runs."""
-    with reported():
-        from prefed import files
-        from prefed.config import method_kind
-        from prefed.config.starting import example_file, example_pairs, starting_file
+    from prefed import files
+    from prefed.config import method_kind
+    from prefed.config.starting import example_file, example_pairs, starting_file
 
-        method_kind(method)
-        path = out or Path(f"{method}.toml")
-        if example:
-            pairs = path.with_name("pairs.jsonl")
-            texts = {pairs: example_pairs(), path: example_file(method, pairs.name)}
-        else:
-            texts = {path: starting_file(method)}
-        for written in texts:
-            if written.is_dir():
-                raise ValueError(f"{written} is a folder; choose another --out")
-            if written.exists() and not force:
-                # The pairs have one name, whatever the experiment file is called.
-                other = "another --out" if written == path else "an --out in another folder"
-                raise ValueError(f"{written} exists; choose {other}, or --force to replace it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for written, text in texts.items():
-            files.write(written, text.encode())
-        named = shlex.quote(str(path))
-        if example:
-            typer.echo(f"wrote {pairs} and {path}; next: `prefed data {named}`, then `prefed run {named}`")
-        else:
-            typer.echo(f"wrote {path}; next: set [data] and [model] in it, then `prefed run {named}`")
+    method_kind(method)
+    path = out or Path(f"{method}.toml")
+    pairs = path.with_name("pairs.jsonl")
+    if example:
+        texts = {pairs: example_pairs(), path: example_file(method, pairs.name)}
+    else:
+        texts = {path: starting_file(method)}
+    for file in texts:
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder; choose another --out")
+        if file.exists() and not force:
+            # The pairs have one name, whatever the experiment file is called.
+            other = "another --out" if file == path else "an --out in another folder"
+            raise ValueError(f"{file} exists; choose {other}, or --force to replace it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file, text in texts.items():
+        files.write(file, text.encode())
+    name = shlex.quote(str(path))
+    if example:
+        typer.echo(f"wrote {pairs} and {path}; next: `prefed data {name}`, then `prefed run {name}`")
+    else:
+        typer.echo(f"wrote {path}; next: set [data] and [model] in it, then `prefed run {name}`")

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.errors import reported
-
 
 def report(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
@@ -17,10 +15,9 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page about a finished run, complete in itself."""
-    with reported():
-        from prefed.report.page import write_page
-        from prefed.runs.record import read_run
+    from prefed.report.page import write_page
+    from prefed.runs.record import read_run
 
-        path = out or run / "report.html"
-        write_page(read_run(run), path)
-        typer.echo(f"report: {path}")
+    path = out or run / "report.html"
+    write_page(read_run(run), path)
+    typer.echo(f"report: {path}")

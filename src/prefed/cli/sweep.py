@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefed.cli.arguments import Overrides
-from prefed.cli.errors import reported
 
 if TYPE_CHECKING:
     from prefed.runs.sweep import Entry
@@ -32,8 +31,7 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, of one thread each.")] = 2,
 ) -> None:
     """Carry out the cells of a table, or go on with them, and print the results beside the paper's."""
-    with reported():
-        _sweep(tables, overrides or [], out, only or [], jobs)
+    _sweep(tables, overrides or [], out, only or [], jobs)
 
 
 def _sweep(tables: list[Path], overrides: list[str], out: Path, only: list[str], jobs: int) -> None:
@@ -71,12 +69,12 @@ def _sweep(tables: list[Path], overrides: list[str], out: Path, only: list[str],
 
 def _select(cells: list[Entry], only: list[str]) -> list[Entry]:
     """The cells that ``only`` names, or all of them."""
-    from prefed.config.errors import nearest
+    from prefed.core.text import did_you_mean
 
     names = [entry.cell.name for entry in cells]
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
-            hint = nearest(pattern, names) or f" (cells: {', '.join(names)})"
+            hint = did_you_mean(pattern, names) or f" (cells: {', '.join(names)})"
             raise ValueError(f"no cell is called {pattern!r}{hint}")
     return [e for e in cells if not only or any(fnmatchcase(e.cell.name, pattern) for pattern in only)]
 

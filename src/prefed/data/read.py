@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
 import numpy as np
 
+from prefed.core.text import did_you_mean
 from prefed.data.assign import ROLES, RowTable, partition_value
 from prefed.data.config import DataConfig
 from prefed.data.errors import DataError, ErrorCollector, MissingColumnError, RowLocation
@@ -112,14 +111,13 @@ class _MissingColumn:
         if self._exists or not self._rows:
             return
         (first, error), (last, _) = self._rows[0], self._rows[-1]
-        near = difflib.get_close_matches(error.column, error.columns, n=1)
         rows = f"{first.file}, rows {first.row}" if first.file == last.file else str(first)
         rows += f" to {last.row if first.file == last.file else last}"
         setting = "by" if error.column == "margin" else "column"
         raise DataError(
             f"{rows}: no row has {error.column!r}, which [data.partition] {setting} names; "
             f"the columns there are {', '.join(error.columns) or 'none besides prompt, chosen and rejected'}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + did_you_mean(error.column, error.columns)
         )
 
 

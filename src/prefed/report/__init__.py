@@ -1,4 +1,4 @@
-"""What a run came to: tables for the terminal, plots, and one page that explains itself."""
+"""The results of finished runs: tables for the terminal, plots, and an HTML page that explains itself."""
 
 from prefed.runs.record import RunError, RunRecord, read_run
 

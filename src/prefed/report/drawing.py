@@ -1,7 +1,7 @@
-"""What plots are drawn with: themes, canvases, lines, bars, axes, and files.
+"""What plots are drawn with: themes, canvases, lines, bars, axes and files.
 
-Each plot is drawn on a figure of its own, without pyplot and its global state, in colours that people with
-any colour vision tell apart (Okabe and Ito 2008).
+Each plot is a figure of its own, without pyplot and its global state. People with any colour vision can tell
+its colours apart (Okabe and Ito 2008).
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ __all__ = [
     "canvas",
     "color_of",
     "draw_bars",
-    "draw_distribution",
+    "draw_distributions",
     "draw_line",
-    "kind_of",
+    "file_format",
     "legend",
     "percent_axis",
     "round_axis",
     "save",
-    "short",
+    "short_name",
     "size_axis",
     "svg",
 ]
 
 BARS = 40
-"""Clients that get a bar of their own; of more, the distribution is drawn."""
-
+"""Clients that get a bar of their own at most; of more, the distribution is drawn."""
 
 SCRIPTS = (
     *(f"Noto Sans CJK {place}" for place in ("SC", "TC", "JP", "KR", "HK")),
@@ -55,7 +54,7 @@ SCRIPTS = (
     *("Droid Sans Fallback", "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei"),
     *("Yu Gothic", "Malgun Gothic", "SimHei", "Arial Unicode MS", "Unifont"),
 )
-"""Fonts with Chinese, Japanese and Korean letters, as systems come with them."""
+"""Fonts with Chinese, Japanese and Korean letters that systems come with."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Theme:
 
     Attributes:
         text: of labels and titles.
-        quiet: of grids, axes and what merely refers.
+        quiet: of grids, axes, and figures that others are compared with.
         page: behind the plot.
         lines: of runs and figures, in turn.
     """
@@ -86,7 +85,7 @@ DARK = Theme(
 
 
 def svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:
-    """A plot as an SVG text on a transparent ground; the same plot gives the same text."""
+    """A plot as SVG text on a transparent ground; equal plots give equal texts."""
     from matplotlib import rc_context
 
     buffer = BytesIO()
@@ -95,41 +94,41 @@ def svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:
     return buffer.getvalue().decode()
 
 
-def kind_of(path: Path) -> str:
-    """The kind of plot that a file's name asks for: ``"png"``, ``"svg"`` or ``"pdf"``.
+def file_format(path: Path) -> str:
+    """The format that a plot's file name asks for: ``"png"``, ``"svg"`` or ``"pdf"``.
 
     Raises:
-        ValueError: its name ends in something else, or is a folder's.
+        ValueError: the name ends in something else, or is a folder's.
     """
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in ("png", "svg", "pdf"):
+    name = path.suffix.lower().removeprefix(".")
+    if name not in ("png", "svg", "pdf"):
         raise ValueError(f"{path}: a plot's name ends in .png, .svg or .pdf")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file for the plot")
-    return kind
+    return name
 
 
 def save(draw: Callable[[Theme], Figure], path: Path, theme: Theme = LIGHT) -> None:
-    """Write a plot as a file of the kind that its name ends in: ``.png``, ``.svg`` or ``.pdf``.
+    """Write a plot as a file; the name's end says in which format, see :func:`file_format`.
 
     Raises:
-        ValueError: its name ends in something else.
+        ValueError: the name ends in none.
     """
-    kind = kind_of(path)
+    name = file_format(path)
     buffer = BytesIO()
     with _style(theme):
-        draw(theme).savefig(buffer, format=kind, dpi=160, facecolor=theme.page)
+        draw(theme).savefig(buffer, format=name, dpi=160, facecolor=theme.page)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, buffer.getvalue())
 
 
 @cache
 def _fonts() -> list[str]:
-    """Matplotlib's own font, and for the scripts that it lacks those of :data:`SCRIPTS` that are there."""
+    """Matplotlib's own font, and for letters that it lacks those of :data:`SCRIPTS` that are installed."""
     from matplotlib import font_manager, rcParamsDefault
 
-    there = set(font_manager.get_font_names())
-    return [*rcParamsDefault["font.family"], *(name for name in SCRIPTS if name in there)]
+    installed = set(font_manager.get_font_names())
+    return [*rcParamsDefault["font.family"], *(name for name in SCRIPTS if name in installed)]
 
 
 @contextmanager
@@ -167,7 +166,7 @@ def _style(theme: Theme) -> Iterator[None]:
             }
         ),
     ):
-        # A box stands for a letter that no font has; a line on the terminal for each would help nobody.
+        # A letter that no font has is drawn as a box; a warning for each would fill the terminal.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         yield
 
@@ -175,7 +174,7 @@ def _style(theme: Theme) -> Iterator[None]:
 def canvas(
     width: float, height: float, rows: int = 1, columns: int = 1, heights: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """An empty figure of so many inches, and its axes row by row."""
+    """An empty figure, ``width`` × ``height`` inches, and its axes row by row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -184,7 +183,7 @@ def canvas(
 
 
 def color_of(theme: Theme, index: int, of: int) -> Any:
-    """The colour of curve ``index`` of so many: the theme's own as long as they last."""
+    """The colour of curve ``index`` of ``of`` curves: the theme's own if it has so many."""
     if of <= len(theme.lines):
         return theme.lines[index]
     from matplotlib import colormaps
@@ -200,27 +199,30 @@ def draw_line(
     values: Sequence[float],
     *,
     color: Any,
-    look: str = "-",
+    style: str = "-",
     label: str | None = None,
 ) -> None:
-    """A curve, its points marked where there are few enough to tell them apart."""
-    axes.plot(rounds, values, look, color=color, marker="o" if len(rounds) <= BARS else "", label=label)
+    """A curve; up to :data:`BARS` points are marked."""
+    axes.plot(rounds, values, style, color=color, marker="o" if len(rounds) <= BARS else "", label=label)
 
 
-def draw_bars(
-    axes: Axes, clients: Sequence[str], groups: Sequence[tuple[str, Any, Sequence[float | None]]]
-) -> None:
-    """Horizontal bars, one group per client, the first client at the top."""
-    thick = 0.8 / len(groups)
+Group = tuple[str, Any, Mapping[str, float]]
+"""Accuracies that are drawn alike: a label, a colour, and client → share of pairs ordered rightly."""
+
+
+def draw_bars(axes: Axes, clients: Sequence[str], groups: Sequence[Group]) -> None:
+    """Horizontal bars, one of each group per client, the first client at the top."""
+    height = 0.8 / len(groups)
     at = np.arange(len(clients))[::-1]
-    for index, (label, color, values) in enumerate(groups):
-        y = at + 0.4 - (index + 0.5) * thick
-        axes.barh(y, [v or 0.0 for v in values], thick * 0.9, color=color, label=label)
+    for index, (label, color, per_client) in enumerate(groups):
+        values = [per_client.get(client) for client in clients]
+        y = at + 0.4 - (index + 0.5) * height
+        axes.barh(y, [v or 0.0 for v in values], height * 0.9, color=color, label=label)
         if len(groups) <= 3:
-            for place, value in zip(y, values, strict=True):
+            for position, value in zip(y, values, strict=True):
                 if value is not None:
-                    axes.annotate(f" {value:.0%}", (value, place), va="center", fontsize=7)
-    axes.set_yticks(at, [short(client) for client in clients])
+                    axes.annotate(f" {value:.0%}", (value, position), va="center", fontsize=7)
+    axes.set_yticks(at, [short_name(client) for client in clients])
     axes.set_ylim(-0.6, len(clients) - 0.4)
     axes.tick_params("y", length=0)
     axes.grid(visible=False, axis="y")
@@ -229,17 +231,22 @@ def draw_bars(
     percent_axis(axes, "x")
 
 
-def draw_distribution(axes: Axes, per_client: Mapping[str, float], color: Any, label: str) -> None:
-    """The share of clients that have at most so much, as steps."""
-    values = np.sort(np.array(list(per_client.values()), dtype=np.float64))
-    axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", color=color, label=label)
+def draw_distributions(axes: Axes, groups: Sequence[Group]) -> None:
+    """For each accuracy the share of clients that have it or less, as steps."""
+    for label, color, per_client in groups:
+        values = np.sort(np.array(list(per_client.values()), dtype=np.float64))
+        shares = np.arange(1, len(values) + 1) / len(values)
+        axes.step(values, shares, where="post", color=color, label=label)
+    axes.set(xlabel="share of pairs ordered rightly", ylabel="clients with at most so much")
+    percent_axis(axes, "x")
+    percent_axis(axes, "y")
 
 
-def short(name: str, most: int = 28) -> str:
-    """A client's name as a plot has it: cut where it is long, and no mathematics or controls in it."""
+def short_name(name: str, most: int = 28) -> str:
+    """A client's name for a plot: cut if it is long, control characters written out, no mathematics."""
     name = printable(name)
-    plain = name.replace("$", r"\$")
-    return plain if len(name) <= most else name[: most - 1].replace("$", r"\$") + "…"
+    name = name if len(name) <= most else f"{name[: most - 1]}…"
+    return name.replace("$", r"\$")
 
 
 def legend(axes: Axes) -> None:

@@ -1,25 +1,25 @@
-"""One HTML page about a run: it loads nothing, runs nothing, and reads on a light or a dark screen."""
+"""One HTML page about a run: it loads nothing, runs nothing, and reads on a light or a dark screen.
+
+This file prepares the values; ``templates/run.html`` decides how they look.
+"""
 
 from __future__ import annotations
 
-import base64
-import html
-from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from importlib.resources import files as resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tomli_w
 
 from prefed import files
-from prefed.core.text import duration, pluralize, printable_lines, size
+from prefed.core.text import duration, pluralize, size
+from prefed.methods import METHODS
 from prefed.metrics import flat_loss_warning, spread
 from prefed.report import plots
-from prefed.report.tables import SPREAD, UNSEEN, unseen_rows, written
+from prefed.report.rendering import Plot, Table, plot, render_template
+from prefed.report.tables import SPREAD, UNSEEN, setting, unseen_rows
 from prefed.runs.figures import REWARDED
 from prefed.runs.record import RunRecord
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["render", "write_page"]
 
@@ -33,6 +33,8 @@ NUMBERS = {
 }
 """Figures of an evaluation that are no shares, and what they mean."""
 
+Facts = list[tuple[str, str]]
+
 
 def write_page(run: RunRecord, path: Path) -> None:
     """Write :func:`render` of a run to ``path``, whole or not at all."""
@@ -43,98 +45,77 @@ def write_page(run: RunRecord, path: Path) -> None:
 def render(run: RunRecord) -> str:
     """The page: what came of the run, its curves, its clients, its costs, its settings.
 
-    Images are inline, each in a light and a dark version with a text that says what it shows; there is no
+    Images are inline, each in a light and a dark version with a text that says what it shows. There is no
     script, and the page's own policy forbids it to load anything.
     """
-    style = resources("prefed.report").joinpath("page.css").read_text("utf-8")
-    sections = [
-        _head(run),
-        _warnings(run),
-        _cards(run),
-        _curves(run),
-        _clients(run),
-        _blocks(run),
-        _costs(run),
-        _own_figures(run),
-        _settings(run),
-        _meanings(run),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(run.name)} – {escape(run.method)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
-    )
-
-
-def escape(text: str) -> str:
-    """``text`` for HTML; control characters, which names from elsewhere may have, are written out."""
-    return html.escape(printable_lines(text))
-
-
-def _head(run: RunRecord) -> str:
-    from prefed.methods import METHODS
-
-    kind = METHODS.get(run.method)
-    what = f"{kind.title} – {kind.source}" if kind else ""
     rounds = pluralize(run.summary["rounds"], "round", "rounds")
-    judged = pluralize(run.judged, "client", "clients")
-    facts = f"{run.config['model']['name']}, {rounds}, {judged} judged, seed {run.config['seed']}"
-    return (
-        f'<header>\n<h1>{escape(run.name)}</h1>\n<p class="lead"><strong>{escape(run.method)}</strong>'
-        f"{': ' + escape(what) if what else ''}<br>{escape(facts)}</p>\n</header>\n"
+    clients = pluralize(run.judged, "client", "clients")
+    method = {name: value for name, value in run.config["method"].items() if not isinstance(value, dict)}
+    settings = [(name, [setting(value)]) for name, value in method.items()]
+    return render_template(
+        "run.html",
+        name=run.name,
+        method=run.method,
+        kind=METHODS.get(run.method),
+        setup=f"{run.config['model']['name']}, {rounds}, {clients} judged, seed {run.config['seed']}",
+        warnings=_warnings(run),
+        cards=_cards(run),
+        curves=_curves(run),
+        rounds=_rounds(run),
+        clients_plot=_clients_plot(run),
+        fairness=_fairness(run),
+        unseen=_unseen(run),
+        clients=_clients(run),
+        blocks=_blocks(run),
+        costs=_costs(run),
+        costs_plot=_costs_plot(run),
+        own_figures=_own_figures(run),
+        settings=Table("The [method] table.", ["setting", "value"], settings),
+        experiment=tomli_w.dumps(dict(run.config)),
+        versions=_versions(run),
+        meanings=_meanings(run),
     )
 
 
-def _warnings(run: RunRecord) -> str:
-    said = []
+def _warnings(run: RunRecord) -> list[str]:
+    warnings = []
     if run.summary.get("left_out"):
         one, more = (f"{who} no {run.split} pair and" for who in ("client has", "clients have"))
-        said.append(f"{pluralize(run.summary['left_out'], f'{one} was', f'{more} were')} not judged.")
+        warnings.append(f"{pluralize(run.summary['left_out'], f'{one} was', f'{more} were')} not judged.")
     if run.unlisted:
-        said.append(f"{run.unlisted}.")
+        warnings.append(f"{run.unlisted}.")
     if run.summary.get("not_finite"):
-        broken = run.summary["not_finite"]
-        said.append(
-            f"The models of {len(broken):,} clients diverged: {sum(broken.values()):,} pairs have no finite "
+        pairs = run.summary["not_finite"]
+        warnings.append(
+            f"The models of {len(pairs):,} clients diverged: {sum(pairs.values()):,} pairs have no finite "
             "log-probability and count as not right; a lower method.lr may do."
         )
-    if still := flat_loss_warning([record.get("loss") for record in run.rounds]):
-        said.append(f"{still[0].upper()}{still[1:]}.")
-    dropped = [(record["round"], drop) for record in run.rounds for drop in record.get("dropped", ())]
-    if dropped:
-        number, first = dropped[0]
+    if warning := flat_loss_warning([record.get("loss") for record in run.rounds]):
+        warnings.append(f"{warning[0].upper()}{warning[1:]}.")
+    drops = [(record["round"], drop) for record in run.rounds for drop in record.get("dropped", ())]
+    if drops:
+        number, first = drops[0]
         where = f"the first, of client {first['client']} in round {number}"
-        gone = pluralize(len(dropped), "upload was", "uploads were")
-        said.append(f"{gone} dropped; {where}: {first['reason']}.")
-    if not said:
-        return ""
-    items = "".join(f"<li>{escape(text)}</li>" for text in said)
-    return f'<div class="warn" role="note"><ul>{items}</ul></div>\n'
+        uploads = pluralize(len(drops), "upload was", "uploads were")
+        warnings.append(f"{uploads} dropped; {where}: {first['reason']}.")
+    return warnings
 
 
-def _cards(run: RunRecord) -> str:
-    of = ("mean over clients", "mean"), ("worst client", "worst"), ("worst tenth", "worst_decile")
+def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     after, before = run.figures["preference_accuracy"], run.figures.get("baseline_accuracy")
-    spreads = spread(after.values), before and spread(before.values)
     cards = []
-    for label, name in of:
-        note = f"before: {getattr(spreads[1], name):.1%}" if spreads[1] else ""
-        cards.append((label, f"{getattr(spreads[0], name):.1%}", note))
+    for name in ("mean", "worst client", "worst tenth"):
+        note = f"before: {SPREAD[name](spread(before.values)):.1%}" if before else ""
+        label = "mean over clients" if name == "mean" else name
+        cards.append((label, f"{SPREAD[name](spread(after.values)):.1%}", note))
     up, down = run.summary["bytes"]["up"], run.summary["bytes"]["down"]
     cards.append(("sent", size(up + down), f"{size(up)} up, {size(down)} down"))
     rounds = pluralize(run.summary["rounds"], "round", "rounds")
     cards.append(("time", duration(run.summary["seconds"]), rounds))
-    items = "".join(
-        f"<li><span>{escape(label)}</span><strong>{escape(text)}</strong><span>{escape(note)}</span></li>"
-        for label, text, note in cards
-    )
-    return f'<ul class="cards" aria-label="The run in five figures">{items}</ul>\n'
+    return cards
 
 
-def _curves(run: RunRecord) -> str:
+def _curves(run: RunRecord) -> list[Plot]:
     _, means = run.curve("preference_accuracy")
     _, worst = run.curve("preference_accuracy", "worst")
     text = f"Share of {run.split} pairs ordered rightly, over rounds. "
@@ -145,103 +126,105 @@ def _curves(run: RunRecord) -> str:
     elif means:
         text += f"The mean over clients ends at {means[-1]:.1%}."
     caption = "Round 0 is the untouched model. The worst client may be another one in each round."
-    parts = [_figure(lambda theme: plots.accuracy(run, theme), text, caption)]
+    curves = [plot(partial(plots.accuracy, run), text, caption)]
     _, losses = run.curve("loss")
     if losses:
         text = f"Training loss over rounds, from {losses[0]:.4g} to {losses[-1]:.4g}."
         caption = "Loss on the clients' training batches, weighted by their numbers of pairs."
-        parts.append(_figure(lambda theme: plots.loss(run, theme), text, caption))
+        curves.append(plot(partial(plots.loss, run), text, caption))
     ends = {name: run.curve(name)[1] for name in REWARDED if name in run.figures}
     if ends:
         text = "; ".join(
-            f"{run.figures[n].label} ends at {values[-1]:.1%}" for n, values in ends.items() if values
+            f"{run.figures[name].label} ends at {values[-1]:.1%}" for name, values in ends.items() if values
         )
         caption = "The explicit reward head, means over clients; what each figure means is said below."
-        parts.append(_figure(lambda theme: plots.reward_head(run, theme), f"{text}.", caption))
+        curves.append(plot(partial(plots.reward_head, run), f"{text}.", caption))
+    return curves
+
+
+def _rounds(run: RunRecord) -> Table:
     names = [name for name in run.figures if name != "baseline_accuracy" and run.curve(name)[0]]
-    heads = ["loss", *(run.figures[name].label for name in names), "up", "down", "seconds"]
+    heads = ["round", "loss", *(run.figures[name].label for name in names), "up", "down", "seconds"]
     rows = []
     for record in run.rounds[-ROWS:]:
-        held = [record.get("evaluation", {}).get(name, {}).get("mean") for name in names]
-        sent = [size(record[way]) for way in ("bytes_up", "bytes_down")]
-        figures = [_number(record.get("loss"), ".4f"), *(_number(value) for value in held)]
-        rows.append((str(record["round"]), [*figures, *sent, _number(record.get("seconds"), ".1f")]))
+        means = [record.get("evaluation", {}).get(name, {}).get("mean") for name in names]
+        figures = [_number(record.get("loss"), ".4f"), *map(_number, means)]
+        traffic = [size(record[way]) for way in ("bytes_up", "bytes_down")]
+        rows.append((str(record["round"]), [*figures, *traffic, _number(record.get("seconds"), ".1f")]))
     more = f"The last {ROWS:,} of {len(run.rounds):,} rounds. " if len(run.rounds) > ROWS else ""
-    table = _table(f"{more}Means over clients where they were measured.", ["round", *heads], rows)
-    parts.append(_details("Every round as a table", table))
-    return _section("Over rounds", *parts)
+    return Table(f"{more}Means over clients where they were measured.", heads, rows)
 
 
-def _clients(run: RunRecord) -> str:
-    figures = list(run.figures.values())
-    leading = run.figures["preference_accuracy"].values["per_client"]
-    order = sorted(run.clients, key=lambda client: leading[client])
-    text = f"{len(order):,} clients; lowest {order[0]} with {leading[order[0]]:.1%}, "
-    text += f"highest {order[-1]} with {leading[order[-1]]:.1%}."
+def _ranking(run: RunRecord) -> list[str]:
+    """The judged clients, the least accurate first."""
+    accuracies = run.figures["preference_accuracy"].values["per_client"]
+    return sorted(run.clients, key=lambda client: accuracies[client])
+
+
+def _clients_plot(run: RunRecord) -> Plot:
+    ranking, accuracies = _ranking(run), run.figures["preference_accuracy"].values["per_client"]
+    text = f"{len(ranking):,} clients; lowest {ranking[0]} with {accuracies[ranking[0]]:.1%}, "
+    text += f"highest {ranking[-1]} with {accuracies[ranking[-1]]:.1%}."
     caption = f"Share of each client's {run.split} pairs that its model orders rightly, lowest first."
-    spreads = [spread(figure.values) for figure in figures]
-    heads = [figure.label for figure in figures]
-    fairness = _table(
+    return plot(partial(plots.clients, run), text, caption)
+
+
+def _fairness(run: RunRecord) -> Table:
+    spreads = [spread(figure.values) for figure in run.figures.values()]
+    return Table(
         "How the figures are spread; every client counts alike.",
-        ["over clients", *heads],
+        ["over clients", *(figure.label for figure in run.figures.values())],
         [(name, [f"{of(s):.3f}" for s in spreads]) for name, of in SPREAD.items()],
     )
-    rows = []
-    for client in order[:ROWS]:
-        pairs = run.pairs(client)
-        held = [_number(figure.values["per_client"].get(client)) for figure in figures]
-        rows.append((client, ["" if pairs is None else f"{pairs:,}", *held]))
-    more = (
-        f"The {ROWS:,} lowest of {len(order):,}; the others are in summary.json. "
-        if len(order) > ROWS
-        else ""
-    )
-    table = _table(f"{more}Lowest first.", ["client", "pairs", *heads], rows)
-    return _section(
-        "Clients",
-        _figure(lambda theme: plots.clients(run, theme), text, caption),
-        fairness,
-        _unseen(run),
-        _details("Every client as a table", table),
-    )
 
 
-def _unseen(run: RunRecord) -> str:
-    held = run.summary.get("unseen_accuracy")
-    if not held:
-        return ""
+def _unseen(run: RunRecord) -> Table | None:
+    accuracies = run.summary.get("unseen_accuracy")
+    if not accuracies:
+        return None
     caption = "Clients that never took part, after some local steps from what was published."
-    return _table(caption, ["steps", *UNSEEN], unseen_rows(held))
+    return Table(caption, ["steps", *UNSEEN], unseen_rows(accuracies))
 
 
-def _blocks(run: RunRecord) -> str:
-    parts = []
+def _clients(run: RunRecord) -> Table:
+    ranking, figures = _ranking(run), run.figures.values()
+    rows = []
+    for client in ranking[:ROWS]:
+        pairs = run.pairs(client)
+        values = [_number(figure.values["per_client"].get(client)) for figure in figures]
+        rows.append((client, ["" if pairs is None else f"{pairs:,}", *values]))
+    more = f"The {ROWS:,} lowest of {len(ranking):,}; the others are in summary.json. "
+    caption = f"{more if len(ranking) > ROWS else ''}Lowest first."
+    return Table(caption, ["client", "pairs", *(figure.label for figure in figures)], rows)
+
+
+def _blocks(run: RunRecord) -> list[tuple[str, Plot, Table]]:
+    """What clients personalise, figure by figure: its heading, its plot and its table."""
+    blocks = []
     for profile in run.profiles.values():
-        means = (
-            f"block {block} {mean:.2f}" for block, mean in zip(profile.blocks, profile.means, strict=True)
-        )
-        text = (
-            f"{profile.label.capitalize()}, means over {len(profile.clients):,} clients: {', '.join(means)}."
-        )
+        label, clients = profile.label.capitalize(), len(profile.clients)
+        means = [f"{mean:.2f}" for mean in profile.means]
+        text = ", ".join(f"block {block} {mean}" for block, mean in zip(profile.blocks, means, strict=True))
         caption = (
-            f"{profile.label.capitalize()}: {profile.meaning}. They are read from clients' private "
+            f"{label}: {profile.meaning}. They are read from clients' private "
             "states and rounded to two digits: whoever has this page learns so much of each client named "
             "here. Clients that never took part have none."
         )
-        parts.append(_figure(partial(plots.blocks, run, profile.name), text, caption))
-        rows = [("mean", [f"{mean:.2f}" for mean in profile.means])]
+        draw = partial(plots.blocks, run, profile.name)
+        rows = [("mean", means)]
         rows += [
             (client, ["" if value != value else f"{value:.2f}" for value in values])
             for client, values in zip(profile.clients[:ROWS], profile.values, strict=False)
         ]
-        more = len(profile.clients) - ROWS
-        left = f" The first {ROWS:,} clients; {more:,} more are in summary.json." if more > 0 else ""
-        table = _table(f"By block.{left}", ["client", *map(str, profile.blocks)], rows)
-        parts.append(_details(f"{profile.label.capitalize()} as a table", table))
-    return _section("Which layers each client personalises", *parts) if parts else ""
+        more = f" The first {ROWS:,} clients; {clients - ROWS:,} more are in summary.json."
+        more = more if clients > ROWS else ""
+        table = Table(f"By block.{more}", ["client", *map(str, profile.blocks)], rows)
+        text = f"{label}, means over {clients:,} clients: {text}."
+        blocks.append((label, plot(draw, text, caption), table))
+    return blocks
 
 
-def _costs(run: RunRecord) -> str:
+def _costs(run: RunRecord) -> Facts:
     summary = run.summary
     traffic, parameters = summary["bytes"], summary.get("parameters", {})
     visits = sum(len(record.get("cohort", ())) for record in run.rounds)
@@ -255,90 +238,36 @@ def _costs(run: RunRecord) -> str:
     facts.append(("time", duration(summary["seconds"])))
     if "peak_memory_mb" in summary:
         facts.append(("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB"))
+    return facts
+
+
+def _costs_plot(run: RunRecord) -> Plot:
+    traffic = run.summary["bytes"]
     text = f"In all {size(traffic['up'])} went up and {size(traffic['down'])} down."
-    caption = "Bytes are those of the messages as sent."
-    figure = _figure(lambda theme: plots.cost(run, theme), text, caption)
-    return _section("Costs", _facts(facts), figure)
+    return plot(partial(plots.cost, run), text, "Bytes are those of the messages as sent.")
 
 
-def _own_figures(run: RunRecord) -> str:
+def _own_figures(run: RunRecord) -> Plot | None:
     if not run.own_figures:
-        return ""
-    ends = []
-    for name in run.own_figures:
-        _, values = run.curve(name)
-        if values:
-            ends.append(f"{name.replace('_', ' ')} from {values[0]:.4g} to {values[-1]:.4g}")
-    figure = _figure(lambda theme: plots.figures(run, theme), "; ".join(ends[:12]) + ".", "")
-    return _section("The method's own figures", figure)
+        return None
+    curves = ((name.replace("_", " "), run.curve(name)[1]) for name in run.own_figures)
+    ends = [f"{name} from {values[0]:.4g} to {values[-1]:.4g}" for name, values in curves if values]
+    return plot(partial(plots.figures, run), "; ".join(ends[:12]) + ".")
 
 
-def _settings(run: RunRecord) -> str:
-    import tomli_w
-
-    text = escape(tomli_w.dumps(dict(run.config)))
-    parts = [_details("The whole experiment file, every default filled in", f"<pre>{text}</pre>")]
-    facts = [(name, str(value)) for name, value in run.summary.get("versions", {}).items()]
-    facts += [(f"{name} fingerprint", value) for name, value in run.fingerprint.items()]
-    if facts:
-        parts.append(_details("Versions and fingerprints", _facts(facts)))
-    method = {name: value for name, value in run.config["method"].items() if not isinstance(value, dict)}
-    rows = [(name, [written(value)]) for name, value in method.items()]
-    parts.insert(0, _table("The [method] table.", ["setting", "value"], rows, "settings"))
-    return _section("Settings", *parts)
+def _versions(run: RunRecord) -> Facts:
+    versions = [(name, str(version)) for name, version in run.summary.get("versions", {}).items()]
+    return versions + [(f"{name} fingerprint", digest) for name, digest in run.fingerprint.items()]
 
 
-def _meanings(run: RunRecord) -> str:
-    facts = [(figure.label, figure.meaning + ".") for figure in run.figures.values()]
+def _meanings(run: RunRecord) -> Facts:
+    facts = [(figure.label, f"{figure.meaning}.") for figure in run.figures.values()]
     facts += [(name.replace("_", " "), NUMBERS[name]) for name in run.own_figures if name in NUMBERS]
     facts += [
         ("worst tenth", "mean of the lowest tenth of the clients, at least one of them."),
         ("Jain index", "(Σx)² / (n Σx²): 1 where all clients have the same, 1/n where one has everything."),
     ]
-    return _section("What the figures mean", _facts(facts))
-
-
-def _figure(draw: Callable[[plots.Theme], Figure | None], text: str, caption: str) -> str:
-    """A plot for both kinds of screen, with a text in its place for those who do not see it."""
-
-    def source(theme: plots.Theme) -> str:
-        drawn = plots.svg(draw, theme)  # type: ignore[arg-type]
-        return "data:image/svg+xml;base64," + base64.b64encode(drawn.encode()).decode()
-
-    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return (
-        '<figure><picture><source media="screen and (prefers-color-scheme: dark)" '
-        f'srcset="{source(plots.DARK)}"><img src="{source(plots.LIGHT)}" alt="{escape(text)}"></picture>'
-        f"{below}</figure>\n"
-    )
-
-
-def _section(title: str, *parts: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{''.join(parts)}</section>\n"
-
-
-def _details(title: str, content: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{content}</details>\n"
-
-
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
-    return f"<dl>{items}</dl>\n"
-
-
-def _table(
-    caption: str, heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kind: str = ""
-) -> str:
-    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(v)}</td>" for v in values)}</tr>\n'
-        for name, values in rows
-    )
-    mark = f' class="{kind}"' if kind else ""
-    return (
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(caption)}"><table{mark}>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n"
-    )
+    return facts
 
 
 def _number(value: Any, form: str = ".3f") -> str:

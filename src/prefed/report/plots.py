@@ -1,4 +1,4 @@
-"""Plots: accuracy over rounds, clients before and after, what travelled, the method's own figures."""
+"""Plots: accuracy over rounds, clients before and after, bytes sent, the method's own figures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefed.core.text import size
+from prefed.report.comparison import disagreements, labels
 from prefed.report.drawing import (
     BARS,
     DARK,
@@ -17,18 +18,17 @@ from prefed.report.drawing import (
     canvas,
     color_of,
     draw_bars,
-    draw_distribution,
+    draw_distributions,
     draw_line,
-    kind_of,
+    file_format,
     legend,
     percent_axis,
     round_axis,
     save,
-    short,
+    short_name,
     size_axis,
     svg,
 )
-from prefed.report.tables import disagreements, labels
 from prefed.runs.figures import REWARDED
 from prefed.runs.profiles import Profile
 from prefed.runs.record import RunRecord
@@ -47,29 +47,27 @@ __all__ = [
     "comparison",
     "cost",
     "figures",
-    "kind_of",
+    "file_format",
     "loss",
     "reward_head",
     "save",
     "svg",
 ]
 
-WRITTEN = 400
-"""Cells of a heat map that have their numbers written in them at most."""
+CELLS = 400
+"""A heat map of more cells has no numbers in them."""
 TICKS = 16
-"""Blocks whose numbers stand below an axis at most."""
+"""Block numbers below an axis at most."""
 
 
 def accuracy(run: RunRecord, theme: Theme) -> Figure:
-    """Preference accuracy over rounds: the mean over clients, the worst client, where it began."""
+    """Preference accuracy over rounds: the mean over clients and the worst client, from round 0 on."""
     figure, (axes,) = canvas(7.2, 3.4)
     _accuracy(axes, run, theme.lines[0], "")
     shared = run.curve("shared_accuracy")
     if shared[0]:
         draw_line(axes, *shared, color=theme.lines[1], label="shared model, mean")
-    axes.set(xlabel="round", ylabel="share of pairs ordered rightly")
-    percent_axis(axes, "y")
-    round_axis(axes)
+    _share_over_rounds(axes, "share of pairs ordered rightly")
     legend(axes)
     return figure
 
@@ -84,14 +82,12 @@ def loss(run: RunRecord, theme: Theme) -> Figure:
 
 
 def reward_head(run: RunRecord, theme: Theme) -> Figure:
-    """What an explicit reward head comes to over rounds, means over clients."""
+    """The figures of an explicit reward head over rounds, means over clients."""
     figure, (axes,) = canvas(7.2, 3.0)
     names = [name for name in REWARDED if name in run.figures]
     for name, color in zip(names, theme.lines, strict=False):
         draw_line(axes, *run.curve(name), color=color, label=run.figures[name].label)
-    axes.set(xlabel="round", ylabel="share of pairs")
-    percent_axis(axes, "y")
-    round_axis(axes)
+    _share_over_rounds(axes, "share of pairs")
     legend(axes)
     return figure
 
@@ -99,7 +95,7 @@ def reward_head(run: RunRecord, theme: Theme) -> Figure:
 def blocks(run: RunRecord, name: str, theme: Theme) -> Figure:
     """A figure of every client's blocks as colours, a row for each client.
 
-    Of more than :data:`BARS` clients the median in each block, where their middle half lies, and all of them.
+    Of more than :data:`BARS` clients, each block's median, middle half and whole range are drawn instead.
     """
     profile = run.profiles[name]
     values, numbers = profile.values, np.arange(len(profile.blocks))
@@ -122,39 +118,34 @@ def blocks(run: RunRecord, name: str, theme: Theme) -> Figure:
 
 
 def clients(run: RunRecord, theme: Theme) -> Figure:
-    """Every judged client before and after; of more than :data:`BARS`, how the accuracies are spread."""
-    names = [n for n in ("baseline_accuracy", "shared_accuracy", "preference_accuracy") if n in run.figures]
-    colors = dict(zip(("baseline_accuracy", "shared_accuracy", "preference_accuracy"),
-                       (theme.quiet, theme.lines[1], theme.lines[0]), strict=True))  # fmt: skip
-    held = run.figures["preference_accuracy"].values["per_client"]
-    order = sorted(run.clients, key=lambda c: held[c])
-    if len(order) > BARS:
-        figure, (axes,) = canvas(7.2, 3.4)
-        for name in names:
-            label = run.figures[name].label
-            draw_distribution(axes, run.figures[name].values["per_client"], colors[name], label)
-        axes.set(xlabel="share of pairs ordered rightly", ylabel="clients with at most so much")
-        percent_axis(axes, "x")
-        percent_axis(axes, "y")
+    """Every judged client before and after; of more than :data:`BARS`, the distribution of accuracies."""
+    colors = {
+        "baseline_accuracy": theme.quiet,
+        "shared_accuracy": theme.lines[1],
+        "preference_accuracy": theme.lines[0],
+    }
+    figures = {name: run.figures[name] for name in colors if name in run.figures}
+    groups = [(figure.label, colors[name], figure.values["per_client"]) for name, figure in figures.items()]
+    if len(run.clients) > BARS:
+        plot, (axes,) = canvas(7.2, 3.4)
+        draw_distributions(axes, groups)
         legend(axes)
-        return figure
-    figure, (axes,) = canvas(7.2, 0.9 + (0.16 + 0.16 * len(names)) * len(order))
-    groups = [
-        (run.figures[n].label, colors[n], [run.figures[n].values["per_client"].get(c) for c in order])
-        for n in names
-    ]
+        return plot
+    accuracies = figures["preference_accuracy"].values["per_client"]
+    order = sorted(run.clients, key=lambda client: accuracies[client])
+    plot, (axes,) = canvas(7.2, 0.9 + (0.16 + 0.16 * len(groups)) * len(order))
     draw_bars(axes, order, groups)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(groups))
-    return figure
+    return plot
 
 
 def cost(run: RunRecord, theme: Theme) -> Figure:
-    """What has travelled up and down by each round, and how long each round took."""
+    """Bytes sent up and down by the end of each round, and how long each round took."""
     figure, (left, right) = canvas(7.2, 2.6, 1, 2)
     for name, label, color in (("bytes_up", "up", theme.lines[0]), ("bytes_down", "down", theme.lines[1])):
         rounds, values = run.curve(name)
         sums = [0.0, *np.cumsum(values).tolist()]
-        draw_line(left, [0, *rounds], sums, color=color, look="-" if label == "up" else "--", label=label)
+        draw_line(left, [0, *rounds], sums, color=color, style="-" if label == "up" else "--", label=label)
     left.set(xlabel="round", title="sent so far")
     size_axis(left, "y")
     legend(left)
@@ -166,19 +157,16 @@ def cost(run: RunRecord, theme: Theme) -> Figure:
     return figure
 
 
-def figures(run: RunRecord, theme: Theme) -> Figure | None:
-    """The figures that the method and its merge rule report, over rounds; ``None`` if there are none.
+def figures(run: RunRecord, theme: Theme) -> Figure:
+    """The figures that the method and its merge rule report, over rounds; a run without any has no such plot.
 
-    Figures whose names share what stands before a slash, such as ``gate/0`` and ``gate/1``, are drawn
-    together.
+    Figures with the same text before a slash in their names, such as ``gate/0`` and ``gate/1``, share axes.
     """
     from matplotlib.ticker import MaxNLocator
 
     panels: dict[str, list[str]] = {}
     for name in run.own_figures:
         panels.setdefault(name.split("/")[0], []).append(name)
-    if not panels:
-        return None
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure, grid = canvas(7.2, 2.2 * rows, rows, columns)
@@ -199,50 +187,51 @@ def figures(run: RunRecord, theme: Theme) -> Figure | None:
 
 
 def comparison(runs: Sequence[RunRecord], theme: Theme) -> Figure:
-    """Runs against each other: accuracy over rounds, clients at the end, what travelled."""
+    """Runs against each other: accuracy over rounds, clients at the end, bytes sent."""
     names = [name + (" *" if i in disagreements(runs) else "") for i, name in enumerate(labels(runs))]
     colors = [color_of(theme, index, len(runs)) for index in range(len(runs))]
     everybody = sorted({client for run in runs for client in run.clients})
     few = len(everybody) <= BARS and len(everybody) * len(runs) <= 4 * BARS
     height = 0.9 + (0.16 + 0.15 * len(runs)) * len(everybody) if few else 3.4
     below = 0.7 + 0.3 * len(runs)
-    figure, (curves, bars, bytes_) = canvas(8.0, 4.2 + height + below, 3, 1, [4.2, height, below])
+    figure, (curves, bars, traffic) = canvas(8.0, 4.2 + height + below, 3, 1, [4.2, height, below])
     for run, name, color in zip(runs, names, colors, strict=True):
         _accuracy(curves, run, color, name)
-    curves.set(xlabel="round", ylabel="share of pairs ordered rightly")
     curves.set_title("over rounds: mean over clients, and the worst client dashed")
-    percent_axis(curves, "y")
-    round_axis(curves)
+    _share_over_rounds(curves, "share of pairs ordered rightly")
     handles, texts = curves.get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside upper left", ncols=3 if max(map(len, names)) < 24 else 1)
-    held = [run.figures["preference_accuracy"].values["per_client"] for run in runs]
+    accuracies = [run.figures["preference_accuracy"].values["per_client"] for run in runs]
+    groups = list(zip(names, colors, accuracies, strict=True))
     if few:
-        order = sorted(everybody, key=lambda c: held[0].get(c, -1.0))
-        draw_bars(
-            bars,
-            order,
-            [(n, k, [h.get(c) for c in order]) for n, k, h in zip(names, colors, held, strict=True)],
-        )
+        order = sorted(everybody, key=lambda client: accuracies[0].get(client, -1.0))
+        draw_bars(bars, order, groups)
     else:
-        for name, color, values in zip(names, colors, held, strict=True):
-            draw_distribution(bars, values, color, name)
-        bars.set(xlabel="share of pairs ordered rightly", ylabel="clients with at most so much")
-        percent_axis(bars, "x")
-        percent_axis(bars, "y")
+        draw_distributions(bars, groups)
     bars.set_title("clients at the end" + (", * on other data or models" if disagreements(runs) else ""))
+    _traffic(traffic, runs, names, colors)
+    return figure
+
+
+def _traffic(axes: Axes, runs: Sequence[RunRecord], names: Sequence[str], colors: Sequence[Any]) -> None:
     at = np.arange(len(runs))[::-1]
     up, down = ([run.summary["bytes"][way] for run in runs] for way in ("up", "down"))
-    bytes_.barh(at, up, color=colors)
-    bytes_.barh(at, down, left=up, color=colors, alpha=0.45)
+    axes.barh(at, up, color=colors)
+    axes.barh(at, down, left=up, color=colors, alpha=0.45)
     for y, (u, d) in zip(at, zip(up, down, strict=True), strict=True):
-        bytes_.annotate(f" {size(u)} up, {size(d)} down", (u + d, y), va="center", fontsize=8)
-    bytes_.set_yticks(at, names)
-    bytes_.margins(x=0.35)
-    bytes_.set_xlim(left=0)
-    bytes_.set_title("what travelled")
-    bytes_.grid(visible=False)
-    size_axis(bytes_, "x")
-    return figure
+        axes.annotate(f" {size(u)} up, {size(d)} down", (u + d, y), va="center", fontsize=8)
+    axes.set_yticks(at, names)
+    axes.margins(x=0.35)
+    axes.set_xlim(left=0)
+    axes.set_title("what travelled")
+    axes.grid(visible=False)
+    size_axis(axes, "x")
+
+
+def _share_over_rounds(axes: Axes, label: str) -> None:
+    axes.set(xlabel="round", ylabel=label)
+    percent_axis(axes, "y")
+    round_axis(axes)
 
 
 def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
@@ -251,11 +240,11 @@ def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
     values = profile.values
     within = bool(np.nanmin(values) >= 0 and np.nanmax(values) <= 1)
     low, high = (0.0, 1.0) if within else (float(np.nanmin(values)), float(np.nanmax(values)))
-    # Of more colours the scale beside it would be an image, and a page's plots are drawn in lines alone.
+    # With more colours matplotlib would draw the scale as an image, and a page's plots hold none.
     colors = colormaps["cividis"].resampled(40)
     rows, columns = (np.arange(count + 1) - 0.5 for count in values.shape)
     mesh = axes.pcolormesh(columns, rows, values, cmap=colors, vmin=low, vmax=high)
-    if values.size <= WRITTEN:
+    if values.size <= CELLS:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
                 dark = value < (low + high) / 2
@@ -267,7 +256,7 @@ def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
                     fontsize=7,
                     color="#ffffff" if dark else "#000000",
                 )
-    axes.set_yticks(np.arange(len(profile.clients)), [short(client) for client in profile.clients])
+    axes.set_yticks(np.arange(len(profile.clients)), [short_name(client) for client in profile.clients])
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.grid(visible=False)
@@ -275,8 +264,8 @@ def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
 
 
 def _accuracy(axes: Axes, run: RunRecord, color: Any, name: str) -> None:
-    """The mean, drawn through, and the worst client, dashed; round 0 is the untouched model."""
-    for of, look, label in (("mean", "-", "mean"), ("worst", "--", "worst client")):
+    """A line for the mean and a dashed one for the worst client; round 0 is the untouched model."""
+    for of, style, label in (("mean", "-", "mean"), ("worst", "--", "worst client")):
         rounds, values = run.curve("preference_accuracy", of)
         if not rounds:
             continue
@@ -284,5 +273,5 @@ def _accuracy(axes: Axes, run: RunRecord, color: Any, name: str) -> None:
         if before is not None:
             value = before.values["mean"] if of == "mean" else before.values["worst"]
             rounds, values = [0, *rounds], [value, *values]
-        shown = {"": label, "-": name, "--": None}[look if name else ""]
-        draw_line(axes, rounds, values, color=color, look=look, label=shown)
+        run_label = name if of == "mean" else None
+        draw_line(axes, rounds, values, color=color, style=style, label=run_label if name else label)

@@ -145,8 +145,8 @@ def _unseen(experiment: Experiment, dataset: FederatedDataset) -> tuple[str, ...
 
 def build_worker_job(arguments: str) -> Job:
     """Call :func:`build_job` in a worker process; ``arguments`` are its experiment and folder as JSON."""
-    from prefed.trackers.terminal import quiet
+    from prefed.models.notices import silence_transformers
 
-    quiet()
+    silence_transformers()
     parsed = json.loads(arguments)
     return build_job(Experiment.parse(parsed["experiment"]), Path(parsed["folder"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from pathlib import Path
 from prefed import files
 from prefed.config import ConfigError, Experiment
 from prefed.core import Download, Method, State, Tensors
+from prefed.core.text import did_you_mean
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job
 from prefed.models import Backbone
@@ -202,8 +202,6 @@ def _no_client(client: str, names: Sequence[str]) -> str:
     >>> _no_client("x", ("ward-7", "ward-8"))
     "no client is called 'x'; the clients are 'ward-7', 'ward-8'"
     """
-    near = difflib.get_close_matches(client, names, n=3)
-    if near:
-        return f"no client is called {client!r}; did you mean {' or '.join(map(repr, near))}?"
     shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8:,} more" if len(names) > 8 else "")
-    return f"no client is called {client!r}; the clients are {shown}"
+    hint = did_you_mean(client, names, most=3) or f"; the clients are {shown}"
+    return f"no client is called {client!r}{hint}"

@@ -1,1 +1,1 @@
-"""Where a run is followed: the terminal."""
+"""Callbacks that show or record how a run goes on, one file each; so far the terminal."""

@@ -1,9 +1,8 @@
-"""A run on the terminal: a bar where there is one to draw on, plain lines elsewhere."""
+"""The progress of a run on the terminal: a bar on a terminal, plain lines in a pipe or a log."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,40 +12,29 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from prefed.core import Callback
 from prefed.core.text import printable, size
 
-__all__ = ["Terminal", "quiet", "standard_output"]
+__all__ = ["Terminal", "stdout_console"]
 
-UNSEEN_WIDTH = 120
-"""Columns of an output that is no terminal, such as a pipe or a log: tables keep their names whole there."""
-
-
-def quiet() -> None:
-    """Keep transformers' own bars and notices off the terminal, unless the environment asks for them."""
-    if "TRANSFORMERS_VERBOSITY" in os.environ:
-        return
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\b")
+PIPE_WIDTH = 120
+"""Columns of an output that is no terminal, such as a pipe or a log: tables with long names fit."""
 
 
-def standard_output() -> Console:
-    """Where commands write: as wide as the terminal, or as ``COLUMNS`` says."""
+def stdout_console() -> Console:
+    """A console on standard output, as wide as the terminal or as ``COLUMNS`` says."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = max(console.width, UNSEEN_WIDTH)
+        console.width = max(console.width, PIPE_WIDTH)
     return console
 
 
 class Terminal(Callback):
-    """A :class:`~prefed.core.Callback` for people.
+    """Shows how a run goes on.
 
     Args:
         console: where to write; standard output if left out.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or standard_output()
+        self.console = console or stdout_console()
         self._rounds = 0
         self._bar: Progress | None = None
 
@@ -95,7 +83,7 @@ class Terminal(Callback):
         self.console.print(f"warning: {printable(text)}", style="yellow", markup=False, soft_wrap=True)
 
     def on_run_end(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

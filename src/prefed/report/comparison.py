@@ -1,0 +1,161 @@
+"""Finished runs side by side: what they came to, what they do differently, which cannot be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prefed.core.text import duration, size
+from prefed.core.tree import flatten
+from prefed.report.tables import SHOWN, literal, new_table, setting
+from prefed.runs.figures import REWARDED
+from prefed.runs.record import RunRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = [
+    "comparison_table",
+    "differences",
+    "differences_table",
+    "disagreements",
+    "labels",
+    "print_comparison",
+    "reward_table",
+]
+
+
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A short name for each run, no two alike: the directory's, with as many parents as it takes."""
+    parts = [run.path.resolve().parts for run in runs]
+    depth = 1
+    while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(p[-depth:]) for p in parts]
+
+
+def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
+    """The runs whose figures cannot be compared with the first run's: index → why.
+
+    They had other data, were judged on other pairs or clients, or began at another base model.
+    """
+    first, reasons = runs[0], {}
+    for index, run in enumerate(runs[1:], 1):
+        why = []
+        mine, theirs = run.fingerprint.get("data"), first.fingerprint.get("data")
+        if mine and theirs:
+            if mine != theirs:
+                why.append("other data")
+        elif run.config["data"] != first.config["data"]:
+            why.append("other [data] settings")
+        if run.split != first.split:
+            why.append(f"judged on {run.split} pairs, not {first.split} pairs")
+        elif not why and run.clients != first.clients:
+            why.append("judged on other clients")
+        if run.config["model"]["name"] != first.config["model"]["name"]:
+            why.append("another base model")
+        if why:
+            reasons[index] = ", ".join(why)
+    return reasons
+
+
+def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
+    """The settings in which runs differ: dotted name → each run's value, ``None`` where it has none.
+
+    A method's own settings are compared between the runs of methods that have them. ``[engine]`` says where
+    the work was done and decides nothing, so it is left out.
+    """
+    settings = [{name: setting(value) for name, value in flatten(run.config).items()} for run in runs]
+    methods: dict[str, set[str]] = {}
+    for run, own in zip(runs, settings, strict=True):
+        methods.setdefault(run.method, set()).update(own)
+    result = {}
+    for name in dict.fromkeys(name for own in settings for name in own):
+        values = [own.get(name) for own in settings]
+        compared = {
+            value
+            for value, run in zip(values, runs, strict=True)
+            if not name.startswith("method.") or name in methods[run.method]
+        }
+        if len(compared) > 1 and not name.startswith("engine."):
+            result[name] = values
+    return result
+
+
+def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
+    """All that this file says of runs: tables, and a line for each thing that a reader must know."""
+    console.print(comparison_table(runs))
+    for table in (reward_table(runs), differences_table(runs)):
+        if table is not None:
+            console.print(table)
+    names = labels(runs)
+    for name, run in zip(names, runs, strict=True):
+        if run.unlisted:
+            console.print(f"{name}: {run.unlisted}", markup=False, soft_wrap=True)
+    for index, why in disagreements(runs).items():
+        text = f"* {names[index]} cannot be set beside {names[0]}: {why}"
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
+
+
+def comparison_table(runs: Sequence[RunRecord]) -> Table:
+    """Each run's accuracy and costs; a mark where a run cannot be compared with the first."""
+    title = "share of held-out pairs ordered rightly, over clients; and what it cost"
+    heads = ("method", "rounds", "mean", "worst", "worst tenth", "before", "up", "down", "time")
+    table = new_table(title, "run", *heads)
+    marked = disagreements(runs)
+    best = max(run.spread("preference_accuracy").mean for run in runs)
+    for index, (name, run) in enumerate(zip(labels(runs), runs, strict=True)):
+        figure = run.spread("preference_accuracy")
+        before = run.spread("baseline_accuracy").mean if "baseline_accuracy" in run.figures else None
+        mean = f"{figure.mean:.3f}"
+        table.add_row(
+            literal(name) + (" [yellow]*[/]" if index in marked else ""),
+            literal(run.method),
+            str(run.summary["rounds"]),
+            f"[bold]{mean}[/]" if figure.mean == best and not marked else mean,
+            f"{figure.worst:.3f}",
+            f"{figure.worst_decile:.3f}",
+            "" if before is None else f"{before:.3f}",
+            size(run.summary["bytes"]["up"]),
+            size(run.summary["bytes"]["down"]),
+            duration(run.summary["seconds"]),
+        )
+    return table
+
+
+def reward_table(runs: Sequence[RunRecord]) -> Table | None:
+    """The figures of runs' explicit reward heads, means over clients; ``None`` where no run has one."""
+    rewarded = [
+        (name, run) for name, run in zip(labels(runs), runs, strict=True) if REWARDED[0] in run.figures
+    ]
+    if not rewarded:
+        return None
+    heads = [rewarded[0][1].figures[figure].label for figure in REWARDED]
+    title = "explicit reward heads, means over clients"
+    table = new_table(title, "run", *heads, "margin", "its margin")
+    for name, run in rewarded:
+        shares = (run.spread(figure).mean for figure in REWARDED)
+        margins = (run.summary[figure] for figure in ("margin", "explicit_margin"))
+        table.add_row(literal(name), *(f"{value:.3f}" for value in (*shares, *margins)))
+    return table
+
+
+def differences_table(runs: Sequence[RunRecord]) -> Table | None:
+    """The settings in which runs differ and which run has which value; ``None`` where they do not differ."""
+    settings, names = differences(runs), labels(runs)
+    settings.pop("method.name", None)
+    if not settings:
+        return None
+    table = new_table("settings that differ", "setting")
+    table.add_column("values")
+    for name, values in list(settings.items())[:SHOWN]:
+        runs_of: dict[str, list[str]] = {}
+        for run, value in zip(names, values, strict=True):
+            if value is not None or not name.startswith("method."):
+                runs_of.setdefault("left out" if value is None else value, []).append(run)
+        cells = (f"[bold]{literal(value)}[/] {literal(', '.join(some))}" for value, some in runs_of.items())
+        table.add_row(literal(name), "; ".join(cells))
+    if len(settings) > SHOWN:
+        table.add_row(f"… and {len(settings) - SHOWN} more")
+    return table
