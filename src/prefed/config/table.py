@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from prefed.config.errors import ConfigError, explain, nearest
+from prefed.config.errors import ConfigError, explain
 from prefed.config.experiment import Experiment
 from prefed.config.file import make_absolute, override, read_toml
 from prefed.core.strict import StrictModel
+from prefed.core.text import did_you_mean
 
 __all__ = ["Cell", "Row", "Table", "load_cell", "load_table"]
 
@@ -195,7 +196,7 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
         )
     if cell not in cells:
         listed = f" (cells: {', '.join(cells)})"
-        raise ConfigError(f"{path}: no cell is called {cell!r}{nearest(cell, cells) or listed}")
+        raise ConfigError(f"{path}: no cell is called {cell!r}{did_you_mean(cell, cells) or listed}")
     return cells[cell].experiment(*overrides)
 
 
@@ -256,7 +257,7 @@ def _check_known(where: str, name: str, names: Iterable[str], kind: str) -> None
     names = list(names)
     if name not in names:
         listed = f"; there are: {', '.join(names)}" if names else ""
-        raise ValueError(f"{where}: no {kind} is called {name!r}{nearest(name, names) or listed}")
+        raise ValueError(f"{where}: no {kind} is called {name!r}{did_you_mean(name, names) or listed}")
 
 
 def _rates(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
