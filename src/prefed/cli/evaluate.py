@@ -44,7 +44,8 @@ def evaluate(
             raise ValueError("--everyone belongs to --test FILE")
         import torch
 
-        from prefed.runs.evaluate import evaluate_file, judge
+        from prefed.runs.evaluate import evaluate as evaluate_run
+        from prefed.runs.evaluate import evaluate_file
         from prefed.runs.loaded import load_run
         from prefed.store import plain
         from prefed.trackers.terminal import quiet, standard_output
@@ -55,9 +56,9 @@ def evaluate(
         torch.set_num_threads(opened.experiment.engine.threads or torch.get_num_threads())
         with _bar() as tell:
             if test is None:
-                judged = judge(opened, split or opened.experiment.evaluate.split, client, tell)
+                judged = evaluate_run(opened, split or opened.experiment.evaluate.split, client, tell)
             else:
-                judged = evaluate_file(opened, test, client, everyone=everyone, tell=tell)
+                judged = evaluate_file(opened, test, client, everyone=everyone, progress=tell)
         if as_json:
             typer.echo(json.dumps(plain(judged.plain()), indent=2, ensure_ascii=False))
         else:
