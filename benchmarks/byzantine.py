@@ -44,7 +44,7 @@ from common import HERE, SHARED, TOKENIZER
 from prefed import files
 from prefed.config import Experiment
 from prefed.core import Callback, Tensors, Upload
-from prefed.engines import InProcess, Job, ServerRounds, Task, TaskResult
+from prefed.engines import ClientStates, InProcess, Job, ServerRounds, Task, TaskResult
 from prefed.merge import MergeConfig
 from prefed.models.notices import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
@@ -96,14 +96,14 @@ FORGERIES: dict[str, Forge | None] = {
 
 
 class Liars(InProcess):
-    """Does the work honestly, and changes what the liars send on its way, past their own guard."""
+    """Does the tasks honestly, and changes what the liars send after their own side has validated it."""
 
-    def __init__(self, job: Job, liars: frozenset[str], forge: Forge) -> None:
-        super().__init__(job)
+    def __init__(self, job: Job, states: ClientStates, liars: frozenset[str], forge: Forge) -> None:
+        super().__init__(job, states)
         self.liars, self.forge = liars, forge
 
-    def work(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
-        """The answers, when all have come: some lies take what the others sent."""
+    def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
+        """The results, when all have come: some lies depend on what the others sent."""
         downloads: dict[str, bytes] = {}
 
         def noted() -> Iterator[Task]:
@@ -112,17 +112,17 @@ class Liars(InProcess):
                     downloads[task.client] = task.message
                 yield task
 
-        answers = list(super().work(noted()))
+        results = list(super().run(noted()))
         if not downloads:
-            yield from answers
+            yield from results
             return
-        uploads = {answer.client: decode_upload(answer.message) for answer in answers}
+        uploads = {result.client: decode_upload(result.message) for result in results}
         honest = [uploads[client].tensors["model"] for client in sorted(uploads) if client not in self.liars]
-        for answer in answers:
-            if answer.client in self.liars:
-                message = self.forged(downloads[answer.client], uploads[answer.client], honest)
-                answer = replace(answer, message=message)
-            yield answer
+        for result in results:
+            if result.client in self.liars:
+                message = self.forged(downloads[result.client], uploads[result.client], honest)
+                result = replace(result, message=message)
+            yield result
 
     def forged(self, download: bytes, upload: Upload, honest: Sequence[Tensors]) -> bytes:
         """What a liar sends in the place of ``upload``."""
@@ -187,13 +187,15 @@ def fill(cell: Cell) -> None:
     chosen = [*FIXED, *given, f"seed={cell.seed}", f"merge.rule={cell.rule}"]
     job = assemble_job(Experiment.load(BASE, chosen), ground)
     liars, forge = liars_of(Path(cell.train)), FORGERIES[cell.attack]
-    backend = InProcess(job) if forge is None else Liars(job, liars, forge)
-    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder) / "run") as store, backend:
-        store.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
-        ServerRounds(job, store, backend, Callback()).run()
-        assert store.last is not None
-        found = store.last["evaluation"]["reward_accuracy"]["per_client"]
-        totals = store.commit.totals if store.commit else {}
+    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder) / "run") as writer:
+        states = writer.states
+        backend = InProcess(job, states) if forge is None else Liars(job, states, liars, forge)
+        writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
+        with backend:
+            ServerRounds(job, writer, backend, Callback()).run()
+        assert writer.last is not None
+        found = writer.last["evaluation"]["reward_accuracy"]["per_client"]
+        totals = writer.commit.totals if writer.commit else {}
     honest = {client: value for client, value in found.items() if client not in liars}
     figures = {
         "mean": statistics.mean(honest.values()),

@@ -85,7 +85,7 @@ def commit_of(folder: Path, clients: int, cohort: int) -> tuple[float, float, in
     """CPU milliseconds of writing ``COMMIT.json`` with digests and without, and its bytes each way."""
     from prefed import files
     from prefed.store import RunWriter
-    from prefed.store.reader import write_commit
+    from prefed.store.commit import write_commit
 
     sync, files.sync = files.sync, lambda path: None
     names = [f"client-{number:06d}" for number in range(clients)]
@@ -93,8 +93,8 @@ def commit_of(folder: Path, clients: int, cohort: int) -> tuple[float, float, in
         store.begin(b"", {"data": 64 * "0", "model": 64 * "0"})
         for part in (names, names[:cohort]):
             for name in part:
-                store.stage(name, b"state")
-            store.accept(part)
+                store.states.stage(name, b"state")
+            store.states.accept(part)
             store.finish_round(b"", {"round": store.round + 1}, {"bytes_up": 1})
         commit = store.commit
     files.sync = sync

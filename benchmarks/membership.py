@@ -34,10 +34,10 @@ from common import SHARED, TOKENIZER
 
 from prefed.config import Experiment
 from prefed.core import Key, Objective, Tensors
-from prefed.engines import Job
-from prefed.engines.tasks import Task, run_task
+from prefed.engines import ClientStates, Job, Task, run_task
 from prefed.models.notices import silence_transformers
 from prefed.runs.build import build_job
+from prefed.store import ClientStateFiles
 from prefed.wire import decode_upload, encode
 
 DATA = SHARED / "data" / "personas.train.jsonl.gz"
@@ -94,16 +94,17 @@ def clients(args: argparse.Namespace, pairs: int, steps: int, seed: int) -> Iter
     with tempfile.TemporaryDirectory() as folder:
         job = build_job(experiment, Path(folder))
         for client in job.members:
-            yield attack(job, client, args.others, experiment.method.settings.goal())
+            states = ClientStateFiles(Path(folder))
+            yield attack(job, client, states, args.others, experiment.method.settings.goal())
 
 
-def attack(job: Job, client: str, others: int, goal: Objective) -> list[float]:
+def attack(job: Job, client: str, states: ClientStates, others: int, goal: Objective) -> list[float]:
     """What the server makes of one client's first upload."""
     method, place = job.method, job.trainers
     sent = method.exchanges[0].send(method.init_server(place.initial), client)
-    answer = run_task(job, Task("visit", client, 1, "train", encode(sent), None))
+    result = run_task(job, Task("visit", client, 1, "train", encode(sent)), states)
     before = place.initial.replace(*sent.tensors.values())
-    after = before.replace(*decode_upload(answer.message).tensors.values())
+    after = before.replace(*decode_upload(result.message).tensors.values())
     update = (after - before).flat.double()
     data = place.dataset.clients[client]
     rows = np.concatenate([data.train, data.validation[:others]])

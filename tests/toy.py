@@ -1,4 +1,4 @@
-"""A whole federation without a language model: quadratics in the place of the bench.
+"""A whole federation without a language model: each client's loss is a quadratic.
 
 :func:`build` makes a :class:`prefed.engines.Job` from a line of JSON, so that worker processes and
 killed subprocesses build the same one. The method shares ``lora``, keeps ``head`` and a count of its
@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from prefed.core import (
     Tensors,
     Upload,
 )
-from prefed.engines import POOLED, InProcess, Job, ServerRounds
+from prefed.engines import BACKENDS, POOLED, BackendSettings, InProcess, Job, JobFactory, ServerRounds
 from prefed.store import RunWriter
 from prefed.wire import encode
 from quadratic import Quadratic, QuadraticTrainer
@@ -64,7 +65,7 @@ DEFAULTS: dict[str, Any] = {
     "pause": 0.0,
     "untested": [],
     "untrained": [],
-    "judged": None,
+    "evaluation_cohort": None,
     "order": 1,
     "minimum_pairs": 0,
 }
@@ -80,7 +81,7 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Scores:
-    """What a real bench gives back: ``[n, 2]`` each."""
+    """What a real trainer gives: ``[n, 2]`` each."""
 
     policy: np.ndarray
     reference: np.ndarray
@@ -88,7 +89,25 @@ class Scores:
     rewards: np.ndarray | None = None
 
 
-class ToyWorkplace:
+class MemoryStates:
+    """Clients' private states in memory."""
+
+    def __init__(self, states: Mapping[str, bytes] | None = None) -> None:
+        self.states = dict(states or {})
+        self.staged: dict[str, bytes] = {}
+
+    def read(self, client: str) -> bytes | None:
+        return self.states.get(client)
+
+    def stage(self, client: str, state: bytes) -> None:
+        self.staged[client] = state
+
+    def accept(self, clients: Iterable[str]) -> None:
+        self.states |= {client: self.staged[client] for client in clients if client in self.staged}
+        self.staged = {}
+
+
+class ToyTrainers:
     """Quadratic clients. A pair's "log-probabilities" are minus the distances to its target and to 0."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -114,7 +133,7 @@ class ToyWorkplace:
         self.fingerprint = {"data": str(options["clients"]), "model": "toy"}
         self.adapters: list[Path] = []
 
-    def trainer(self, client: str, now: Round, key: Key, parts: Ownership) -> ClientTrainer:
+    def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
         time.sleep(self.options["pause"])
         match self.options["faults"].get(client):
             case "die":
@@ -127,8 +146,8 @@ class ToyWorkplace:
                     pass
         if client == POOLED:
             targets = torch.cat([self.data[name].targets for name in sorted(self.data)])
-            return QuadraticTrainer(client, Quadratic(targets), now, key, parts, self.initial)
-        return QuadraticTrainer(client, self.data[client], now, key, parts, self.initial)
+            return QuadraticTrainer(client, Quadratic(targets), now, key, ownership, self.initial)
+        return QuadraticTrainer(client, self.data[client], now, key, ownership, self.initial)
 
     def score(self, client: str, tensors: Tensors, split: str) -> Scores:
         targets = self.data[client].targets
@@ -152,14 +171,14 @@ def owner(entry: Entry, personal: bool = True) -> Owner:
 
 def toy_method(options: Mapping[str, Any]) -> Method:
     """Averages what is shared; ``faults`` (client → kind) make clients misbehave."""
-    parts = Ownership.of(LAYOUT, lambda entry: owner(entry, options["personal"]))
+    ownership = Ownership.of(LAYOUT, lambda entry: owner(entry, options["personal"]))
     faults = options["faults"]
 
     def init_server(initial: Tensors) -> State:
-        return State({"model": parts.select(initial, Owner.SHARED)}, {"merges": 0, "scores": {}})
+        return State({"model": ownership.select(initial, Owner.SHARED)}, {"merges": 0, "scores": {}})
 
     def init_client(initial: Tensors, client: str) -> State:
-        return State({"personal": parts.select(initial, Owner.PERSONAL)} if options["personal"] else {})
+        return State({"personal": ownership.select(initial, Owner.PERSONAL)} if options["personal"] else {})
 
     def send(server: State, client: str) -> Download:
         return Download({"model": server.tensors["model"]}, {"merges": server.values["merges"]})
@@ -168,17 +187,17 @@ def toy_method(options: Mapping[str, Any]) -> Method:
         start = trainer.assemble(*download.tensors.values(), *private.tensors.values())
         phase = Phase(
             "train",
-            parts.names(Owner.SHARED, Owner.PERSONAL),
+            ownership.names(Owner.SHARED, Owner.PERSONAL),
             Objective("dpo"),
             Optimizer("sgd", lr=0.1, clip=0.0),
             batch_size=2,
             epochs=1,
         )
         trained = trainer.train(start, phase)
-        shared = parts.select(trained.tensors, Owner.SHARED)
+        shared = ownership.select(trained.tensors, Owner.SHARED)
         upload = trainer.upload({"model": shared}, {"loss": trained.loss})
         if options["personal"]:
-            own = parts.select(trained.tensors, Owner.PERSONAL)
+            own = ownership.select(trained.tensors, Owner.PERSONAL)
             visits = private.values.get("visits", 0)
             private = State({"personal": own}, {"visits": visits + 1})
         return misbehave(upload, trained.tensors, faults.get(trainer.client)), private
@@ -210,7 +229,7 @@ def toy_method(options: Mapping[str, Any]) -> Method:
     return Method(
         name="toy",
         source="a test",
-        ownership=parts,
+        ownership=ownership,
         init_server=init_server,
         init_client=init_client,
         exchanges=(
@@ -264,30 +283,35 @@ def options(**changes: Any) -> dict[str, Any]:
     return {**DEFAULTS, **changes}
 
 
+def text(**changes: Any) -> str:
+    """The options as JSON, for :func:`build`."""
+    return json.dumps(options(**changes))
+
+
 def build(text: str) -> Job:
-    """The job that ``text`` (options as JSON) describes."""
+    """The job with these options."""
     chosen = json.loads(text)
     return Job(
-        trainers=ToyWorkplace(chosen),
+        trainers=ToyTrainers(chosen),
         method=toy_method(chosen),
         seed=chosen["seed"],
         rounds=chosen["rounds"],
         cohort=chosen["cohort"],
-        every=chosen["every"],
-        judged=chosen["judged"],
+        evaluate_every=chosen["every"],
+        evaluation_cohort=chosen["evaluation_cohort"],
         privacy=Privacy(minimum_pairs=chosen["minimum_pairs"]),
     )
 
 
 def of_experiment(experiment: Any, folder: Path) -> Job:
-    """In the place of :func:`prefed.runs.run.build_job`: the toy, at the experiment's seed and length.
+    """In the place of :func:`prefed.runs.build.build_job`: the toy, at the experiment's seed and length.
 
     ``data.limit``, which the toy has no other use for, is the pause of a visit in milliseconds.
     """
-    place = options(pause=(experiment.data.limit or 0) / 1000)
+    chosen = options(pause=(experiment.data.limit or 0) / 1000)
     return Job(
-        ToyWorkplace(place),
-        toy_method(place),
+        ToyTrainers(chosen),
+        toy_method(chosen),
         experiment.seed,
         experiment.rounds,
         experiment.cohort.of(6),
@@ -296,33 +320,48 @@ def of_experiment(experiment: Any, folder: Path) -> Job:
 
 
 def run(
-    path: Path, *, resume: bool = False, backend: Any = None, callback: Any = None, **changes: Any
+    path: Path, *, resume: bool = False, backend: Any = InProcess, callback: Any = None, **changes: Any
 ) -> State:
-    """Run the toy in ``path`` to its end."""
-    job = build(json.dumps(options(**changes)))
-    with RunWriter(path, resume=resume) as store, backend or InProcess(job) as hands:
-        store.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
-        return ServerRounds(job, store, hands, callback or Callback()).run()
+    """Run the toy in ``path`` to its end.
+
+    ``backend`` makes a backend of the job and the store of private states, or is the name of one.
+    """
+    make = partial(registered, backend, text(**changes)) if isinstance(backend, str) else backend
+    return run_job(path, build(text(**changes)), make, callback, resume=resume)
+
+
+def registered(name: str, options: str, job: Job, states: Any, workers: int = 2) -> Any:
+    """The backend of that name, for a job with these options (as JSON)."""
+    return BACKENDS[name](job, JobFactory("toy:build", options), states, BackendSettings(workers))
+
+
+def run_job(
+    path: Path, job: Job, make: Any = InProcess, callback: Any = None, *, resume: bool = False
+) -> State:
+    """Run any job in ``path`` to its end."""
+    with RunWriter(path, resume=resume) as writer, make(job, writer.states) as backend:
+        writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
+        return ServerRounds(job, writer, backend, callback or Callback()).run()
 
 
 def outcome(path: Path) -> dict[str, Any]:
     """All that a run leaves behind, without what a clock or the system decides: file → content."""
-    left: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
         if file.is_dir() or file.name == "LOCK":
             continue
         if file.name == "rounds.jsonl":
             records = [json.loads(line) for line in file.read_text().splitlines()]
-            left[name] = [{k: v for k, v in record.items() if k != "seconds"} for record in records]
+            content[name] = [{k: v for k, v in record.items() if k != "seconds"} for record in records]
         elif file.name in ("COMMIT.json", "summary.json"):
-            held = json.loads(file.read_text())
-            for table in (held, held.get("totals", {})):
+            tables = json.loads(file.read_text())
+            for table in (tables, tables.get("totals", {})):
                 for clocked in ("seconds", "peak_memory_mb", "digest"):
                     table.pop(clocked, None)
             # The log's digest is one over the rounds' seconds too.
-            held.get("digests", {}).pop("rounds", None)
-            left[name] = held
+            tables.get("digests", {}).pop("rounds", None)
+            content[name] = tables
         else:
-            left[name] = file.read_bytes()
-    return left
+            content[name] = file.read_bytes()
+    return content

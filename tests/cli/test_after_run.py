@@ -15,7 +15,7 @@ from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.cli import app
 from prefed.report import RunError
-from prefed.runs.evaluate import judge
+from prefed.runs.evaluate import evaluate
 from prefed.runs.loaded import load_run
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy")
@@ -152,7 +152,7 @@ def test_evaluate_a_file_for_everyone(place, opened):
     file = place / "test.jsonl"
     found = json.loads(prefed_("evaluate", place / "feddpo", "--test", file, "--everyone", "--json"))
     assert found["clients"] == {"everybody": {"pairs": 8}}
-    own = judge(opened).figures["preference_accuracy"]["mean"]
+    own = evaluate(opened).figures["preference_accuracy"]["mean"]
     assert found["preference_accuracy"]["mean"] == pytest.approx(own)
     alone = json.loads(prefed_("evaluate", place / "local", "--test", file, "--everyone", "--json"))
     assert set(alone["clients"]) == {"left", "right"}

@@ -89,7 +89,7 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
     run(judged, tmp_path / "run")
     folder = tmp_path / "run/cache"
     job, data = build_job(judged, folder), build_data(judged, folder / "data")
-    (client,) = job.judges
+    (client,) = job.evaluation_clients
 
     def kept(*, training):
         (path,) = (

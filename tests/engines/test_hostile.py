@@ -9,31 +9,36 @@ import torch
 
 import toy
 from prefed.core import Callback, Download, Layout, State, Tensors
-from prefed.engines import InProcess, Job, ServerRounds
+from prefed.engines import InProcess, Job
 from prefed.engines.tasks import Task, run_task
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from prefed.store import RunReader, RunWriter
+from prefed.store import RunReader
 from prefed.wire import decode_upload, encode
 
 BAD = "Client 2/ü"
 
 
 class Forging(InProcess):
-    """Changes the uploads of one client, or several, on their way, past the client's own guard."""
+    """Changes the uploads of one client, or several, after the client's own side has validated them."""
 
-    def __init__(self, job, forge, client=BAD):
-        super().__init__(job)
+    def __init__(self, job, states, forge, client=BAD):
+        super().__init__(job, states)
         self.forge, self.clients = forge, {client} if isinstance(client, str) else client
 
-    def work(self, tasks):
-        for answer in super().work(tasks):
-            if answer.client in self.clients and answer.message.find(b'"upload') + 1:
-                answer = replace(answer, message=self.forge(answer.message))
-            yield answer
+    def run(self, tasks):
+        for result in super().run(tasks):
+            if result.client in self.clients and result.message.find(b'"upload') + 1:
+                result = replace(result, message=self.forge(result.message))
+            yield result
 
 
-class Ear(Callback):
+def forging(forge, client=BAD, kind=Forging):
+    """What makes the backend of a run in which ``client`` forges its uploads."""
+    return lambda job, states: kind(job, states, forge, client)
+
+
+class Warnings(Callback):
     def __init__(self):
         self.warnings = []
 
@@ -53,19 +58,17 @@ def scaled(factor):
 
 def job(name="feddpo", merge=None, clients=5, rounds=2, untrained=(), **settings):
     """A real method on the toy's clients, all asked in every round."""
-    place = toy.ToyWorkplace(toy.options(clients=clients, untrained=list(untrained)))
+    trainers = toy.ToyTrainers(toy.options(clients=clients, untrained=list(untrained)))
     aggregator = Aggregator(MergeConfig(**(merge or {})), toy.LAYOUT, 2.0)
     chosen = METHODS[name].Settings(lr=0.05, local_steps=2, batch_size=2, **settings)
-    return Job(place, METHODS[name].build(chosen, toy.LAYOUT, aggregator, rounds), 7, rounds)
+    return Job(trainers, METHODS[name].build(chosen, toy.LAYOUT, aggregator, rounds), 7, rounds)
 
 
-def play(path, job, backend=None):
-    """Run ``job``: the server's state, the rounds' records, and what was warned of."""
-    ear = Ear()
-    with RunWriter(path) as store, backend or InProcess(job) as hands:
-        store.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
-        server = ServerRounds(job, store, hands, ear).run()
-    return server, RunReader(path).rounds(), ear.warnings
+def play(path, job, backend=InProcess):
+    """Run ``job``: the server's state, the rounds' records, and the warnings."""
+    listener = Warnings()
+    server = toy.run_job(path, job, backend, listener)
+    return server, RunReader(path).rounds(), listener.warnings
 
 
 def same(left: State, right: State) -> bool:
@@ -77,7 +80,7 @@ def test_a_finite_upload_that_merges_to_infinity_is_dropped(tmp_path):
     would have merged without that client. (With ``max_ratio`` it would not come so far.)"""
     merge = {"optimizer": {"name": "fedadam"}, "max_ratio": 0}
     bad = job(merge=merge)
-    server, rounds, _ = play(tmp_path / "bad", bad, Forging(bad, scaled(1e200)))
+    server, rounds, _ = play(tmp_path / "bad", bad, forging(scaled(1e200)))
     for record in rounds:
         (drop,) = record["dropped"]
         assert drop["client"] == BAD
@@ -89,7 +92,7 @@ def test_a_finite_upload_that_merges_to_infinity_is_dropped(tmp_path):
 def test_if_every_upload_merges_to_infinity_the_server_keeps_its_state(tmp_path):
     one = job(merge={"optimizer": {"name": "fedadam"}}, clients=1, rounds=1)
     only = "Client 0/ü"
-    server, (record,), warnings = play(tmp_path / "run", one, Forging(one, scaled(1e200), only))
+    server, (record,), warnings = play(tmp_path / "run", one, forging(scaled(1e200), only))
     assert same(server, one.method.init_server(one.trainers.initial))
     assert [drop["client"] for drop in record["dropped"]] == [only]
     assert "the server keeps its state" in warnings[-1]
@@ -103,7 +106,7 @@ def test_an_upload_of_another_dtype_is_refused(tmp_path):
         return encode(replace(upload, tensors={n: t.to(torch.float32) for n, t in upload.tensors.items()}))
 
     whole = job(rounds=1)
-    _, (record,), _ = play(tmp_path / "run", whole, Forging(whole, narrowed))
+    _, (record,), _ = play(tmp_path / "run", whole, forging(narrowed))
     (drop,) = record["dropped"]
     assert drop["client"] == BAD
     assert "holds torch.float32, not torch.float64" in drop["reason"]
@@ -115,13 +118,13 @@ def test_an_upload_of_another_dtype_is_refused(tmp_path):
 def test_too_few_uploads_for_the_rule_keep_the_servers_state(tmp_path, rule, clients):
     """As many clients as the rule needs (2 f + 3, 2 f + 1, more than twice ⌈0.3 n⌉), and one sends NaN."""
     short = job(merge={"rule": rule, "liars": 1, "trim": 0.3}, clients=clients)
-    server, rounds, warnings = play(tmp_path / "run", short, Forging(short, scaled(float("nan"))))
+    server, rounds, warnings = play(tmp_path / "run", short, forging(scaled(float("nan"))))
     assert same(server, short.method.init_server(short.trainers.initial))
     assert [record["loss"] for record in rounds] == [None, None]
     assert [[drop["client"] for drop in record["dropped"]] for record in rounds] == [[BAD], [BAD]]
-    kept = [text for text in warnings if "the server keeps its state" in text]
-    assert len(kept) == 2
-    assert f"{clients - 1} uploads" in kept[0]
+    warned = [text for text in warnings if "the server keeps its state" in text]
+    assert len(warned) == 2
+    assert f"{clients - 1} uploads" in warned[0]
 
 
 def test_a_number_of_400_digits_is_refused(tmp_path):
@@ -132,7 +135,7 @@ def test_a_number_of_400_digits_is_refused(tmp_path):
         return encode(replace(upload, scalars={"loss": 10**400}))
 
     whole = job(rounds=1)
-    _, (record,), _ = play(tmp_path / "run", whole, Forging(whole, long))
+    _, (record,), _ = play(tmp_path / "run", whole, forging(long))
     assert [drop["client"] for drop in record["dropped"]] == [BAD]
 
 
@@ -152,22 +155,23 @@ def test_a_private_state_must_be_finite_as_it_is_kept():
     one = job("ditto", clients=1, rounds=1)
     start = Tensors(toy.LAYOUT, torch.full((toy.LAYOUT.size,), 7e4, dtype=torch.float64))
     message = encode(Download({"model": start}))
+    task = Task("visit", "Client 0/ü", 1, "train", message)
     for dtype, reason in ((torch.float16, "infinity in 'own'"), (torch.bfloat16, "")):
-        answer = run_task(replace(one, keep=dtype), Task("visit", "Client 0/ü", 1, "train", message, None))
-        assert reason in answer.withheld
-        assert bool(answer.withheld) == bool(reason)
+        result = run_task(replace(one, state_dtype=dtype), task, toy.MemoryStates())
+        assert reason in result.withheld
+        assert bool(result.withheld) == bool(reason)
 
 
 def test_a_client_left_out_of_the_merge_keeps_the_private_state_it_had(tmp_path):
     """SCAFFOLD's server has c = Σ p_i c_i over all clients; it would not, if the one whose upload merges to
     infinity had moved its c_i all the same. Its upload is made 1e200 times as large on its way."""
     bad = job("scaffold", rounds=1, merge={"optimizer": {"name": "fedadam"}})
-    server, (record,), _ = play(tmp_path / "run", bad, Forging(bad, scaled(1e200)))
+    server, (record,), _ = play(tmp_path / "run", bad, forging(scaled(1e200)))
     assert [drop["client"] for drop in record["dropped"]] == [BAD]
-    left, total = RunReader(tmp_path / "run"), sum(bad.weights.values())
-    assert left.client(BAD) is None
-    kept = {client: left.client(client) for client in bad.members if client != BAD}
-    mean = sum(kept[client].tensors["control"].flat * (bad.weights[client] / total) for client in kept)
+    reader, total = RunReader(tmp_path / "run"), sum(bad.weights.values())
+    assert reader.client(BAD) is None
+    states = {client: reader.client(client) for client in bad.members if client != BAD}
+    mean = sum(states[client].tensors["control"].flat * (bad.weights[client] / total) for client in states)
     assert torch.allclose(server.tensors["control"].flat, mean, rtol=0, atol=1e-12)
 
 
@@ -222,10 +226,10 @@ def test_what_is_not_declared_never_becomes_bytes(leak, reason):
 
     leaky = replace(one, method=replace(one.method, exchanges=(replace(exchange, work=work),)))
     message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD))
-    answer = run_task(leaky, Task("visit", BAD, 1, "train", message, None))
-    assert answer.message == b""
-    assert re.search(reason, answer.withheld)
-    assert not any(secret in answer.withheld for secret in (SECRET, UNSPACED))
+    result = run_task(leaky, Task("visit", BAD, 1, "train", message), toy.MemoryStates())
+    assert result.message == b""
+    assert re.search(reason, result.withheld)
+    assert not any(secret in result.withheld for secret in (SECRET, UNSPACED))
 
 
 # One upload among others
@@ -267,7 +271,7 @@ def dropped_alone(path, forge, name="feddpo", client=BAD, merge=None, clients=6,
     Not under SCAFFOLD, whose p_i are shares of all clients' pairs.
     """
     bad = job(name, merge, clients, **settings)
-    server, rounds, warnings = play(path / "bad", bad, Forging(bad, forge, client))
+    server, rounds, warnings = play(path / "bad", bad, forging(forge, client))
     without, _, _ = play(path / "without", job(name, merge, clients, untrained=[client], **settings))
     assert [[drop["client"] for drop in record["dropped"]] for record in rounds] == [[client]] * len(rounds)
     assert same(server, without) or name == "scaffold"
@@ -279,16 +283,16 @@ def dropped_alone(path, forge, name="feddpo", client=BAD, merge=None, clients=6,
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("held", [(), ("lora/0/A",)])
-def test_a_client_that_sends_less_evicts_itself_alone(tmp_path, rule, held):
+@pytest.mark.parametrize("names", [(), ("lora/0/A",)])
+def test_a_client_that_sends_less_evicts_itself_alone(tmp_path, rule, names):
     """It is the first by name: were the others compared with it, they would be dropped."""
-    less = altered(lambda u: {"tensors": {"model": u.tensors["model"].select(held)}})
+    less = altered(lambda u: {"tensors": {"model": u.tensors["model"].select(names)}})
     for reason in dropped_alone(tmp_path, less, client=FIRST_OF_ALL, merge={"rule": rule, "liars": 1}):
         assert "lacks tensors that group 'model' expects: head" in reason
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "change", "told"),
+    ("name", "settings", "change", "reason_pattern"),
     [
         ("feddpo", {"schedule": "plateau"}, lambda u: {"scalars": {}}, "lacks numbers.*: loss"),
         ("local", {"schedule": "plateau"}, lambda u: {"scalars": {}}, "lacks numbers.*: loss"),
@@ -298,13 +302,13 @@ def test_a_client_that_sends_less_evicts_itself_alone(tmp_path, rule, held):
         ("fedamp", {}, lambda u: {"tensors": {}}, "lacks groups.*: model"),
     ],
 )
-def test_what_is_missing_or_beyond_measure_ends_no_run(tmp_path, name, settings, change, told):
+def test_what_is_missing_or_beyond_measure_ends_no_run(tmp_path, name, settings, change, reason_pattern):
     for reason in dropped_alone(tmp_path, altered(change), name, **settings):
-        assert re.search(told, reason)
+        assert re.search(reason_pattern, reason)
 
 
 @pytest.mark.parametrize(
-    ("forge", "told"),
+    ("forge", "reason_pattern"),
     [
         (typed("\ud800"), r"unexpected dtype \\ud800"),
         (typed("\x1b[31m\u202e"), r"unexpected dtype \\x1b\[31m\\u202e"),
@@ -313,29 +317,29 @@ def test_what_is_missing_or_beyond_measure_ends_no_run(tmp_path, name, settings,
         (header(lambda inner: inner.update(kind="k" * 10**6)), "bytes, and at most [0-9,]+ are expected"),
     ],
 )
-def test_reasons_neither_steer_a_terminal_nor_fill_the_log(tmp_path, forge, told):
+def test_reasons_neither_steer_a_terminal_nor_fill_the_log(tmp_path, forge, reason_pattern):
     """They are printable, and shorter than 400 characters with all that is said around them."""
     for reason in dropped_alone(tmp_path, forge):
-        assert re.search(told, reason)
+        assert re.search(reason_pattern, reason)
 
 
 def test_an_upload_of_an_earlier_round_is_refused_unless_the_exchange_takes_late_ones(tmp_path):
     """Round 2 is sent round 1's upload again."""
-    seen = []
+    messages = []
 
     def replay(message):
-        seen.append(message)
-        return seen[0]
+        messages.append(message)
+        return messages[0]
 
     whole = job()
-    _, (first, second), _ = play(tmp_path / "run", whole, Forging(whole, replay))
+    _, (first, second), _ = play(tmp_path / "run", whole, forging(replay))
     assert first["dropped"] == []
     (drop,) = second["dropped"]
     assert (drop["client"], drop["reason"]) == (BAD, "started from round 1, and this is round 2")
-    seen.clear()
+    messages.clear()
     exchanges = tuple(replace(exchange, late=1) for exchange in whole.method.exchanges)
     patient = replace(whole, method=replace(whole.method, exchanges=exchanges))
-    _, rounds, _ = play(tmp_path / "late", patient, Forging(patient, replay))
+    _, rounds, _ = play(tmp_path / "late", patient, forging(replay))
     assert [record["dropped"] for record in rounds] == [[], []]
 
 
@@ -367,7 +371,7 @@ def test_whatever_a_merge_raises_is_the_doing_of_uploads(tmp_path, count):
         return replace(whole, method=method)
 
     whole = delicate(job(clients=6))
-    backend = Forging(whole, altered(lambda u: {"scalars": {"loss": 60.0}}), set(bad))
+    backend = forging(altered(lambda u: {"scalars": {"loss": 60.0}}), set(bad))
     server, rounds, _ = play(tmp_path / "bad", whole, backend)
     for record in rounds:
         assert [drop["client"] for drop in record["dropped"]] == bad
@@ -388,14 +392,14 @@ def test_scaffolds_variate_goes_through_the_rule(tmp_path, rule):
         return encode(replace(upload, tensors={**upload.tensors, "control": upload.tensors["control"] * 1e3}))
 
     class Heard(Forging):
-        def work(self, tasks):
-            for answer in super().work(tasks):
-                if b"control" in answer.message and answer.client != BAD:
-                    changes[answer.client] = decode_upload(answer.message).tensors["control"]
-                yield answer
+        def run(self, tasks):
+            for result in super().run(tasks):
+                if b"control" in result.message and result.client != BAD:
+                    changes[result.client] = decode_upload(result.message).tensors["control"]
+                yield result
 
     whole = job("scaffold", {"rule": rule, "liars": 1, "trim": 0.2}, clients=7, rounds=1)
-    server, (record,), _ = play(tmp_path / "run", whole, Heard(whole, forge))
+    server, (record,), _ = play(tmp_path / "run", whole, forging(forge, kind=Heard))
     assert record["dropped"] == []
     control, honest = server.tensors["control"].flat, torch.stack([c.flat for c in changes.values()])
     assert float(control.norm()) > 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import toy
+from prefed.store import RunReader
 
 OPTIONS = {"rounds": 4, "clients": 4, "cohort": 3, "pause": 0.002}
 
@@ -39,7 +40,7 @@ def test_killed_at_random_moments(tmp_path):
     begun = time.perf_counter()
     assert os.waitpid(forked(tmp_path / "whole", False), 0)[1] == 0
     took = time.perf_counter() - begun
-    wanted, draw, rounds = toy.outcome(tmp_path / "whole"), random.Random(0), set()
+    expected, draw, rounds = toy.outcome(tmp_path / "whole"), random.Random(0), set()
     for number in range(25):
         run = tmp_path / str(number)
         for share in (number + draw.random()) / 25, draw.random():
@@ -50,14 +51,14 @@ def test_killed_at_random_moments(tmp_path):
             log = run / "rounds.jsonl"
             rounds.add(log.read_bytes().count(b"\n") if log.exists() else 0)
         assert os.waitpid(forked(run, resume=True), 0)[1] == 0
-        assert toy.outcome(run) == wanted
+        assert toy.outcome(run) == expected
     assert len(rounds) >= 3, "the kills did not land in different rounds"
 
 
 def test_interrupted_in_the_middle_of_a_round(tmp_path):
     """An exception, as Ctrl-C raises one, between any two answers leaves a run that resumes."""
     toy.run(tmp_path / "whole", **OPTIONS)
-    wanted = toy.outcome(tmp_path / "whole")
+    expected = toy.outcome(tmp_path / "whole")
 
     class Impatient(toy.Callback):
         def __init__(self, left):
@@ -74,4 +75,29 @@ def test_interrupted_in_the_middle_of_a_round(tmp_path):
             toy.run(run, callback=Impatient(after), **OPTIONS)
         except KeyboardInterrupt:
             toy.run(run, resume=True, **OPTIONS)
-        assert toy.outcome(run) == wanted
+        assert toy.outcome(run) == expected
+
+
+@pytest.mark.parametrize("hook", ["on_run_begin", "on_task_end", "on_round_end", "on_run_end"])
+def test_an_error_in_a_callback_ends_the_run_and_keeps_whole_rounds(tmp_path, hook):
+    """Callbacks are the user's own code. A round is committed before ``on_round_end`` is told of it; each
+    of the 4 clients answers twice in round 1, to train and in its evaluation."""
+    calls = []
+
+    class Broken(toy.Callback):
+        pass
+
+    def broken(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == {"on_task_end": 9, "on_round_end": 2}.get(hook, 1):
+            raise ZeroDivisionError("no such luck")
+
+    setattr(Broken, hook, broken)
+    options = {**OPTIONS, "cohort": None}
+    with pytest.raises(ZeroDivisionError, match="no such luck"):
+        toy.run(tmp_path / "run", callback=Broken(), **options)
+    rounds = {"on_run_begin": 0, "on_task_end": 1, "on_round_end": 2, "on_run_end": 4}[hook]
+    assert RunReader(tmp_path / "run").commit.round == rounds
+    toy.run(tmp_path / "run", resume=True, **options)
+    toy.run(tmp_path / "whole", **options)
+    assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""The local engine on the toy federation."""
+"""Rounds with a server, in this process, on the toy federation."""
 
 import json
 import math
@@ -11,9 +11,9 @@ import torch
 
 import toy
 from prefed.core import Callback, Key, Owner, State
-from prefed.engines import POOLED, InProcess, Job, ServerRounds
+from prefed.engines import POOLED, Job
 from prefed.engines.tasks import Task, run_task
-from prefed.store import RunReader, RunWriter
+from prefed.store import RunReader
 from prefed.wire import decode_upload, encode
 from quadratic import Quadratic, simulate
 
@@ -41,16 +41,16 @@ def test_the_engine_agrees_with_the_plain_one(tmp_path):
     one client after the other. Server, private states and models must be equal to the bit."""
     server = toy.run(tmp_path / "run", rounds=5)
     options = toy.options(rounds=5)
-    place = toy.ToyWorkplace(options)
+    trainers = toy.ToyTrainers(options)
     method = toy.toy_method(options)
-    plain = simulate(method, place.data, place.initial, 5, cohort=3, seed=7)
+    plain = simulate(method, trainers.data, trainers.initial, 5, cohort=3, seed=7)
     assert server.tensors["model"].equal(plain.server.tensors["model"])
     assert server.values == plain.server.values
-    seen = RunReader(tmp_path / "run")
+    reader = RunReader(tmp_path / "run")
     for client, private in plain.private.items():
-        kept = seen.client(client) or method.init_client(place.initial, client)
-        assert kept.tensors["personal"].equal(private.tensors["personal"])
-        assert kept.values == private.values
+        state = reader.client(client) or method.init_client(trainers.initial, client)
+        assert state.tensors["personal"].equal(private.tensors["personal"])
+        assert state.values == private.values
 
 
 def test_the_record_of_a_round(tmp_path):
@@ -58,7 +58,7 @@ def test_the_record_of_a_round(tmp_path):
 
     Round 2 scores all 6 clients and trains 3. Downloads hold the same model (12 float64) and one
     integer of one digit, so all 9 are equally long; so are a score's 6 uploads, but for the digits of
-    the number they carry, which is why the sums are recomputed by attending the same tasks.
+    the number they carry, which is why the sums are recomputed by running the same tasks.
     """
     listener = Listener()
     toy.run(tmp_path / "run", rounds=2, callback=listener)
@@ -69,7 +69,7 @@ def test_the_record_of_a_round(tmp_path):
     ]  # fmt: skip
     assert second["merges"] == 2
     assert second["score"] > 0
-    job = toy.build(json.dumps(toy.options(rounds=2)))
+    job = toy.build(toy.text(rounds=2))
     method, now = job.method, job.round(1)
     server = method.init_server(job.trainers.initial)
     down = [len(encode(method.exchanges[1].send(server, client))) for client in first["cohort"]]
@@ -77,9 +77,9 @@ def test_the_record_of_a_round(tmp_path):
     up, losses, weights = 0, [], []
     for client in job.sample(now):
         message = encode(method.exchanges[1].send(server, client))
-        answer = run_task(job, Task("visit", client, 1, "train", message, None))
-        upload = decode_upload(answer.message)
-        up += len(answer.message)
+        result = run_task(job, Task("visit", client, 1, "train", message), toy.MemoryStates())
+        upload = decode_upload(result.message)
+        up += len(result.message)
         losses.append(upload.scalars["loss"])
         weights.append(upload.weight)
     assert first["bytes_up"] == up
@@ -99,24 +99,24 @@ def test_an_evaluation(tmp_path):
     A pair of the toy is chosen if the model is nearer to the target a than to −a: φ·a > 0.
     """
     server = toy.run(tmp_path / "run", rounds=3, every=0)
-    found = records(tmp_path / "run")
-    assert [("evaluation" in record) for record in found] == [False, False, True]
+    rounds = records(tmp_path / "run")
+    assert [("evaluation" in record) for record in rounds] == [False, False, True]
     options = toy.options()
-    place = toy.ToyWorkplace(options)
-    seen, evaluation = RunReader(tmp_path / "run"), found[-1]["evaluation"]
-    for client, data in place.data.items():
-        shared = place.initial.replace(server.tensors["model"])
-        private = seen.client(client)
+    trainers = toy.ToyTrainers(options)
+    reader, evaluation = RunReader(tmp_path / "run"), rounds[-1]["evaluation"]
+    for client, data in trainers.data.items():
+        shared = trainers.initial.replace(server.tensors["model"])
+        private = reader.client(client)
         own = shared if private is None else shared.replace(private.tensors["personal"])
         for name, flat in (
             ("preference_accuracy", own.flat),
             ("shared_accuracy", shared.flat),
-            ("baseline_accuracy", place.initial.flat),
+            ("baseline_accuracy", trainers.initial.flat),
         ):
             expected = float((data.targets @ flat > 0).double().mean())
             assert evaluation[name]["per_client"][client] == pytest.approx(expected, abs=1e-12)
     values = list(evaluation["preference_accuracy"]["per_client"].values())
-    assert found[-1]["preference_accuracy"] == evaluation["preference_accuracy"]["mean"]
+    assert rounds[-1]["preference_accuracy"] == evaluation["preference_accuracy"]["mean"]
     assert evaluation["preference_accuracy"]["mean"] == pytest.approx(sum(values) / 6)
     assert evaluation["preference_accuracy"]["worst"] == min(values)
 
@@ -125,26 +125,26 @@ def test_a_reward_heads_margin_weighs_as_the_method_says():
     """Pair j has Δ_er = −Δ_ir / (j + ½), so that Δ_ir + w Δ_er = Δ_ir (1 − w / (j + ½)) is above 0 where
     Δ_ir > 0 and j + ½ > w, or neither. The toy's w: the round times the client's visits."""
 
-    class Rewarded(toy.ToyWorkplace):
+    class Rewarded(toy.ToyTrainers):
         def score(self, client, tensors, split):
-            found = super().score(client, tensors, split)
-            margin = (found.policy - found.reference) @ [1, -1]
+            scores = super().score(client, tensors, split)
+            margin = (scores.policy - scores.reference) @ [1, -1]
             head = -margin / (np.arange(len(margin)) + 0.5)
-            return replace(found, rewards=np.stack([head, np.zeros_like(head)], 1))
+            return replace(scores, rewards=np.stack([head, np.zeros_like(head)], 1))
 
-    place = Rewarded(toy.options())
+    trainers = Rewarded(toy.options())
     method = replace(
-        toy.toy_method(toy.options()), reward_weight=lambda kept, number: number * kept.values["visits"]
+        toy.toy_method(toy.options()), reward_weight=lambda private, number: number * private.values["visits"]
     )
-    job, client = Job(place, method, 7, 4), "Client 2/ü"
-    server = method.init_server(place.initial)
+    job, client = Job(trainers, method, 7, 4), "Client 2/ü"
+    server = method.init_server(trainers.initial)
     moved = State({"model": server.tensors["model"] + 0.5}, server.values)
-    private = method.init_client(place.initial, client).update(values={"visits": 2})
-    task = Task("judge", client, 3, "", encode(method.publish(moved, client)), encode(private))
-    figures = json.loads(run_task(job, task).message)
-    own = place.initial.replace(moved.tensors["model"]).replace(private.tensors["personal"])
-    found = place.score(client, own, "test")
-    positive = (found.policy - found.reference) @ [1, -1] > 0
+    private = method.init_client(trainers.initial, client).update(values={"visits": 2})
+    task = Task("evaluate", client, 3, "", encode(method.publish(moved, client)))
+    figures = json.loads(run_task(job, task, toy.MemoryStates({client: encode(private)})).message)
+    own = trainers.initial.replace(moved.tensors["model"]).replace(private.tensors["personal"])
+    scores = trainers.score(client, own, "test")
+    positive = (scores.policy - scores.reference) @ [1, -1] > 0
     later = np.arange(len(positive)) + 0.5 > 3 * 2
     assert later.any()
     assert figures["combined_accuracy"] == np.mean(positive == later)
@@ -155,25 +155,24 @@ def test_models_that_diverged_are_named(tmp_path):
     """From round 2 on all pairs of two clients have no number: each such evaluation warns once and says
     whose, and their accuracy is 0; of round 1, where all is well, the record has no such key."""
 
-    class Diverging(toy.ToyWorkplace):
+    class Diverging(toy.ToyTrainers):
         def score(self, client, tensors, split):
-            found = super().score(client, tensors, split)
+            scores = super().score(client, tensors, split)
             gone = client in ("Client 2/ü", "Client 4/ü") and self.now > 1
-            return replace(found, policy=found.policy * np.nan) if gone else found
+            return replace(scores, policy=scores.policy * np.nan) if gone else scores
 
         def trainer(self, client, now, key, ownership):
             self.now = now.number
             return super().trainer(client, now, key, ownership)
 
-    place, listener = Diverging(toy.options()), Listener()
-    job = Job(place, toy.toy_method(toy.options()), 7, 3, 3)
-    toy.run(tmp_path / "run", rounds=3, backend=InProcess(job), callback=listener)
+    trainers, listener = Diverging(toy.options()), Listener()
+    toy.run_job(tmp_path / "run", Job(trainers, toy.toy_method(toy.options()), 7, 3, 3), callback=listener)
     first, second, third = (record["evaluation"] for record in records(tmp_path / "run"))
-    held = {client: len(place.data[client].targets) for client in ("Client 2/ü", "Client 4/ü")}
-    assert second["not_finite"] == third["not_finite"] == held
+    pairs = {client: len(trainers.data[client].targets) for client in ("Client 2/ü", "Client 4/ü")}
+    assert second["not_finite"] == third["not_finite"] == pairs
     assert "not_finite" not in first
     assert third["preference_accuracy"]["per_client"]["Client 4/ü"] == 0
-    words = f"{held['Client 2/ü']} of {held['Client 2/ü']} pairs of client 'Client 2/ü'"
+    words = f"{pairs['Client 2/ü']} of {pairs['Client 2/ü']} pairs of client 'Client 2/ü'"
     words += " have no finite log-probability, and so it is with 1 more; lower method.lr"
     assert listener.warnings == [f"round {k}: {words}" for k in (2, 3)]
 
@@ -188,10 +187,10 @@ def test_clients_without_test_pairs_are_left_out_and_counted(tmp_path):
 def test_no_test_pair_at_all_is_an_error():
     everybody = [f"Client {number}/ü" for number in range(6)]
     with pytest.raises(ValueError, match=r"its test split.* set data.test_fraction or data.test, or"):
-        toy.build(json.dumps(toy.options(untested=everybody)))
+        toy.build(toy.text(untested=everybody))
 
 
-def test_clients_without_training_pairs_are_judged_but_never_asked(tmp_path):
+def test_clients_without_training_pairs_are_evaluated_but_never_asked(tmp_path):
     toy.run(tmp_path / "run", rounds=2, cohort=None, untrained=["Client 1/ü"])
     for record in records(tmp_path / "run"):
         assert len(record["cohort"]) == 5
@@ -199,8 +198,8 @@ def test_clients_without_training_pairs_are_judged_but_never_asked(tmp_path):
         assert "Client 1/ü" in record["evaluation"]["preference_accuracy"]["per_client"]
 
 
-def test_only_some_are_judged(tmp_path):
-    toy.run(tmp_path / "run", rounds=2, judged=2)
+def test_only_some_are_evaluated(tmp_path):
+    toy.run(tmp_path / "run", rounds=2, evaluation_cohort=2)
     first, second = (
         set(r["evaluation"]["preference_accuracy"]["per_client"]) for r in records(tmp_path / "run")
     )
@@ -209,7 +208,7 @@ def test_only_some_are_judged(tmp_path):
 
 
 def test_a_cohort_is_drawn_without_replacement_from_the_round_alone():
-    job = toy.build(json.dumps(toy.options(clients=20, cohort=7)))
+    job = toy.build(toy.text(clients=20, cohort=7))
     cohorts = [job.sample(job.round(number)) for number in range(1, 30)]
     assert all(len(set(cohort)) == 7 for cohort in cohorts)
     assert len(set(cohorts)) > 20
@@ -219,7 +218,7 @@ def test_a_cohort_is_drawn_without_replacement_from_the_round_alone():
 
 def test_a_cohort_larger_than_the_federation_is_refused():
     with pytest.raises(ValueError, match=r"size = 7, but only 6 clients"):
-        toy.build(json.dumps(toy.options(cohort=7)))
+        toy.build(toy.text(cohort=7))
 
 
 @pytest.mark.parametrize(
@@ -255,45 +254,20 @@ def test_a_bad_upload_is_dropped_and_named(tmp_path, fault, reason):
 def test_what_must_not_leave_never_becomes_bytes():
     """The client's own side withholds: the refused upload is not encoded at all."""
     client = "Client 2/ü"
-    job = toy.build(json.dumps(toy.options(faults={client: "leak"})))
+    job = toy.build(toy.text(faults={client: "leak"}))
     message = encode(job.method.exchanges[1].send(job.method.init_server(job.trainers.initial), client))
-    answer = run_task(job, Task("visit", client, 1, "train", message, None))
-    assert answer.message == b""
-    assert answer.state is None
-    assert "head" in answer.withheld
-
-
-def test_no_personal_value_is_in_any_byte_that_leaves(tmp_path):
-    """Every message of a run is searched for every float of every private state."""
-    sent = []
-
-    class Wiretap(InProcess):
-        def work(self, tasks):
-            for answer in super().work(tasks):
-                sent.append(answer.message)
-                yield answer
-
-    job = toy.build(json.dumps(toy.options()))
-    toy.run(tmp_path / "run", backend=Wiretap(job))
-    wires = b"".join(sent)
-    seen, searched = RunReader(tmp_path / "run"), 0
-    for client in job.trainers.clients:
-        private = seen.client(client)
-        if private is not None and "personal" in private.tensors:
-            for value in private.tensors["personal"].flat:
-                assert value.numpy().tobytes() not in wires
-                searched += 1
-    assert searched >= 4
-    assert seen.server().tensors["model"].flat[:1].numpy().tobytes() not in wires  # a mean is nobody's
-    assert all(name not in wires for name in (b'"head"', b'"norm"'))
-    assert b'"lora/0/A"' in wires.replace(b"\\", b"")
+    states = toy.MemoryStates()
+    result = run_task(job, Task("visit", client, 1, "train", message), states)
+    assert result.message == b""
+    assert states.staged == {}
+    assert "head" in result.withheld
 
 
 def test_if_nothing_can_be_merged_the_server_keeps_its_state(tmp_path):
     listener = Listener()
     everybody = {f"Client {number}/ü": "nan" for number in range(6)}
     server = toy.run(tmp_path / "run", rounds=3, faults=everybody, callback=listener)
-    job = toy.build(json.dumps(toy.options()))
+    job = toy.build(toy.text())
     assert server.tensors["model"].equal(job.method.init_server(job.trainers.initial).tensors["model"])
     assert sum("server keeps its state" in warning for warning in listener.warnings) == 3
     assert [record["loss"] for record in records(tmp_path / "run")] == [None] * 3
@@ -309,9 +283,9 @@ def test_pooled_is_one_client_on_all_pairs(tmp_path):
     """Oracle: the plain engine on one client with everybody's targets. All are judged."""
     server = toy.run(tmp_path / "run", pooled=True, personal=False)
     options = toy.options(pooled=True, personal=False)
-    place, method = toy.ToyWorkplace(options), toy.toy_method(options)
-    whole = {POOLED: Quadratic(torch.cat([place.data[name].targets for name in sorted(place.data)]))}
-    plain = simulate(method, whole, place.initial, 4, seed=7)
+    trainers, method = toy.ToyTrainers(options), toy.toy_method(options)
+    whole = {POOLED: Quadratic(torch.cat([trainers.data[name].targets for name in sorted(trainers.data)]))}
+    plain = simulate(method, whole, trainers.initial, 4, seed=7)
     assert server.tensors["model"].equal(plain.server.tensors["model"])
     (record, *_) = records(tmp_path / "run")
     assert record["cohort"] == [POOLED]
@@ -321,7 +295,7 @@ def test_pooled_is_one_client_on_all_pairs(tmp_path):
 def test_no_client_may_have_the_name_of_all(tmp_path):
     """Its pairs would be taken for everybody's. Where methods do not pool it is a name like any other."""
 
-    class Named(toy.ToyWorkplace):
+    class Named(toy.ToyTrainers):
         def __init__(self, options):
             super().__init__(options)
             self.clients = {POOLED: self.clients.pop("Client 0/ü"), **self.clients}
@@ -341,15 +315,11 @@ def test_pooling_one_client_changes_nothing(tmp_path):
 
 def test_private_states_can_be_kept_in_bfloat16(tmp_path):
     """Kept rounded they are half the size or less, and a resumed run still equals the whole one."""
-    job = toy.build(json.dumps(toy.options()))
-    half = Job(job.trainers, job.method, 7, 4, 3, keep=torch.bfloat16)
+    job = toy.build(toy.text())
     for name, stops in (("whole", [4]), ("stopped", [2, 4])):
         for number in stops:
-            at = Job(job.trainers, job.method, 7, number, 3, keep=torch.bfloat16)
-            out = tmp_path / name
-            with RunWriter(out, resume=out.exists()) as store, InProcess(half) as backend:
-                store.begin(encode(job.method.init_server(job.trainers.initial)), {})
-                ServerRounds(at, store, backend, Callback()).run()
+            half = Job(job.trainers, job.method, 7, number, 3, state_dtype=torch.bfloat16)
+            toy.run_job(tmp_path / name, half, resume=(tmp_path / name).exists())
     left, right = RunReader(tmp_path / "whole"), RunReader(tmp_path / "stopped")
     for client in job.trainers.clients:
         mine, other = left.client(client), right.client(client)
@@ -361,21 +331,21 @@ def test_private_states_can_be_kept_in_bfloat16(tmp_path):
 
 
 def test_an_exception_in_a_visit_carries_its_place(tmp_path):
-    class Broken(toy.ToyWorkplace):
+    class Broken(toy.ToyTrainers):
         def trainer(self, *arguments):
             raise RuntimeError("no such file")
 
-    job = toy.build(json.dumps(toy.options()))
+    job = toy.build(toy.text())
     broken = Job(Broken(toy.options()), job.method, 7, 4)
     with pytest.raises(RuntimeError) as caught:
-        run_task(broken, Task("visit", "Client 1/ü", 3, "train", b"", None))
+        run_task(broken, Task("visit", "Client 1/ü", 3, "train", b""), toy.MemoryStates())
     assert caught.value.__notes__ == ["(client 'Client 1/ü', round 3, train)"]
 
 
 def test_parts_must_cover_the_model():
-    job = toy.build(json.dumps(toy.options()))
+    job = toy.build(toy.text())
 
-    class Bare(toy.ToyWorkplace):
+    class Bare(toy.ToyTrainers):
         def __init__(self, options):
             super().__init__(options)
             self.initial = self.initial.select(job.method.ownership.names(Owner.SHARED))

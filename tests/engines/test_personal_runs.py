@@ -11,13 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
+import toy
 from finished import logprobs, small_experiment, small_place
 from prefed import Experiment, run
 from prefed.engines import Task, run_task
 from prefed.report import read_run
 from prefed.report.page import render
 from prefed.report.result import print_result
-from prefed.runs.evaluate import evaluate_file, judge
+from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.loaded import load_run
 from prefed.store import RunReader
 from prefed.wire import encode
@@ -91,7 +92,7 @@ def test_the_shared_model_of_fedsdg_is_the_base_with_the_shared_lora_alone(place
 
 
 @pytest.mark.parametrize("branch", ["products", "factors"])
-def test_the_run_judges_that_shared_model(place, branch, monkeypatch):
+def test_the_run_evaluates_that_shared_model(place, branch, monkeypatch):
     """An evaluation scores a client's own model and then the shared one, tensor for tensor that above."""
     opened, scored = load_run(place / branch, data=True), []
     score = opened.trainers.score
@@ -102,13 +103,13 @@ def test_the_run_judges_that_shared_model(place, branch, monkeypatch):
 
     monkeypatch.setattr(opened.trainers, "score", spy)
     message = encode(opened.method.publish(opened.server, "left"))
-    answer = run_task(opened.job, Task("judge", "left", 1, "", message, None))
+    result = run_task(opened.job, Task("evaluate", "left", 1, "", message), toy.MemoryStates())
     own, shared = scored
     assert shared.equal(opened.published_model)
     personal = [name for name in own if name.startswith("personal_lora/")]
     assert all(own[name].any() and not shared[name].any() for name in personal)
     summary = json.loads((place / branch / "summary.json").read_text())
-    assert json.loads(answer.message)["shared_accuracy"] == summary["shared_accuracy"]["per_client"]["left"]
+    assert json.loads(result.message)["shared_accuracy"] == summary["shared_accuracy"]["per_client"]["left"]
 
 
 REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
@@ -138,19 +139,19 @@ def test_a_reward_heads_figures_come_from_its_scores(place):
     assert not {*REWARDED, "explicit_margin"} & without.keys()
 
 
-def test_judging_again_and_on_other_pairs_gives_the_same(place):
+def test_evaluating_again_and_on_other_pairs_gives_the_same(place):
     opened = load_run(place / "fedpdpo", data=True)
     summary = summary_of(place / "fedpdpo")
-    for judged in (judge(opened), evaluate_file(opened, str(place / "test.jsonl"))):
+    for evaluation in (evaluate(opened), evaluate_file(opened, str(place / "test.jsonl"))):
         for name in REWARDED:
-            assert judged.figures[name] == summary[name]
-        assert judged.figures["explicit_margin"]["mean"] == pytest.approx(summary["explicit_margin"])
+            assert evaluation.figures[name] == summary[name]
+        assert evaluation.figures["explicit_margin"]["mean"] == pytest.approx(summary["explicit_margin"])
     # Where the head's margin outweighs all, with its sign turned, the sum is right where the head is wrong.
     turned = replace(opened.method, reward_weight=lambda private, number: -1e9)
     opened = replace(opened, job=replace(opened.job, method=turned))
-    for judged in (judge(opened), evaluate_file(opened, str(place / "test.jsonl"))):
+    for evaluation in (evaluate(opened), evaluate_file(opened, str(place / "test.jsonl"))):
         for client in CLIENTS:
-            combined, head = (judged.figures[name]["per_client"][client] for name in REWARDED[:2])
+            combined, head = (evaluation.figures[name]["per_client"][client] for name in REWARDED[:2])
             assert combined == 1 - head
 
 

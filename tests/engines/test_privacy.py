@@ -1,10 +1,10 @@
 """What ``[privacy]`` keeps from leaving a client, on the toy federation: clients of 3 to 8 pairs."""
 
-import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from tests.engines.test_hostile import BAD, Forging, job, play
+from tests.engines.test_hostile import BAD, forging, job, play
 
 import toy
 from prefed.core import Privacy
@@ -14,7 +14,7 @@ from prefed.methods import METHODS
 from prefed.store import RunReader
 from prefed.wire import decode_upload, encode
 
-SIZES = {name: data.size for name, data in toy.ToyWorkplace(toy.options()).data.items()}
+SIZES = {name: data.size for name, data in toy.ToyTrainers(toy.options()).data.items()}
 MOST = max(SIZES.values())
 SMALL = {name for name, size in SIZES.items() if size < 5}
 
@@ -22,15 +22,15 @@ SMALL = {name for name, size in SIZES.items() if size < 5}
 class Eavesdropper(InProcess):
     """Keeps every upload that leaves a client."""
 
-    def __init__(self, job):
-        super().__init__(job)
-        self.uploads = []
+    def __init__(self, job, states, uploads):
+        super().__init__(job, states)
+        self.uploads = uploads
 
-    def work(self, tasks):
-        for answer in super().work(tasks):
-            if answer.message.find(b'"upload') + 1:
-                self.uploads.append(decode_upload(answer.message))
-            yield answer
+    def run(self, tasks):
+        for result in super().run(tasks):
+            if result.message.find(b'"upload') + 1:
+                self.uploads.append(decode_upload(result.message))
+            yield result
 
 
 def test_the_toy_has_clients_on_both_sides():
@@ -41,28 +41,26 @@ def test_the_toy_has_clients_on_both_sides():
 def test_a_client_with_few_pairs_sends_no_mean_over_them(tmp_path):
     """Of both exchanges, one with a loss and one with a score; the round's loss is the others' mean by their
     pairs. Tensors, and so the model, are what they are without the bound, to the bit."""
-    crews = {}
-    for least in (0, 5):
-        options = {"cohort": None, "minimum_pairs": least}
-        crews[least] = Eavesdropper(toy.build(json.dumps(toy.options(**options))))
-        toy.run(tmp_path / str(least), backend=crews[least], **options)
-    free, bound = crews[0].uploads, crews[5].uploads
+    free, bound = [], []
+    for least, uploads in ((0, free), (5, bound)):
+        backend = partial(Eavesdropper, uploads=uploads)
+        toy.run(tmp_path / str(least), backend=backend, cohort=None, minimum_pairs=least)
     assert len(free) == len(bound) == 6 * (4 + 2)
     for one, other in zip(free, bound, strict=True):
         assert len(one.scalars) == 1
         assert other.scalars == ({} if one.client in SMALL else one.scalars)
         assert all(group.equal(other.tensors[name]) for name, group in one.tensors.items())
     runs = [RunReader(tmp_path / str(least)) for least in (0, 5)]
-    left, right = (seen.server().tensors["model"] for seen in runs)
+    left, right = (reader.server().tensors["model"] for reader in runs)
     assert left.equal(right)
     for number, record in enumerate(runs[1].rounds(), 1):
-        told = [u for u in bound if u.sent_at == number and "loss" in u.scalars]
-        total = sum(u.weight * u.scalars["loss"] for u in told)
-        assert record["loss"] == pytest.approx(total / sum(u.weight for u in told))
+        tellers = [u for u in bound if u.sent_at == number and "loss" in u.scalars]
+        total = sum(u.weight * u.scalars["loss"] for u in tellers)
+        assert record["loss"] == pytest.approx(total / sum(u.weight for u in tellers))
         assert record["dropped"] == []
 
 
-def test_a_client_judged_on_few_pairs_is_in_means_alone(tmp_path):
+def test_a_client_evaluated_on_few_pairs_is_in_means_alone(tmp_path):
     """The mean is that of the run without the bound; worst, worst tenth and list are the other clients'."""
     for least in (0, 5):
         toy.run(tmp_path / str(least), minimum_pairs=least)
@@ -90,7 +88,7 @@ def test_a_mean_that_would_give_one_small_client_away_leaves_it_out(tmp_path):
 
 def test_a_run_in_which_nobody_could_be_told_of_is_refused():
     with pytest.raises(ValueError, match=rf"minimum_pairs = 9: no client .*\(the most are {MOST}\).*lower"):
-        toy.build(json.dumps(toy.options(minimum_pairs=9)))
+        toy.build(toy.text(minimum_pairs=9))
 
 
 def test_the_server_drops_what_a_client_ought_not_to_have_sent(tmp_path):
@@ -101,7 +99,7 @@ def test_the_server_drops_what_a_client_ought_not_to_have_sent(tmp_path):
 
     small = min(SMALL)
     whole = replace(job(rounds=1), privacy=Privacy(minimum_pairs=5))
-    _, (record,), _ = play(tmp_path / "run", whole, Forging(whole, telling, small))
+    _, (record,), _ = play(tmp_path / "run", whole, forging(telling, small))
     (drop,) = record["dropped"]
     assert drop["client"] == small
     assert f"over {SIZES[small]} training pairs, fewer than [privacy] minimum_pairs" in drop["reason"]
@@ -129,6 +127,6 @@ def test_an_undeclared_number_of_a_small_client_is_still_refused():
 
     leaky = replace(one, method=replace(one.method, exchanges=(replace(exchange, work=work),)))
     message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD))
-    answer = run_task(leaky, Task("visit", BAD, 1, "train", message, None))
-    assert answer.message == b""
-    assert "numbers that the exchange does not expect: length" in answer.withheld
+    result = run_task(leaky, Task("visit", BAD, 1, "train", message), toy.MemoryStates())
+    assert result.message == b""
+    assert "numbers that the exchange does not expect: length" in result.withheld

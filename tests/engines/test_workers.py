@@ -14,21 +14,20 @@ from prefed.engines.backend import peak_memory_mb
 TESTS = Path(__file__).resolve().parents[1]
 
 RUN = """
-import json, sys
+import sys
 from pathlib import Path
 sys.path.append({tests!r})
 import toy
-from prefed.engines import InProcess, JobFactory, WorkerProcesses
 changes = {changes!r}
-crew = WorkerProcesses(JobFactory("toy:build", json.dumps(toy.options(**changes))), 2)
 print("here", flush=True)
-toy.run(Path({out!r}), crew=crew, **changes)
+toy.run(Path({out!r}), backend="processes", **changes)
 """
 """A script as users write them: without a guard for its main part."""
 
 
 def workers(count, timeout=0.0, builder="toy:build", **changes):
-    return WorkerProcesses(JobFactory(builder, json.dumps(toy.options(**changes))), count, timeout=timeout)
+    factory = JobFactory(builder, toy.text(**changes))
+    return lambda job, states: WorkerProcesses(factory, states, count, timeout=timeout)
 
 
 def script(folder, cwd, **changes):
@@ -64,15 +63,15 @@ def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
     """The answer's frame announces more bytes than come before SIGKILL does."""
     (tmp_path / "torn.py").write_text(
         "import os, signal, struct, toy\n"
-        "from prefed.engines import workers\n"
-        "whole = workers._send\n"
+        "from prefed.engines.backends import worker\n"
+        "whole = worker._send\n"
         "def torn(pipe, **fields):\n"
         "    if 'client' not in fields:\n"
         "        return whole(pipe, **fields)\n"
         "    os.write(pipe.fileno(), struct.pack('!i', 1000) + b'{')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "def build(text):\n"
-        "    workers._send = torn\n"
+        "    worker._send = torn\n"
         "    return toy.build(text)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -121,13 +120,13 @@ def test_nothing_of_the_working_directory_or_the_main_module_is_run(tmp_path):
 
 def test_modules_are_found_where_the_parent_finds_them(tmp_path, monkeypatch):
     """A path is handed on in full, the working directory only if its full path is there."""
-    from prefed.engines.processes import _path
+    from prefed.engines.backends.worker import _import_path
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", ".", "lib", "/usr/lib/x"])
-    assert _path() == [str(tmp_path / "lib"), "/usr/lib/x"]
+    assert _import_path() == [str(tmp_path / "lib"), "/usr/lib/x"]
     monkeypatch.setattr(sys, "path", ["", str(tmp_path)])
-    assert _path() == [str(tmp_path)]
+    assert _import_path() == [str(tmp_path)]
 
 
 def test_the_memory_of_workers():
@@ -135,21 +134,21 @@ def test_the_memory_of_workers():
     it started them is none of theirs."""
     ballast = bytearray(2**28)
     ballast[:] = b"x" * len(ballast)
-    held = []
+    memory = []
     for count in (1, 2):
-        with workers(count) as backend:
-            held.append(backend.memory_mb())
-    assert 50 < held[0] < peak_memory_mb() - 256
-    assert 1.8 < held[1] / held[0] < 2.2
+        with workers(count)(None, None) as backend:
+            memory.append(backend.memory_mb())
+    assert 50 < memory[0] < peak_memory_mb() - 256
+    assert 1.8 < memory[1] / memory[0] < 2.2
 
 
 def test_the_memory_of_a_run_counts_its_workers(tmp_path):
-    """Derivation: the workers' peak of a million MiB, and this process' own on top, below 100,000."""
+    """The workers' peak of a million MiB, and this process' own on top, below 100,000."""
 
     class Large(InProcess):
         def memory_mb(self):
             return 1e6
 
-    toy.run(tmp_path / "run", backend=Large(toy.build(json.dumps(toy.options()))))
+    toy.run(tmp_path / "run", backend=Large)
     totals = json.loads((tmp_path / "run/checkpoint/COMMIT.json").read_text())["totals"]
     assert 1e6 < totals["peak_memory_mb"] < 1.1e6

@@ -1,69 +1,144 @@
-"""What must not change a number: the order of clients, the number of workers, stops on the way."""
+"""What must not change a number: the order of tasks, who does them, stops on the way.
 
-import json
+Every law is held by every registered backend. The run to compare with is done in this process.
+"""
+
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
-from prefed.engines import InProcess, JobFactory, WorkerProcesses
-from prefed.engines.tasks import run_task
+from prefed.engines import BACKENDS, Task
+from prefed.store import RunReader, RunWriter
+from prefed.wire import decode_state, encode
+
+FAULTS = [{}, {"Client 1/ü": "nan"}, {"Client 0/ü": "leak", "Client 2/ü": "nan"}]
 
 
-class Shuffled(InProcess):
-    """Does a round's tasks in another order."""
-
-    def __init__(self, job, draw):
-        super().__init__(job)
-        self.draw = draw
-
-    def work(self, tasks):
-        waiting = list(tasks)
-        self.draw.shuffle(waiting)
-        for task in waiting:
-            yield run_task(self._job, task)
+def examples(name, most):
+    """How often a law is tried: a backend that starts processes takes seconds for each run."""
+    return settings(max_examples=most if name == "in_process" else 2, deadline=None)
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    st.randoms(use_true_random=False),
-    st.integers(1, 6),
-    st.booleans(),
-    st.sampled_from([{}, {"Client 1/ü": "nan"}, {"Client 0/ü": "leak", "Client 2/ü": "nan"}]),
-)
-def test_any_order_of_visits(tmp_path_factory, draw, cohort, personal, faults):
-    """Law: tasks done in any order leave the same bytes behind."""
-    changes = {"rounds": 3, "cohort": cohort, "personal": personal, "faults": faults}
-    folder = tmp_path_factory.mktemp("order")
-    toy.run(folder / "sorted", **changes)
-    job = toy.build(json.dumps(toy.options(**changes)))
-    toy.run(folder / "shuffled", backend=Shuffled(job, draw), **changes)
-    assert toy.outcome(folder / "sorted") == toy.outcome(folder / "shuffled")
+def around(name, change, **options):
+    """Makes the backend of that name, for the toy's job; ``change`` wraps what runs its tasks."""
+
+    def make(job, states):
+        backend = toy.registered(name, toy.text(**options), job, states)
+        backend.run = partial(change, backend.run)
+        return backend
+
+    return make
 
 
-def test_any_order_in_which_the_data_name_the_clients(tmp_path):
+@pytest.mark.parametrize("name", BACKENDS)
+def test_any_order_of_tasks(name, tmp_path_factory):
+    """Law: tasks done in any order leave the same bytes behind, also where uploads are dropped."""
+
+    @examples(name, 10)
+    @given(st.randoms(use_true_random=False), st.integers(1, 6), st.booleans(), st.sampled_from(FAULTS))
+    def law(draw, cohort, personal, faults):
+        def shuffled(run, tasks):
+            waiting = list(tasks)
+            draw.shuffle(waiting)
+            return run(waiting)
+
+        options = {"rounds": 3, "cohort": cohort, "personal": personal, "faults": faults}
+        folder = tmp_path_factory.mktemp("order")
+        toy.run(folder / "sorted", **options)
+        toy.run(folder / "shuffled", backend=around(name, shuffled, **options), **options)
+        assert toy.outcome(folder / "sorted") == toy.outcome(folder / "shuffled")
+
+    law()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_any_order_in_which_the_data_name_the_clients(name, tmp_path):
     toy.run(tmp_path / "there")
-    toy.run(tmp_path / "back", order=-1)
+    toy.run(tmp_path / "back", backend=name, order=-1)
     assert toy.outcome(tmp_path / "there") == toy.outcome(tmp_path / "back")
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_any_number_of_workers(tmp_path, count):
-    """Law: worker processes give what this process gives, bit by bit, bad uploads included."""
-    changes = {"faults": {"Client 3/ü": "nan"}}
-    toy.run(tmp_path / "here", **changes)
-    backend = WorkerProcesses(JobFactory("toy:build", json.dumps(toy.options(**changes))), count)
-    toy.run(tmp_path / "there", backend=backend, **changes)
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_any_number_of_workers(name, workers, tmp_path):
+    """Law: every backend gives what this process gives, bit by bit, bad uploads included."""
+    options = {"faults": {"Client 3/ü": "nan"}}
+    toy.run(tmp_path / "here", **options)
+    backend = partial(toy.registered, name, toy.text(**options), workers=workers)
+    toy.run(tmp_path / "there", backend=backend, **options)
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.lists(st.integers(1, 5), unique=True).map(sorted))
-def test_stopping_and_resuming_anywhere(tmp_path_factory, stops):
+@pytest.mark.parametrize("name", BACKENDS)
+def test_stopping_and_resuming_anywhere(name, tmp_path_factory):
     """Law: a run carried out in any number of sittings is the run carried out in one."""
-    folder = tmp_path_factory.mktemp("stops")
-    toy.run(folder / "whole", rounds=6)
-    for number in [*stops, 6]:
-        toy.run(folder / "parts", rounds=number, resume=(folder / "parts").exists())
-    assert toy.outcome(folder / "whole") == toy.outcome(folder / "parts")
+
+    @examples(name, 8)
+    @given(st.lists(st.integers(1, 5), unique=True, max_size=5 if name == "in_process" else 1).map(sorted))
+    def law(stops):
+        folder = tmp_path_factory.mktemp("stops")
+        toy.run(folder / "whole", rounds=6)
+        for number in [*stops, 6]:
+            resume = (folder / "parts").exists()
+            toy.run(folder / "parts", rounds=number, resume=resume, backend=name)
+        assert toy.outcome(folder / "whole") == toy.outcome(folder / "parts")
+
+    law()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_no_private_state_passes_between_the_round_and_a_backend(name, tmp_path):
+    """Law: tasks and results hold what a server may know. Every message of a run, in either direction, is
+    searched for every float of every private state."""
+    messages = []
+
+    def overheard(run, tasks):
+        for each in run(kept(tasks)):
+            messages.append(each.message)
+            yield each
+
+    def kept(tasks):
+        for task in tasks:
+            messages.append(task.message)
+            yield task
+
+    server = toy.run(tmp_path / "run", backend=around(name, overheard))
+    wires, reader, searched = b"".join(messages), RunReader(tmp_path / "run"), 0
+    for number in range(6):
+        state = reader.client(f"Client {number}/ü")
+        if state is not None and "personal" in state.tensors:
+            for value in state.tensors["personal"].flat:
+                assert value.numpy().tobytes() not in wires
+                searched += 1
+    assert searched >= 4
+    assert all(word not in wires for word in (b'"head"', b'"norm"'))
+    assert b'"lora/0/A"' in wires.replace(b"\\", b"")
+    assert server.tensors["model"].flat[:1].numpy().tobytes() in wires  # it was published
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_private_state_counts_once_it_is_accepted(name, tmp_path):
+    """Law: a visit whose upload is not merged leaves its client's private state as it was. An accepted state
+    is what the client's next visit starts from, also within a round."""
+    job = toy.build(toy.text())
+    exchange, server = job.exchange("train"), job.method.init_server(job.trainers.initial)
+    clients = job.members[:2]
+    message = encode(exchange.send(server, clients[0]))
+    with (
+        RunWriter(tmp_path / "run") as writer,
+        toy.registered(name, toy.text(), job, writer.states) as backend,
+    ):
+
+        def visits_after(accepted):
+            results = backend.run(Task("visit", client, 1, exchange.name, message) for client in clients)
+            assert {result.client for result in results} == set(clients)
+            backend.accept(accepted)
+            states = [backend.states.read(client) for client in clients]
+            return [None if state is None else decode_state(state).values["visits"] for state in states]
+
+        assert visits_after(()) == [None, None]
+        assert visits_after(clients[:1]) == [1, None]
+        assert visits_after(clients) == [2, 1]

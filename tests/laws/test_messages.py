@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefed.core import Key, Method, Owner, Ownership, Round
-from prefed.engines.validation import refusal
+from prefed.engines.validation import validate_upload
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
 from prefed.methods.base import FedAvgBase
@@ -69,7 +69,7 @@ def inspect(method: Method, aggregator: Aggregator, stays: frozenset[str]) -> No
     (exchange,) = method.exchanges
     for upload in run.uploads:
         now = Round(upload.sent_at, 3, Key(0), weights)
-        assert not refusal(upload, upload.client, exchange, method.ownership, start, now)
+        assert not validate_upload(upload, upload.client, exchange, method.ownership, start, now)
     assert bool(secrets) == bool(personal)
 
 

@@ -29,7 +29,7 @@ from prefed.core import (
     State,
     Tensors,
 )
-from prefed.engines.validation import refusal
+from prefed.engines.validation import validate_upload
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
 from prefed.wire import encode
@@ -116,7 +116,7 @@ def messages(method: Method, layout: Layout, private: tuple[str, ...]) -> Iterat
                 trainer = MarkedTrainer(client, data, now, key, method.ownership, start)
                 upload, states[client] = exchange.work(trainer, secret(method.name, states[client]), download)
                 yield encode(upload)
-                assert not refusal(upload, client, exchange, method.ownership, start, now)
+                assert not validate_upload(upload, client, exchange, method.ownership, start, now)
                 uploads.append(upload)
             server = exchange.merge(server, uploads, now)
         for client in clients:

@@ -125,9 +125,9 @@ def play(run: Path, resume: bool = False) -> None:
             store.write_config("seed = 1\n")
         store.begin(state(0), {})
         for number in range(store.round + 1, ROUNDS + 1):
-            store.stage("both", state(number))
-            store.stage("odd" if number % 2 else "even", state(number))
-            store.accept(["both", "odd", "even"])
+            store.states.stage("both", state(number))
+            store.states.stage("odd" if number % 2 else "even", state(number))
+            store.states.accept(["both", "odd", "even"])
             store.finish_round(state(number), {"round": number}, {"bytes_up": 7 * number})
 
 
@@ -146,7 +146,7 @@ def test_what_a_commit_names_is_on_the_disk(tmp_path: Path, disk: Callable[..., 
     and the configuration. When ``COMMIT.json`` is replaced, each of them and its folder, and the new commit
     itself, were synced after their last write or rename. A version is deleted only once the commit that
     replaced it is safe, so that no failure finds the old commit without its files."""
-    seen, run = disk(), tmp_path / "run"
+    log, run = disk(), tmp_path / "run"
     play(run)
     folder = run / "checkpoint"
     first = {run / "config.toml", folder / "server@000000.safetensors"}
@@ -159,10 +159,10 @@ def test_what_a_commit_names_is_on_the_disk(tmp_path: Path, disk: Callable[..., 
         }
         for number in range(1, ROUNDS + 1)
     ]
-    assert [written for _, written in seen.commits] == [first, *rounds]
-    assert [lost for lost, _ in seen.commits] == [set()] * (ROUNDS + 1)
-    assert seen.early == []
-    assert not seen.contents | seen.names
+    assert [written for _, written in log.commits] == [first, *rounds]
+    assert [lost for lost, _ in log.commits] == [set()] * (ROUNDS + 1)
+    assert log.early == []
+    assert not log.contents | log.names
 
 
 def test_a_crash_leaves_nothing_that_a_later_commit_relies_on(
@@ -175,16 +175,16 @@ def test_a_crash_leaves_nothing_that_a_later_commit_relies_on(
     at = 0
     while True:
         at += 1
-        run, seen = tmp_path / f"crash{at}", disk(at)
+        run, log = tmp_path / f"crash{at}", disk(at)
         try:
             play(run)
             break
         except Crash:
             play(run, resume=True)
-        for lost, written in seen.commits:
+        for lost, written in log.commits:
             first = run / "checkpoint/server@000000.safetensors" in written
             assert lost <= ({run / "config.toml"} if first else set()), f"after a crash at operation {at}"
-    assert len(seen.commits) == ROUNDS + 1
+    assert len(log.commits) == ROUNDS + 1
     assert at > 60
 
 
@@ -192,15 +192,15 @@ def test_appending_syncs_the_folder_of_a_new_file_alone(tmp_path: Path, disk: Ca
     """The first append creates a name, which is the folder's content; a second changes the file alone. An
     empty file may be left over from a process that died before it could sync the folder."""
     path, empty, other = tmp_path / "log", tmp_path / "empty", tmp_path / "other"
-    seen = disk()
+    log = disk()
     files.append(path, b"one\n")
-    assert not seen.contents | seen.names
-    seen.names = {other}
+    assert not log.contents | log.names
+    log.names = {other}
     files.append(path, b"two\n")
-    assert seen.names == {other}
+    assert log.names == {other}
     empty.touch()
     files.append(empty, b"one\n")
-    assert not seen.contents | seen.names
+    assert not log.contents | log.names
     assert (path.read_bytes(), empty.read_bytes()) == (b"one\ntwo\n", b"one\n")
 
 
@@ -209,10 +209,10 @@ CLIENTS = ("both", "odd", "even")
 
 def everything(run: Path) -> str:
     """All that a resumed run reads, and all that is read after it."""
-    seen = RunReader(run)
-    read = [seen.commit, seen.server(), seen.rounds(), *map(seen.client, CLIENTS)]
+    reader = RunReader(run)
+    read = [reader.commit, reader.server(), reader.rounds(), *map(reader.client, CLIENTS)]
     with RunWriter(run, resume=True) as store:
-        return repr([*read, store.commit, store.server(), store.last, *map(store.client, CLIENTS)])
+        return repr([*read, store.commit, store.server(), store.last, *map(store.states.read, CLIENTS)])
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_a_flipped_bit_anywhere_is_noticed_and_its_file_named(tmp_path: Path) ->
     that were cut short. The one exception is the word "digest" that names the commit's own: where that is
     another word, all else is read as it was written."""
     play(tmp_path / "run")
-    wanted, changes = everything(tmp_path / "run"), 0
+    expected, changes = everything(tmp_path / "run"), 0
     for path in sorted((tmp_path / "run").rglob("*")):
         if path.suffix not in (".safetensors", ".json", ".jsonl"):
             continue
@@ -237,12 +237,12 @@ def test_a_flipped_bit_anywhere_is_noticed_and_its_file_named(tmp_path: Path) ->
             path.write_bytes(change)
             changes += 1
             if re.search(rb'"(?!digest)[ !#-\[\]-~]{6}": "[0-9a-f]{16}"\n}$', change):
-                assert everything(tmp_path / "run") == wanted
+                assert everything(tmp_path / "run") == expected
             else:
                 with pytest.raises(StoreError, match=re.escape(str(path))):
                     everything(tmp_path / "run")
         path.write_bytes(data)
-    assert everything(tmp_path / "run") == wanted
+    assert everything(tmp_path / "run") == expected
     assert changes > 4 * len(state(1))
 
 
@@ -251,19 +251,19 @@ def test_a_round_digests_what_it_wrote_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two clients' states, the server's and the commit, whether 2 or 50 clients have a private state."""
-    seen: list[int] = []
+    sizes: list[int] = []
     real = files.digest
-    monkeypatch.setattr(files, "digest", lambda data: (seen.append(len(data)), real(data))[1])
+    monkeypatch.setattr(files, "digest", lambda data: (sizes.append(len(data)), real(data))[1])
     for clients in (2, 50):
         with RunWriter(tmp_path / str(clients)) as store:
             store.begin(state(0), {})
             for number, names in enumerate([[f"c{k:02d}" for k in range(clients)], ["c00", "c01"]]):
-                seen.clear()
+                sizes.clear()
                 for name in names:
-                    store.stage(name, state(number))
-                store.accept(names)
+                    store.states.stage(name, state(number))
+                store.states.accept(names)
                 store.finish_round(state(10 + number), {"round": number + 1}, {})
-        assert seen[:-1] == [len(state(1)), len(state(1)), len(state(11))]
+        assert sizes[:-1] == [len(state(1)), len(state(1)), len(state(11))]
 
 
 class Full:
@@ -290,37 +290,34 @@ def test_a_full_disk_is_told_of_and_leaves_a_run_that_goes_on(
     file, its size and what would do. No half-written file is left to take room, and with room again the run
     ends as one that always had it."""
     play(tmp_path / "whole")
-    wanted = everything(tmp_path / "whole")
+    expected = everything(tmp_path / "whole")
     for at in range(1, 3 + 5 * ROUNDS + 1):
         run = tmp_path / f"full{at}"
         monkeypatch.setattr(files, "os", Full(at))
         with pytest.raises(files.WriteError) as caught:
             play(run)
         monkeypatch.setattr(files, "os", os)
-        said = re.fullmatch(
+        message = re.fullmatch(
             rf"cannot write {run}/(\S+) \(([\d,]+) bytes\): No space left on device; "
             rf"make room on the disk of {run}\S*, which has [\d,]+ MiB free",
             str(caught.value),
         )
-        assert said
+        assert message
         assert caught.value.errno == errno.ENOSPC
-        assert not (run / f"{said[1]}.partial").exists()
+        assert not (run / f"{message[1]}.partial").exists()
         play(run, resume=True)
-        assert everything(run) == wanted
-        if "server" in said[1]:
-            assert int(said[2]) == len(state(1))
+        assert everything(run) == expected
+        if "server" in message[1]:
+            assert int(message[2]) == len(state(1))
 
 
 def test_a_sealed_object_comes_back_and_no_other_does() -> None:
     """One without a digest is of an earlier version, and taken as it is."""
-    held = {"name": "ü", "numbers": [0.1, 1e300, -3], "none": None}
-    assert (
-        files.loads_with_digest(files.dumps_with_digest(held))
-        == files.loads_with_digest(files.dumps_with_digest(held, indent=1))
-        == held
-    )
+    content = {"name": "ü", "numbers": [0.1, 1e300, -3], "none": None}
+    for indent in (None, 1):
+        assert files.loads_with_digest(files.dumps_with_digest(content, indent=indent)) == content
     assert files.loads_with_digest(b'{"round": 3}') == {"round": 3}
-    for wrong in (files.dumps_with_digest(held).replace(b"0.1", b"0.2"), b"[1]", b"{", b"\xff"):
+    for wrong in (files.dumps_with_digest(content).replace(b"0.1", b"0.2"), b"[1]", b"{", b"\xff"):
         with pytest.raises(files.DamagedError):
             files.loads_with_digest(wrong)
 

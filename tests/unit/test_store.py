@@ -36,10 +36,10 @@ def play(path, rounds, resume=False):
         store.write_config("seed = 1\n")
         store.begin(state(0), {"data": "x"})
         for number in range(store.round + 1, rounds + 1):
-            store.stage("both", state(number))
-            store.stage("odd" if number % 2 else "even", state(number))
-            store.stage("refused", state(number))
-            store.accept(["both", "odd", "even"])
+            store.states.stage("both", state(number))
+            store.states.stage("odd" if number % 2 else "even", state(number))
+            store.states.stage("refused", state(number))
+            store.states.accept(["both", "odd", "even"])
             store.finish_round(state(number), {"round": number}, {"bytes_up": 2 * number})
         store.write_summary({"rounds": rounds})
 
@@ -64,12 +64,13 @@ def test_only_the_last_versions_stay(tmp_path):
         "rounds.jsonl",
         "summary.json",
     ]
-    seen = RunReader(tmp_path / "run")
-    assert seen.server().values["value"] == 3
-    assert seen.client("even").values["value"] == 2
-    assert seen.client("nobody") is None
-    assert seen.rounds() == [{"round": 1}, {"round": 2}, {"round": 3}]
-    assert (seen.commit.round, seen.commit.totals, seen.summary()) == (3, {"bytes_up": 6}, {"rounds": 3})
+    reader = RunReader(tmp_path / "run")
+    assert reader.server().values["value"] == 3
+    assert reader.client("even").values["value"] == 2
+    assert reader.client("nobody") is None
+    assert reader.rounds() == [{"round": 1}, {"round": 2}, {"round": 3}]
+    assert (reader.commit.round, reader.commit.totals) == (3, {"bytes_up": 6})
+    assert json.loads((tmp_path / "run/summary.json").read_text()) == {"rounds": 3}
 
 
 class Crash(BaseException):
@@ -103,7 +104,7 @@ class Failing:
 def test_a_crash_at_any_file_operation_loses_at_most_the_round(tmp_path, monkeypatch):
     """Every single file operation of a run is failed in turn; resumed, each run ends the same."""
     play(tmp_path / "whole", 3)
-    wanted = content(tmp_path / "whole")
+    expected = content(tmp_path / "whole")
     at = 0
     while True:
         at += 1
@@ -118,20 +119,20 @@ def test_a_crash_at_any_file_operation_loses_at_most_the_round(tmp_path, monkeyp
             monkeypatch.setattr(files, "os", os)
         # A reader between the crash and the repair sees a whole round.
         if (run / "checkpoint/COMMIT.json").exists():
-            seen = RunReader(run)
-            number = seen.commit.round
-            assert seen.server().values["value"] == number
-            assert [record["round"] for record in seen.rounds()] == list(range(1, number + 1))
-            assert number == 0 or seen.client("both").values["value"] == number
+            reader = RunReader(run)
+            number = reader.commit.round
+            assert reader.server().values["value"] == number
+            assert [record["round"] for record in reader.rounds()] == list(range(1, number + 1))
+            assert number == 0 or reader.client("both").values["value"] == number
         play(run, 3, resume=True)
-        assert content(run) == wanted, f"after a crash at operation {at}"
+        assert content(run) == expected, f"after a crash at operation {at}"
     assert at > 80
 
 
 def test_a_crash_while_repairing_is_repaired(tmp_path, monkeypatch):
     """Operations of the resumed run are failed too: crash, crash again while resuming, resume."""
     play(tmp_path / "whole", 3)
-    wanted = content(tmp_path / "whole")
+    expected = content(tmp_path / "whole")
     for first in range(20, 90, 15):
         for second in range(1, 12):
             run = tmp_path / f"{first}-{second}"
@@ -141,7 +142,7 @@ def test_a_crash_while_repairing_is_repaired(tmp_path, monkeypatch):
                     play(run, 3, resume)
                 monkeypatch.setattr(files, "os", os)
             play(run, 3, resume=True)
-            assert content(run) == wanted
+            assert content(run) == expected
 
 
 def test_a_full_directory_is_refused_with_advice(tmp_path):
@@ -167,7 +168,7 @@ def test_a_start_that_failed_may_be_started_again(tmp_path):
             store.write_config("seed = 2\n")
         (run / "cache").mkdir()
         play(run, 1, resume)
-        assert RunReader(run).config() == {"seed": 1}
+        assert (run / "config.toml").read_text() == "seed = 1\n"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.toml").write_text("seed = 2\n")
     for resume in (False, True):
@@ -293,10 +294,10 @@ def test_damage_is_named(tmp_path, file, damage, words):
 
 
 def earlier(path, *lacks):
-    """Take out of a commit what an earlier version did not write; what it held."""
-    held = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in held.items() if name not in lacks}))
-    return held
+    """Take out of a commit what an earlier version did not write; what it commit."""
+    commit = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in commit.items() if name not in lacks}))
+    return commit
 
 
 @pytest.mark.parametrize("more", [[], ["private"]])
@@ -305,8 +306,8 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, more):
     next commit says so. A state that has no digest must open at least."""
     play(tmp_path / "run", 2)
     path = tmp_path / "run/checkpoint/COMMIT.json"
-    held = earlier(path, "digest", "digests", "settings", *more)
-    assert held["private"] == {"both": 2, "odd": 1, "even": 2}
+    commit = earlier(path, "digest", "digests", "settings", *more)
+    assert commit["private"] == {"both": 2, "odd": 1, "even": 2}
     assert RunReader(tmp_path / "run").client("odd").values["value"] == 1
     assert RunReader(tmp_path / "run").client("nobody") is None
     play(tmp_path / "run", 3, resume=True)
@@ -346,11 +347,11 @@ def test_damage_takes_nothing_else_away(tmp_path):
 def test_a_reader_follows_a_run_that_goes_on(tmp_path):
     """Versions that it knows of are deleted under it: it reads the newer ones."""
     play(tmp_path / "run", 2)
-    seen = RunReader(tmp_path / "run")
+    reader = RunReader(tmp_path / "run")
     play(tmp_path / "run", 5, resume=True)
-    assert seen.client("both").values["value"] == 5
-    assert seen.client("even").values["value"] == 4
-    assert seen.server().values["value"] == 5
+    assert reader.client("both").values["value"] == 5
+    assert reader.client("even").values["value"] == 4
+    assert reader.server().values["value"] == 5
 
 
 def test_one_record_is_in_memory_at_a_time(tmp_path):

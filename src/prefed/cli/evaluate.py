@@ -38,7 +38,8 @@ def evaluate(
 
     from prefed.models.notices import silence_transformers
     from prefed.report.evaluation import print_evaluation
-    from prefed.runs.evaluate import evaluate_file, judge
+    from prefed.runs.evaluate import evaluate as evaluate_run
+    from prefed.runs.evaluate import evaluate_file
     from prefed.runs.loaded import load_run
     from prefed.store import plain
     from prefed.trackers.terminal import stdout_console
@@ -49,9 +50,9 @@ def evaluate(
     torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
     with _progress() as tell:
         if test is None:
-            evaluation = judge(loaded_run, split or loaded_run.experiment.evaluate.split, client, tell)
+            evaluation = evaluate_run(loaded_run, split or loaded_run.experiment.evaluate.split, client, tell)
         else:
-            evaluation = evaluate_file(loaded_run, test, client, everyone=everyone, tell=tell)
+            evaluation = evaluate_file(loaded_run, test, client, everyone=everyone, progress=tell)
     if as_json:
         typer.echo(json.dumps(plain(evaluation.plain()), indent=2, ensure_ascii=False))
     else:

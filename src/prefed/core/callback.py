@@ -1,4 +1,4 @@
-"""What is told how a run goes on."""
+"""What a run calls on its way, for progress, logs and trackers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ __all__ = ["Callback", "Callbacks"]
 
 
 class Callback:
-    """Is told how a run goes on. Every method does nothing unless a subclass says otherwise.
+    """What a run calls on its way. Every method does nothing; subclasses override those that they need.
+
+    A callback is the user's own code: an exception that it raises ends the run. Committed rounds are kept.
 
     >>> class Losses(Callback):
     ...     def on_round_end(self, record):
@@ -19,11 +21,11 @@ class Callback:
     """
 
     def on_run_begin(self, done: int, rounds: int) -> None:
-        """A run begins or goes on.
+        """A run begins, or goes on after a stop.
 
         Args:
-            done: rounds that are committed already.
-            rounds: rounds that the run has in all.
+            done: how many rounds are committed already.
+            rounds: how many rounds the run has in all.
         """
 
     def on_task_end(self, what: str, done: int, of: int) -> None:
@@ -31,51 +33,51 @@ class Callback:
 
         Args:
             what: the name of the exchange, or ``"evaluation"``.
-            done: clients that have answered.
-            of: clients that were asked.
+            done: how many clients have answered.
+            of: how many clients were asked.
         """
 
     def on_round_end(self, record: dict[str, Any]) -> None:
         """A round is committed; ``record`` is its line of ``rounds.jsonl``."""
 
     def on_warning(self, text: str) -> None:
-        """Something went wrong that the run survives."""
+        """Something went wrong, and the run goes on."""
 
     def on_run_end(self) -> None:
-        """Nothing more follows, whether the run succeeded or failed."""
+        """The rounds are over, whether they succeeded or failed."""
 
 
 class Callbacks(Callback):
     """Several callbacks as one.
 
     Args:
-        callbacks: told in this order.
+        callbacks: called in this order.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)
 
     def on_run_begin(self, done: int, rounds: int) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._callbacks:
             callback.on_run_begin(done, rounds)
 
     def on_task_end(self, what: str, done: int, of: int) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._callbacks:
             callback.on_task_end(what, done, of)
 
     def on_round_end(self, record: dict[str, Any]) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._callbacks:
             callback.on_round_end(record)
 
     def on_warning(self, text: str) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._callbacks:
             callback.on_warning(text)
 
     def on_run_end(self) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._callbacks:
             callback.on_run_end()

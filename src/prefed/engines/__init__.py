@@ -1,17 +1,24 @@
-"""Engines run any method; this one runs on one machine."""
+"""Engines run any method: rounds of tasks, and backends that get the tasks done."""
 
-from prefed.engines.backend import Backend, InProcess
-from prefed.engines.job import POOLED, Job, Sizes, TrainerFactory
-from prefed.engines.processes import JobFactory, WorkerError, WorkerProcesses
+from prefed.engines.backend import Backend, BackendSettings
+from prefed.engines.backends import BACKENDS, InProcess, WorkerProcesses
+from prefed.engines.backends.worker import WorkerError
+from prefed.engines.job import POOLED, Job, JobFactory, Sizes, TrainerFactory
+from prefed.engines.rounds import Rounds, RoundTally
 from prefed.engines.server_round import ServerRounds
-from prefed.engines.tasks import Task, TaskResult, run_task
+from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
 __all__ = [
+    "BACKENDS",
     "POOLED",
     "Backend",
+    "BackendSettings",
+    "ClientStates",
     "InProcess",
     "Job",
     "JobFactory",
+    "RoundTally",
+    "Rounds",
     "ServerRounds",
     "Sizes",
     "Task",

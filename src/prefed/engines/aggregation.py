@@ -1,45 +1,63 @@
-"""A merge that no single upload can end: what cannot be merged is found, named and left out."""
+"""A merge that no single upload can end: an upload that cannot be merged is found, named and left out."""
 
 from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefed.core import Exchange, Plain, Round, State, Upload
 from prefed.merge import BadUpload, TooFewUploads, update_norm
 
-__all__ = ["merge"]
+__all__ = ["Aggregation", "aggregate"]
 
 
-def merge(
-    server: State, uploads: list[Upload], exchange: Exchange, now: Round, dropped: list[tuple[str, str]]
-) -> tuple[State, list[Upload]]:
-    """The server's next state and the uploads it is made of; ``dropped`` gains the others and why.
+@dataclass(frozen=True)
+class Aggregation:
+    """What came of merging the uploads of an exchange.
 
-    Each upload passed on its own; it may still not fit the others, be out of all proportion to them, or be
-    finite and merge to infinity.
-
-    Raises:
-        TooFewUploads: the merge rule needs more.
+    Attributes:
+        server: the server's next state; its state before where no upload is merged.
+        uploads: those that are merged.
+        dropped: client and reason, of those that are not.
+        reason: why no upload is merged; empty if one is.
     """
+
+    server: State
+    uploads: Sequence[Upload]
+    dropped: Sequence[tuple[str, str]]
+    reason: str = ""
+
+
+def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> Aggregation:
+    """Merge ``uploads``, and drop those that cannot be merged.
+
+    Each upload is valid on its own. It may still not fit the others, be out of all proportion to them, or be
+    finite and merge to infinity.
+    """
+    dropped: list[tuple[str, str]] = []
     while uploads:
-        merged, reason, client = _tried(server, uploads, exchange, now)
+        try:
+            merged, reason, client = _merge(server, uploads, exchange, now)
+        except TooFewUploads as error:
+            return Aggregation(server, (), dropped, str(error))
         if merged is not None:
-            return merged, uploads
+            return Aggregation(merged, uploads, dropped)
         if client not in {upload.client for upload in uploads}:
             culprit = _culprit(server, uploads, exchange, now)
             client = culprit.client
             reason = f"merged with it, {reason}; its update has length {_size(culprit, server):.3g}"
         dropped.append((client, reason))
         uploads = [upload for upload in uploads if upload.client != client]
-    return server, []
+    return Aggregation(server, (), dropped, f"nothing to merge in {exchange.name!r}")
 
 
-def _tried(
-    server: State, uploads: list[Upload], exchange: Exchange, now: Round
+def _merge(
+    server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round
 ) -> tuple[State | None, str, str]:
-    """The server's next state; or none, why not, and whose upload does not fit, where that is known.
+    """The server's next state; or ``None``, the reason, and whose upload does not fit, if that is known.
 
     Raises:
         TooFewUploads: the merge rule needs more.
@@ -52,26 +70,26 @@ def _tried(
     except BadUpload as error:
         return None, error.reason, error.client
     except Exception as error:
-        # Uploads are other people's: no error that one of them leads to may end everybody's run.
+        # An upload comes from outside: no error that it causes may end the run of all clients.
         where = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
-        return None, f"the merge fails with {told}", ""
+        cause = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
+        return None, f"the merge fails with {cause}", ""
     broken = _broken(server, merged)
     return (merged, "", "") if broken is None else (None, f"the server's {broken!r} is NaN or infinite", "")
 
 
-def _culprit(server: State, uploads: list[Upload], exchange: Exchange, now: Round) -> Upload:
-    """The upload with which a merge first fails, where they join it one by one, the smallest first."""
+def _culprit(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> Upload:
+    """The upload with which a merge first fails, where uploads join it one by one, the smallest first."""
     ranked = sorted(uploads, key=lambda upload: (_size(upload, server), _largest(upload)))
 
     def fails(count: int) -> bool:
         some = sorted(ranked[:count], key=lambda upload: upload.client)
         try:
-            return _tried(server, some, exchange, now)[0] is None
+            return _merge(server, some, exchange, now)[0] is None
         except TooFewUploads:
             return False
 
-    # Of the first `good` uploads the merge does not fail, of the first `bad` it does.
+    # The merge of the first `good` uploads does not fail, that of the first `bad` does.
     good, bad = 0, len(ranked)
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -106,6 +124,6 @@ def _largest(upload: Upload) -> float:
 
 
 def _size(upload: Upload, server: State) -> float:
-    """Euclidean length of the largest of an upload's groups, as a step from the server's where it has one."""
+    """Euclidean length of an upload's largest group, as a step from the server's group where it has one."""
     groups = upload.tensors.items()
     return max((update_norm(group, server.tensors.get(name)) for name, group in groups), default=0.0)

@@ -1,4 +1,4 @@
-"""Who does the tasks of a round."""
+"""What gets the tasks of a round done."""
 
 from __future__ import annotations
 
@@ -6,71 +6,52 @@ import re
 import resource
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
-import torch
+from prefed.engines.tasks import ClientStates, Task, TaskResult
 
-from prefed.engines.job import Job
-from prefed.engines.tasks import Task, TaskResult, run_task
-
-__all__ = ["Backend", "InProcess", "peak_memory_mb"]
+__all__ = ["Backend", "BackendSettings", "peak_memory_mb"]
 
 
-class Backend(Protocol):
-    """Does tasks, in any order and on any number of processes: no number may depend on it."""
+@dataclass(frozen=True)
+class BackendSettings:
+    """How a backend of :data:`~prefed.engines.backends.BACKENDS` is set up.
 
-    def work(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
-        """The answers, as they come. ``tasks`` is drawn from only as fast as they are done."""
-
-    def memory_mb(self) -> float:
-        """The largest resident memory of each process that it started, added up, in MiB."""
-
-    def __enter__(self) -> Backend: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class InProcess:
-    """One task after the other, here.
-
-    Args:
-        job: what is run.
-        threads: of torch, while it works; put back afterwards.
+    Attributes:
+        workers: how many processes share the work, where a backend starts any.
+        threads: of PyTorch, in each process.
+        timeout: seconds that one task may take in a process; 0 for any time.
     """
 
-    def __init__(self, job: Job, threads: int = 1) -> None:
-        self._job = job
-        self._threads = threads
-        self._before = torch.get_num_threads()
+    workers: int = 1
+    threads: int = 1
+    timeout: float = 0.0
 
-    def __enter__(self) -> InProcess:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        torch.set_num_threads(self._before)
+class Backend(AbstractContextManager["Backend"], Protocol):
+    """Gets tasks done, in any order and on any number of machines. No number may depend on these."""
 
-    def work(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
-        """The answers, in the order of the tasks."""
-        for task in tasks:
-            yield run_task(self._job, task)
+    @property
+    def states(self) -> ClientStates | None:
+        """Clients' private states, if they lie with this process; ``None`` if they lie elsewhere."""
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
+        """The results, as they come. Tasks are taken from ``tasks`` only as fast as they are done."""
+
+    def accept(self, clients: Iterable[str]) -> None:
+        """Tell the clients' side whose uploads were merged, see :meth:`ClientStates.accept`."""
 
     def memory_mb(self) -> float:
-        """Nothing: no process is started."""
-        return 0.0
+        """The peak resident memory of each process that it started, added up, in MiB."""
 
 
 def peak_memory_mb() -> float:
-    """The largest resident memory of this process so far, in MiB."""
+    """The peak resident memory of this process so far, in MiB."""
     status = Path("/proc/self/status")
-    # Linux: getrusage would also count what the process that started this one held when it did.
+    # On Linux getrusage would also count what the parent held when it started this process.
     peak = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
     if peak:
         return int(peak[1]) / 2**10

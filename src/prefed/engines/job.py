@@ -1,7 +1,8 @@
-"""What an engine runs, and the place where a client's work is done."""
+"""What an engine runs: a method on clients' data, and how another process builds the same."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,16 +16,18 @@ from prefed.core import (
     POOLED,
     ClientTrainer,
     Download,
+    Exchange,
     Key,
     Method,
     Ownership,
     Privacy,
     Round,
+    State,
     Tensors,
 )
 from prefed.metrics import PairScores
 
-__all__ = ["POOLED", "Job", "Sizes", "TrainerFactory"]
+__all__ = ["POOLED", "Job", "JobFactory", "Sizes", "TrainerFactory"]
 
 
 class Sizes(Protocol):
@@ -36,15 +39,15 @@ class Sizes(Protocol):
 
     @property
     def validation(self) -> int:
-        """Pairs set apart for choosing."""
+        """Pairs set apart for choosing settings."""
 
     @property
     def test(self) -> int:
-        """Pairs set apart for judging."""
+        """Pairs set apart for evaluation."""
 
 
 class TrainerFactory(Protocol):
-    """Where clients' data and a frozen model meet: one per process, for any number of clients."""
+    """The clients' data beside a frozen model: one factory in each process, for any number of clients."""
 
     @property
     def initial(self) -> Tensors:
@@ -52,14 +55,14 @@ class TrainerFactory(Protocol):
 
     @property
     def clients(self) -> Mapping[str, Sizes]:
-        """Every client of the federation."""
+        """Every client of the federation, and how many pairs it holds."""
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """Digests of what numbers depend on: the data and the model's start."""
+        """Digests of what numbers depend on: the data and the initial model."""
 
     def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
-        """A visit to a client, :data:`POOLED` meaning all of them as one."""
+        """A client's turn in a round; the client :data:`POOLED` holds the pairs of all clients."""
 
     def score(self, client: str, tensors: Tensors, split: Literal["validation", "test"]) -> PairScores:
         """The log-probabilities that a model (full layout) gives to a client's pairs of one split."""
@@ -70,29 +73,29 @@ class TrainerFactory(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """A run, apart from where it runs and where it is kept.
+    """A run, apart from where it runs and where its results go.
 
     Attributes:
         trainers: the data and the model.
         method: what is run.
         seed: of every random draw.
-        rounds: how many.
-        cohort: clients sampled a round, without replacement; ``None`` for all.
-        every: rounds from one evaluation to the next; 0 for one after the last round alone.
-        split: the pairs that clients are judged on.
-        judged: at most so many clients are judged, the same ones each time; ``None`` for all.
+        rounds: how many rounds the run has.
+        cohort: clients sampled in each round, without replacement; ``None`` for all.
+        evaluate_every: rounds from one evaluation to the next; 0 for one after the last round alone.
+        split: the pairs that evaluations use.
+        evaluation_cohort: at most so many clients are evaluated, the same ones each time; ``None`` for all.
         beta: of the DPO loss that evaluations report.
-        keep: dtype of clients' private tensors on disk; ``None`` for their own.
-        unseen: clients that never train; they are judged apart, as newcomers.
-        unseen_steps: numbers of local steps after each of which a newcomer is judged.
-        untouched: the tensors (full layout) under which the model is the one that nothing was done to;
-            ``None`` where clients start from it.
+        state_dtype: dtype of clients' private tensors on disk; ``None`` keeps the dtype they have.
+        unseen: clients that never train; they are evaluated apart, as newcomers.
+        unseen_steps: numbers of local steps after each of which a newcomer is evaluated.
+        untouched: the tensors (full layout) with which the model equals its base model; ``None`` where
+            clients start from that model.
         privacy: what must not leave a client.
 
     Raises:
-        ValueError: the parts do not cover the model, nobody has a training pair, the cohort is larger
-            than the federation, nobody has a pair to be judged on, nobody has enough for a figure that may be
-            told, or a client has the name of all clients.
+        ValueError: the ownership does not cover the model, no client has a training pair, the cohort is
+            larger than the federation, no client has a pair to be evaluated on, no client has enough pairs
+            for a figure that may be published, or a client has the name of all clients.
     """
 
     trainers: TrainerFactory
@@ -100,11 +103,11 @@ class Job:
     seed: int
     rounds: int
     cohort: int | None = None
-    every: int = 1
+    evaluate_every: int = 1
     split: Literal["validation", "test"] = "test"
-    judged: int | None = None
+    evaluation_cohort: int | None = None
     beta: float = 0.1
-    keep: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
     unseen: tuple[str, ...] = ()
     unseen_steps: tuple[int, ...] = ()
     untouched: Tensors | None = None
@@ -127,18 +130,18 @@ class Job:
         strangers = [client for client in self.unseen if client not in self.trainers.clients]
         if strangers:
             raise ValueError(f"[evaluate] unseen: there is no client {strangers[0]!r}")
-        if not self.judges:
+        if not self.evaluation_clients:
             raise ValueError(
                 f"no client has a pair in its {self.split} split: nothing to evaluate on; set "
                 f"data.{self.split}_fraction or data.{self.split}, or another evaluate.split"
             )
         if self.privacy.minimum_pairs:
-            self._tell(self.judges, "client")
-            self._tell(self.newcomers, "newcomer")
+            self._check_minimum_pairs(self.evaluation_clients, "client")
+            self._check_minimum_pairs(self.newcomers, "newcomer")
 
-    def _tell(self, judged: tuple[str, ...], what: str) -> None:
-        """Refuse clients of whom none has pairs enough for a figure of its own."""
-        most = max((getattr(self.trainers.clients[client], self.split) for client in judged), default=None)
+    def _check_minimum_pairs(self, clients: tuple[str, ...], what: str) -> None:
+        """Refuse clients of whom none has enough pairs for a figure of its own."""
+        most = max((getattr(self.trainers.clients[client], self.split) for client in clients), default=None)
         if most is not None and not self.privacy.may_report(most):
             raise ValueError(
                 f"[privacy] minimum_pairs = {self.privacy.minimum_pairs}: no {what} is judged on so many "
@@ -164,39 +167,29 @@ class Job:
         return tuple(self.weights)
 
     @property
-    def asked(self) -> int:
+    def cohort_size(self) -> int:
         """How many members a round's cohort has."""
         return len(self.members) if self.cohort is None or self.method.pooled else self.cohort
 
     @cached_property
-    def judges(self) -> tuple[str, ...]:
-        """The clients that evaluations ask, sorted: those that have pairs in the split."""
-        able = [client for client in self._able if client not in self.unseen]
-        if self.judged is None or self.judged >= len(able):
-            return tuple(able)
-        draw = Key(self.seed).at("judges").numpy().choice(len(able), self.judged, replace=False)
-        return tuple(able[index] for index in sorted(draw))
+    def evaluation_clients(self) -> tuple[str, ...]:
+        """The clients that are evaluated, sorted. They have pairs in the split, and none is unseen."""
+        clients = [client for client in self._clients_with_pairs if client not in self.unseen]
+        if self.evaluation_cohort is None or self.evaluation_cohort >= len(clients):
+            return tuple(clients)
+        key = Key(self.seed).at("judges")
+        draw = key.numpy().choice(len(clients), self.evaluation_cohort, replace=False)
+        return tuple(clients[index] for index in sorted(draw))
 
     @property
-    def _able(self) -> list[str]:
+    def _clients_with_pairs(self) -> list[str]:
         clients = self.trainers.clients
         return [client for client in sorted(clients) if getattr(clients[client], self.split)]
 
     @cached_property
     def newcomers(self) -> tuple[str, ...]:
         """The unseen clients that have pairs in the split, sorted."""
-        return tuple(client for client in self._able if client in self.unseen)
-
-    def shared(self, published: Download) -> Tensors:
-        """The model (full layout) that was published, with nothing of any client's own.
-
-        Where nothing was published the model is the untouched one: what personal parts start from, such as
-        a small random LoRA, is no part of a shared model.
-        """
-        whole = self.trainers.initial if self.untouched is None else self.untouched
-        for group in published.tensors.values():
-            whole = whole.replace(group)
-        return whole
+        return tuple(client for client in self._clients_with_pairs if client in self.unseen)
 
     def round(self, number: int) -> Round:
         """Round ``number``, 1 for the first."""
@@ -204,5 +197,54 @@ class Job:
 
     def sample(self, now: Round) -> tuple[str, ...]:
         """The round's cohort, sorted: a function of the seed and the round alone."""
-        draw = now.key.at("cohort").numpy().choice(len(self.members), self.asked, replace=False)
+        draw = now.key.at("cohort").numpy().choice(len(self.members), self.cohort_size, replace=False)
         return tuple(self.members[index] for index in sorted(draw))
+
+    def evaluates(self, number: int) -> bool:
+        """Whether round ``number`` ends with an evaluation."""
+        every = self.evaluate_every
+        return number == self.rounds or (every > 0 and number % every == 0)
+
+    def exchange(self, name: str) -> Exchange:
+        """The method's exchange of that name."""
+        return next(exchange for exchange in self.method.exchanges if exchange.name == name)
+
+    def shared(self, published: Download) -> Tensors:
+        """The model (full layout) that was published, with nothing of any client's own.
+
+        Where nothing was published, this is the base model. Personal tensors that start at random, such as
+        a small LoRA, are no part of a shared model.
+        """
+        model = self.trainers.initial if self.untouched is None else self.untouched
+        for group in published.tensors.values():
+            model = model.replace(group)
+        return model
+
+    def client_model(self, client: str, private: State, published: Download, number: int) -> Tensors:
+        """The tensors (full layout) with which ``client`` predicts after round ``number``."""
+        return self.method.predict(self.trainer(client, number, "predict"), private, published)
+
+    def trainer(self, client: str, number: int, what: str, name: str | None = None) -> ClientTrainer:
+        """The turn of ``client`` in round ``number``; ``what`` it is for and its ``name`` name its key."""
+        now = self.round(number)
+        key = now.key.at(what, name).at("client", client)
+        return self.trainers.trainer(client, now, key, self.method.ownership)
+
+
+@dataclass(frozen=True)
+class JobFactory:
+    """How another process builds the same :class:`Job`.
+
+    Attributes:
+        builder: ``"module:function"``; the function is called with ``text``.
+        text: its one argument.
+    """
+
+    builder: str
+    text: str
+
+    def build(self) -> Job:
+        """The job."""
+        module, _, function = self.builder.partition(":")
+        job: Job = getattr(importlib.import_module(module), function)(self.text)
+        return job

@@ -1,134 +1,128 @@
-"""What is asked of a client and what it answers, as bytes. Every engine calls this one function."""
+"""What is asked of a client and what it answers, as bytes, and how the client's side does it.
+
+A task and its result hold what a server may know. A client's private state is in neither: it lies in the
+client's own store, which :func:`run_task` reads and writes.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-from prefed.core import ClientTrainer, Download, State
+from prefed.core import State
+from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
 from prefed.engines.job import Job
-from prefed.engines.validation import reduced, refusal
-from prefed.metrics import client_metrics
+from prefed.engines.validation import validate_upload, withhold_scalars
 from prefed.wire import decode_download, decode_state, encode, stored_dtype
 
-__all__ = ["Task", "TaskResult", "run_task"]
+__all__ = ["ClientStates", "Task", "TaskResult", "run_task"]
+
+
+class ClientStates(Protocol):
+    """Clients' private states, on the client's side."""
+
+    def read(self, client: str) -> bytes | None:
+        """The client's encoded private state; ``None`` if it still has its first."""
+
+    def stage(self, client: str, state: bytes) -> None:
+        """Put the client's next private state aside. It does not count before it is accepted."""
+
+    def accept(self, clients: Iterable[str]) -> None:
+        """The staged states of ``clients`` count from here on. All other staged states are dropped."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing asked of one client.
+    """One thing that is asked of one client.
 
     Attributes:
-        kind: ``"visit"`` to take part in an exchange, ``"judge"`` to measure its model on its pairs.
+        kind: ``"visit"`` to take part in an exchange, ``"evaluate"`` to measure its model on its pairs.
         client: who is asked.
         round: the round's number.
-        exchange: name of the exchange; empty for ``"judge"``.
+        exchange: name of the exchange; empty for ``"evaluate"``.
         message: the encoded download.
-        state: the client's encoded private state; ``None`` if it still has its first.
     """
 
-    kind: Literal["visit", "judge"]
+    kind: Literal["visit", "evaluate"]
     client: str
     round: int
     exchange: str
     message: bytes
-    state: bytes | None
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What came of a task.
+    """What the server gets for a task.
 
     Attributes:
         client: who answers.
         message: the encoded upload, or the figures as JSON; empty if something was withheld.
-        state: the client's next private state, which goes to its own disk and nowhere else; ``None``
-            if it did not change.
         withheld: why nothing was sent; empty if all is well.
     """
 
     client: str
     message: bytes
-    state: bytes | None = None
     withheld: str = ""
 
 
-def run_task(job: Job, task: Task) -> TaskResult:
-    """Do what ``task`` asks, in the client's place."""
+def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:
+    """Do what ``task`` asks, on the client's side.
+
+    Args:
+        job: what is run.
+        task: from the server.
+        states: where the client's private state lies. A visit stages the next one there, if it changed.
+    """
     try:
-        return _visit(job, task) if task.kind == "visit" else _judge(job, task)
+        return _visit(job, task, states) if task.kind == "visit" else _evaluate(job, task, states)
     except Exception as error:
         error.add_note(f"(client {task.client!r}, round {task.round}, {task.exchange or 'evaluation'})")
         raise
 
 
-def _visit(job: Job, task: Task) -> TaskResult:
-    exchange = next(e for e in job.method.exchanges if e.name == task.exchange)
-    now = job.round(task.round)
-    key = now.key.at("exchange", exchange.name).at("client", task.client)
-    trainer = job.trainers.trainer(task.client, now, key, job.method.ownership)
-    before = _state(job, task)
+def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
+    exchange, now = job.exchange(task.exchange), job.round(task.round)
+    trainer = job.trainer(task.client, task.round, "exchange", exchange.name)
+    stored = states.read(task.client)
+    before = _decoded(job, task.client, stored)
     upload, after = exchange.work(trainer, before, decode_download(task.message))
-    upload = reduced(upload, task.client, exchange, now)
-    # Nothing may follow between this look and the bytes: what it refuses never becomes a message.
-    reason = refusal(upload, task.client, exchange, job.method.ownership, job.trainers.initial, now)
+    upload = withhold_scalars(upload, task.client, exchange, now)
+    # Nothing may change the upload between its validation and its bytes.
+    reason = validate_upload(upload, task.client, exchange, job.method.ownership, job.trainers.initial, now)
     if reason:
-        return TaskResult(task.client, b"", None, reason)
-    broken = _broken(after, job.keep)
+        return TaskResult(task.client, b"", reason)
+    broken = _not_finite(after, job.state_dtype)
     if broken is not None:
         reason = f"its private state would hold NaN or infinity in {broken!r}, and stays as it was"
-        return TaskResult(task.client, b"", None, f"{reason}: lower the rate at which its own parts train")
-    state = encode(after, job.keep)
-    unchanged = state == (encode(before, job.keep) if task.state is None else task.state)
-    return TaskResult(task.client, encode(upload), None if unchanged else state)
+        return TaskResult(task.client, b"", f"{reason}: lower the rate at which its own parts train")
+    state = encode(after, job.state_dtype)
+    if state != (encode(before, job.state_dtype) if stored is None else stored):
+        states.stage(task.client, state)
+    return TaskResult(task.client, encode(upload))
 
 
-def _judge(job: Job, task: Task) -> TaskResult:
-    now = job.round(task.round)
-    key = now.key.at("predict").at("client", task.client)
-    trainer = job.trainers.trainer(task.client, now, key, job.method.ownership)
+def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:
     published = decode_download(task.message)
     if task.client in job.unseen:
-        return TaskResult(task.client, json.dumps(_newcomer(job, task, trainer, published)).encode())
-    private = _state(job, task)
-    own = job.method.predict(trainer, private, published)
-    weight = job.method.reward_weight(private, task.round)
-    figures = client_metrics(job.trainers.score(task.client, own, job.split), job.beta, weight)
-    if job.method.personal:
-        scores = job.trainers.score(task.client, job.shared(published), job.split)
-        figures["shared_accuracy"] = client_metrics(scores, job.beta)["preference_accuracy"]
+        figures = evaluate_newcomer(job, task.client, published, task.round)
+    else:
+        private = _decoded(job, task.client, states.read(task.client))
+        figures = evaluate_client(job, task.client, private, published, task.round)
     return TaskResult(task.client, json.dumps(figures).encode())
 
 
-def _newcomer(job: Job, task: Task, trainer: ClientTrainer, published: Download) -> dict[str, float]:
-    """Number of local steps → accuracy of a client that never took part: what was published, and k steps.
-
-    Before its first step, or without a pair to take one on, it has the shared part alone: parts of its own
-    that start at random are noise.
-    """
-    adapt, accuracies = job.method.adapt, {}
-    for steps in job.unseen_steps:
-        if adapt is not None and steps and trainer.size:
-            own = adapt(trainer, published, steps)
-        else:
-            own = job.shared(published)
-        scores = job.trainers.score(task.client, own, job.split)
-        accuracies[str(steps)] = client_metrics(scores, job.beta)["preference_accuracy"]
-    return accuracies
+def _decoded(job: Job, client: str, stored: bytes | None) -> State:
+    """A client's private state as it is stored, or its first."""
+    return job.method.init_client(job.trainers.initial, client) if stored is None else decode_state(stored)
 
 
-def _broken(state: State, keep: torch.dtype | None) -> str | None:
-    """The first group of tensors that is not finite as it would be kept."""
+def _not_finite(state: State, dtype: torch.dtype | None) -> str | None:
+    """The first group of tensors that would not be finite in the dtype in which it is stored."""
     for name, group in state.tensors.items():
-        if not group.to(stored_dtype(name, group.flat.dtype, keep)).isfinite():
+        if not group.to(stored_dtype(name, group.flat.dtype, dtype)).isfinite():
             return name
     return None
-
-
-def _state(job: Job, task: Task) -> State:
-    if task.state is not None:
-        return decode_state(task.state)
-    return job.method.init_client(job.trainers.initial, task.client)

@@ -1,4 +1,4 @@
-"""What may leave a client, and what a server lets in: one rule, asked on both sides."""
+"""What may leave a client, and what a server merges: one rule, checked on both sides."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import replace
 
 from prefed.core import Exchange, Layout, Owner, Ownership, Round, Tensors, Upload
 from prefed.core.text import printable
+from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
+from prefed.wire import WireError, decode_upload, upload_limits
 
-__all__ = ["expected", "reduced", "refusal", "said"]
+__all__ = ["expected_groups", "printable_reason", "read_upload", "validate_upload", "withhold_scalars"]
 
-MOST = 300
+MAX_REASON = 300
 """Characters of a reason for which an upload is dropped."""
-NAMED = 5
+MAX_NAMES = 5
 """How many names a reason lists."""
 
 
-def expected(
+def expected_groups(
     client: str, exchange: Exchange, ownership: Ownership, model: Layout, now: Round
 ) -> Mapping[str, Layout]:
     """The groups of tensors that ``client``'s upload of round ``now`` must hold, each with its layout."""
@@ -27,20 +29,47 @@ def expected(
     return {"model": model.select(ownership.names(Owner.SHARED))}
 
 
-def reduced(upload: Upload, client: str, exchange: Exchange, now: Round) -> Upload:
+def withhold_scalars(upload: Upload, client: str, exchange: Exchange, now: Round) -> Upload:
     """``upload`` without the numbers that ``client`` has too few pairs to send; see ``[privacy]``."""
-    silent = exchange.scalars - exchange.numbers(client, now)
-    kept = {name: value for name, value in upload.scalars.items() if name not in silent}
-    return replace(upload, scalars=kept) if silent else upload
+    withheld = exchange.scalars - exchange.numbers(client, now)
+    scalars = {name: value for name, value in upload.scalars.items() if name not in withheld}
+    return replace(upload, scalars=scalars) if withheld else upload
 
 
-def refusal(
+def read_upload(
+    job: Job, message: bytes, client: str, exchange: Exchange, now: Round
+) -> tuple[Upload | None, str]:
+    """What arrived from a client, if it is valid; else ``None`` and the reason.
+
+    The message comes from outside: nothing in it raises an exception here.
+
+    Args:
+        job: gives the model and the ownership of its tensors.
+        message: as it arrived.
+        client: who was asked for it.
+        exchange: the exchange it answers.
+        now: the current round.
+    """
+    ownership, model = job.method.ownership, job.trainers.initial
+    groups = expected_groups(client, exchange, ownership, model.layout, now)
+    most = upload_limits(client, groups, model.flat.dtype, exchange.scalars)
+    try:
+        upload = decode_upload(message, most)
+        reason = validate_upload(upload, client, exchange, ownership, model, now)
+    except WireError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"cannot be read: {type(error).__name__}: {error}"
+    return (None, reason) if reason else (upload, "")
+
+
+def validate_upload(
     upload: Upload, client: str, exchange: Exchange, ownership: Ownership, model: Tensors, now: Round
 ) -> str:
-    """Why ``upload`` must not leave its client, and why a server does not merge it; empty if all is well.
+    """Why ``upload`` must not leave its client, and why a server does not merge it; empty if it is valid.
 
     It must hold exactly the tensors and the numbers that the exchange expects of this client in this round.
-    What others send has no say in that. The reason quotes no free text of the upload's.
+    What other clients send makes no difference. The reason quotes no free text of the upload.
 
     Args:
         upload: as it was made, or as it arrived.
@@ -53,36 +82,36 @@ def refusal(
     if upload.client != client:
         return f"calls itself somebody else than {client!r}"
     size = now.weights[client]
-    if not _number(upload.weight) or upload.weight != size:
-        return f"weighs {_value(upload.weight)}, not its {size:g} training pairs"
+    if not _is_number(upload.weight) or upload.weight != size:
+        return f"weighs {_shown(upload.weight)}, not its {size:g} training pairs"
     if not isinstance(upload.sent_at, int) or not 0 <= now.number - upload.sent_at <= exchange.late:
-        return f"started from round {_value(upload.sent_at)}, and this is round {now.number}"
-    # A method that asks for what stays with clients does not get it.
-    stays = set(ownership.names(Owner.PERSONAL, Owner.FROZEN))
-    groups = expected(client, exchange, ownership, model.layout, replace(now, number=upload.sent_at))
-    held = {name for group in upload.tensors.values() for name in group}
+        return f"started from round {_shown(upload.sent_at)}, and this is round {now.number}"
+    # Also a method that declares private tensors in its groups does not get them.
+    private = set(ownership.names(Owner.PERSONAL, Owner.FROZEN))
+    groups = expected_groups(client, exchange, ownership, model.layout, replace(now, number=upload.sent_at))
+    names = {name for group in upload.tensors.values() for name in group}
     untold = (set(upload.scalars) & exchange.scalars) - exchange.numbers(client, now)
     if untold:
         return (
             f"holds numbers over {size:g} training pairs, fewer than [privacy] minimum_pairs = "
-            f"{now.privacy.minimum_pairs}: {_names(untold)}"
+            f"{now.privacy.minimum_pairs}: {_listed(untold)}"
         )
     reason = (
-        _surplus("what is not shared", held & stays)
-        or _differ("groups", "the exchange", upload.tensors, groups)
-        or _differ("numbers", "the exchange", upload.scalars, exchange.numbers(client, now))
+        _surplus("what is not shared", names & private)
+        or _difference("groups", "the exchange", upload.tensors, groups)
+        or _difference("numbers", "the exchange", upload.scalars, exchange.numbers(client, now))
         or next(
             (
                 reason
                 for name, layout in groups.items()
-                if (reason := _differ("tensors", f"group {name!r}", upload.tensors[name], layout.names))
+                if (reason := _difference("tensors", f"group {name!r}", upload.tensors[name], layout.names))
             ),
             "",
         )
     )
     if reason:
         return reason
-    odd = [name for name, value in upload.scalars.items() if not _number(value)]
+    odd = [name for name, value in upload.scalars.items() if not _is_number(value)]
     if odd:
         return f"holds under {odd[0]!r} a {type(upload.scalars[odd[0]]).__name__}, not a number"
     try:
@@ -95,40 +124,40 @@ def refusal(
     return ""
 
 
-def said(reason: str) -> str:
-    """A reason as logs and terminals take it: hidden characters written out, and of a few lines at most.
+def printable_reason(reason: str) -> str:
+    """A reason for logs and terminals: hidden characters are written out, and it has a few lines at most.
 
-    It may quote what a client sent, which must neither fill the one nor steer the other.
+    It may quote what a client sent, which must neither fill a log nor control a terminal.
     """
-    text = printable(reason[: MOST + 1])
-    return text if len(text) <= MOST else f"{text[: MOST - 1]}…"
+    text = printable(reason[: MAX_REASON + 1])
+    return text if len(text) <= MAX_REASON else f"{text[: MAX_REASON - 1]}…"
 
 
-def _differ(what: str, of: str, held: Collection[str], wanted: Collection[str]) -> str:
-    """Why ``held`` is not ``wanted``; empty if it is."""
-    lacking = set(wanted) - set(held)
-    if lacking:
-        return f"lacks {what} that {of} expects: {_names(lacking)}"
-    return _surplus(f"{what} that {of} does not expect", set(held) - set(wanted))
+def _difference(what: str, whose: str, names: Collection[str], expected: Collection[str]) -> str:
+    """How ``names`` differ from those that are ``expected``; empty if they do not."""
+    missing = set(expected) - set(names)
+    if missing:
+        return f"lacks {what} that {whose} expects: {_listed(missing)}"
+    return _surplus(f"{what} that {whose} does not expect", set(names) - set(expected))
 
 
 def _surplus(what: str, names: Collection[str]) -> str:
-    return f"holds {what}: {_names(names)}" if names else ""
+    return f"holds {what}: {_listed(names)}" if names else ""
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _value(value: object) -> str:
-    return str(value) if _number(value) else f"a {type(value).__name__}"
+def _shown(value: object) -> str:
+    return str(value) if _is_number(value) else f"a {type(value).__name__}"
 
 
-def _names(found: Iterable[object]) -> str:
-    """Names as code has them; anything longer may be a client's text, and reasons go to the round log."""
-    texts = sorted(str(name) for name in found)
+def _listed(names: Iterable[object]) -> str:
+    """Names as code has them. Anything longer may be a client's text, and reasons go to the round log."""
+    texts = sorted(str(name) for name in names)
     shown = [
         t if re.fullmatch(r"[\w./-]{1,80}", t, re.ASCII) else f"a text of {len(t)} characters"
-        for t in texts[:NAMED]
+        for t in texts[:MAX_NAMES]
     ]
-    return ", ".join(shown) + (f" and {len(texts) - NAMED} more" if len(texts) > NAMED else "")
+    return ", ".join(shown) + (f" and {len(texts) - MAX_NAMES} more" if len(texts) > MAX_NAMES else "")

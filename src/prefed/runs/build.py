@@ -99,11 +99,11 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         seed=experiment.seed,
         rounds=experiment.rounds,
         cohort=experiment.cohort.of(len(trainers.clients) - len(unseen)),
-        every=evaluate.every,
+        evaluate_every=evaluate.every,
         split=evaluate.split,
-        judged=evaluate.clients,
+        evaluation_cohort=evaluate.clients,
         beta=evaluate.beta or float(getattr(settings, "beta", 0.1)),
-        keep=getattr(torch, experiment.engine.state_dtype),
+        state_dtype=getattr(torch, experiment.engine.state_dtype),
         unseen=unseen,
         unseen_steps=tuple(evaluate.unseen_steps),
         untouched=backbone.reference,
@@ -120,7 +120,7 @@ def _reward_model(settings: TrainingSettings) -> str | None:
 
 def _check_cohort(experiment: Experiment, job: Job) -> None:
     """Refuse a merge rule that needs more uploads than a cohort has clients."""
-    merge, size = experiment.merge, job.asked
+    merge, size = experiment.merge, job.cohort_size
     if not job.method.ownership.names(Owner.SHARED):
         return
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prefed import files
 from prefed.config import ConfigError, Experiment
-from prefed.core import Download, Method, State, Tensors
+from prefed.core import Method, State, Tensors
 from prefed.core.text import did_you_mean
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job
@@ -17,6 +17,7 @@ from prefed.models import Backbone
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.runs.record import RunError, RunRecord, read_run
 from prefed.runs.resume import settings_digest
+from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
 from prefed.train.trainer_factory import PairTrainerFactory
 
@@ -104,12 +105,9 @@ class LoadedRun:
             RunError: the run has no such client.
             ValueError: the method trains before it predicts, and the run's pairs are not on this machine.
         """
-        # A method that trains before it predicts draws the same numbers as in the last evaluation.
-        now = self.job.round(self.reader.commit.round)
-        key = now.key.at("predict").at("client", self.check(client))
-        trainer = self.trainers.trainer(client, now, key, self.method.ownership)
         state = self.private_state(client) if private is None else private
-        return self.method.predict(trainer, state, self.method.publish(self.server, client))
+        published = self.method.publish(self.server, self.check(client))
+        return self.job.client_model(client, state, published, self.reader.commit.round)
 
     def shared_model(self, client: str) -> Tensors:
         """The model (full layout) that the server publishes to ``client``, without the client's own tensors.
@@ -126,18 +124,14 @@ class LoadedRun:
         Raises:
             RunError: the method shares no model, or publishes different models to different clients.
         """
-        first: Download | None = None
-        for client in self.clients:
-            download = self.method.publish(self.server, client)
-            first = first or download
-            if not download.tensors:
-                raise RunError(f"{self.method.name} shares no model: name a client with --client")
-            if not _equal(first, download):
-                raise RunError(
-                    f"{self.method.name} gives each client a model of its own: name a client with --client"
-                )
-        assert first is not None
-        return self.job.shared(first)
+        models = [model for model, _ in published_models(self.job, self.server)]
+        if not models:
+            raise RunError(f"{self.method.name} shares no model: name a client with --client")
+        if not all(model.equal(models[0]) for model in models):
+            raise RunError(
+                f"{self.method.name} gives each client a model of its own: name a client with --client"
+            )
+        return models[0]
 
 
 def load_run(path: str | Path, *, data: bool = False) -> LoadedRun:
@@ -185,13 +179,6 @@ def _check_fingerprint(record: RunRecord, trainers: PairTrainerFactory) -> None:
     for name, digest in trainers.fingerprint.items():
         if record.fingerprint.get(name, digest) != digest and (trainers.dataset.has_pairs or name != "data"):
             raise RunError(f"{record.path}: {source[name]} changed since the run; put back what it was")
-
-
-def _equal(one: Download, other: Download) -> bool:
-    pairs = ((group, other.tensors.get(name)) for name, group in one.tensors.items())
-    return len(one.tensors) == len(other.tensors) and all(
-        mine is theirs or (theirs is not None and mine.equal(theirs)) for mine, theirs in pairs
-    )
 
 
 def _no_client(client: str, names: Sequence[str]) -> str:

@@ -13,12 +13,12 @@ from prefed import files
 from prefed.config import Experiment, to_toml
 from prefed.core import Callback, Callbacks, State
 from prefed.data import DataMismatchError
-from prefed.engines import InProcess, JobFactory, ServerRounds, WorkerProcesses
+from prefed.engines import BACKENDS, Backend, BackendSettings, Job, JobFactory, ServerRounds
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.build import build_job
 from prefed.runs.resume import reconcile, reset_run, settings_digest
-from prefed.runs.summary import published_model, summarize
+from prefed.runs.summary import published_model, read_profiles, summarize
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state, encode
 
@@ -49,7 +49,7 @@ class RunResult:
 
 
 def default_out(experiment: Experiment, name: str = "") -> Path:
-    """``runs/NAME-METHOD-seedSEED``, where a run goes if nothing else is said."""
+    """``runs/NAME-METHOD-seedSEED``, the run directory where none is named."""
     stem = [name] if name and name != experiment.method.name else []
     return Path("runs", "-".join([*stem, experiment.method.name, f"seed{experiment.seed}"]))
 
@@ -64,18 +64,19 @@ def run(
 ) -> RunResult:
     """Run an experiment to its end.
 
-    Killed or interrupted at any moment, the run in ``out`` can be resumed and ends with the very numbers
-    of one that was not.
+    A run that was killed or interrupted at any moment can be resumed. It then ends with the same numbers as
+    one that was not.
 
     Args:
         experiment: what to run; relative paths are taken from the working folder.
-        out: the run directory, new or empty; left out, see :func:`default_out`. It is taken away again if
-            the experiment proves impossible before its first round.
-        resume: go on with the run in ``out``, which must be there: ``resume=out.exists()`` starts what is
-            not begun and goes on with what is. The experiment must be the same, but for more ``rounds`` and
-            other ``engine.workers`` and ``engine.visit_timeout``.
-        progress: show it on the terminal.
-        callbacks: are told how the run goes on, in their order.
+        out: the run directory, new or empty; left out, see :func:`default_out`. It is removed again if the
+            experiment fails before its first round.
+        resume: go on with the run in ``out``, which must be there: ``resume=out.exists()`` starts a new run
+            or goes on with the one that is there. The experiment must be the same, but for more ``rounds``
+            and other ``engine.workers`` and ``engine.visit_timeout``.
+        progress: show the progress on the terminal.
+        callbacks: are told how the run goes on, in their order. An exception that one of them raises ends
+            the run; committed rounds are kept.
 
     Raises:
         StoreError: ``out`` is in use, not empty, damaged, or holds no run to resume, or the data or the
@@ -86,67 +87,75 @@ def run(
         WorkerError: a worker process died or took longer than ``engine.visit_timeout``.
     """
     path = Path(out) if out is not None else default_out(experiment)
-    callback = _all(progress, callbacks)
-    with RunWriter(path, resume=resume) as store:
-        summary = path / "summary.json"
+    with RunWriter(path, resume=resume) as writer:
         try:
-            experiment = reconcile(experiment, store)
-            if not (store.round == experiment.rounds and summary.exists()):
-                _carry_out(experiment, store, callback)
+            experiment = reconcile(experiment, writer)
+            if not (writer.round == experiment.rounds and (path / "summary.json").exists()):
+                _run_rounds(experiment, writer, _all_callbacks(progress, callbacks))
         except Exception as error:
-            if isinstance(error, files.WriteError) and store.commit is not None:
-                error.add_note(f"(whole rounds are kept, {store.round} of them: then go on with --resume)")
-            # A killed or interrupted start stays, to be gone on with; one that cannot be is taken back.
-            store.discard()
+            if isinstance(error, files.WriteError) and writer.commit is not None:
+                error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")
+            # A start that was killed or interrupted stays, for --resume; one that failed is taken back.
+            writer.discard()
             raise
-        return RunResult(
-            path,
-            json.loads(summary.read_text("utf-8")),
-            decode_state(store.server()),
-            _adapter(path) if _adapter(path).exists() else None,
-        )
+        return _result(path, decode_state(writer.server()))
 
 
-def _carry_out(experiment: Experiment, store: RunWriter, callback: Callback) -> None:
-    folder = store.path / "cache"
+def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
+    job = _begin(experiment, writer)
+    with _backend(experiment, job, writer) as backend:
+        server = ServerRounds(job, writer, backend, callback).run()
+        profiles = read_profiles(job, backend.states)
+    if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
+        callback.on_warning(warning)
+    _save_adapter(job, server, writer.path, callback)
+    writer.write_summary(summarize(job, writer, profiles), profiles)
+
+
+def _begin(experiment: Experiment, writer: RunWriter) -> Job:
+    """Build the job, and commit round 0. A run that goes on must be of the same data and model."""
+    cache = writer.path / "cache"
     try:
-        job = build_job(experiment, folder)
+        job = build_job(experiment, cache)
     except DataMismatchError:
-        if store.round:
+        if writer.round:
             raise
-        reset_run(store)
-        job = build_job(experiment, folder)
-    first = encode(job.method.init_server(job.trainers.initial))
-    store.begin(first, job.trainers.fingerprint, settings_digest(experiment.tables()))
-    store.reopen()
-    threads = experiment.engine.threads or 1
-    backend: InProcess | WorkerProcesses
-    if experiment.engine.workers:
-        order = {"experiment": to_toml(experiment), "folder": str(folder.resolve())}
-        recipe = JobFactory("prefed.runs.build:build_worker_job", json.dumps(order))
-        backend = WorkerProcesses(recipe, experiment.engine.workers, threads, experiment.engine.visit_timeout)
-    else:
-        backend = InProcess(job, threads)
-    engine = ServerRounds(job, store, backend, callback)
-    with backend:
-        server = engine.run()
-    if still := flat_loss_warning([record["loss"] for record in RunReader(store.path).rounds()]):
-        callback.on_warning(still)
+        reset_run(writer)
+        job = build_job(experiment, cache)
+    server = encode(job.method.init_server(job.trainers.initial))
+    writer.begin(server, job.trainers.fingerprint, settings_digest(experiment.tables()))
+    writer.reopen()
+    return job
+
+
+def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
+    engine = experiment.engine
+    order = {"experiment": to_toml(experiment), "folder": str((writer.path / "cache").resolve())}
+    factory = JobFactory("prefed.runs.build:build_worker_job", json.dumps(order))
+    settings = BackendSettings(engine.workers, engine.threads or 1, engine.visit_timeout)
+    make = BACKENDS["processes" if engine.workers else "in_process"]
+    return make(job, factory, writer.states, settings)
+
+
+def _save_adapter(job: Job, server: State, path: Path, callback: Callback) -> None:
     shared = published_model(job, server)
     if shared is not None:
         try:
-            job.trainers.save_adapter(shared, _adapter(store.path))
+            job.trainers.save_adapter(shared, _adapter(path))
         except ModelError as error:
             callback.on_warning(f"no adapter is saved: {error}")
-    profiles = engine.profiles()
-    store.write_summary(summarize(job, store, engine.told(profiles)), profiles)
+
+
+def _result(path: Path, server: State) -> RunResult:
+    summary = json.loads((path / "summary.json").read_text("utf-8"))
+    return RunResult(path, summary, server, _adapter(path) if _adapter(path).exists() else None)
 
 
 def _adapter(path: Path) -> Path:
     return path / "adapters" / "shared"
 
 
-def _all(progress: bool, callbacks: Sequence[Callback]) -> Callback:
+def _all_callbacks(progress: bool, callbacks: Sequence[Callback]) -> Callback:
     if not progress:
         return Callbacks(callbacks)
     from prefed.trackers.terminal import Terminal

@@ -1,40 +1,51 @@
-"""What ``summary.json`` says of a finished run, and the model that it shares."""
+"""What ``summary.json`` holds, and the model that a finished run shares."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from prefed.core import Owner, State, Tensors
-from prefed.engines import Job
+from prefed.engines import ClientStates, Job
 from prefed.engines.backend import peak_memory_mb
 from prefed.merge import lora
 from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS
 from prefed.store import RunWriter
+from prefed.wire import decode_state
 
-__all__ = ["published_model", "summarize"]
+__all__ = ["Profiles", "published_model", "published_models", "read_profiles", "summarize"]
+
+Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
+"""Figure → client → block → number."""
 
 
-def summarize(job: Job, store: RunWriter, profiles: Mapping[str, Any]) -> dict[str, Any]:
-    assert store.last is not None
-    assert store.commit is not None
-    last, totals, evaluation = store.last, store.commit.totals, store.last["evaluation"]
+def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]:
+    """The content of ``summary.json`` after the last round.
+
+    Args:
+        job: what was run.
+        writer: of its directory.
+        profiles: from :func:`read_profiles`; the summary has them as far as they may be published.
+    """
+    assert writer.last is not None
+    assert writer.commit is not None
+    public = _public(job, profiles)
+    last, totals, evaluation = writer.last, writer.commit.totals, writer.last["evaluation"]
     layout, ownership = job.trainers.initial.layout, job.method.ownership
     moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
     names = (*ACCURACY_METRICS, "unseen_accuracy", *MEAN_METRICS, "split", "left_out", "not_finite")
     return {
         "method": job.method.name,
-        "rounds": store.round,
+        "rounds": writer.round,
         "seed": job.seed,
         **{name: evaluation[name] for name in names if name in evaluation},
         "loss": last["loss"],
-        **({"personal": profiles} if profiles else {}),
+        **({"personal": public} if public else {}),
         "parameters": {
-            # What FedEx-LoRA adds to the base travels, but nobody trains it.
+            # FedEx-LoRA's residual is sent, but it is not trained.
             "trainable": sum(entry.size for entry in moving if entry.part != lora.RESIDUAL),
             "communicated": int(totals["communicated"]),
         },
@@ -53,21 +64,72 @@ def summarize(job: Job, store: RunWriter, profiles: Mapping[str, Any]) -> dict[s
     }
 
 
-def published_model(job: Job, server: State) -> Tensors | None:
-    """The model that the server publishes; the clients' mean where it publishes one to each."""
-    sums: dict[tuple[int, ...], tuple[Tensors, int]] = {}
+def read_profiles(job: Job, states: ClientStates | None) -> Profiles:
+    """What private states tell of the model's blocks; see ``profile`` of :class:`~prefed.core.Method`.
+
+    Clients that never took part have nothing to tell.
+
+    Args:
+        job: what was run.
+        states: clients' private states, read one at a time; ``None`` where they do not lie on this machine,
+            and then there are no profiles.
+    """
+    profiles: Profiles = {}
+    profile = job.method.profile
+    if profile is None or states is None:
+        return profiles
+    for client in job.members:
+        state = states.read(client)
+        if state is None:
+            continue
+        for name, blocks in profile(decode_state(state)).items():
+            if blocks:
+                values = {str(block): value for block, value in blocks.items()}
+                profiles.setdefault(name, {})[client] = values
+    return profiles
+
+
+def _public(job: Job, profiles: Profiles) -> Profiles:
+    """Two digits of ``profiles``, and nothing of clients with too few pairs.
+
+    With every digit a number such as FedSDG's gate is the private tensor that it comes from.
+    """
+    sizes, tells = job.trainers.clients, job.privacy.may_report
+    return {
+        name: {
+            client: {block: round(value, 2) for block, value in blocks.items()}
+            for client, blocks in clients.items()
+            if tells(sizes[client].train)
+        }
+        for name, clients in profiles.items()
+    }
+
+
+def published_models(job: Job, server: State) -> list[tuple[Tensors, int]]:
+    """The models (full layout) that the server publishes, each with the number of clients that get it.
+
+    The list is empty if the method shares no model. Two models of the list may be equal.
+    """
+    models: dict[tuple[int, ...], tuple[Tensors, int]] = {}
     for client in job.trainers.clients:
         published = job.method.publish(server, client)
         if not published.tensors:
-            return None
-        # Usually everybody is given the one model in the server's state: count it, do not copy it.
-        same = tuple(group.flat.data_ptr() for group in published.tensors.values())
-        if same not in sums:
-            sums[same] = (job.shared(published), 0)
-        sums[same] = (sums[same][0], sums[same][1] + 1)
-    models = list(sums.values())
-    if len(models) == 1:
-        return models[0][0]
+            return []
+        # Usually all clients get the one model in the server's state: it is counted, not copied.
+        place = tuple(group.flat.data_ptr() for group in published.tensors.values())
+        model, count = models[place] if place in models else (job.shared(published), 0)
+        models[place] = (model, count + 1)
+    return list(models.values())
+
+
+def published_model(job: Job, server: State) -> Tensors | None:
+    """The model (full layout) that the server publishes; the clients' mean where each gets another.
+
+    ``None`` if the method shares no model.
+    """
+    models = published_models(job, server)
+    if len(models) < 2:
+        return models[0][0] if models else None
     total = torch.zeros_like(job.trainers.initial.flat, dtype=torch.float64)
     for model, count in models:
         total += model.flat.double() * count

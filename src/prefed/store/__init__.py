@@ -9,12 +9,14 @@
     checkpoint/server@000012.safetensors            the server's state after that round
     checkpoint/clients/ward-7@000011.safetensors    a client's private state after its last visit
 
-States are written beside the older versions under the round's number; replacing ``COMMIT.json`` is
-the one step that makes them count, and only then are the older versions deleted. Whatever is newer
-than the commit is what a killed process left behind: opening the store removes it.
+States are written beside the older versions under the round's number. Replacing ``COMMIT.json`` is the one
+step that makes them count, and only then are the older versions deleted. A file that is newer than the commit
+was left by a process that was killed: opening the directory for writing removes it.
 """
 
-from prefed.store.reader import Commit, RunReader, StoreError, client_file, plain
+from prefed.store.client_states import ClientStateFiles
+from prefed.store.commit import Commit, StoreError, client_file
+from prefed.store.reader import RunReader, plain
 from prefed.store.writer import RunWriter
 
-__all__ = ["Commit", "RunReader", "RunWriter", "StoreError", "client_file", "plain"]
+__all__ = ["ClientStateFiles", "Commit", "RunReader", "RunWriter", "StoreError", "client_file", "plain"]

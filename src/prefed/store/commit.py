@@ -1,0 +1,188 @@
+"""What counts of a run: its commit, and the files of states that the commit names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prefed import files
+from prefed.wire import WireError, decode_state
+
+__all__ = [
+    "FORMAT",
+    "Commit",
+    "Digests",
+    "StoreError",
+    "client_file",
+    "damaged",
+    "keep_versions",
+    "path_of",
+    "private_versions",
+    "read_commit",
+    "verified",
+    "write_commit",
+]
+
+FORMAT = 1
+_VERSIONED = re.compile(r"(.+)@(\d{6,})\.safetensors")
+_SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+class StoreError(RuntimeError):
+    """A run directory that is in use, damaged, or not the expected one; the message says what to do."""
+
+
+def damaged(path: Path, why: object) -> StoreError:
+    """What is raised where a file is not what was written."""
+    advice = "put a copy of it back, or start a new run with another --out"
+    return StoreError(f"{path} is damaged: {why}; {advice}")
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests (:func:`prefed.files.digest`) of the files that a commit names.
+
+    Attributes:
+        server: of the server's state.
+        rounds: of the committed lines of ``rounds.jsonl``.
+        clients: file name of a client → of its private state.
+    """
+
+    server: str | None = None
+    rounds: str | None = None
+    clients: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What ``COMMIT.json`` holds.
+
+    Attributes:
+        round: the last committed round; 0 before the first.
+        totals: sums over the committed rounds, e.g. ``bytes_up``.
+        fingerprint: digests of what the run was made of, e.g. its data.
+        settings: digest of the settings that the run was begun with; ``None`` where an earlier version
+            did not write it, as with ``private``.
+        digests: of the files that the commit names, as far as they are known.
+        private: file name of every client that has a private state → the round it was written in.
+    """
+
+    round: int
+    totals: Mapping[str, float] = field(default_factory=dict)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    settings: str | None = None
+    digests: Digests = field(default_factory=Digests)
+    private: Mapping[str, int] | None = None
+
+
+def read_commit(folder: Path) -> Commit | None:
+    """The commit in a run's ``checkpoint`` folder; ``None`` before the first.
+
+    Raises:
+        StoreError: it is damaged, or of another version of the format.
+    """
+    path = folder / "COMMIT.json"
+    try:
+        content = files.loads_with_digest(path.read_bytes())
+        if content["format"] != FORMAT:
+            raise StoreError(f"{path} was written by another version of prefed (format {content['format']})")
+        return Commit(
+            round=content["round"],
+            totals=content["totals"],
+            fingerprint=content["fingerprint"],
+            settings=content.get("settings"),
+            digests=Digests(**content.get("digests", {})),
+            private=content.get("private"),
+        )
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(path, error) from error
+
+
+def write_commit(folder: Path, commit: Commit) -> None:
+    """Replace ``COMMIT.json``. This one step makes a round count."""
+    content = vars(commit) | {"digests": vars(commit.digests)}
+    files.write(folder / "COMMIT.json", files.dumps_with_digest({"format": FORMAT, **content}, indent=1))
+
+
+def client_file(client: str) -> str:
+    """A file name for a client id: percent-encoded, and never the same for two ids.
+
+    Capitals are encoded too, because a file system that ignores case would take two clients' private
+    states for one. A name that would be too long for a file system ends in its digest.
+
+    >>> client_file("ward-7"), client_file("../Ward 7")
+    ('ward-7', '%2E%2E%2F%57ard%207')
+    >>> len(client_file("w" * 1000))
+    151
+    """
+    data = client.encode("utf-8", "surrogatepass")
+    name = "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in data)
+    return name if len(name) <= 150 else f"{name[:110]}+{hashlib.sha256(data).hexdigest()[:40]}"
+
+
+def path_of(folder: Path, name: str, number: int) -> Path:
+    """The file of round ``number``'s version of a state."""
+    return folder / f"{name}@{number:06d}.safetensors"
+
+
+def private_versions(folder: Path, commit: Commit) -> Mapping[str, int]:
+    """Which private states in ``folder`` count: file name of a client → the round it was written in."""
+    if commit.private is not None:
+        return commit.private
+    versions: dict[str, int] = {}
+    for name, number, _ in _files_in(folder):
+        if number <= commit.round:
+            versions[name] = max(number, versions.get(name, 0))
+    return versions
+
+
+def keep_versions(run: Path, folder: Path, versions: Mapping[str, int], whose: str) -> None:
+    """Remove every state in ``folder`` but those that count, by name and round; ``whose`` is for the message.
+
+    Raises:
+        StoreError: one that counts is missing; nothing is removed.
+    """
+    present = {path for _, _, path in _files_in(folder)}
+    counting = {path_of(folder, name, number): number for name, number in versions.items()}
+    for path, number in counting.items():
+        if path not in present:
+            raise StoreError(
+                f"{run} is damaged: {whose} state of round {number} is missing; "
+                f"put back {path}, or start a new run with another --out"
+            )
+    for path in sorted(present - counting.keys()):
+        files.remove(path)
+
+
+def verified(path: Path, data: bytes, digest: str | None) -> bytes:
+    """``data``, if it is what was written to a state's file.
+
+    Without the digest of what was written, which earlier versions did not write, the state must be readable.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    wrong = ""
+    if digest is None:
+        try:
+            decode_state(data)
+        except WireError as error:
+            wrong = str(error)
+    elif files.digest(data) != digest:
+        wrong = f"its {len(data):,} bytes are not those that were written"
+    if wrong:
+        raise damaged(path, wrong)
+    return data
+
+
+def _files_in(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Name, round and file of every version of a state in ``folder``."""
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        if match := _VERSIONED.fullmatch(entry.name):
+            yield match[1], int(match[2]), Path(entry.path)
