@@ -105,8 +105,6 @@ def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -
     """Write ``data`` to ``path``. Other processes see either the old content or the whole new one.
 
     Args:
-        path: a file in an existing folder.
-        data: the whole content.
         durable: on return the data is on the disk, not only in a cache. Otherwise call :func:`sync` later.
         mode: permissions of a new file, before the umask.
 
@@ -174,7 +172,6 @@ def write_error(path: Path, size: int, error: Exception) -> WriteError:
     """A :class:`WriteError` from ``error``, with the path, and with advice if the disk is full.
 
     Args:
-        path: the file or folder that cannot be written.
         size: number of bytes to write; for a folder, of those that are written.
         error: the cause. Of a library's own error the text is searched for the system's error number.
     """

@@ -47,7 +47,6 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
     """``message`` as bytes.
 
     Args:
-        message: a state, a download or an upload.
         keep: dtype in which floating-point tensors are stored; decoding gives their own dtype again, rounded.
             If it is left out, every bit is stored. The memory of optimisers is always stored in full, as
             squares of gradients vanish in fewer bits.
@@ -99,11 +98,9 @@ def upload_limits(
     """The most bytes that the header of an upload may have, and the most that the whole upload may have.
 
     Args:
-        client: who sends it.
         groups: the layouts of its groups.
         dtype: of their tensors.
         scalars: the names of its numbers.
-
 
     >>> groups = {"model": Layout((Entry("lora/0/A", (1, 2), "lora", 0, "A"),))}
     >>> data = encode(Upload("ward-7", 3, {"model": Tensors.zeros(groups["model"])}, {"loss": 0.5}, 1))
@@ -141,7 +138,6 @@ def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
     """The upload that :func:`encode` wrote; raises as :func:`decode_state` does.
 
     Args:
-        data: the message.
         most: from :func:`upload_limits`. A longer message is refused before it is read.
     """
     if most is not None:

@@ -191,7 +191,7 @@ def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
     assert summaries["some"]["unseen_accuracy"]["0"] == summaries["none"]["unseen_accuracy"]["0"]
     assert summaries["some"]["preference_accuracy"] == summaries["none"]["preference_accuracy"]
     opened = load_run(tmp_path / "none", data=True)
-    scores = opened.trainers.score("w1", opened.shared_model("w1"), opened.job.split)
+    scores = opened.trainers.score("w1", opened.published_model, opened.job.split)
     shared = client_metrics(scores, 0.1)["preference_accuracy"]
     assert summaries["none"]["unseen_accuracy"]["0"]["per_client"] == {"w1": shared}
 

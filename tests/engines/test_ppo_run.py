@@ -105,6 +105,6 @@ def test_a_finished_run_predicts_after_steps_of_it(place: Path, tmp_path: Path) 
     """Per-FedAvg takes inner steps before it predicts, here on PPO: an opened run finds its reward model."""
     run(experiment(place, "perfedavg"), tmp_path / "run")
     opened = load_run(tmp_path / "run", data=True)
-    adapted, shared = opened.model("w0"), opened.shared_model("w0")
+    adapted, shared = opened.model("w0"), opened.job.shared(opened.method.publish(opened.server, "w0"))
     lora = [name for name in shared if name.startswith("lora")]
     assert not adapted.select(lora).equal(shared.select(lora))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import toy
-from prefed.engines import InProcess, JobFactory, WorkerError, WorkerProcesses
+from prefed.engines import BackendSettings, InProcess, JobFactory, WorkerError, WorkerProcesses
 from prefed.engines.backend import peak_memory_mb
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ toy.run(Path({out!r}), backend="processes", **changes)
 
 def workers(count, timeout=0.0, builder="toy:build", **changes):
     factory = JobFactory(builder, toy.text(**changes))
-    return lambda job, states: WorkerProcesses(factory, states, count, timeout=timeout)
+    return lambda job, states: WorkerProcesses(factory, states, BackendSettings(count, timeout=timeout))
 
 
 def script(folder, cwd, **changes):

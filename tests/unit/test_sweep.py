@@ -18,8 +18,7 @@ from prefed.config import ConfigError, to_toml
 from prefed.report.sweep import _rate, keep
 from prefed.runs import child as module
 from prefed.runs.child import code, commits, process
-from prefed.runs.rates import following
-from prefed.runs.sweep import Sweep, entries
+from prefed.runs.sweep import Sweep, entries, following
 from preferences import jsonl
 
 ADAPTIVE = (1e-3, 3e-3, 9e-3)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from prefed.data import Prompt
-    from prefed.runs.loaded import LoadedRun
 
 
 def generate(
@@ -52,9 +48,10 @@ def generate(
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     template = Template(backbone.tokenizer, loaded_run.experiment.data.template)
     heading = "aligned" if client is None else f"aligned, {client}"
-    responses = []
+    dataset, responses = loaded_run.trainers.dataset, []
+    example = dataset.tokens.record(0).prompt if dataset.has_pairs else None
     for text in (sys.stdin.read() if text == "-" else text for text in prompt):
-        ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, _example(loaded_run), raw=raw))
+        ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, example, raw=raw))
         for number in range(samples):
             key = Key(seed).at("generate", text).at("sample", number)
             base, ours = (complete(backbone, t, ids, sampling, key) for t in (backbone.reference, aligned))
@@ -65,19 +62,10 @@ def generate(
         typer.echo(json.dumps(responses, indent=2, ensure_ascii=False))
 
 
-def _example(run: LoadedRun) -> Prompt | None:
-    """A prompt of the run's data, if they are there."""
-    return run.trainers.dataset.tokens.record(0).prompt if run.has_pairs else None
-
-
 def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:
-    """Two responses side by side, below their prompt.
+    """Two responses side by side, below their prompt, which is empty if it stands above earlier ones already.
 
-    Args:
-        prompt: empty if it stands above earlier responses already.
-        base: the base model's response.
-        aligned: the aligned model's.
-        heading: of the aligned model's column.
+    ``heading`` is that of the aligned model's column.
     """
     from rich import box
     from rich.table import Table

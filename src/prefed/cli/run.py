@@ -27,14 +27,8 @@ def run(
 ) -> None:
     """Run an experiment and write its run directory."""
     overrides = overrides or []
-    cell_words = ["--cell", cell] if cell else []
-    words = [
-        "prefed",
-        "run",
-        str(file),
-        *cell_words,
-        *(word for text in overrides for word in ("--set", text)),
-    ]
+    words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
+    words += [word for text in overrides for word in ("--set", text)]
     with _interruptible(words, out, resume) as paths:
         from prefed.config.table import load_cell
 
@@ -58,13 +52,12 @@ def run(
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
         result = run_experiment(experiment, path, resume=resume, callbacks=[Terminal(console)])
         print_result(result.summary, console)
-        adapter = result.adapter or "none: see `prefed export`"
-        for name, value in (
-            ("adapter", adapter),
-            ("summary", path / "summary.json"),
-            ("report", f"prefed report {shlex.quote(str(path))}"),
+        for line in (
+            f"adapter: {result.adapter or 'none: see `prefed export`'}",
+            f"summary: {path / 'summary.json'}",
+            f"report: prefed report {shlex.quote(str(path))}",
         ):
-            console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+            console.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager

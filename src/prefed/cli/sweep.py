@@ -31,19 +31,15 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, of one thread each.")] = 2,
 ) -> None:
     """Carry out the cells of a table, or go on with them, and print the results beside the paper's."""
-    _sweep(tables, overrides or [], out, only or [], jobs)
-
-
-def _sweep(tables: list[Path], overrides: list[str], out: Path, only: list[str], jobs: int) -> None:
     from prefed.runs.sweep import Sweep, entries
 
-    cells = [entry for table in tables for entry in entries(table, out, overrides)]
+    cells = [entry for table in tables for entry in entries(table, out, overrides or [])]
     order: dict[Path, list[str]] = {}
     for entry in cells:
         order.setdefault(entry.folder, []).append(entry.cell.name)
     if len(order) < len(tables):
         raise ValueError("two tables have one file name; give each an --out of its own")
-    cells = _select(cells, only)
+    cells = _select(cells, only or [])
     _check(cells)
     from prefed.report.sweep import keep
 

@@ -28,7 +28,6 @@ def explain(
     """Describe each problem in a line.
 
     Args:
-        error: pydantic's error.
         root: the record that ``tree`` does not fit.
         tree: the nested tables that were validated.
         where: the file that they come from.

@@ -197,7 +197,6 @@ class Experiment(StrictModel):
         It becomes absolute. A name that is no path there stays as it is: it is a hub name.
 
         Args:
-            path: a TOML file.
             overrides: ``"key.sub=value"`` each. The value is written as in TOML; a bare word is a string.
 
         Raises:
@@ -227,7 +226,6 @@ class Experiment(StrictModel):
         """Validate nested tables.
 
         Args:
-            tables: as TOML gives them.
             where: the file that they come from, for messages.
             origins: path of a key → the option that set it, for keys that the file does not set.
 

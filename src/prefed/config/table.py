@@ -98,11 +98,7 @@ class Table(StrictModel):
                 _check_known(f"rows.{label}.{key}", name, self.columns, "column")
 
     def cells(self, path: Path) -> dict[str, Cell]:
-        """The cells by name, row by row.
-
-        Args:
-            path: the table's file.
-        """
+        """The cells by name, row by row; ``path`` is the table's file."""
         cells = {}
         for label, row in self.rows.items():
             for column in self.columns or [""]:
@@ -124,7 +120,6 @@ class Cell:
     """One experiment of a table.
 
     Attributes:
-        name: in the table.
         text: how a printed table names it.
         path: the table's file.
         tree: the experiment's tables.
@@ -178,7 +173,6 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
     """A cell of a table, or the experiment of an experiment file.
 
     Args:
-        path: a TOML file.
         cell: which of a table's cells; ``None`` for an experiment file.
         overrides: ``KEY=VALUE`` each.
 
@@ -203,9 +197,7 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
 def _read(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     """The keys of a table's file, merged with those of the table that it extends.
 
-    Args:
-        path: the file.
-        before: the files that extend it.
+    ``before`` holds the files that extend it.
     """
     if path.resolve() in before:
         raise ConfigError(f"{path}: extends itself")

@@ -4,8 +4,7 @@ from prefed.engines.backend import Backend, BackendSettings
 from prefed.engines.backends import BACKENDS, InProcess, WorkerProcesses
 from prefed.engines.backends.worker import WorkerError
 from prefed.engines.job import POOLED, Job, JobFactory, Sizes, TrainerFactory
-from prefed.engines.rounds import Rounds, RoundTally
-from prefed.engines.server_round import ServerRounds
+from prefed.engines.rounds import ServerRounds
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
 __all__ = [
@@ -17,8 +16,6 @@ __all__ = [
     "InProcess",
     "Job",
     "JobFactory",
-    "RoundTally",
-    "Rounds",
     "ServerRounds",
     "Sizes",
     "Task",

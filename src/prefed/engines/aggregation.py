@@ -80,7 +80,11 @@ def _merge(
 
 def _culprit(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> Upload:
     """The upload with which a merge first fails, where uploads join it one by one, the smallest first."""
-    ranked = sorted(uploads, key=lambda upload: (_size(upload, server), _largest(upload)))
+
+    def rank(upload: Upload) -> tuple[float, float]:
+        return _size(upload, server), max(map(abs, upload.scalars.values()), default=0.0)
+
+    ranked = sorted(uploads, key=rank)
 
     def fails(count: int) -> bool:
         some = sorted(ranked[:count], key=lambda upload: upload.client)
@@ -117,10 +121,6 @@ def _finite(value: Plain) -> bool:
         case dict():
             return all(map(_finite, value.values()))
     return True
-
-
-def _largest(upload: Upload) -> float:
-    return max(map(abs, upload.scalars.values()), default=0.0)
 
 
 def _size(upload: Upload, server: State) -> float:

@@ -24,10 +24,6 @@ def evaluate_client(
     ``shared_accuracy``, the preference accuracy of the published model alone.
 
     Args:
-        job: what is run.
-        client: who is evaluated.
-        private: its private state.
-        published: what the server published to it.
         number: the round after which it is evaluated.
         score: scores the pairs; left out: the client's own pairs of the job's split.
     """
@@ -45,7 +41,7 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
     """Number of local steps → preference accuracy of a client that never took part.
 
     Before its first step, or without a pair to train on, the client has the published model alone: personal
-    tensors that start at random are noise. The arguments are those of :func:`evaluate_client`.
+    tensors that start at random are noise.
     """
     adapt, accuracies, score = job.method.adapt, {}, _own_pairs(job, client)
     trainer = job.trainer(client, number, "predict")

@@ -76,10 +76,6 @@ class Job:
     """A run, apart from where it runs and where its results go.
 
     Attributes:
-        trainers: the data and the model.
-        method: what is run.
-        seed: of every random draw.
-        rounds: how many rounds the run has.
         cohort: clients sampled in each round, without replacement; ``None`` for all.
         evaluate_every: rounds from one evaluation to the next; 0 for one after the last round alone.
         split: the pairs that evaluations use.

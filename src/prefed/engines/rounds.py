@@ -1,13 +1,16 @@
-"""The steps that every kind of round is made of: ask clients, evaluate them, record, commit."""
+"""Rounds with a server: it draws a cohort, asks clients, merges, evaluates and commits."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prefed.core import Callback, Download, Exchange, Round, State, Upload
+from prefed.engines.aggregation import aggregate
 from prefed.engines.backend import Backend, peak_memory_mb
 from prefed.engines.job import Job
 from prefed.engines.tasks import Task
@@ -20,13 +23,13 @@ from prefed.metrics import (
     not_finite_counts,
 )
 from prefed.store import RunWriter
-from prefed.wire import encode
+from prefed.wire import decode_state, encode
 
-__all__ = ["RoundTally", "Rounds"]
+__all__ = ["ServerRounds"]
 
 
 @dataclass
-class RoundTally:
+class _Tally:
     """What a round adds up.
 
     Attributes:
@@ -61,13 +64,11 @@ class RoundTally:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """What every kind of round needs.
+class ServerRounds:
+    """The rounds of a run with a server.
 
     Attributes:
-        job: what is run.
         writer: of a run that has begun; it goes on after the last committed round.
-        backend: gets the clients' tasks done.
         callback: is told of every step. What it raises ends the run; committed rounds are kept.
     """
 
@@ -76,24 +77,60 @@ class Rounds:
     backend: Backend
     callback: Callback
 
-    def collect(
+    def run(self) -> State:
+        """Run the rounds that are left and commit each. Gives the server's state after the last."""
+        server = decode_state(self.writer.server())
+        self.callback.on_run_begin(self.writer.round, self.job.rounds)
+        try:
+            for number in range(self.writer.round + 1, self.job.rounds + 1):
+                server = self._round(server, number)
+        finally:
+            self.callback.on_run_end()
+        return server
+
+    def _round(self, server: State, number: int) -> State:
+        started, job = time.perf_counter(), self.job
+        now, tally, evaluation = job.round(number), _Tally(), None
+        cohort = job.sample(now)
+        for exchange in job.method.exchanges:
+            if exchange.due(number):
+                clients = cohort if exchange.to == "cohort" else job.members
+                server = self._exchange(server, exchange, clients, now, tally)
+        if job.evaluates(number):
+            evaluation = self._evaluate(partial(job.method.publish, server), number)
+        self._commit(server, cohort, evaluation, tally, time.perf_counter() - started)
+        return server
+
+    def _exchange(
+        self, server: State, exchange: Exchange, clients: Sequence[str], now: Round, tally: _Tally
+    ) -> State:
+        uploads, invalid = self._collect(exchange, now, clients, partial(exchange.send, server), tally)
+        merged = aggregate(server, uploads, exchange, now)
+        # A client whose upload is not merged goes on from the private state that it had.
+        self.backend.accept(upload.client for upload in merged.uploads)
+        for client, reason in sorted([*invalid, *merged.dropped]):
+            text = tally.drop(exchange, client, reason)
+            self._warn(now, f"dropped an upload of {client!r}: {text}")
+        if merged.uploads:
+            tally.add(exchange, merged.uploads, merged.server)
+        else:
+            self._warn(now, f"{merged.reason}; the server keeps its state")
+        return merged.server
+
+    def _warn(self, now: Round, text: str) -> None:
+        self.callback.on_warning(f"round {now.number}: {text}")
+
+    def _collect(
         self,
         exchange: Exchange,
         now: Round,
         clients: Sequence[str],
         send: Callable[[str], Download],
-        tally: RoundTally,
+        tally: _Tally,
     ) -> tuple[list[Upload], list[tuple[str, str]]]:
         """Ask clients to take part in an exchange, and validate what they upload.
 
         Their next private states stay staged: the backend is to be told which uploads are accepted.
-
-        Args:
-            exchange: one of the method's.
-            now: the current round.
-            clients: who is asked.
-            send: client → what it receives.
-            tally: counts the bytes.
 
         Returns:
             The valid uploads, sorted by client, so that their order of arrival makes no difference. And
@@ -119,12 +156,8 @@ class Rounds:
             self.callback.on_task_end(exchange.name, done, len(clients))
         return sorted(uploads, key=lambda upload: upload.client), dropped
 
-    def evaluate(self, publish: Callable[[str], Download], number: int) -> dict[str, Any]:
+    def _evaluate(self, publish: Callable[[str], Download], number: int) -> dict[str, Any]:
         """Evaluate clients on their own pairs, each with the model that it would use.
-
-        Args:
-            publish: client → what it needs to use its model.
-            number: the round.
 
         Returns:
             The shares that :func:`~prefed.metrics.client_metrics` gives, each as an
@@ -155,12 +188,12 @@ class Rounds:
         left_out = sum(not count for count in pairs.values())
         return evaluation | {"split": job.split, "clients": len(figures), "left_out": left_out}
 
-    def commit(
+    def _commit(
         self,
         server: State,
         cohort: Sequence[str],
         evaluation: dict[str, Any] | None,
-        tally: RoundTally,
+        tally: _Tally,
         seconds: float,
     ) -> None:
         """Commit the next round, with its record and the run's totals."""
@@ -174,7 +207,7 @@ class Rounds:
         self.writer.finish_round(encode(server), record, self._totals(tally, seconds))
         self.callback.on_round_end(record)
 
-    def _totals(self, tally: RoundTally, seconds: float) -> dict[str, float]:
+    def _totals(self, tally: _Tally, seconds: float) -> dict[str, float]:
         before = self.writer.commit.totals if self.writer.commit else {}
         memory = peak_memory_mb() + self.backend.memory_mb()
         return {

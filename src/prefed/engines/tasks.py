@@ -41,8 +41,6 @@ class Task:
 
     Attributes:
         kind: ``"visit"`` to take part in an exchange, ``"evaluate"`` to measure its model on its pairs.
-        client: who is asked.
-        round: the round's number.
         exchange: name of the exchange; empty for ``"evaluate"``.
         message: the encoded download.
     """
@@ -59,7 +57,6 @@ class TaskResult:
     """What the server gets for a task.
 
     Attributes:
-        client: who answers.
         message: the encoded upload, or the figures as JSON; empty if something was withheld.
         withheld: why nothing was sent; empty if all is well.
     """
@@ -70,13 +67,7 @@ class TaskResult:
 
 
 def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:
-    """Do what ``task`` asks, on the client's side.
-
-    Args:
-        job: what is run.
-        task: from the server.
-        states: where the client's private state lies. A visit stages the next one there, if it changed.
-    """
+    """Do what ``task`` asks, on the client's side. A visit stages the next private state, if it changed."""
     try:
         return _visit(job, task, states) if task.kind == "visit" else _evaluate(job, task, states)
     except Exception as error:

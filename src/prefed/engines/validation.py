@@ -12,7 +12,7 @@ from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
 from prefed.wire import WireError, decode_upload, upload_limits
 
-__all__ = ["expected_groups", "printable_reason", "read_upload", "validate_upload", "withhold_scalars"]
+__all__ = ["printable_reason", "read_upload", "validate_upload", "withhold_scalars"]
 
 MAX_REASON = 300
 """Characters of a reason for which an upload is dropped."""
@@ -20,7 +20,7 @@ MAX_NAMES = 5
 """How many names a reason lists."""
 
 
-def expected_groups(
+def _expected_groups(
     client: str, exchange: Exchange, ownership: Ownership, model: Layout, now: Round
 ) -> Mapping[str, Layout]:
     """The groups of tensors that ``client``'s upload of round ``now`` must hold, each with its layout."""
@@ -41,17 +41,11 @@ def read_upload(
 ) -> tuple[Upload | None, str]:
     """What arrived from a client, if it is valid; else ``None`` and the reason.
 
-    The message comes from outside: nothing in it raises an exception here.
-
-    Args:
-        job: gives the model and the ownership of its tensors.
-        message: as it arrived.
-        client: who was asked for it.
-        exchange: the exchange it answers.
-        now: the current round.
+    The message comes from outside: nothing in it raises an exception here. The arguments are those of
+    :func:`validate_upload`.
     """
     ownership, model = job.method.ownership, job.trainers.initial
-    groups = expected_groups(client, exchange, ownership, model.layout, now)
+    groups = _expected_groups(client, exchange, ownership, model.layout, now)
     most = upload_limits(client, groups, model.flat.dtype, exchange.scalars)
     try:
         upload = decode_upload(message, most)
@@ -75,9 +69,7 @@ def validate_upload(
         upload: as it was made, or as it arrived.
         client: who was asked for it.
         exchange: the exchange it answers.
-        ownership: the method's.
         model: what every client starts from (full layout).
-        now: the current round.
     """
     if upload.client != client:
         return f"calls itself somebody else than {client!r}"
@@ -88,7 +80,7 @@ def validate_upload(
         return f"started from round {_shown(upload.sent_at)}, and this is round {now.number}"
     # Also a method that declares private tensors in its groups does not get them.
     private = set(ownership.names(Owner.PERSONAL, Owner.FROZEN))
-    groups = expected_groups(client, exchange, ownership, model.layout, replace(now, number=upload.sent_at))
+    groups = _expected_groups(client, exchange, ownership, model.layout, replace(now, number=upload.sent_at))
     names = {name for group in upload.tensors.values() for name in group}
     untold = (set(upload.scalars) & exchange.scalars) - exchange.numbers(client, now)
     if untold:

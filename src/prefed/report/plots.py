@@ -29,8 +29,7 @@ from prefed.report.drawing import (
     size_axis,
     svg,
 )
-from prefed.runs.figures import REWARDED
-from prefed.runs.profiles import Profile
+from prefed.runs.figures import REWARDED, Profile
 from prefed.runs.record import RunRecord
 
 if TYPE_CHECKING:

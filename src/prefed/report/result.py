@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prefed.core.text import pluralize, size
 from prefed.metrics import small_clients_note
 from prefed.report.tables import literal, lowest_clients
-from prefed.runs.profiles import profiles_of
+from prefed.runs.figures import profiles_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefed import files
-from prefed.runs.rates import flat
-from prefed.runs.sweep import Entry
+from prefed.runs.sweep import Entry, flat
 
 __all__ = ["keep", "markdown"]
 

@@ -14,7 +14,6 @@ from prefed.data import FederatedDataset, build_dataset
 from prefed.engines import Job
 from prefed.merge import Aggregator, TooFewUploads, lora
 from prefed.merge.robust import check_upload_count
-from prefed.methods import TrainingSettings
 from prefed.methods.base.ppo import BaselineSettings
 from prefed.models import load_backbone, load_pretrained
 from prefed.train.trainer_factory import PairTrainerFactory
@@ -42,7 +41,6 @@ def build_job(experiment: Experiment, folder: Path) -> Job:
     """Load the data and the model, and build the method on them.
 
     Args:
-        experiment: what to run.
         folder: keeps the tokens and the reference's log-probabilities, for later runs too.
 
     Raises:
@@ -61,8 +59,6 @@ def build_trainers(
     """Load the experiment's model, with the parts that its method needs, for the clients of a dataset.
 
     Args:
-        experiment: names the model and the method.
-        dataset: the clients and their pairs.
         cache: folder that keeps the reference's log-probabilities; ``None`` keeps them in memory.
 
     Raises:
@@ -71,6 +67,7 @@ def build_trainers(
     """
     settings = experiment.method.settings
     needs = experiment.method.kind.needs(settings) | lora.needs(experiment.merge.lora)
+    ppo = settings if isinstance(settings, BaselineSettings) and settings.ppo else None
     return PairTrainerFactory(
         load_backbone(experiment.model, Key(experiment.seed).at("model"), needs),
         dataset,
@@ -78,7 +75,7 @@ def build_trainers(
         max_tokens=experiment.engine.max_tokens,
         fast=experiment.model.fast,
         unseen=_unseen(experiment, dataset),
-        reward_model=_reward_model(settings),
+        reward_model=ppo.reward_model if ppo else None,
     )
 
 
@@ -111,11 +108,6 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     )
     _check_cohort(experiment, job)
     return job
-
-
-def _reward_model(settings: TrainingSettings) -> str | None:
-    """The reward model that the method needs; ``None`` unless it trains on offline PPO."""
-    return settings.reward_model if isinstance(settings, BaselineSettings) and settings.ppo else None
 
 
 def _check_cohort(experiment: Experiment, job: Job) -> None:

@@ -38,7 +38,6 @@ class Run:
     """One run of a sweep.
 
     Attributes:
-        experiment: what is run.
         out: the run directory.
         test: whether the finished run is evaluated on test pairs besides.
     """

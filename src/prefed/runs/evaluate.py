@@ -71,9 +71,7 @@ def evaluate(
 
     Args:
         run: loaded with its data.
-        split: which of a client's pairs.
-        clients: only these.
-        progress: is told of every client.
+        clients: only these; left out: all.
 
     Raises:
         RunError: there is no such client.
@@ -99,7 +97,6 @@ def evaluate(
     if len(evaluated) < len(names):
         notes.append(f"{len(names) - len(evaluated):,} clients have no pair in their {split} split")
     pairs = {client: getattr(run.trainers.clients[client], split) for client in evaluated}
-    notes += _diverged(figures, pairs)
     return _over_clients(run, f"{split} pairs", pairs, figures, unseen, notes)
 
 
@@ -118,11 +115,9 @@ def evaluate_file(
     the name ``"everybody"``.
 
     Args:
-        run: a loaded run.
         file: a file, a folder of files or a hub name.
-        clients: only these.
+        clients: only these; left out: all.
         everyone: all rows for each client, whatever their column says.
-        progress: is told of every client.
 
     Raises:
         RunError: there is no such client.
@@ -135,7 +130,8 @@ def evaluate_file(
         new = read_pairs(run, file, Path(folder), everyone=everyone)
         rows, common = dict(new.rows), new.common and not (run.method.personal or names)
         if new.common and not common:
-            rows = dict.fromkeys(names or run.participants, rows[EVERYBODY])
+            participants = [client for client in run.clients if client not in run.job.unseen]
+            rows = dict.fromkeys(names or participants, rows[EVERYBODY])
         elif names:
             rows = {client: rows[client] for client in names if client in rows}
         if not rows:
@@ -158,13 +154,7 @@ def evaluate_file(
                 figures[client] = evaluate_client(run.job, client, private, published, last, score)
             progress(len(figures), len(rows))
     pairs = {client: len(own) for client, own in rows.items()}
-    notes = [*new.notes, *_diverged(figures, pairs)]
-    return _over_clients(run, f"pairs of {file}", pairs, figures, {}, notes)
-
-
-def _diverged(figures: Mapping[str, Mapping[str, float]], pairs: Mapping[str, int]) -> list[str]:
-    broken = not_finite_counts(figures)
-    return [divergence_warning(broken, pairs)] if broken else []
+    return _over_clients(run, f"pairs of {file}", pairs, figures, {}, new.notes)
 
 
 def _over_clients(
@@ -175,8 +165,10 @@ def _over_clients(
     unseen: Mapping[str, Mapping[str, float]],
     notes: Sequence[str],
 ) -> Evaluation:
-    """Figures over clients, and a note on the clients that they do not list."""
-    privacy = run.experiment.privacy
+    """Figures over clients, and notes on pairs that diverged and on the clients that they do not list."""
+    privacy, broken = run.experiment.privacy, not_finite_counts(figures)
+    diverged = [divergence_warning(broken, pairs)] if broken else []
     seen, newcomers = (federated_metrics(table, pairs, privacy) for table in (figures, unseen))
     small = [small_clients_note(next(iter(over.values()))) for over in (seen, newcomers) if over]
-    return Evaluation(what, pairs, seen, newcomers, (*notes, *filter(None, dict.fromkeys(small))))
+    notes = [*notes, *diverged, *filter(None, dict.fromkeys(small))]
+    return Evaluation(what, pairs, seen, newcomers, tuple(notes))

@@ -30,7 +30,6 @@ class LoadedRun:
 
     Attributes:
         record: the settings, rounds and figures of the run.
-        experiment: the experiment as it was run.
         reader: reads the states that the run left.
         trainers: the model and the run's data.
         job: the run's job, over ``trainers``.
@@ -58,19 +57,9 @@ class LoadedRun:
         return self.trainers.backbone
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether the run's pairs are on this machine; without them, no client has any."""
-        return self.trainers.dataset.has_pairs
-
-    @property
     def clients(self) -> tuple[str, ...]:
         """All clients, sorted."""
         return tuple(sorted(self.trainers.clients))
-
-    @property
-    def participants(self) -> tuple[str, ...]:
-        """The clients that took part, sorted: all but the unseen ones."""
-        return tuple(client for client in self.clients if client not in self.job.unseen)
 
     def check(self, client: str) -> str:
         """Return ``client``, if the run has it.
@@ -91,31 +80,18 @@ class LoadedRun:
         state = self.reader.client(self.check(client))
         return self.method.init_client(self.backbone.initial, client) if state is None else state
 
-    def model(self, client: str, private: State | None = None) -> Tensors:
+    def model(self, client: str) -> Tensors:
         """The tensors (full layout) with which ``client`` predicts after the last round.
 
         A client that never took part has the tensors that the server publishes, and personal tensors as they
         start.
 
-        Args:
-            client: its id.
-            private: the client's :meth:`private_state`, if the caller has it already.
-
         Raises:
             RunError: the run has no such client.
             ValueError: the method trains before it predicts, and the run's pairs are not on this machine.
         """
-        state = self.private_state(client) if private is None else private
-        published = self.method.publish(self.server, self.check(client))
-        return self.job.client_model(client, state, published, self.reader.commit.round)
-
-    def shared_model(self, client: str) -> Tensors:
-        """The model (full layout) that the server publishes to ``client``, without the client's own tensors.
-
-        Raises:
-            RunError: the run has no such client.
-        """
-        return self.job.shared(self.method.publish(self.server, self.check(client)))
+        private, published = self.private_state(client), self.method.publish(self.server, client)
+        return self.job.client_model(client, private, published, self.reader.commit.round)
 
     @cached_property
     def published_model(self) -> Tensors:

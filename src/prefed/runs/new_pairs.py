@@ -27,7 +27,6 @@ class NewPairs:
     """Pairs, and the clients that are evaluated on them.
 
     Attributes:
-        tokens: the pairs.
         rows: client → its rows; or :data:`EVERYBODY` → all rows.
         common: whether ``rows`` has one entry for everybody. A client of the run may have that name too.
         notes: sentences on rows that were left out, and on pairs that the run has trained on.
@@ -43,7 +42,6 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     """Read and tokenise the pairs of ``file``, and assign them to clients, as the run did with its own.
 
     Args:
-        run: its settings give the format, the template, the lengths and the partition's column.
         file: a file, a folder of files or a hub name; relative to the working folder.
         folder: the tokens are written there.
         everyone: all pairs belong to everybody, whatever the partition's column says.

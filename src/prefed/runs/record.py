@@ -12,8 +12,7 @@ from typing import Any
 
 from prefed.core.text import did_you_mean
 from prefed.metrics import FederatedMetric, Spread, small_clients_note, spread
-from prefed.runs.figures import USUAL, Figure, figures_of
-from prefed.runs.profiles import Profile, profiles_of
+from prefed.runs.figures import USUAL, Figure, Profile, figures_of, profiles_of
 from prefed.runs.schema import read_config, read_rounds, read_summary
 from prefed.store import RunReader, StoreError
 
@@ -29,10 +28,7 @@ class RunRecord:
     """A finished run: its settings, its rounds and its summary.
 
     Attributes:
-        path: the run directory.
         config: the experiment as it was run, every default filled in.
-        rounds: the records of ``rounds.jsonl``.
-        summary: ``summary.json``.
         fingerprint: digests of the data and the model; empty where the checkpoint is missing.
     """
 

@@ -37,10 +37,6 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
 
     Before the first round, another experiment replaces the one in the directory.
 
-    Args:
-        experiment: the experiment to run or to resume.
-        writer: of the run directory.
-
     Returns:
         The experiment with its number of threads filled in.
 
@@ -76,12 +72,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
 
 
 def reset_run(writer: RunWriter, *, keep_cache: bool = False) -> None:
-    """Delete what a run wrote before its first round.
-
-    Args:
-        writer: of the run directory.
-        keep_cache: keep ``cache/``: its tokens and log-probabilities.
-    """
+    """Delete what a run wrote before its first round, but for ``cache/`` with ``keep_cache``."""
     writer.forget()
     if not keep_cache:
         shutil.rmtree(writer.path / "cache", ignore_errors=True)

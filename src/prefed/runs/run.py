@@ -24,13 +24,14 @@ from prefed.wire import decode_state, encode
 
 __all__ = ["RunResult", "default_out", "run"]
 
+ADAPTER = Path("adapters", "shared")
+
 
 @dataclass(frozen=True)
 class RunResult:
     """A finished run.
 
     Attributes:
-        path: its directory.
         summary: what ``summary.json`` holds.
         server: the server's state after the last round.
         adapter: the folder of the shared adapter; ``None`` if the method shares no model, or one that
@@ -87,11 +88,15 @@ def run(
         WorkerError: a worker process died or took longer than ``engine.visit_timeout``.
     """
     path = Path(out) if out is not None else default_out(experiment)
+    if progress:
+        from prefed.trackers.terminal import Terminal
+
+        callbacks = [Terminal(), *callbacks]
     with RunWriter(path, resume=resume) as writer:
         try:
             experiment = reconcile(experiment, writer)
             if not (writer.round == experiment.rounds and (path / "summary.json").exists()):
-                _run_rounds(experiment, writer, _all_callbacks(progress, callbacks))
+                _run_rounds(experiment, writer, Callbacks(callbacks))
         except Exception as error:
             if isinstance(error, files.WriteError) and writer.commit is not None:
                 error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")
@@ -141,23 +146,12 @@ def _save_adapter(job: Job, server: State, path: Path, callback: Callback) -> No
     shared = published_model(job, server)
     if shared is not None:
         try:
-            job.trainers.save_adapter(shared, _adapter(path))
+            job.trainers.save_adapter(shared, path / ADAPTER)
         except ModelError as error:
             callback.on_warning(f"no adapter is saved: {error}")
 
 
 def _result(path: Path, server: State) -> RunResult:
     summary = json.loads((path / "summary.json").read_text("utf-8"))
-    return RunResult(path, summary, server, _adapter(path) if _adapter(path).exists() else None)
-
-
-def _adapter(path: Path) -> Path:
-    return path / "adapters" / "shared"
-
-
-def _all_callbacks(progress: bool, callbacks: Sequence[Callback]) -> Callback:
-    if not progress:
-        return Callbacks(callbacks)
-    from prefed.trackers.terminal import Terminal
-
-    return Callbacks((Terminal(), *callbacks))
+    adapter = path / ADAPTER
+    return RunResult(path, summary, server, adapter if adapter.exists() else None)

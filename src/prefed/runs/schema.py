@@ -88,16 +88,15 @@ def read_rounds(path: Path, rounds: int) -> tuple[dict[str, Any], ...]:
         lines = text.splitlines()[:rounds]
         if len(lines) < rounds:
             raise ValueError(f"it holds {len(lines)} of {rounds} rounds")
-        return [_parse_line(number, line) for number, line in enumerate(lines, 1)]
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+        return records
 
     return tuple(_read(path, parse, list[_Round]))
-
-
-def _parse_line(number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from error
 
 
 def _read(path: Path, parse: Callable[[str], Any], schema: Any) -> Any:

@@ -26,8 +26,6 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
     """The content of ``summary.json`` after the last round.
 
     Args:
-        job: what was run.
-        writer: of its directory.
         profiles: from :func:`read_profiles`; the summary has them as far as they may be published.
     """
     assert writer.last is not None
@@ -70,7 +68,6 @@ def read_profiles(job: Job, states: ClientStates | None) -> Profiles:
     Clients that never took part have nothing to tell.
 
     Args:
-        job: what was run.
         states: clients' private states, read one at a time; ``None`` where they do not lie on this machine,
             and then there are no profiles.
     """

@@ -11,9 +11,8 @@ from typing import Any
 
 from prefed.config.table import Cell, Table, load_table
 from prefed.runs.child import ACCURACIES, Run, commits, process
-from prefed.runs.rates import best, following
 
-__all__ = ["Entry", "Sweep", "entries"]
+__all__ = ["Entry", "Sweep", "entries", "flat", "following"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,6 @@ class Entry:
     """A cell to carry out.
 
     Attributes:
-        cell: the cell.
-        table: its table.
         folder: its runs lie in ``FOLDER/CELL-lrRATE-seedSEED``, without the rate where none is chosen.
         overrides: ``KEY=VALUE`` for every run.
     """
@@ -59,7 +56,7 @@ class Entry:
         Args:
             validation: rate → figure on validation pairs.
         """
-        lr, seeds = best(validation), self.table.seeds
+        lr, seeds = _best(validation), self.table.seeds
         runs = [self.run(seed, lr) for seed in seeds]
         outcome = {**self._about(), "lr": lr, "validation": dict(sorted(validation.items()))}
         tests = [run.figures or {} for run in runs]
@@ -118,12 +115,7 @@ def _sent(run: Run) -> int:
 
 
 def entries(path: Path, out: Path, overrides: Sequence[str] = ()) -> list[Entry]:
-    """The cells of a table's file.
-
-    Args:
-        path: the table.
-        out: the folder of all tables.
-        overrides: ``KEY=VALUE`` for every run.
+    """The cells of a table's file; ``out`` is the folder of all tables.
 
     Raises:
         ConfigError: the table is not valid.
@@ -136,6 +128,43 @@ def _commits(runs: Sequence[Run]) -> list[str]:
     return sorted({commit for run in runs for commit in commits(run.out)})
 
 
+def _best(figures: Mapping[float, float]) -> float:
+    """The rate with the highest figure, the smaller one on a tie.
+
+    >>> _best({1e-3: 0.5, 3e-3: 0.6, 9e-3: 0.6})
+    0.003
+    """
+    return max(sorted(figures), key=lambda lr: figures[lr])
+
+
+def flat(figures: Mapping[float, float]) -> bool:
+    """Whether every rate comes to the same figure, so that no other rate would be better.
+
+    So it is with one model for clients who want opposite things: it gets one of every two right.
+    """
+    return len(figures) > 1 and max(figures.values()) - min(figures.values()) < 1e-9
+
+
+def following(figures: Mapping[float, float], most: int) -> float | None:
+    """The rate to try next: beyond the best one if that lies at an end, as far again as its neighbour.
+
+    >>> following({1e-3: 0.5, 3e-3: 0.6}, most=9), following({3e-3: 0.5, 9e-3: 0.6}, most=9)
+    (0.009, 0.03)
+
+    Args:
+        figures: rate → figure, for each rate that was tried.
+        most: how many rates may be tried in all.
+
+    Returns:
+        The rate, of one digit; ``None`` if the best one lies inside, all are alike, or ``most`` are tried.
+    """
+    rates, top = sorted(figures), _best(figures)
+    if flat(figures) or not 2 <= len(rates) < most or top not in (rates[0], rates[-1]):
+        return None
+    neighbour = rates[1] if top == rates[0] else rates[-2]
+    return float(f"{top * top / neighbour:.1g}")
+
+
 @dataclass
 class Sweep:
     """Carries out cells, ``jobs`` runs at a time.
@@ -143,10 +172,8 @@ class Sweep:
     At most ``jobs`` cells are under way. So every job has work, and cells finish one after the other.
 
     Attributes:
-        jobs: how many runs at a time.
         done: takes each cell that is finished, with what the table keeps of it.
         tell: takes a line about each thing that has happened.
-        do: carries out one run.
         failed: what went wrong, a line each.
     """
 
@@ -210,5 +237,5 @@ class Sweep:
                 group.create_task(try_rate(lr))
         while (further := following(validation, len(set(rates)) + entry.table.further)) is not None:
             await try_rate(further)
-        await all_seeds(best(validation))
+        await all_seeds(_best(validation))
         return entry.best_rate_outcome(validation)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from prefed import files
-from prefed.store.commit import Commit, client_file, keep_versions, path_of, private_versions, verified
+from prefed.store.commit import Commit, client_file, keep_versions, path_of, private_versions, read_state
 
 __all__ = ["ClientStateFiles"]
 
@@ -24,13 +24,12 @@ class ClientStateFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._round = 0
+        self._commit = Commit(0)
+        # File name of a client → the round of its committed state.
+        self._versions: Mapping[str, int] = {}
         # File name of a client → the digest of its state.
         self._staged: dict[str, str] = {}
         self._accepted: dict[str, str] = {}
-        self._digests: dict[str, str] = {}
-        # File name of a client → the round of its committed state.
-        self._versions: dict[str, int] = {}
 
     def read(self, client: str) -> bytes | None:
         """A client's private state, this round's if one was accepted; ``None`` if it has its first.
@@ -39,13 +38,12 @@ class ClientStateFiles:
             StoreError: it is damaged.
         """
         name = client_file(client)
-        version, digest = self._versions.get(name), self._digests.get(name)
+        version, digest = self._versions.get(name), self._commit.digests.clients.get(name)
         if name in self._accepted:
-            version, digest = self._round + 1, self._accepted[name]
+            version, digest = self._commit.round + 1, self._accepted[name]
         if version is None:
             return None
-        path = path_of(self.folder, name, version)
-        return verified(path, path.read_bytes(), digest)
+        return read_state(path_of(self.folder, name, version), digest)
 
     def stage(self, client: str, state: bytes) -> None:
         """Write a client's next private state. It does not count before it is accepted."""
@@ -58,7 +56,7 @@ class ClientStateFiles:
         accepted = {client_file(client) for client in clients}
         for name in sorted(self._staged):
             if name in accepted:
-                files.replace(self._staged_path(name), path_of(self.folder, name, self._round + 1))
+                files.replace(self._staged_path(name), path_of(self.folder, name, self._commit.round + 1))
                 self._accepted[name] = self._staged[name]
             else:
                 files.remove(self._staged_path(name))
@@ -71,16 +69,11 @@ class ClientStateFiles:
             StoreError: a state that counts is missing.
         """
         if commit is not None:
-            self._round = commit.round
-            self._versions = dict(private_versions(self.folder, commit))
-            self._digests = dict(commit.digests.clients)
+            self._commit, self._versions = commit, private_versions(self.folder, commit)
         keep_versions(run, self.folder, self._versions, "a client's private")
 
     def prepare(self, number: int) -> tuple[Mapping[str, int], Mapping[str, str]]:
-        """Bring the accepted states to the disk.
-
-        Args:
-            number: the round that is to be committed.
+        """Bring the accepted states to the disk, for the commit of round ``number``.
 
         Returns:
             What the commit says of private states: file name of a client → its round, and → its digest.
@@ -90,7 +83,7 @@ class ClientStateFiles:
         if self._accepted:
             files.sync(self.folder)
         versions = {**self._versions, **dict.fromkeys(self._accepted, number)}
-        return versions, {**self._digests, **self._accepted}
+        return versions, {**self._commit.digests.clients, **self._accepted}
 
     def finish(self, commit: Commit) -> None:
         """Delete what ``commit``, which is on the disk, has replaced."""
@@ -99,13 +92,10 @@ class ClientStateFiles:
             for name in self._accepted
             if name in self._versions
         ]
-        self._round = commit.round
-        self._versions.update(dict.fromkeys(self._accepted, commit.round))
-        self._digests.update(self._accepted)
-        self._accepted = {}
+        self._commit, self._versions, self._accepted = commit, private_versions(self.folder, commit), {}
         for path in stale:
             files.remove(path)
 
     def _staged_path(self, name: str) -> Path:
-        path = path_of(self.folder, name, self._round + 1)
+        path = path_of(self.folder, name, self._commit.round + 1)
         return path.with_name(f"{path.name}.aside{files.TEMPORARY}")

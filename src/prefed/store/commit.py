@@ -23,7 +23,7 @@ __all__ = [
     "path_of",
     "private_versions",
     "read_commit",
-    "verified",
+    "read_state",
     "write_commit",
 ]
 
@@ -160,15 +160,15 @@ def keep_versions(run: Path, folder: Path, versions: Mapping[str, int], whose: s
         files.remove(path)
 
 
-def verified(path: Path, data: bytes, digest: str | None) -> bytes:
-    """``data``, if it is what was written to a state's file.
+def read_state(path: Path, digest: str | None) -> bytes:
+    """The bytes of a state's file, if they are what was written.
 
     Without the digest of what was written, which earlier versions did not write, the state must be readable.
 
     Raises:
         StoreError: it is damaged.
     """
-    wrong = ""
+    data, wrong = path.read_bytes(), ""
     if digest is None:
         try:
             decode_state(data)

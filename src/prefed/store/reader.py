@@ -19,7 +19,7 @@ from prefed.store.commit import (
     path_of,
     private_versions,
     read_commit,
-    verified,
+    read_state,
 )
 from prefed.wire import decode_state
 
@@ -32,9 +32,6 @@ class RunReader:
     Attributes:
         path: the run directory.
         commit: the last that was looked at.
-
-    Args:
-        path: the run directory.
 
     Raises:
         StoreError: no round was ever committed there.
@@ -81,15 +78,14 @@ class RunReader:
         """A client's state by its file name, or the server's."""
         while True:
             commit = self.commit
-            digests = commit.digests
             if name is None:
                 path = path_of(self._folder, "server", commit.round)
-                digest = digests.server
+                digest = commit.digests.server
             else:
                 path = path_of(self._folder / "clients", name, self._private[name])
-                digest = digests.clients.get(name)
+                digest = commit.digests.clients.get(name)
             try:
-                return verified(path, path.read_bytes(), digest)
+                return read_state(path, digest)
             except FileNotFoundError:
                 # A run that goes on has committed a newer version and deleted this one: look again.
                 self._look()

@@ -20,7 +20,7 @@ from prefed.store.commit import (
     keep_versions,
     path_of,
     read_commit,
-    verified,
+    read_state,
     write_commit,
 )
 from prefed.store.reader import plain, records_in
@@ -32,7 +32,6 @@ class RunWriter:
     """A run directory to write to, for one process at a time.
 
     Attributes:
-        path: the run directory.
         states: clients' private states; those that were accepted are committed with the round.
         commit: the last; ``None`` before the first.
         last: the record of the last committed round, the only one in memory.
@@ -104,7 +103,6 @@ class RunWriter:
         On a resumed run nothing is written: its fingerprint is compared.
 
         Args:
-            server: the server's first state.
             fingerprint: digests of what the run is made of.
             settings: the digest of its settings, for :attr:`Commit.settings`.
 
@@ -142,8 +140,8 @@ class RunWriter:
         Raises:
             StoreError: it is damaged.
         """
-        path = path_of(self._folder, "server", self.round)
-        return verified(path, path.read_bytes(), self.commit.digests.server if self.commit else None)
+        digest = self.commit.digests.server if self.commit else None
+        return read_state(path_of(self._folder, "server", self.round), digest)
 
     def finish_round(self, server: bytes, record: Mapping[str, Any], totals: Mapping[str, float]) -> None:
         """Commit the next round: ``server``, every accepted state, the round's record and the totals."""
@@ -153,12 +151,10 @@ class RunWriter:
         self.last = content
 
     def write_summary(self, summary: Mapping[str, Any], personal: Mapping[str, Any] | None = None) -> None:
-        """Put ``summary.json`` in place.
+        """Put ``summary.json`` in place, which everybody may read.
 
-        Args:
-            summary: what it holds; everybody may read it.
-            personal: figures from private states, every digit of them; they go to
-                ``checkpoint/personal.json``, which its owner alone may read.
+        ``personal`` holds figures from private states, every digit of them. They go to
+        ``checkpoint/personal.json``, which its owner alone may read.
         """
         if personal:
             text = json.dumps(plain(personal), indent=1, allow_nan=False)

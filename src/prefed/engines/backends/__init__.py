@@ -1,25 +1,56 @@
-"""The backends by name, a file each."""
+"""The backends by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
 
 from prefed.engines.backend import Backend, BackendSettings
-from prefed.engines.backends.in_process import InProcess
 from prefed.engines.backends.processes import WorkerProcesses
 from prefed.engines.job import Job, JobFactory
-from prefed.engines.tasks import ClientStates
+from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
-__all__ = ["BACKENDS", "InProcess", "MakeBackend", "WorkerProcesses"]
+__all__ = ["BACKENDS", "InProcess", "WorkerProcesses"]
 
-MakeBackend: TypeAlias = Callable[[Job, JobFactory, ClientStates, BackendSettings], Backend]
-"""A job, how another process builds it, this machine's store of private states, and settings → a backend."""
 
-BACKENDS: Mapping[str, MakeBackend] = {
+class InProcess:
+    """Does one task after the other, in this process.
+
+    Args:
+        threads: of PyTorch, while it works; the number before is restored afterwards.
+    """
+
+    def __init__(self, job: Job, states: ClientStates, threads: int = 1) -> None:
+        self.job = job
+        self.states = states
+        self._threads = threads
+
+    def __enter__(self) -> InProcess:
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_num_threads(self._threads_before)
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
+        """The results, in the order of the tasks."""
+        for task in tasks:
+            yield run_task(self.job, task, self.states)
+
+    def accept(self, clients: Iterable[str]) -> None:
+        """The staged states of ``clients`` count."""
+        self.states.accept(clients)
+
+    def memory_mb(self) -> float:
+        """Nothing: no process is started."""
+        return 0.0
+
+
+BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings], Backend]] = {
     "in_process": lambda job, factory, states, settings: InProcess(job, states, settings.threads),
-    "processes": lambda job, factory, states, settings: WorkerProcesses(
-        factory, states, settings.workers, settings.threads, settings.timeout
-    ),
+    "processes": lambda job, factory, states, settings: WorkerProcesses(factory, states, settings),
 }
-"""Every backend. ``tests/laws/test_engine_laws.py`` holds each of them to the same laws."""
+"""Every backend by name: a job, how another process builds it, this machine's store of private states, and
+settings → a backend. ``tests/laws/test_engine_laws.py`` holds each of them to the same laws."""

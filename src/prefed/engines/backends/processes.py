@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 
+from prefed.engines.backend import BackendSettings
 from prefed.engines.backends.worker import Worker
 from prefed.engines.job import JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult
@@ -21,31 +22,23 @@ class WorkerProcesses:
 
     Args:
         factory: builds the job, once in each process.
-        states: clients' private states.
-        workers: how many processes.
-        threads: of PyTorch, in each process.
-        timeout: seconds that one task may take; 0 for any time.
 
     Raises:
         WorkerError: (on entering, and from :meth:`run`) a process died, raised, or took longer.
     """
 
-    def __init__(
-        self, factory: JobFactory, states: ClientStates, workers: int, threads: int = 1, timeout: float = 0.0
-    ) -> None:
+    def __init__(self, factory: JobFactory, states: ClientStates, settings: BackendSettings) -> None:
         self.states = states
         self._factory = factory
-        self._count = workers
-        self._threads = threads
-        self._timeout = timeout
+        self._settings = settings
         self._workers: list[Worker] = []
 
     def __enter__(self) -> WorkerProcesses:
         try:
-            for _ in range(self._count):
+            for _ in range(self._settings.workers):
                 self._workers.append(Worker())
             for worker in self._workers:
-                worker.send(**vars(self._factory), threads=self._threads)
+                worker.send(**vars(self._factory), threads=self._settings.threads)
             for worker in self._workers:
                 worker.receive()
         except BaseException:
@@ -64,7 +57,7 @@ class WorkerProcesses:
             while idle and (task := next(source, None)) is not None:
                 worker = idle.pop()
                 busy[worker.pipe] = worker
-                worker.give(task, self.states.read(task.client), self._timeout)
+                worker.give(task, self.states.read(task.client), self._settings.timeout)
             if not busy:
                 return
             for pipe in wait(list(busy)):
