@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from prefed.core import (
+    POOLED,
     Callback,
     ClientTrainer,
     Download,
@@ -40,7 +41,7 @@ from prefed.core import (
     Tensors,
     Upload,
 )
-from prefed.engines import BACKENDS, POOLED, BackendSettings, InProcess, Job, JobFactory, ServerRounds
+from prefed.engines import BACKENDS, BackendSettings, InProcess, Job, JobFactory, ServerRounds
 from prefed.store import RunWriter
 from prefed.wire import encode
 from quadratic import Quadratic, QuadraticTrainer

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import toy
-from prefed.core import Callback, Key, Owner, State
-from prefed.engines import POOLED, Job
+from prefed.core import POOLED, Callback, Key, Owner, State
+from prefed.engines import Job
 from prefed.engines.tasks import Task, run_task
 from prefed.store import RunReader
 from prefed.wire import decode_upload, encode

@@ -3,13 +3,12 @@
 from prefed.engines.backend import Backend, BackendSettings
 from prefed.engines.backends import BACKENDS, InProcess, WorkerProcesses
 from prefed.engines.backends.worker import WorkerError
-from prefed.engines.job import POOLED, Job, JobFactory, Sizes, TrainerFactory
+from prefed.engines.job import Job, JobFactory, TrainerFactory
 from prefed.engines.rounds import ServerRounds
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
 __all__ = [
     "BACKENDS",
-    "POOLED",
     "Backend",
     "BackendSettings",
     "ClientStates",
@@ -17,7 +16,6 @@ __all__ = [
     "Job",
     "JobFactory",
     "ServerRounds",
-    "Sizes",
     "Task",
     "TaskResult",
     "TrainerFactory",

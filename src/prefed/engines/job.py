@@ -27,7 +27,7 @@ from prefed.core import (
 )
 from prefed.metrics import PairScores
 
-__all__ = ["POOLED", "Job", "JobFactory", "Sizes", "TrainerFactory"]
+__all__ = ["Job", "JobFactory", "TrainerFactory"]
 
 
 class Sizes(Protocol):
