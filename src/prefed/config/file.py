@@ -49,10 +49,9 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def override(tables: dict[str, Any], overrides: Sequence[str], folder: Path) -> Origins:
-    """Put the values of ``--set`` into ``tables``.
+    """Put the values of ``--set`` into an experiment's ``tables``.
 
     Args:
-        tables: of an experiment; changed in place.
         overrides: ``"key.sub=value"`` each.
         folder: relative paths are looked for in the working folder, and then here.
 

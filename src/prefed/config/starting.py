@@ -64,11 +64,7 @@ def starting_file(method: str) -> str:
 
 
 def example_file(method: str, pairs: str) -> str:
-    """A short experiment file for ``method`` on the file ``pairs`` of :func:`example_pairs`.
-
-    Raises:
-        KeyError: there is no such method.
-    """
+    """A short experiment file for ``method`` on the file ``pairs`` of :func:`example_pairs`."""
     rate = METHODS[method].Settings.model_fields["lr"].default
     return EXAMPLE.format(method=method, pairs=_value(pairs), lr=_value(rate))
 

@@ -82,9 +82,7 @@ def build_trainers(
 def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     """Build the experiment's method, and the job that runs it with the trainers of :func:`build_trainers`.
 
-    Raises:
-        ConfigError: the cohort is too small for the merge rule.
-        ValueError: the clients do not fit the settings, see :class:`~prefed.engines.Job`.
+    It raises what :func:`build_job` does.
     """
     settings, evaluate, backbone = experiment.method.settings, experiment.evaluate, trainers.backbone
     aggregator = Aggregator(experiment.merge, backbone.layout, backbone.scaling)

@@ -72,11 +72,7 @@ class LoadedRun:
         return client
 
     def private_state(self, client: str) -> State:
-        """The private state of ``client`` after the last round.
-
-        Raises:
-            RunError: the run has no such client.
-        """
+        """The private state of ``client`` after the last round; raises as :meth:`check`."""
         state = self.reader.client(self.check(client))
         return self.method.init_client(self.backbone.initial, client) if state is None else state
 
@@ -114,7 +110,6 @@ def load_run(path: str | Path, *, data: bool = False) -> LoadedRun:
     """Load a finished run's base model and states.
 
     Args:
-        path: the run directory.
         data: the caller needs the run's pairs. The tokens in the run directory are used; where they were
             deleted, they are made again from the sources. With ``False`` a run without its tokens is loaded
             without pairs.

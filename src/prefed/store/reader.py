@@ -34,7 +34,7 @@ class RunReader:
         commit: the last that was looked at.
 
     Raises:
-        StoreError: no round was ever committed there.
+        StoreError: no round was ever committed there; (from its methods) a file is missing or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,28 +50,16 @@ class RunReader:
         self._private = private_versions(self._folder / "clients", commit)
 
     def server(self) -> State:
-        """The server's state after the last committed round.
-
-        Raises:
-            StoreError: it is missing or damaged.
-        """
+        """The server's state after the last committed round."""
         return decode_state(self._read(None))
 
     def client(self, client: str) -> State | None:
-        """A client's private state after its last visit; ``None`` if it still has its first.
-
-        Raises:
-            StoreError: it is missing or damaged.
-        """
+        """A client's private state after its last visit; ``None`` if it still has its first."""
         name = client_file(client)
         return decode_state(self._read(name)) if name in self._private else None
 
     def rounds(self) -> list[dict[str, Any]]:
-        """The records of the committed rounds.
-
-        Raises:
-            StoreError: one is missing or damaged.
-        """
+        """The records of the committed rounds."""
         return [record for record, _ in records_in(self.path / "rounds.jsonl", self.commit)]
 
     def _read(self, name: str | None) -> bytes:

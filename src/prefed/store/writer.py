@@ -42,7 +42,8 @@ class RunWriter:
             it. Without it ``path`` must be empty, or hold no more than a start that failed left there.
 
     Raises:
-        StoreError: ``path`` is in use by another process, not empty, no run, or damaged.
+        StoreError: ``path`` is in use by another process, not empty, no run, or damaged; (from its methods) a
+            file is damaged.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -82,11 +83,7 @@ class RunWriter:
         return self.commit.round if self.commit else 0
 
     def config(self) -> dict[str, Any] | None:
-        """The stored experiment, if any.
-
-        Raises:
-            StoreError: it is damaged.
-        """
+        """The stored experiment, if any."""
         path = self.path / "config.toml"
         try:
             return tomllib.loads(path.read_text("utf-8")) if path.exists() else None
@@ -135,11 +132,7 @@ class RunWriter:
             directory.take_back(self.path)
 
     def server(self) -> bytes:
-        """The server's state after the last committed round.
-
-        Raises:
-            StoreError: it is damaged.
-        """
+        """The server's state after the last committed round."""
         digest = self.commit.digests.server if self.commit else None
         return read_state(path_of(self._folder, "server", self.round), digest)
 
