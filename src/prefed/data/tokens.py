@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,24 +52,11 @@ class Pair(NamedTuple):
     rejected: Ids
 
 
-class _Reader:
-    """Reads ranges of a file. Several threads or forked processes may do so at once."""
-
-    def __init__(self, path: Path) -> None:
-        self._stream: BinaryIO = path.open("rb", buffering=0)
-        self._lock = threading.Lock()
-
-    def __call__(self, start: int, size: int) -> bytes:
-        # The file is not mapped: pages of a mapped file count as memory of the process once they are touched.
-        if hasattr(os, "pread"):
-            return os.pread(self._stream.fileno(), size, start)
-        with self._lock:
-            self._stream.seek(start)
-            return self._stream.read(size)
-
-
 class TokenSet:
-    """Tokenised preference pairs in a folder. Pairs are read from disk when they are used.
+    """The tokenised preference pairs that a :class:`TokenWriter` finished in a folder.
+
+    Pairs are read from disk when they are used. The sizes of the files are checked;
+    :meth:`prefed.data.FederatedDataset.open` checks their contents.
 
     Attributes:
         lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
@@ -83,6 +69,9 @@ class TokenSet:
         orientations: ``uint8 [n]``, 1 where chosen comes before rejected in alphabetical order. Two rows with
             equal ``pairs`` and different orientations contradict each other.
         fingerprint: SHA-256 over all tokens, texts and flips. Equal fingerprints mean equal data.
+
+    Raises:
+        DataError: the folder holds no set, the set is of another version, or a file has a wrong size.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,19 +103,10 @@ class TokenSet:
         self._lines: NDArray[np.int64] = self._column("lines")
         self._check_size(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
         self._check_size(RECORDS, int(self._lines[-1]) if self._length else 0)
-        self._ids = _Reader(folder / IDS)
-        self._records = _Reader(folder / RECORDS)
-
-    @classmethod
-    def open(cls, folder: Path) -> TokenSet:
-        """Open the set that a :class:`TokenWriter` finished in ``folder``.
-
-        This checks the sizes of the files. :meth:`prefed.data.FederatedDataset.open` checks their contents.
-
-        Raises:
-            DataError: the folder holds no set, the set is of another version, or a file has a wrong size.
-        """
-        return cls(Path(folder))
+        # Neither is mapped: pages of a mapped file count as memory of the process once they are touched.
+        # Several threads or forked processes may read at once, each from a position of its own (pread).
+        self._ids = (folder / IDS).open("rb", buffering=0)
+        self._records = (folder / RECORDS).open("rb", buffering=0)
 
     @classmethod
     def empty(cls) -> TokenSet:
@@ -174,7 +154,7 @@ class TokenSet:
         index = self._check_index(index)
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         # A copy: an array over bytes is read-only, and torch warns about those.
-        ids: Ids = np.frombuffer(self._ids(4 * start, 4 * (stop - start)), dtype="<i4").astype(np.int32)
+        ids: Ids = np.frombuffer(os.pread(self._ids.fileno(), 4 * (stop - start), 4 * start), dtype="<i4").astype(np.int32)
         prompt, chosen, rejected = (int(n) for n in self.lengths[index])
         if self.flipped[index]:
             return Pair(ids[:prompt], ids[prompt + rejected :], ids[prompt : prompt + rejected])
@@ -184,7 +164,7 @@ class TokenSet:
         """The record of one pair, read from disk. Its responses are swapped where the row is flipped."""
         index = self._check_index(index)
         start, stop = int(self._lines[index]), int(self._lines[index + 1])
-        record = Record.from_json(self._records(start, stop - start))
+        record = Record.from_json(os.pread(self._records.fileno(), stop - start, start))
         return record.swapped() if self.flipped[index] else record
 
     def location(self, index: int) -> RowLocation:

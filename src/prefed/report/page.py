@@ -155,14 +155,8 @@ def _rounds(run: RunRecord) -> Table:
     return Table(f"{more}Means over clients where they were measured.", heads, rows)
 
 
-def _ranking(run: RunRecord) -> list[str]:
-    """The judged clients, the least accurate first."""
-    accuracies = run.figures["preference_accuracy"].values["per_client"]
-    return sorted(run.clients, key=lambda client: accuracies[client])
-
-
 def _clients_plot(run: RunRecord) -> Plot:
-    ranking, accuracies = _ranking(run), run.figures["preference_accuracy"].values["per_client"]
+    ranking, accuracies = plots.ranking(run), run.figures["preference_accuracy"].values["per_client"]
     text = f"{len(ranking):,} clients; lowest {ranking[0]} with {accuracies[ranking[0]]:.1%}, "
     text += f"highest {ranking[-1]} with {accuracies[ranking[-1]]:.1%}."
     caption = f"Share of each client's {run.split} pairs that its model orders rightly, lowest first."
@@ -187,7 +181,7 @@ def _unseen(run: RunRecord) -> Table | None:
 
 
 def _clients(run: RunRecord) -> Table:
-    ranking, figures = _ranking(run), run.figures.values()
+    ranking, figures = plots.ranking(run), run.figures.values()
     rows = []
     for client in ranking[:ROWS]:
         pairs = run.pairs(client)
