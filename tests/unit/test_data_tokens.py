@@ -65,7 +65,6 @@ def test_prompt_and_response_make_the_text(tmp_path):
     assert np.isnan(tokens.margins).tolist() == [False, True, True]
     assert tokens.margins[0] == 0.5
     assert [tokens.category_names[k] for k in tokens.categories] == ["a", "b", "a"]
-    assert str(tokens.location(1)) == "x.jsonl, row 2"
 
 
 def test_batches_do_not_change_the_result(tmp_path):

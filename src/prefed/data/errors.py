@@ -28,12 +28,7 @@ class RowError(ValueError):
 
 
 class MissingColumnError(RowError):
-    """A row lacks the column that the partition needs.
-
-    Attributes:
-        column: the column that the partition needs.
-        columns: the columns that the row has.
-    """
+    """A row, which has ``columns``, lacks the column that the partition needs."""
 
     def __init__(self, column: str, problem: str, columns: Sequence[str]) -> None:
         super().__init__(f"{problem}, which the partition uses; this row has {', '.join(columns) or 'none'}")

@@ -40,10 +40,6 @@ class ClientStatistics(StrictModel):
     """Statistics of one client.
 
     Attributes:
-        id: the client.
-        train: number of training pairs.
-        validation: number of validation pairs.
-        test: number of test pairs.
         flipped: chosen and rejected are swapped relative to the source.
         categories: number of training pairs by category.
         prompt: lengths of the training prompts.
@@ -84,9 +80,6 @@ class DatasetStatistics(StrictModel):
     They are those of a random partition into clients of the same sizes.
 
     Attributes:
-        clients: statistics of each client.
-        row_counts: counts of the rows that were read, left out and used.
-        fingerprint: the fingerprint of the dataset.
         categories: number of training pairs by category.
         prompt: lengths of all training prompts.
         response: lengths of all training responses.

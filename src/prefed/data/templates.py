@@ -43,10 +43,6 @@ class Template:
     that closes a turn. Without a chat template a conversation takes the Human/Assistant form. There a
     response begins with a blank.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-        kind: ``auto``, ``chat`` or ``dialogue`` as in ``data.template``.
-
     Raises:
         DataError: ``kind`` is ``chat`` and the tokenizer has no chat template.
     """

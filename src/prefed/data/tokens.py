@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.data.errors import DataError, RowLocation
+from prefed.data.errors import DataError
 from prefed.data.record import Record
 
 __all__ = ["Ids", "Pair", "TokenSet"]
@@ -81,9 +81,7 @@ class TokenSet:
         except FileNotFoundError:
             raise DataError(f"{folder} holds no tokenised data ({MANIFEST} is missing)") from None
         except ValueError as error:
-            raise DataError(
-                f"{folder / MANIFEST} is damaged ({error}); delete {folder} to have it made again"
-            ) from error
+            raise self._damaged(MANIFEST, error) from error
         if manifest["version"] != VERSION:
             raise DataError(f"{folder} was written in another version ({manifest['version']}) of the format")
         self._length = int(manifest["pairs"])
@@ -96,11 +94,10 @@ class TokenSet:
         self.categories: NDArray[np.int32] = self._column("categories")
         self.flipped: NDArray[np.uint8] = self._column("flipped")
         self.orientations: NDArray[np.uint8] = self._column("orientations")
-        self._files: tuple[str, ...] = tuple(manifest["files"])
-        self._sources: NDArray[np.int32] = self._column("sources")
-        self._rows: NDArray[np.int32] = self._column("rows")
         self._offsets: NDArray[np.int64] = self._column("offsets")
         self._lines: NDArray[np.int64] = self._column("lines")
+        for name in ("sources", "rows"):
+            self._column(name)
         self._check_size(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
         self._check_size(RECORDS, int(self._lines[-1]) if self._length else 0)
         # Neither is mapped: pages of a mapped file count as memory of the process once they are touched.
@@ -123,10 +120,12 @@ class TokenSet:
         path = self.folder / name
         actual = path.stat().st_size if path.exists() else 0
         if actual != size:
-            raise DataError(
-                f"{path} is damaged ({actual:,} bytes in the place of {size:,}); "
-                f"delete {self.folder} to have it made again"
-            )
+            raise self._damaged(name, f"{actual:,} bytes in the place of {size:,}")
+
+    def _damaged(self, name: str, problem: object) -> DataError:
+        return DataError(
+            f"{self.folder / name} is damaged ({problem}); delete {self.folder} to have it made again"
+        )
 
     def _column(self, name: str, width: int = 1) -> Any:
         path = column_path(self.folder, name)
@@ -137,9 +136,7 @@ class TokenSet:
         try:
             return np.memmap(path, dtype=COLUMNS[name], mode="r", shape=(count,))
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path} is damaged ({error}); delete {self.folder} to have it made again"
-            ) from error
+            raise self._damaged(path.name, error) from error
 
     def __len__(self) -> int:
         return self._length
@@ -154,7 +151,9 @@ class TokenSet:
         index = self._check_index(index)
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         # A copy: an array over bytes is read-only, and torch warns about those.
-        ids: Ids = np.frombuffer(os.pread(self._ids.fileno(), 4 * (stop - start), 4 * start), dtype="<i4").astype(np.int32)
+        ids: Ids = np.frombuffer(
+            os.pread(self._ids.fileno(), 4 * (stop - start), 4 * start), dtype="<i4"
+        ).astype(np.int32)
         prompt, chosen, rejected = (int(n) for n in self.lengths[index])
         if self.flipped[index]:
             return Pair(ids[:prompt], ids[prompt + rejected :], ids[prompt : prompt + rejected])
@@ -166,8 +165,3 @@ class TokenSet:
         start, stop = int(self._lines[index]), int(self._lines[index + 1])
         record = Record.from_json(os.pread(self._records.fileno(), stop - start, start))
         return record.swapped() if self.flipped[index] else record
-
-    def location(self, index: int) -> RowLocation:
-        """The file and row that a pair was read from."""
-        index = self._check_index(index)
-        return RowLocation(self._files[self._sources[index]], int(self._rows[index]))

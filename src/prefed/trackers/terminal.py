@@ -27,11 +27,7 @@ def stdout_console() -> Console:
 
 
 class Terminal(Callback):
-    """Shows how a run goes on.
-
-    Args:
-        console: where to write; standard output if left out.
-    """
+    """Shows how a run goes on, on standard output if no console is given."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or stdout_console()

@@ -30,12 +30,7 @@ def read_rows(
 ) -> Iterator[tuple[Row, RowLocation]]:
     """The rows of one split. A set that was loaded before comes from the local cache, also without a network.
 
-    Args:
-        name: e.g. ``stanfordnlp/SHP``.
-        subset: a configuration of the data set, or a folder in it.
-        subset_is_folder: ``subset`` is a folder in the data set.
-        split: e.g. ``train``.
-        revision: branch, tag or commit.
+    ``subset`` is a configuration of the data set or, with ``subset_is_folder``, a folder in it.
 
     Raises:
         DataError: the data set cannot be loaded. The message gives the library's reason and a remedy.

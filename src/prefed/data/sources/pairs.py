@@ -112,12 +112,7 @@ def extra_columns(row: Row, used: Sequence[str]) -> dict[str, str | float | int]
 
 
 def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair:
-    """The pair in named columns.
-
-    Args:
-        row: the row.
-        columns: the names of the columns.
-        prompt: the column of the prompt; ``None`` where the responses contain it.
+    """The pair in named columns. ``prompt`` is ``None`` where the responses contain the prompt.
 
     Raises:
         RowError: a named column is missing, or the margin, client or split is malformed.
