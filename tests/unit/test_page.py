@@ -11,8 +11,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from finished import write_run
-from prefed.report import drawing, page, plots, read_run
-from prefed.report.page import render, write_page
+from prefed.report import drawing, plots, read_run
+from prefed.report.page import _environment, render, write_page
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_template_cannot_be_given_text_that_changes_the_page():
     """In a text, a macro, a sum of texts and an attribute, and a value that is forgotten is an error."""
     macro = "{% macro bold(text) %}<b>{{ text }}</b>{% endmacro %}"
     source = macro + "{{ name }}{{ bold(name) }}{{ name ~ '!' }}<i title=\"{{ name }}\"></i>"
-    environment = page._environment()
+    environment = _environment()
     safe = "&lt;&#34;\\x1b[2J\\u202e"
     page = environment.from_string(source).render(name='<"\x1b[2J\u202e')
     assert page == f'{safe}<b>{safe}</b>{safe}!<i title="{safe}"></i>'

@@ -25,7 +25,6 @@ COLUMNS = (
     ("with the reward head", "combined_accuracy.mean"),
     ("reward head alone", "explicit_accuracy.mean"),
 )
-UNTOUCHED = {"preference_accuracy": "baseline_accuracy"}
 
 Outcome = Mapping[str, Any]
 """What a table keeps of a finished cell: see :class:`prefed.runs.sweep.Entry`."""
@@ -61,9 +60,8 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns)]
     first = ["untouched model", "", "", *("" for _ in paper)]
     for _, key in columns:
-        accuracy, _, figure = key.partition(".")
-        before = UNTOUCHED.get(accuracy)
-        first.append(_spread(outcomes[0][f"{before}.{figure}"]) if before else "")
+        before = key.replace("preference_accuracy", "baseline_accuracy")
+        first.append("" if before == key else _spread(outcomes[0][before]))
     lines = [[*first, "", ""]]
     for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
         figures = [_spread(each[key]) if each[key] else "" for _, key in columns]
