@@ -16,8 +16,6 @@ from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Mar
 from prefed.data.errors import DataError, MissingColumnError
 from prefed.data.record import Record
 
-__all__ = ["ROLES", "Assignment", "RowTable", "assign_clients", "natural_partition", "partition_value"]
-
 ROLES = ("train", "validation", "test")
 """The roles of rows. A row's role is stored as an index into this tuple."""
 

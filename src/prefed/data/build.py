@@ -28,8 +28,6 @@ from prefed.data.templates import Template, Tokenizer
 from prefed.data.tokens import MANIFEST
 from prefed.data.writer import TokenWriter, tokenizer_digest
 
-__all__ = ["build_dataset"]
-
 
 def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path) -> FederatedDataset:
     """Read, tokenise, partition and split the data into ``folder``, or open the dataset that is there.

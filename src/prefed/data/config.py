@@ -10,20 +10,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from prefed.core.strict import StrictModel
 from prefed.core.text import control_character
 
-__all__ = [
-    "ByColumn",
-    "BySource",
-    "Columns",
-    "Conflict",
-    "DataConfig",
-    "Dirichlet",
-    "Iid",
-    "Margin",
-    "Partition",
-    "Sizes",
-    "Source",
-]
-
 
 class Columns(StrictModel):
     """The names of a source's columns. A dot leads into a nested column: ``"question.full_text"``.

@@ -15,8 +15,6 @@ from prefed.core.strict import StrictModel
 from prefed.data.errors import DataError
 from prefed.data.tokens import TokenSet
 
-__all__ = ["ClientData", "ClientSizes", "FederatedDataset", "RowCounts"]
-
 CLIENTS = "clients.json"
 
 

@@ -5,15 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = [
-    "DataError",
-    "DataMismatchError",
-    "ErrorCollector",
-    "MissingColumnError",
-    "RowError",
-    "RowLocation",
-]
-
 
 class DataError(ValueError):
     """The data cannot be used, or not divided as configured. The message names the place and a remedy."""

@@ -18,19 +18,6 @@ from numpy.typing import NDArray
 from prefed.core.key import Key
 from prefed.data.errors import DataError
 
-__all__ = [
-    "client_weights",
-    "conflict_partition",
-    "contiguous_shards",
-    "dirichlet_partition",
-    "dirichlet_shares",
-    "fill_empty_clients",
-    "first_kind_count",
-    "iid_partition",
-    "margin_partition",
-    "shard_sizes",
-]
-
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 

@@ -11,8 +11,6 @@ from prefed.data.errors import DataError, ErrorCollector, MissingColumnError, Ro
 from prefed.data.sources import ReadCounts, read_records
 from prefed.data.writer import TokenWriter
 
-__all__ = ["read_rows"]
-
 
 def read_rows(
     config: DataConfig, writer: TokenWriter, errors: ErrorCollector, counts: ReadCounts

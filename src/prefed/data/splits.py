@@ -14,8 +14,6 @@ from prefed.data.assign import Assignment, RowTable
 from prefed.data.config import DataConfig
 from prefed.data.errors import DataError
 
-__all__ = ["ClientSplits", "duplicate_mask", "leak_mask", "random_split", "split_clients"]
-
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 

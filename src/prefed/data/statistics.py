@@ -15,18 +15,6 @@ from prefed.data.dataset import FederatedDataset, RowCounts
 from prefed.data.splits import duplicate_mask
 from prefed.data.tokens import TokenSet
 
-__all__ = [
-    "ClientStatistics",
-    "DatasetStatistics",
-    "Lengths",
-    "contradiction_mask",
-    "dataset_statistics",
-    "gini",
-    "jensen_shannon_distance",
-    "overlap_mask",
-    "shared_mask",
-]
-
 
 class Lengths(StrictModel):
     """Numbers of tokens of texts, with special tokens."""

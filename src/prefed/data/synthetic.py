@@ -25,18 +25,6 @@ from prefed import files
 from prefed.core.key import Key
 from prefed.data.record import Record, Split
 
-__all__ = [
-    "ATTRIBUTES",
-    "Taste",
-    "attributes",
-    "corpus",
-    "generate",
-    "oracle_accuracy",
-    "tastes",
-    "utility",
-    "write",
-]
-
 _WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tone": (("I would recommend", "May I suggest"), ("How about", "You should try")),
     "strength": (("bold", "wild"), ("gentle", "mild")),

@@ -8,8 +8,6 @@ from typing import Any, Literal, Protocol
 from prefed.data.errors import DataError, RowError
 from prefed.data.record import Message, Prompt
 
-__all__ = ["Template", "Tokenizer", "dialogue"]
-
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from prefed.data.errors import DataError
 from prefed.data.record import Record
 
-__all__ = ["Ids", "Pair", "TokenSet"]
-
 Ids: TypeAlias = NDArray[np.int32]
 
 MANIFEST = "tokens.json"

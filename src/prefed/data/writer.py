@@ -18,8 +18,6 @@ from prefed.data.record import Record
 from prefed.data.templates import Template, Tokenizer, start_tokens
 from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, column_path
 
-__all__ = ["TokenWriter", "tokenizer_digest"]
-
 _BATCH = 256
 
 

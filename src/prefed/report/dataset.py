@@ -9,8 +9,6 @@ from rich.table import Table
 from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
 from prefed.report.tables import literal, new_table
 
-__all__ = ["print_dataset_statistics"]
-
 _MOST_CLIENTS = 40
 """The largest number of clients that the table lists."""
 _MIN_WIDTH = {"prompt": 9, "response": 9, "category": 10}

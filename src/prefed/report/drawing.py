@@ -25,25 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = [
-    "BARS",
-    "DARK",
-    "LIGHT",
-    "Theme",
-    "canvas",
-    "color_of",
-    "draw_bars",
-    "draw_distributions",
-    "draw_line",
-    "file_format",
-    "legend",
-    "percent_axis",
-    "round_axis",
-    "save",
-    "short_name",
-    "svg",
-]
-
 BARS = 40
 """Clients that get a bar of their own at most; of more, the distribution is drawn."""
 

@@ -30,8 +30,6 @@ from prefed.runs.record import RunRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["render", "write_page"]
-
 ROWS = 500
 """Rows that a table of clients or rounds has at most."""
 

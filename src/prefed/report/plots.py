@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["accuracy", "blocks", "clients", "comparison", "cost", "figures", "loss", "ranking", "reward_head"]
-
 CELLS = 400
 """A heat map of more cells has no numbers in them."""
 TICKS = 16

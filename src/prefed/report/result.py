@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from prefed.runs.evaluate import Evaluation
 
-__all__ = ["print_evaluation", "print_result"]
-
 
 def print_result(
     summary: Mapping[str, Any], console: Console, more: Mapping[str, Mapping[str, Any]] | None = None

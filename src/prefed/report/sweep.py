@@ -11,8 +11,6 @@ from prefed import files
 from prefed.runs.rates import flat
 from prefed.runs.sweep import Entry
 
-__all__ = ["keep"]
-
 SELECTED = "best round, selected on test"
 FEW = 5
 """Clients whose own figures are printed at most."""

@@ -12,19 +12,6 @@ from prefed.runs.figures import Figure
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "SHOWN",
-    "SPREAD",
-    "UNSEEN",
-    "clients_table",
-    "literal",
-    "lowest_clients",
-    "new_table",
-    "setting",
-    "unseen_rows",
-    "unseen_table",
-]
-
 SHOWN = 40
 """Clients or settings that a table lists at most."""
 

@@ -12,8 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from prefed.core import Callback
 from prefed.core.text import printable, size
 
-__all__ = ["Terminal", "stdout_console"]
-
 PIPE_WIDTH = 120
 """Columns of an output that is no terminal, such as a pipe or a log: tables with long names fit."""
 

@@ -10,8 +10,6 @@ from prefed.core import hub as service
 from prefed.data.errors import DataError, RowLocation
 from prefed.data.sources.files import Row
 
-__all__ = ["looks_like_hub_name", "read_rows"]
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILE = re.compile(r"\.(jsonl|ndjson|json|csv|parquet|txt|tsv)(\.gz)?$", re.IGNORECASE)
 

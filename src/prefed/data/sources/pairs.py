@@ -13,21 +13,6 @@ from prefed.data.errors import RowError
 from prefed.data.record import Message, Role, Split
 from prefed.data.sources.files import Row
 
-__all__ = [
-    "TURN",
-    "RawPair",
-    "extra_columns",
-    "pair_from_columns",
-    "parse_messages",
-    "parse_name",
-    "parse_number",
-    "parse_split",
-    "split_dialogue",
-    "split_prompt",
-    "text_at",
-    "value_at",
-]
-
 TURN = "\n\nAssistant:"
 """The mark before a turn of the assistant, in a dialogue written as one text."""
 
