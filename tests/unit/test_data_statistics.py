@@ -10,7 +10,7 @@ from rich.console import Console
 from scipy.spatial.distance import jensenshannon
 
 from prefed.core import Key
-from prefed.data import DataConfig, build_dataset, overlaps
+from prefed.data import DataConfig, build_dataset, statistics
 from prefed.data.splits import duplicate_mask
 from prefed.data.statistics import DatasetStatistics, dataset_statistics, gini, jensen_shannon_distance
 from prefed.report.dataset import print_dataset_statistics
@@ -182,9 +182,9 @@ def test_overlaps_against_a_search(columns):
     n = len(pair)
     same, other = pair[:, None] == pair[None, :], who[:, None] != who[None, :]
     opposite = side[:, None] != side[None, :]
-    assert overlaps.shared_mask(pair, who).tolist() == (same & other).any(1).tolist()
+    assert statistics.shared_mask(pair, who).tolist() == (same & other).any(1).tolist()
     contradictions = (same & other & opposite).any(1)
-    assert overlaps.contradiction_mask(pair, side, who).tolist() == contradictions.tolist()
+    assert statistics.contradiction_mask(pair, side, who).tolist() == contradictions.tolist()
     earlier = np.tri(n, k=-1, dtype=bool)
     duplicates = (same & ~other & ~opposite & earlier).any(1)
     assert duplicate_mask(who, np.zeros_like(who), pair, side).tolist() == duplicates.tolist()
@@ -196,6 +196,6 @@ def test_overlap_mask_against_a_search(first, second):
     other_item, _, other_client = second
     same = item[:, None] == other_item[None, :]
     for same_client in (True, False):
-        mask = overlaps.overlap_mask(item, client, other_item, other_client, same_client=same_client)
+        mask = statistics.overlap_mask(item, client, other_item, other_client, same_client=same_client)
         of_client = (client[:, None] == other_client[None, :]) == same_client
         assert mask.tolist() == (same & of_client).any(1).tolist()

@@ -75,19 +75,18 @@ def test_records_are_what_they_say():
 
 
 def test_labels_follow_bradley_terry():
-    """Given the margins, the number of labels the oracle gets right is a sum of Bernoulli(σ(margin / T)).
+    """Given the margins, the number of labels the oracle gets right is a sum of Bernoulli(σ(margin)).
 
-    With 6 × 400 labels its mean is known to within 5 standard deviations, at two temperatures.
+    With 6 × 400 labels its mean is known to within 5 standard deviations.
     """
-    for temperature in (1.0, 3.0):
-        records = generate(Key(5), train=400, test=0, temperature=temperature)
-        p = np.array([1 / (1 + math.exp(-r.margin / temperature)) for r in records])
-        spread = math.sqrt((p * (1 - p)).sum()) / len(p)
-        assert abs(oracle_accuracy(records) - p.mean()) < 5 * spread
-        # The smaller the margin, the noisier the labels, as in the model.
-        near = np.array([r.margin <= 2 for r in records])
-        right = np.array([r.extra["utility_chosen"] > r.extra["utility_rejected"] for r in records])
-        assert right[near].mean() < right[~near].mean()
+    records = generate(Key(5), train=400, test=0)
+    p = np.array([1 / (1 + math.exp(-r.margin)) for r in records])
+    spread = math.sqrt((p * (1 - p)).sum()) / len(p)
+    assert abs(oracle_accuracy(records) - p.mean()) < 5 * spread
+    # The smaller the margin, the noisier the labels, as in the model.
+    near = np.array([r.margin <= 2 for r in records])
+    right = np.array([r.extra["utility_chosen"] > r.extra["utility_rejected"] for r in records])
+    assert right[near].mean() < right[~near].mean()
 
 
 def test_the_oracle_needs_utilities():
@@ -109,8 +108,9 @@ def test_nobody_can_please_two_opposites():
 def test_written_files_go_through_the_pipeline(tmp_path):
     """Records that are written to files become a dataset with the same clients, pairs and utilities."""
     records = generate(Key(0), clients=3, train=20, test=10)
-    paths = synthetic.write(tmp_path / "data", records)
-    rows = [json.loads(line) for line in paths["train"].read_text().splitlines()]
+    synthetic.write(tmp_path, records)
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    rows = [json.loads(line) for line in train.read_text().splitlines()]
     assert len(rows) == 60
     assert set(rows[0]) == {
         "prompt",
@@ -123,8 +123,8 @@ def test_written_files_go_through_the_pipeline(tmp_path):
         "utility_rejected",
     }
     config = DataConfig(
-        train=paths["train"],
-        test=paths["test"],
+        train=train,
+        test=test,
         partition={"by": "column", "column": "client"},
         duplicates="keep",
     )

@@ -11,8 +11,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from finished import write_run
-from prefed.report import plots, read_run, rendering
-from prefed.report.page import render, write_page
+from prefed.report import drawing, plots, read_run
+from prefed.report.page import _environment, render, write_page
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ def test_the_page_is_complete_in_itself(text):
     for address in addresses:
         kind, _, data = address.partition(",")
         assert kind == "data:image/svg+xml;base64"
-        drawing = base64.b64decode(data).decode()
-        assert "<svg" in drawing
-        assert not re.search(r'(href|src)="(?!#)', drawing)
+        image = base64.b64decode(data).decode()
+        assert "<svg" in image
+        assert not re.search(r'(href|src)="(?!#)', image)
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert "url(" not in text.split("</style>")[0]
@@ -90,7 +90,7 @@ def test_names_cannot_break_the_page(tmp_path):
     text = render(run)
     assert "<script" not in text
     assert nasty in Page(text).data
-    plots.save(lambda theme: plots.comparison([run, run], theme), tmp_path / "p.png")
+    drawing.save(lambda theme: plots.comparison([run, run], theme), tmp_path / "p.png")
 
 
 def test_dropped_uploads_and_silent_clients_are_said(tmp_path):
@@ -123,7 +123,7 @@ def test_a_template_cannot_be_given_text_that_changes_the_page():
     """In a text, a macro, a sum of texts and an attribute, and a value that is forgotten is an error."""
     macro = "{% macro bold(text) %}<b>{{ text }}</b>{% endmacro %}"
     source = macro + "{{ name }}{{ bold(name) }}{{ name ~ '!' }}<i title=\"{{ name }}\"></i>"
-    environment = rendering._environment()
+    environment = _environment()
     safe = "&lt;&#34;\\x1b[2J\\u202e"
     page = environment.from_string(source).render(name='<"\x1b[2J\u202e')
     assert page == f'{safe}<b>{safe}</b>{safe}!<i title="{safe}"></i>'

@@ -319,7 +319,7 @@ def test_names_in_any_script_are_drawn_without_a_word(tmp_path):
     run = read_run(write_run(tmp_path / "run", names))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plots.save(lambda theme: plots.clients(run, theme), tmp_path / "p.png")
+        drawing.save(lambda theme: plots.clients(run, theme), tmp_path / "p.png")
         text = render(run)
     file = io.StringIO()
     Console(file=file, width=100).print(clients_table("", list(run.figures.values()), run.pairs))
@@ -344,7 +344,7 @@ def test_figures_of_one_family_share_a_panel(tmp_path):
     run = read_run(
         write_run(tmp_path / "run", figures={"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.4], "merged": [2, 2]})
     )
-    figure = plots.figures(run, plots.LIGHT)
+    figure = plots.figures(run, drawing.LIGHT)
     panels = {axes.get_title(): axes for axes in figure.axes if axes.get_visible()}
     assert set(panels) == {"gate", "merged", "margin"}
     assert [line.get_ydata().tolist() for line in panels["gate"].lines] == [[0.1, 0.9], [0.5, 0.4]]
@@ -352,7 +352,7 @@ def test_figures_of_one_family_share_a_panel(tmp_path):
 
 def test_curves_begin_at_the_untouched_model(run):
     """Round 0 is the baseline: mean (0.25 + 0.5 + 0)/3 = 0.25, worst 0."""
-    (axes,) = plots.accuracy(run, plots.LIGHT).axes
+    (axes,) = plots.accuracy(run, drawing.LIGHT).axes
     mean, worst = (line.get_ydata().tolist() for line in axes.lines)
     assert mean == pytest.approx([0.25, 0.5, 2 / 3])
     assert worst == [0.0, 0.25, 0.25]
@@ -361,17 +361,17 @@ def test_curves_begin_at_the_untouched_model(run):
 def test_many_clients_are_drawn_as_a_distribution(tmp_path):
     """The k-th of 200 clients stands at k/200: the curve is the sorted accuracies."""
     run = read_run(write_run(tmp_path / "run", {f"c{k}": (0.5, (k * 37 % 200) / 200) for k in range(200)}))
-    (axes,) = plots.clients(run, plots.LIGHT).axes
+    (axes,) = plots.clients(run, drawing.LIGHT).axes
     assert axes.lines[-1].get_xdata().tolist() == pytest.approx([k / 200 for k in range(200)])
     assert axes.lines[-1].get_ydata().tolist() == pytest.approx([(k + 1) / 200 for k in range(200)])
 
 
 @pytest.mark.parametrize(("name", "head"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml"), ("p.PDF", b"%PDF")])
 def test_a_plot_is_of_the_kind_its_name_says(tmp_path, run, name, head):
-    plots.save(lambda theme: plots.comparison([run, run], theme), tmp_path / name)
+    drawing.save(lambda theme: plots.comparison([run, run], theme), tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(head)
 
 
 def test_a_plot_of_another_kind_is_refused(tmp_path, run):
     with pytest.raises(ValueError, match=r"ends in \.png, \.svg or \.pdf"):
-        plots.save(lambda theme: plots.loss(run, theme), tmp_path / "p.jpg")
+        drawing.save(lambda theme: plots.loss(run, theme), tmp_path / "p.jpg")

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.metrics import federated_metric
-from prefed.report import plots, read_run
+from prefed.report import drawing, plots, read_run
 from prefed.report.comparison import reward_table
 from prefed.report.page import render
 
@@ -56,7 +56,7 @@ def test_a_profile_has_clients_in_rows_and_blocks_in_their_order(gated):
 
 
 def test_few_clients_are_a_heat_map_with_its_numbers(gated):
-    axes, scale = plots.blocks(gated, "gate", plots.LIGHT).axes
+    axes, scale = plots.blocks(gated, "gate", drawing.LIGHT).axes
     (mesh,) = axes.collections
     assert mesh.get_array().tolist() == [[0.25, 0.5, 1.0], [0.75, 0.25, 0.0]]
     assert mesh.get_clim() == (0.0, 1.0)
@@ -70,7 +70,7 @@ def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
     """Client k of 0 … 100 has k/100: the median is 0.5, the middle half 0.25 to 0.75; in block 1 halved."""
     gates = {f"c{k}": {"0": k / 100, "1": k / 200} for k in range(101)}
     run = read_run(write_run(tmp_path / "run", personal={"gate": gates}))
-    (axes,) = plots.blocks(run, "gate", plots.LIGHT).axes
+    (axes,) = plots.blocks(run, "gate", drawing.LIGHT).axes
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.25])
     everybody, half = (band.get_paths()[0].get_extents() for band in axes.collections)
     assert (everybody.y0, everybody.y1) == (0.0, 1.0)
@@ -93,8 +93,8 @@ def test_the_page_says_which_layers_are_personal(gated):
     assert "0 is the shared model alone, 1 all of its own" in page
     assert '<th scope="row">cyd</th><td>0.75</td><td>0.25</td><td>0.00</td>' in page
     assert "rounded to two digits: whoever has this page learns so much of each client named here" in page
-    drawing = plots.svg(lambda theme: plots.blocks(gated, "gate", theme), plots.DARK)
-    assert not re.search(r'(href|src)="(?!#)', drawing)
+    image = drawing.svg(lambda theme: plots.blocks(gated, "gate", theme), drawing.DARK)
+    assert not re.search(r'(href|src)="(?!#)', image)
 
 
 def test_the_page_says_what_a_reward_head_comes_to(rewarded):
@@ -103,7 +103,7 @@ def test_the_page_says_what_a_reward_head_comes_to(rewarded):
     assert "combined ends at 75.0%; reward head ends at 25.0%; agreement ends at 12.5%." in page
     assert "the reward head scores higher" in page
     assert "what the reward head gives the chosen response less the rejected one" in page
-    (axes,) = plots.reward_head(rewarded, plots.LIGHT).axes
+    (axes,) = plots.reward_head(rewarded, drawing.LIGHT).axes
     assert [line.get_label() for line in axes.lines] == ["combined", "reward head", "agreement"]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0.75] * 2, [0.25] * 2, [0.125] * 2]
 

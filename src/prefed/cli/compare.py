@@ -15,16 +15,16 @@ def compare(
     out: Annotated[Path, typer.Option(help="The plot: a .png, .svg or .pdf file.")] = Path("compare.png"),
 ) -> None:
     """Set finished runs side by side: a table, what they do differently, and a plot."""
-    from prefed.report import plots
+    from prefed.report import drawing, plots
     from prefed.report.comparison import print_comparison
     from prefed.runs.record import read_run
     from prefed.trackers.terminal import stdout_console
 
     if len({run.resolve() for run in runs}) < 2:
         raise ValueError("name at least two different runs")
-    plots.file_format(out)
+    drawing.file_format(out)
     records = [read_run(run) for run in dict.fromkeys(runs)]
     console = stdout_console()
     print_comparison(records, console)
-    plots.save(lambda theme: plots.comparison(records, theme), out)
+    drawing.save(lambda theme: plots.comparison(records, theme), out)
     console.print(f"plot: {out}", markup=False, soft_wrap=True)

@@ -37,7 +37,7 @@ def evaluate(
     import torch
 
     from prefed.models.notices import silence_transformers
-    from prefed.report.evaluation import print_evaluation
+    from prefed.report.result import print_evaluation
     from prefed.runs.evaluate import evaluate as evaluate_run
     from prefed.runs.evaluate import evaluate_file
     from prefed.runs.loaded import load_run

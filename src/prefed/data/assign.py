@@ -16,8 +16,6 @@ from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Mar
 from prefed.data.errors import DataError, MissingColumnError
 from prefed.data.record import Record
 
-__all__ = ["ROLES", "Assignment", "RowTable", "assign_clients", "natural_partition", "partition_value"]
-
 ROLES = ("train", "validation", "test")
 """The roles of rows. A row's role is stored as an index into this tuple."""
 
@@ -143,11 +141,6 @@ def assign_clients(partition: Partition, table: RowTable, key: Key) -> Assignmen
     - Dirichlet: a row goes to the client that trains on its prompt. Other rows follow the shares that were
       drawn for the training rows.
 
-    Args:
-        partition: the rule.
-        table: the columns of the rows.
-        key: the randomness.
-
     Raises:
         DataError: the rows cannot be divided by this rule.
     """
@@ -186,8 +179,8 @@ def _conflict(partition: Conflict, table: RowTable, key: Key) -> Assignment:
         client[rows] = partitions.conflict_partition(kind, weight, partition.ratio, role_key, least=least)
     first = partitions.first_kind_count(partition.clients, partition.ratio)
     ids = (*_numbered(kinds[0], first), *_numbered(kinds[1], partition.clients - first))
-    flipped = partitions.flipped_clients(partition.clients, partition.ratio)
-    return Assignment(ids, client, flipped & partition.flip)
+    flipped = (np.arange(partition.clients) >= first) & partition.flip
+    return Assignment(ids, client, flipped)
 
 
 def _dirichlet(partition: Dirichlet, table: RowTable, key: Key, client: NDArray[np.int64]) -> None:

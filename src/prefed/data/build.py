@@ -28,10 +28,6 @@ from prefed.data.templates import Template, Tokenizer
 from prefed.data.tokens import MANIFEST
 from prefed.data.writer import TokenWriter, tokenizer_digest
 
-__all__ = ["build_dataset"]
-
-_PARTIAL = ".partial"
-
 
 def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path) -> FederatedDataset:
     """Read, tokenise, partition and split the data into ``folder``, or open the dataset that is there.
@@ -52,9 +48,15 @@ def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Pa
     folder = Path(folder)
     inputs = _inputs(config, tokenizer, key)
     if (folder / CLIENTS).exists():
-        _check_inputs(folder, inputs)
+        before = read_manifest(folder)["inputs"]
+        changed = sorted(n for n in inputs.keys() | before.keys() if inputs.get(n) != before.get(n))
+        if changed:
+            raise DataMismatchError(
+                f"{folder} holds data made from other {' and '.join(changed)}; "
+                "use another folder, or delete this one"
+            )
         return FederatedDataset.open(folder)
-    partial = folder.with_name(folder.name + _PARTIAL)
+    partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     files.private_folder(partial)
     try:
@@ -83,17 +85,6 @@ def _inputs(config: DataConfig, tokenizer: Tokenizer, key: Key) -> dict[str, Any
         "tokenizer": tokenizer_digest(tokenizer),
         "seed": [key.seed, *key.path],
     }
-
-
-def _check_inputs(folder: Path, inputs: Mapping[str, Any]) -> None:
-    """Refuse a folder whose dataset was built from other inputs."""
-    before = read_manifest(folder)["inputs"]
-    changed = sorted(name for name in inputs.keys() | before.keys() if inputs.get(name) != before.get(name))
-    if changed:
-        raise DataMismatchError(
-            f"{folder} holds data made from other {' and '.join(changed)}; "
-            "use another folder, or delete this one"
-        )
 
 
 def _build(

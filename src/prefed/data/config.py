@@ -10,20 +10,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from prefed.core.strict import StrictModel
 from prefed.core.text import control_character
 
-__all__ = [
-    "ByColumn",
-    "BySource",
-    "Columns",
-    "Conflict",
-    "DataConfig",
-    "Dirichlet",
-    "Iid",
-    "Margin",
-    "Partition",
-    "Sizes",
-    "Source",
-]
-
 
 class Columns(StrictModel):
     """The names of a source's columns. A dot leads into a nested column: ``"question.full_text"``.
@@ -76,8 +62,7 @@ class Source(StrictModel):
 
 
 Sizes: TypeAlias = Annotated[float, Field(ge=0)] | list[Annotated[float, Field(gt=0)]]
-"""The relative sizes of the clients. One number is the exponent a of a power law: client k's share is
-proportional to (k+1)^−a. A list has one positive weight per client; absolute sizes may serve as weights."""
+"""The relative sizes of the clients, see :class:`Iid`."""
 
 
 def _check_name(name: str) -> str:
@@ -99,7 +84,7 @@ class Iid(StrictModel):
     Attributes:
         clients: the number of clients.
         sizes: the relative sizes of the clients: the exponent a of a power law, so that client k's share is
-            proportional to (k+1)^−a, or one positive weight per client.
+            proportional to (k+1)^−a, or one positive weight per client. Absolute sizes may serve as weights.
     """
 
     by: Literal["iid"] = "iid"
@@ -298,11 +283,10 @@ class DataConfig(StrictModel):
                 sources = getattr(self, role)
                 if sources is not None and (not isinstance(sources, dict) or set(sources) - set(self.train)):
                     raise ValueError(f'with by = "source", {role} is a table with names of train\'s table')
-        for role in ("validation", "test"):
-            if isinstance(self.partition, BySource):
-                continue
-            if getattr(self, role) is not None and getattr(self, f"{role}_fraction"):
-                raise ValueError(f"give either {role}, a source of its own, or {role}_fraction")
+        else:
+            for role in ("validation", "test"):
+                if getattr(self, role) is not None and getattr(self, f"{role}_fraction"):
+                    raise ValueError(f"give either {role}, a source of its own, or {role}_fraction")
         if self.validation_fraction + (self.test_fraction or 0.0) >= 1:
             raise ValueError(
                 "validation_fraction and test_fraction together must leave something to train on"

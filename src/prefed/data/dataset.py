@@ -15,8 +15,6 @@ from prefed.core.strict import StrictModel
 from prefed.data.errors import DataError
 from prefed.data.tokens import TokenSet
 
-__all__ = ["ClientData", "ClientSizes", "FederatedDataset", "RowCounts"]
-
 CLIENTS = "clients.json"
 
 
@@ -89,9 +87,6 @@ class _Clients(Mapping[str, ClientData]):
     def __len__(self) -> int:
         return len(self._index)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._index
-
 
 @dataclass(frozen=True)
 class FederatedDataset:
@@ -125,8 +120,11 @@ class FederatedDataset:
         """
         manifest = read_manifest(folder)
         try:
-            _unchanged(folder, manifest.get("digests", {}))
-            tokens = TokenSet.open(folder)
+            # Earlier versions wrote no digests.
+            for name, digest in manifest.get("digests", {}).items():
+                if files.file_digest(folder / name) != digest:
+                    raise ValueError(f"{name} is not what was written")
+            tokens = TokenSet(folder)
             ids = tuple(manifest["ids"])
             rows = np.fromfile(folder / "held.i64", dtype="<i8").astype(np.int64, copy=False)
             ends = np.fromfile(folder / "bounds.i64", dtype="<i8").astype(np.int64, copy=False)
@@ -174,13 +172,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return files.loads_with_digest((folder / CLIENTS).read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(_damaged(folder, f"{CLIENTS}: {error}")) from error
-
-
-def _unchanged(folder: Path, digests: Mapping[str, str]) -> None:
-    """Refuse files that changed since they were written. Earlier versions wrote no digests."""
-    for name, digest in digests.items():
-        if files.file_digest(folder / name) != digest:
-            raise ValueError(f"{name} is not what was written")
 
 
 def _damaged(folder: Path, error: object) -> str:

@@ -5,15 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = [
-    "DataError",
-    "DataMismatchError",
-    "ErrorCollector",
-    "MissingColumnError",
-    "RowError",
-    "RowLocation",
-]
-
 
 class DataError(ValueError):
     """The data cannot be used, or not divided as configured. The message names the place and a remedy."""
@@ -28,12 +19,7 @@ class RowError(ValueError):
 
 
 class MissingColumnError(RowError):
-    """A row lacks the column that the partition needs.
-
-    Attributes:
-        column: the column that the partition needs.
-        columns: the columns that the row has.
-    """
+    """A row, which has ``columns``, lacks the column that the partition needs."""
 
     def __init__(self, column: str, problem: str, columns: Sequence[str]) -> None:
         super().__init__(f"{problem}, which the partition uses; this row has {', '.join(columns) or 'none'}")

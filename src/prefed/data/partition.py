@@ -18,20 +18,6 @@ from numpy.typing import NDArray
 from prefed.core.key import Key
 from prefed.data.errors import DataError
 
-__all__ = [
-    "client_weights",
-    "conflict_partition",
-    "contiguous_shards",
-    "dirichlet_partition",
-    "dirichlet_shares",
-    "fill_empty_clients",
-    "first_kind_count",
-    "flipped_clients",
-    "iid_partition",
-    "margin_partition",
-    "shard_sizes",
-]
-
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -174,9 +160,6 @@ def fill_empty_clients(client: Ints, prompt: NDArray[np.uint64], clients: int) -
         prompt: ``uint64 [n]``, equal for equal prompts.
         clients: the number of clients.
 
-    Returns:
-        The client of each row, ``int64 [n]``.
-
     Raises:
         DataError: there are fewer prompts than clients.
     """
@@ -229,12 +212,3 @@ def conflict_partition(category: Ints, weight: Floats, ratio: float, key: Key, *
         rows = np.flatnonzero(category == kind)
         client[rows] = iid_partition(len(rows), members, key.at("kind", kind), least=least) + kind * first
     return client
-
-
-def flipped_clients(clients: int, ratio: float) -> NDArray[np.bool_]:
-    """The clients of the second kind, ``bool [clients]``: their chosen and rejected are swapped.
-
-    >>> flipped_clients(10, 0.7).sum()
-    np.int64(3)
-    """
-    return np.arange(clients) >= first_kind_count(clients, ratio)

@@ -11,19 +11,11 @@ from prefed.data.errors import DataError, ErrorCollector, MissingColumnError, Ro
 from prefed.data.sources import ReadCounts, read_records
 from prefed.data.writer import TokenWriter
 
-__all__ = ["read_rows"]
-
 
 def read_rows(
     config: DataConfig, writer: TokenWriter, errors: ErrorCollector, counts: ReadCounts
 ) -> RowTable:
-    """Read every source into ``writer``.
-
-    Args:
-        config: the sources and how to read them.
-        writer: takes the records, with two codes each: role and value of the partition.
-        errors: takes the rows that cannot be used.
-        counts: counts the rows.
+    """Read every source into ``writer``, which takes two codes per record: role and value of the partition.
 
     Returns:
         The columns that the partition needs, for the rows that the writer kept.

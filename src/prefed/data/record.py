@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Message", "Prompt", "Record", "Role", "Split"]
-
 Role: TypeAlias = Literal["system", "user", "assistant"]
 Split: TypeAlias = Literal["train", "validation", "test"]
 

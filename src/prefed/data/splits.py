@@ -14,8 +14,6 @@ from prefed.data.assign import Assignment, RowTable
 from prefed.data.config import DataConfig
 from prefed.data.errors import DataError
 
-__all__ = ["ClientSplits", "duplicate_mask", "leak_mask", "random_split", "split_clients"]
-
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
@@ -109,12 +107,8 @@ def split_clients(
 ) -> ClientSplits:
     """Split the rows of each client into training, validation and test.
 
-    Args:
-        config: gives the fractions, the limit, and what to do with pairs that another client is tested on.
-        assignment: the client of each row.
-        table: the roles that the data give.
-        pair: ``uint64 [n]``, equal for equal pairs.
-        key: draws the splits, and the rows that stay within the limit.
+    ``pair`` is ``uint64 [n]``, equal for equal pairs. ``key`` draws the splits, and the rows that stay within
+    the limit.
 
     Raises:
         DataError: no client has a training pair, or the data and the settings both name the splits.
@@ -167,13 +161,13 @@ def _fractions(config: DataConfig, table: RowTable) -> Callable[[str], tuple[flo
     """For a client's name, the shares of its training rows to take for validation and for test."""
     test_fraction = 0.1 if config.test_fraction is None else config.test_fraction
     if config.partition.by == "source":
-        named = [
-            set(sources) if isinstance(sources, dict) else set()
-            for sources in (config.validation, config.test)
-        ]
+        # With one data set per client, both are tables by client where they are there.
+        validated, tested = (
+            set(s) if isinstance(s, dict) else set() for s in (config.validation, config.test)
+        )
         return lambda name: (
-            0.0 if name in named[0] else config.validation_fraction,
-            0.0 if name in named[1] else test_fraction,
+            0.0 if name in validated else config.validation_fraction,
+            0.0 if name in tested else test_fraction,
         )
     has_validation, has_test = (bool(len(table.rows_of(role))) for role in (1, 2))
     if (has_test and config.test_fraction) or (has_validation and config.validation_fraction):

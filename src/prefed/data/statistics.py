@@ -11,19 +11,9 @@ from numpy.typing import NDArray
 
 from prefed.core.key import Key
 from prefed.core.strict import StrictModel
-from prefed.data import overlaps
 from prefed.data.dataset import FederatedDataset, RowCounts
 from prefed.data.splits import duplicate_mask
 from prefed.data.tokens import TokenSet
-
-__all__ = [
-    "ClientStatistics",
-    "DatasetStatistics",
-    "Lengths",
-    "dataset_statistics",
-    "gini",
-    "jensen_shannon_distance",
-]
 
 
 class Lengths(StrictModel):
@@ -38,10 +28,6 @@ class ClientStatistics(StrictModel):
     """Statistics of one client.
 
     Attributes:
-        id: the client.
-        train: number of training pairs.
-        validation: number of validation pairs.
-        test: number of test pairs.
         flipped: chosen and rejected are swapped relative to the source.
         categories: number of training pairs by category.
         prompt: lengths of the training prompts.
@@ -82,9 +68,6 @@ class DatasetStatistics(StrictModel):
     They are those of a random partition into clients of the same sizes.
 
     Attributes:
-        clients: statistics of each client.
-        row_counts: counts of the rows that were read, left out and used.
-        fingerprint: the fingerprint of the dataset.
         categories: number of training pairs by category.
         prompt: lengths of all training prompts.
         response: lengths of all training responses.
@@ -150,6 +133,46 @@ def jensen_shannon_distance(index: NDArray[Any], count: NDArray[Any], pool: NDAr
     return math.sqrt(max(float(bits), 0.0) / 2)
 
 
+def shared_mask(item: NDArray[Any], client: NDArray[Any]) -> NDArray[np.bool_]:
+    """Rows whose item another client has too."""
+    return overlap_mask(item, client, item, client, same_client=False)
+
+
+def contradiction_mask(pairs: NDArray[Any], side: NDArray[Any], client: NDArray[Any]) -> NDArray[np.bool_]:
+    """Rows whose pair another client has with the opposite preference."""
+    code = 2 * np.unique(pairs, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return overlap_mask(code + 1 - side, client, code + side, client, same_client=False)
+
+
+def overlap_mask(
+    item: NDArray[Any],
+    client: NDArray[Any],
+    other_item: NDArray[Any],
+    other_client: NDArray[Any],
+    *,
+    same_client: bool,
+) -> NDArray[np.bool_]:
+    """Rows whose item occurs in a second set of rows too, ``bool [n]``.
+
+    Args:
+        item: codes of pairs or prompts, equal where these are, ``[n]``.
+        client: the indices of their clients, ``[n]``.
+        other_item: the items of the second set, ``[m]``.
+        other_client: their clients, ``[m]``.
+        same_client: look at the second set's rows of the same client; otherwise at those of all others.
+    """
+    codes, of_row = np.unique(np.concatenate([item, other_item]), return_inverse=True)
+    of_row = of_row.reshape(-1).astype(np.int64)
+    clients = int(max(client.max(initial=0), other_client.max(initial=0))) + 1
+    first = of_row[: len(item)] * clients + client
+    second = np.unique(of_row[len(item) :] * clients + other_client)
+    own = np.isin(first, second)
+    if same_client:
+        return own
+    clients_of_code = np.bincount(second // clients, minlength=len(codes))[of_row[: len(item)]]
+    return np.asarray(clients_of_code > own)
+
+
 def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
     """Compute the statistics of a dataset.
 
@@ -167,13 +190,13 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
     test_prompts, test_pairs = np.asarray(tokens.prompts)[test], np.asarray(tokens.pairs)[test]
     train_masks = {
         "duplicates": duplicate_mask(client, np.zeros_like(client), pairs, side),
-        "shared_prompts": overlaps.shared_mask(prompts, client),
-        "shared_pairs": overlaps.shared_mask(pairs, client),
-        "contradictions": overlaps.contradiction_mask(pairs, side, client),
+        "shared_prompts": shared_mask(prompts, client),
+        "shared_pairs": shared_mask(pairs, client),
+        "contradictions": contradiction_mask(pairs, side, client),
     }
     test_masks = {
-        "test_prompts": overlaps.overlap_mask(test_prompts, test_client, prompts, client, same_client=True),
-        "test_elsewhere": overlaps.overlap_mask(test_pairs, test_client, pairs, client, same_client=False),
+        "test_prompts": overlap_mask(test_prompts, test_client, prompts, client, same_client=True),
+        "test_elsewhere": overlap_mask(test_pairs, test_client, pairs, client, same_client=False),
     }
     category = np.asarray(tokens.categories)[train]
     category_pool = np.bincount(category[category >= 0], minlength=len(tokens.category_names))

@@ -5,8 +5,8 @@ place show one attribute. A client's utility is a weighted sum of the signs of t
 value warmth alike. On every other attribute one half of the clients has the opposite sign of the other half.
 So one model for all can learn warmth, and must fail some client on the rest.
 
-Labels are drawn from the Bradley–Terry model: P(a is preferred to b) = σ((u(a) − u(b)) / temperature). The
-oracle knows the utility of each client; its accuracy is known too.
+Labels are drawn from the Bradley–Terry model: P(a is preferred to b) = σ(u(a) − u(b)). The oracle
+knows the utility of each client; its accuracy is known too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -26,36 +25,22 @@ from prefed import files
 from prefed.core.key import Key
 from prefed.data.record import Record, Split
 
-__all__ = [
-    "ATTRIBUTES",
-    "Taste",
-    "attributes",
-    "corpus",
-    "generate",
-    "oracle_accuracy",
-    "tastes",
-    "utility",
-    "write",
-]
-
-_WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
-    {
-        "tone": (("I would recommend", "May I suggest"), ("How about", "You should try")),
-        "strength": (("bold", "wild"), ("gentle", "mild")),
-        "length": (
-            (" It takes a while and rewards some patience.", " There is a lot to it once you look."),
-            ("",),
-        ),
-        "caution": (
-            (" Please check it first.", " Do take it slowly."),
-            (" Just go for it.", " Do not think twice."),
-        ),
-        "warmth": (
-            (" I hope you love it.", " Have a lovely time."),
-            (" Not that I care.", " Suit yourself."),
-        ),
-    }
-)
+_WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tone": (("I would recommend", "May I suggest"), ("How about", "You should try")),
+    "strength": (("bold", "wild"), ("gentle", "mild")),
+    "length": (
+        (" It takes a while and rewards some patience.", " There is a lot to it once you look."),
+        ("",),
+    ),
+    "caution": (
+        (" Please check it first.", " Do take it slowly."),
+        (" Just go for it.", " Do not think twice."),
+    ),
+    "warmth": (
+        (" I hope you love it.", " Have a lovely time."),
+        (" Not that I care.", " Suit yourself."),
+    ),
+}
 # Whole words alone count: "wilder" does not contain "wild".
 _PATTERNS = tuple(
     (name, sign, re.compile(rf"(?<!\w)(?:{'|'.join(re.escape(word.strip()) for word in words)})(?!\w)"))
@@ -63,33 +48,28 @@ _PATTERNS = tuple(
     for sign, words in zip((1, -1), signs, strict=True)
     if any(words)
 )
-ATTRIBUTES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "warmth": ("warm", "cold"),
-        "tone": ("formal", "casual"),
-        "strength": ("bold", "mild"),
-        "caution": ("careful", "daring"),
-        "length": ("long", "short"),
-    }
-)
+ATTRIBUTES: Mapping[str, tuple[str, str]] = {
+    "warmth": ("warm", "cold"),
+    "tone": ("formal", "casual"),
+    "strength": ("bold", "mild"),
+    "caution": ("careful", "daring"),
+    "length": ("long", "short"),
+}
 """The names of the signs +1 and −1 of each attribute."""
 
 SHARED = "warmth"
 """The attribute on which all clients agree."""
 
-_TOPICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "a meal": ("soup", "curry", "stew", "salad"),
-        "a film": ("comedy", "drama", "western", "thriller"),
-        "a trip": ("walk", "ride", "cruise", "hike"),
-        "a gift": ("book", "plant", "puzzle", "scarf"),
-        "a hobby": ("sport", "craft", "game", "dance"),
-        "a drink": ("tea", "coffee", "juice", "cider"),
-    }
-)
+_TOPICS: Mapping[str, tuple[str, ...]] = {
+    "a meal": ("soup", "curry", "stew", "salad"),
+    "a film": ("comedy", "drama", "western", "thriller"),
+    "a trip": ("walk", "ride", "cruise", "hike"),
+    "a gift": ("book", "plant", "puzzle", "scarf"),
+    "a hobby": ("sport", "craft", "game", "dance"),
+    "a drink": ("tea", "coffee", "juice", "cider"),
+}
 _REQUESTS = ("Recommend {}.", "Help me choose {}.", "I am looking for {}.")
 _NAMES = ("ada", "ben", "cleo", "dan", "eve", "finn", "gwen", "hugo", "iris", "jon")
-
 
 _T = TypeVar("_T")
 
@@ -105,23 +85,16 @@ class Taste:
     client: str
     weights: Mapping[str, float]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", MappingProxyType(dict(self.weights)))
-
     def describe(self) -> str:
         """The taste in words."""
         return ", ".join(ATTRIBUTES[name][weight < 0] for name, weight in self.weights.items() if weight)
 
 
-def tastes(key: Key, clients: int = 6, *, shared: float = 1.5, conflict: float = 1.0) -> dict[str, Taste]:
+def tastes(key: Key, clients: int = 6) -> dict[str, Taste]:
     """Draw tastes that agree on warmth and cancel on every other attribute.
 
-    Args:
-        key: draws the signs of the weights.
-        clients: the number of clients. If it is even, the weights of each conflicting attribute sum to zero.
-        shared: the weight of warmth, for all clients.
-        conflict: the weight of each other attribute. It is positive for one half of the clients and negative
-            for the other half.
+    The weight of warmth is 1.5 for all clients. That of each other attribute is +1 for one half of the
+    clients and −1 for the other half.
 
     >>> crowd = tastes(Key(0), 6).values()
     >>> {name: sum(taste.weights[name] for taste in crowd) for name in ("warmth", "tone")}
@@ -135,9 +108,7 @@ def tastes(key: Key, clients: int = 6, *, shared: float = 1.5, conflict: float =
         if name != SHARED
     }
     return {
-        client: Taste(
-            client, {SHARED: shared, **{name: conflict * float(sign[k]) for name, sign in signs.items()}}
-        )
+        client: Taste(client, {SHARED: 1.5, **{name: float(sign[k]) for name, sign in signs.items()}})
         for k, client in enumerate(names)
     }
 
@@ -169,33 +140,14 @@ def corpus(key: Key, texts: int) -> Iterator[str]:
         yield prompt + _response(generator, topic)
 
 
-def generate(
-    key: Key,
-    *,
-    clients: int = 6,
-    train: int = 64,
-    test: int = 64,
-    temperature: float = 1.0,
-    shared: float = 1.5,
-    conflict: float = 1.0,
-) -> list[Record]:
-    """Labelled pairs of all clients.
+def generate(key: Key, *, clients: int = 6, train: int, test: int) -> list[Record]:
+    """Labelled pairs of all clients, ``train`` and ``test`` of them per client.
 
-    Args:
-        key: draws tastes, pairs and labels.
-        clients: the number of clients.
-        train: the number of training pairs per client.
-        test: the number of test pairs per client.
-        temperature: the temperature of the labels. Higher temperatures give more noise.
-        shared: as in :func:`tastes`.
-        conflict: as in :func:`tastes`.
-
-    Returns:
-        Records. Their ``extra`` holds the utilities of both responses to the client, ``utility_chosen`` and
-        ``utility_rejected``. The margin is the difference of the two, which is never zero.
+    Their ``extra`` holds the utilities of both responses to the client, ``utility_chosen`` and
+    ``utility_rejected``. The margin is the difference of the two, which is never zero.
     """
     records = []
-    for client, taste in tastes(key, clients, shared=shared, conflict=conflict).items():
+    for client, taste in tastes(key, clients).items():
         here = key.at("client", client)
         generator = here.at("pairs").numpy()
         for index in range(train + test):
@@ -204,7 +156,7 @@ def generate(
             while utility(first, taste) == utility(second, taste):
                 second = _response(generator, topic)
             gap = utility(first, taste) - utility(second, taste)
-            first_wins = generator.random() < 1.0 / (1.0 + math.exp(-gap / temperature))
+            first_wins = generator.random() < 1.0 / (1.0 + math.exp(-gap))
             chosen, rejected = (first, second) if first_wins else (second, first)
             split: Split = "train" if index < train else "test"
             records.append(
@@ -241,10 +193,10 @@ def oracle_accuracy(records: Iterable[Record]) -> float:
     return sum(correct) / len(correct)
 
 
-def write(folder: Path, records: Sequence[Record]) -> dict[Split, Path]:
+def write(folder: Path, records: Sequence[Record]) -> None:
     """Write records to a file per split in a folder: ``train.jsonl``, ``test.jsonl``, ``validation.jsonl``.
 
-    Returns the path of each split. The rows have the columns prompt, chosen, rejected, margin, client,
+    The rows have the columns prompt, chosen, rejected, margin, client,
     category, utility_chosen and utility_rejected.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -253,11 +205,8 @@ def write(folder: Path, records: Sequence[Record]) -> dict[Split, Path]:
         row = json.loads(record.to_json())
         row |= row.pop("extra", {})
         parts.setdefault(row.pop("split", "train"), []).append(json.dumps(row, ensure_ascii=False) + "\n")
-    paths: dict[Split, Path] = {}
     for split, lines in parts.items():
-        paths[split] = folder / f"{split}.jsonl"
-        files.write(paths[split], "".join(lines).encode())
-    return paths
+        files.write(folder / f"{split}.jsonl", "".join(lines).encode())
 
 
 def _prompt(generator: np.random.Generator) -> tuple[str, str]:

@@ -8,8 +8,6 @@ from typing import Any, Literal, Protocol
 from prefed.data.errors import DataError, RowError
 from prefed.data.record import Message, Prompt
 
-__all__ = ["Template", "Tokenizer", "dialogue"]
-
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
@@ -42,10 +40,6 @@ class Template:
     template, up to and including the mark that opens the assistant's turn. Its responses end with the mark
     that closes a turn. Without a chat template a conversation takes the Human/Assistant form. There a
     response begins with a blank.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        kind: ``auto``, ``chat`` or ``dialogue`` as in ``data.template``.
 
     Raises:
         DataError: ``kind`` is ``chat`` and the tokenizer has no chat template.

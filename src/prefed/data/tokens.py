@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.data.errors import DataError, RowLocation
+from prefed.data.errors import DataError
 from prefed.data.record import Record
-
-__all__ = ["Ids", "Pair", "TokenSet"]
 
 Ids: TypeAlias = NDArray[np.int32]
 
@@ -53,24 +50,11 @@ class Pair(NamedTuple):
     rejected: Ids
 
 
-class _Reader:
-    """Reads ranges of a file. Several threads or forked processes may do so at once."""
-
-    def __init__(self, path: Path) -> None:
-        self._stream: BinaryIO = path.open("rb", buffering=0)
-        self._lock = threading.Lock()
-
-    def __call__(self, start: int, size: int) -> bytes:
-        # The file is not mapped: pages of a mapped file count as memory of the process once they are touched.
-        if hasattr(os, "pread"):
-            return os.pread(self._stream.fileno(), size, start)
-        with self._lock:
-            self._stream.seek(start)
-            return self._stream.read(size)
-
-
 class TokenSet:
-    """Tokenised preference pairs in a folder. Pairs are read from disk when they are used.
+    """The tokenised preference pairs that a :class:`TokenWriter` finished in a folder.
+
+    Pairs are read from disk when they are used. The sizes of the files are checked;
+    :meth:`prefed.data.FederatedDataset.open` checks their contents.
 
     Attributes:
         lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
@@ -83,6 +67,9 @@ class TokenSet:
         orientations: ``uint8 [n]``, 1 where chosen comes before rejected in alphabetical order. Two rows with
             equal ``pairs`` and different orientations contradict each other.
         fingerprint: SHA-256 over all tokens, texts and flips. Equal fingerprints mean equal data.
+
+    Raises:
+        DataError: the folder holds no set, the set is of another version, or a file has a wrong size.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,9 +79,7 @@ class TokenSet:
         except FileNotFoundError:
             raise DataError(f"{folder} holds no tokenised data ({MANIFEST} is missing)") from None
         except ValueError as error:
-            raise DataError(
-                f"{folder / MANIFEST} is damaged ({error}); delete {folder} to have it made again"
-            ) from error
+            raise self._damaged(MANIFEST, error) from error
         if manifest["version"] != VERSION:
             raise DataError(f"{folder} was written in another version ({manifest['version']}) of the format")
         self._length = int(manifest["pairs"])
@@ -107,26 +92,16 @@ class TokenSet:
         self.categories: NDArray[np.int32] = self._column("categories")
         self.flipped: NDArray[np.uint8] = self._column("flipped")
         self.orientations: NDArray[np.uint8] = self._column("orientations")
-        self._files: tuple[str, ...] = tuple(manifest["files"])
-        self._sources: NDArray[np.int32] = self._column("sources")
-        self._rows: NDArray[np.int32] = self._column("rows")
         self._offsets: NDArray[np.int64] = self._column("offsets")
         self._lines: NDArray[np.int64] = self._column("lines")
+        for name in ("sources", "rows"):
+            self._column(name)
         self._check_size(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
         self._check_size(RECORDS, int(self._lines[-1]) if self._length else 0)
-        self._ids = _Reader(folder / IDS)
-        self._records = _Reader(folder / RECORDS)
-
-    @classmethod
-    def open(cls, folder: Path) -> TokenSet:
-        """Open the set that a :class:`TokenWriter` finished in ``folder``.
-
-        This checks the sizes of the files. :meth:`prefed.data.FederatedDataset.open` checks their contents.
-
-        Raises:
-            DataError: the folder holds no set, the set is of another version, or a file has a wrong size.
-        """
-        return cls(Path(folder))
+        # Neither is mapped: pages of a mapped file count as memory of the process once they are touched.
+        # Several threads or forked processes may read at once, each from a position of its own (pread).
+        self._ids = (folder / IDS).open("rb", buffering=0)
+        self._records = (folder / RECORDS).open("rb", buffering=0)
 
     @classmethod
     def empty(cls) -> TokenSet:
@@ -143,10 +118,12 @@ class TokenSet:
         path = self.folder / name
         actual = path.stat().st_size if path.exists() else 0
         if actual != size:
-            raise DataError(
-                f"{path} is damaged ({actual:,} bytes in the place of {size:,}); "
-                f"delete {self.folder} to have it made again"
-            )
+            raise self._damaged(name, f"{actual:,} bytes in the place of {size:,}")
+
+    def _damaged(self, name: str, problem: object) -> DataError:
+        return DataError(
+            f"{self.folder / name} is damaged ({problem}); delete {self.folder} to have it made again"
+        )
 
     def _column(self, name: str, width: int = 1) -> Any:
         path = column_path(self.folder, name)
@@ -157,9 +134,7 @@ class TokenSet:
         try:
             return np.memmap(path, dtype=COLUMNS[name], mode="r", shape=(count,))
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path} is damaged ({error}); delete {self.folder} to have it made again"
-            ) from error
+            raise self._damaged(path.name, error) from error
 
     def __len__(self) -> int:
         return self._length
@@ -174,7 +149,9 @@ class TokenSet:
         index = self._check_index(index)
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         # A copy: an array over bytes is read-only, and torch warns about those.
-        ids: Ids = np.frombuffer(self._ids(4 * start, 4 * (stop - start)), dtype="<i4").astype(np.int32)
+        ids: Ids = np.frombuffer(
+            os.pread(self._ids.fileno(), 4 * (stop - start), 4 * start), dtype="<i4"
+        ).astype(np.int32)
         prompt, chosen, rejected = (int(n) for n in self.lengths[index])
         if self.flipped[index]:
             return Pair(ids[:prompt], ids[prompt + rejected :], ids[prompt : prompt + rejected])
@@ -184,10 +161,5 @@ class TokenSet:
         """The record of one pair, read from disk. Its responses are swapped where the row is flipped."""
         index = self._check_index(index)
         start, stop = int(self._lines[index]), int(self._lines[index + 1])
-        record = Record.from_json(self._records(start, stop - start))
+        record = Record.from_json(os.pread(self._records.fileno(), stop - start, start))
         return record.swapped() if self.flipped[index] else record
-
-    def location(self, index: int) -> RowLocation:
-        """The file and row that a pair was read from."""
-        index = self._check_index(index)
-        return RowLocation(self._files[self._sources[index]], int(self._rows[index]))

@@ -18,8 +18,6 @@ from prefed.data.record import Record
 from prefed.data.templates import Template, Tokenizer, start_tokens
 from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, column_path
 
-__all__ = ["TokenWriter", "tokenizer_digest"]
-
 _BATCH = 256
 
 
@@ -204,11 +202,10 @@ class TokenWriter:
         columns["rows"].append(location.row)
 
     def column(self, name: str) -> NDArray[Any]:
-        """A column of :class:`TokenSet`, up to the last row that was flushed."""
+        """The values of a column of :class:`TokenSet`, up to the last row that was flushed."""
         if not self._columns[name].closed:
             self._columns[name].flush()
-        values = np.fromfile(column_path(self._folder, name), dtype=COLUMNS[name])
-        return values.reshape(-1, 3) if name == "lengths" else values
+        return np.fromfile(column_path(self._folder, name), dtype=COLUMNS[name])
 
     def finish(self, flipped: NDArray[np.bool_] | None = None) -> str:
         """Write the columns and the manifest. Returns the fingerprint.
@@ -222,22 +219,15 @@ class TokenWriter:
         self.flush()
         self._long.raise_if_any()
         self.close()
+        paths = {name: column_path(self._folder, name) for name in COLUMNS}
         if flipped is not None and flipped.any():
-            lengths = self.column("lengths")
+            lengths = self.column("lengths").reshape(-1, 3)
             lengths[flipped] = lengths[flipped][:, [0, 2, 1]]
-            flips = flipped.astype(np.uint8)
-            for name, values in (
-                ("lengths", lengths),
-                ("flipped", flips),
-                ("orientations", self.column("orientations") ^ flips),
-            ):
-                values.tofile(column_path(self._folder, name))
-        self._hash.update(column_path(self._folder, "flipped").read_bytes())
-        for path in (
-            *(column_path(self._folder, name) for name in COLUMNS),
-            self._folder / IDS,
-            self._folder / RECORDS,
-        ):
+            lengths.tofile(paths["lengths"])
+            flipped.astype(np.uint8).tofile(paths["flipped"])
+            (self.column("orientations") ^ flipped).tofile(paths["orientations"])
+        self._hash.update(paths["flipped"].read_bytes())
+        for path in (*paths.values(), self._folder / IDS, self._folder / RECORDS):
             files.sync(path)
         fingerprint = self._hash.hexdigest()
         manifest = {

@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = [
-    "comparison_table",
-    "differences",
-    "differences_table",
-    "disagreements",
-    "labels",
-    "print_comparison",
-    "reward_table",
-]
-
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
     """A short name for each run, no two alike: the directory's, with as many parents as it takes."""

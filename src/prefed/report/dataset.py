@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from prefed.core.text import printable
 from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
-
-__all__ = ["print_dataset_statistics"]
+from prefed.report.tables import literal, new_table
 
 _MOST_CLIENTS = 40
 """The largest number of clients that the table lists."""
-_MIN_WIDTH = {"client": 10, "prompt": 9, "response": 9, "category": 10}
+_MIN_WIDTH = {"prompt": 9, "response": 9, "category": 10}
 """Columns that may fold, and their least widths."""
 _LEFT_OUT = {
     "read": "rows read",
@@ -36,20 +32,14 @@ _LEFT_OUT = {
 
 def print_dataset_statistics(statistics: DatasetStatistics, console: Console) -> None:
     """Print a table with one line per client (the first 40), then a table of the whole dataset."""
-    table = Table(
-        title=f"{len(statistics.clients)} clients",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-        caption="prompt, response: tokens, median/95%/largest. "
-        "JSD: distance from all clients together, 0 to 1.",
+    table = new_table(f"{len(statistics.clients)} clients", "client")
+    table.caption = (
+        "prompt, response: tokens, median/95%/largest. JSD: distance from all clients together, 0 to 1."
     )
-    columns = "client", "train", "val.", "test", "prompt", "response", "category", "JSD\ncat.", "JSD\ntok."
-    for name in columns:
+    for name in ("train", "val.", "test", "prompt", "response", "category", "JSD\ncat.", "JSD\ntok."):
         table.add_column(
             name,
-            justify="left" if name in ("client", "category") else "right",
+            justify="left" if name == "category" else "right",
             overflow="fold",
             min_width=_MIN_WIDTH.get(name),
             no_wrap=name not in _MIN_WIDTH,
@@ -69,13 +59,13 @@ def print_dataset_statistics(statistics: DatasetStatistics, console: Console) ->
 
 def _client_row(client: ClientStatistics) -> list[str]:
     return [
-        escape(printable(client.id)) + (" (flipped)" if client.flipped else ""),
+        literal(client.id) + (" (flipped)" if client.flipped else ""),
         f"{client.train:,}",
         f"{client.validation:,}",
         f"{client.test:,}",
         _quantiles(client.prompt),
         _quantiles(client.response),
-        escape(printable(_largest(client.categories))),
+        literal(_largest(client.categories)),
         "–" if client.category_distance is None else f"{client.category_distance:.2f}",
         f"{client.token_distance:.2f}",
     ]

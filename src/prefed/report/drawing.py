@@ -13,36 +13,17 @@ from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prefed import files
-from prefed.core.text import printable, size
+from prefed.core.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-
-__all__ = [
-    "BARS",
-    "DARK",
-    "LIGHT",
-    "Theme",
-    "canvas",
-    "color_of",
-    "draw_bars",
-    "draw_distributions",
-    "draw_line",
-    "file_format",
-    "legend",
-    "percent_axis",
-    "round_axis",
-    "save",
-    "short_name",
-    "size_axis",
-    "svg",
-]
 
 BARS = 40
 """Clients that get a bar of their own at most; of more, the distribution is drawn."""
@@ -228,7 +209,7 @@ def draw_bars(axes: Axes, clients: Sequence[str], groups: Sequence[Group]) -> No
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, 1.06)
     axes.set_xlabel("share of pairs ordered rightly")
-    percent_axis(axes, "x")
+    percent_axis(axes.xaxis)
 
 
 def draw_distributions(axes: Axes, groups: Sequence[Group]) -> None:
@@ -238,8 +219,8 @@ def draw_distributions(axes: Axes, groups: Sequence[Group]) -> None:
         shares = np.arange(1, len(values) + 1) / len(values)
         axes.step(values, shares, where="post", color=color, label=label)
     axes.set(xlabel="share of pairs ordered rightly", ylabel="clients with at most so much")
-    percent_axis(axes, "x")
-    percent_axis(axes, "y")
+    percent_axis(axes.xaxis)
+    percent_axis(axes.yaxis)
 
 
 def short_name(name: str, most: int = 28) -> str:
@@ -262,17 +243,6 @@ def round_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def percent_axis(axes: Axes, which: Literal["x", "y"]) -> None:
+def percent_axis(axis: Axis) -> None:
     """Shares as percentages along an axis."""
-    from matplotlib.ticker import FuncFormatter
-
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
-
-
-def size_axis(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Numbers of bytes along an axis."""
-    from matplotlib.ticker import FuncFormatter
-
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")

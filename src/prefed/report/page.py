@@ -1,27 +1,34 @@
 """One HTML page about a run: it loads nothing, runs nothing, and reads on a light or a dark screen.
 
-This file prepares the values; ``templates/run.html`` decides how they look.
+This file prepares the values; ``templates/run.html`` decides how they look. A template cannot be given text
+that changes the page. Jinja escapes every value for HTML, and writes out the control characters that names
+from elsewhere may have.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from prefed import files
-from prefed.core.text import duration, pluralize, size
+from prefed.core.text import duration, pluralize, printable_lines, size
 from prefed.methods import METHODS
 from prefed.metrics import flat_loss_warning, spread
 from prefed.report import plots
-from prefed.report.rendering import Plot, Table, plot, render_template
+from prefed.report.drawing import DARK, LIGHT, Theme, svg
 from prefed.report.tables import SPREAD, UNSEEN, setting, unseen_rows
 from prefed.runs.figures import REWARDED
 from prefed.runs.record import RunRecord
 
-__all__ = ["render", "write_page"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROWS = 500
 """Rows that a table of clients or rounds has at most."""
@@ -34,6 +41,25 @@ NUMBERS = {
 """Figures of an evaluation that are no shares, and what they mean."""
 
 Facts = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot for both kinds of screen. ``light`` and ``dark`` are addresses that hold the image itself."""
+
+    light: str
+    dark: str
+    alt: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. ``heads`` are those of all columns; each row has a name and the cells that follow it."""
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
 
 
 def write_page(run: RunRecord, path: Path) -> None:
@@ -52,7 +78,7 @@ def render(run: RunRecord) -> str:
     clients = pluralize(run.judged, "client", "clients")
     method = {name: value for name, value in run.config["method"].items() if not isinstance(value, dict)}
     settings = [(name, [setting(value)]) for name, value in method.items()]
-    return render_template(
+    return _render_template(
         "run.html",
         name=run.name,
         method=run.method,
@@ -126,19 +152,19 @@ def _curves(run: RunRecord) -> list[Plot]:
     elif means:
         text += f"The mean over clients ends at {means[-1]:.1%}."
     caption = "Round 0 is the untouched model. The worst client may be another one in each round."
-    curves = [plot(partial(plots.accuracy, run), text, caption)]
+    curves = [_plot(partial(plots.accuracy, run), text, caption)]
     _, losses = run.curve("loss")
     if losses:
         text = f"Training loss over rounds, from {losses[0]:.4g} to {losses[-1]:.4g}."
         caption = "Loss on the clients' training batches, weighted by their numbers of pairs."
-        curves.append(plot(partial(plots.loss, run), text, caption))
+        curves.append(_plot(partial(plots.loss, run), text, caption))
     ends = {name: run.curve(name)[1] for name in REWARDED if name in run.figures}
     if ends:
         text = "; ".join(
             f"{run.figures[name].label} ends at {values[-1]:.1%}" for name, values in ends.items() if values
         )
         caption = "The explicit reward head, means over clients; what each figure means is said below."
-        curves.append(plot(partial(plots.reward_head, run), f"{text}.", caption))
+        curves.append(_plot(partial(plots.reward_head, run), f"{text}.", caption))
     return curves
 
 
@@ -155,18 +181,12 @@ def _rounds(run: RunRecord) -> Table:
     return Table(f"{more}Means over clients where they were measured.", heads, rows)
 
 
-def _ranking(run: RunRecord) -> list[str]:
-    """The judged clients, the least accurate first."""
-    accuracies = run.figures["preference_accuracy"].values["per_client"]
-    return sorted(run.clients, key=lambda client: accuracies[client])
-
-
 def _clients_plot(run: RunRecord) -> Plot:
-    ranking, accuracies = _ranking(run), run.figures["preference_accuracy"].values["per_client"]
+    ranking, accuracies = plots.ranking(run), run.figures["preference_accuracy"].values["per_client"]
     text = f"{len(ranking):,} clients; lowest {ranking[0]} with {accuracies[ranking[0]]:.1%}, "
     text += f"highest {ranking[-1]} with {accuracies[ranking[-1]]:.1%}."
     caption = f"Share of each client's {run.split} pairs that its model orders rightly, lowest first."
-    return plot(partial(plots.clients, run), text, caption)
+    return _plot(partial(plots.clients, run), text, caption)
 
 
 def _fairness(run: RunRecord) -> Table:
@@ -187,7 +207,7 @@ def _unseen(run: RunRecord) -> Table | None:
 
 
 def _clients(run: RunRecord) -> Table:
-    ranking, figures = _ranking(run), run.figures.values()
+    ranking, figures = plots.ranking(run), run.figures.values()
     rows = []
     for client in ranking[:ROWS]:
         pairs = run.pairs(client)
@@ -220,7 +240,7 @@ def _blocks(run: RunRecord) -> list[tuple[str, Plot, Table]]:
         more = more if clients > ROWS else ""
         table = Table(f"By block.{more}", ["client", *map(str, profile.blocks)], rows)
         text = f"{label}, means over {clients:,} clients: {text}."
-        blocks.append((label, plot(draw, text, caption), table))
+        blocks.append((label, _plot(draw, text, caption), table))
     return blocks
 
 
@@ -244,7 +264,7 @@ def _costs(run: RunRecord) -> Facts:
 def _costs_plot(run: RunRecord) -> Plot:
     traffic = run.summary["bytes"]
     text = f"In all {size(traffic['up'])} went up and {size(traffic['down'])} down."
-    return plot(partial(plots.cost, run), text, "Bytes are those of the messages as sent.")
+    return _plot(partial(plots.cost, run), text, "Bytes are those of the messages as sent.")
 
 
 def _own_figures(run: RunRecord) -> Plot | None:
@@ -252,7 +272,7 @@ def _own_figures(run: RunRecord) -> Plot | None:
         return None
     curves = ((name.replace("_", " "), run.curve(name)[1]) for name in run.own_figures)
     ends = [f"{name} from {values[0]:.4g} to {values[-1]:.4g}" for name, values in curves if values]
-    return plot(partial(plots.figures, run), "; ".join(ends[:12]) + ".")
+    return _plot(partial(plots.figures, run), "; ".join(ends[:12]) + ".")
 
 
 def _versions(run: RunRecord) -> Facts:
@@ -272,3 +292,32 @@ def _meanings(run: RunRecord) -> Facts:
 
 def _number(value: Any, form: str = ".3f") -> str:
     return format(value, form) if isinstance(value, int | float) else ""
+
+
+def _plot(draw: Callable[[Theme], Figure], alt: str, caption: str = "") -> Plot:
+    """Draw a plot for both kinds of screen."""
+    light, dark = (base64.b64encode(svg(draw, theme).encode()).decode() for theme in (LIGHT, DARK))
+    return Plot(f"data:image/svg+xml;base64,{light}", f"data:image/svg+xml;base64,{dark}", alt, caption)
+
+
+def _render_template(template: str, /, **values: Any) -> str:
+    """The page that a template makes of ``values``. It is an error if the template needs another value."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("prefed.report"),
+        autoescape=True,
+        finalize=_visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _visible(value: Any) -> Any:
+    """Jinja calls this with every value of a page before it escapes it. Macros give markup, which stays."""
+    return printable_lines(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

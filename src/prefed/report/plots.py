@@ -12,22 +12,16 @@ from prefed.core.text import size
 from prefed.report.comparison import disagreements, labels
 from prefed.report.drawing import (
     BARS,
-    DARK,
-    LIGHT,
     Theme,
     canvas,
     color_of,
     draw_bars,
     draw_distributions,
     draw_line,
-    file_format,
     legend,
     percent_axis,
     round_axis,
-    save,
     short_name,
-    size_axis,
-    svg,
 )
 from prefed.runs.figures import REWARDED, Profile
 from prefed.runs.record import RunRecord
@@ -35,23 +29,6 @@ from prefed.runs.record import RunRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = [
-    "DARK",
-    "LIGHT",
-    "Theme",
-    "accuracy",
-    "blocks",
-    "clients",
-    "comparison",
-    "cost",
-    "figures",
-    "file_format",
-    "loss",
-    "reward_head",
-    "save",
-    "svg",
-]
 
 CELLS = 400
 """A heat map of more cells has no numbers in them."""
@@ -116,6 +93,12 @@ def blocks(run: RunRecord, name: str, theme: Theme) -> Figure:
     return figure
 
 
+def ranking(run: RunRecord) -> list[str]:
+    """The judged clients, the least accurate first."""
+    accuracies = run.figures["preference_accuracy"].values["per_client"]
+    return sorted(run.clients, key=lambda client: accuracies[client])
+
+
 def clients(run: RunRecord, theme: Theme) -> Figure:
     """Every judged client before and after; of more than :data:`BARS`, the distribution of accuracies."""
     colors = {
@@ -130,8 +113,7 @@ def clients(run: RunRecord, theme: Theme) -> Figure:
         draw_distributions(axes, groups)
         legend(axes)
         return plot
-    accuracies = figures["preference_accuracy"].values["per_client"]
-    order = sorted(run.clients, key=lambda client: accuracies[client])
+    order = ranking(run)
     plot, (axes,) = canvas(7.2, 0.9 + (0.16 + 0.16 * len(groups)) * len(order))
     draw_bars(axes, order, groups)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(groups))
@@ -146,7 +128,7 @@ def cost(run: RunRecord, theme: Theme) -> Figure:
         sums = [0.0, *np.cumsum(values).tolist()]
         draw_line(left, [0, *rounds], sums, color=color, style="-" if label == "up" else "--", label=label)
     left.set(xlabel="round", title="sent so far")
-    size_axis(left, "y")
+    left.yaxis.set_major_formatter(lambda value, _: size(value))
     legend(left)
     draw_line(right, *run.curve("seconds"), color=theme.lines[2])
     right.set(xlabel="round", title="seconds a round")
@@ -224,12 +206,12 @@ def _traffic(axes: Axes, runs: Sequence[RunRecord], names: Sequence[str], colors
     axes.set_xlim(left=0)
     axes.set_title("what travelled")
     axes.grid(visible=False)
-    size_axis(axes, "x")
+    axes.xaxis.set_major_formatter(lambda value, _: size(value))
 
 
 def _share_over_rounds(axes: Axes, label: str) -> None:
     axes.set(xlabel="round", ylabel=label)
-    percent_axis(axes, "y")
+    percent_axis(axes.yaxis)
     round_axis(axes)
 
 

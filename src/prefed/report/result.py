@@ -1,4 +1,4 @@
-"""A run that has just finished, on the terminal."""
+"""A run that has just finished, and a finished run whose models are evaluated again, on the terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import pluralize, size
-from prefed.metrics import small_clients_note
-from prefed.report.tables import literal, lowest_clients
-from prefed.runs.figures import profiles_of
+from prefed.metrics import MEAN_METRICS, small_clients_note
+from prefed.report.tables import clients_table, literal, lowest_clients, unseen_table
+from prefed.runs.figures import REWARDED, figures_of, profiles_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["print_result"]
+    from prefed.runs.evaluate import Evaluation
 
 
 def print_result(
@@ -22,10 +22,8 @@ def print_result(
 ) -> None:
     """Each client before and after, what a reader should know, and what the run cost.
 
-    Args:
-        summary: what ``summary.json`` holds.
-        console: where to write.
-        more: further columns, each shaped as ``preference_accuracy`` is in the summary.
+    ``summary`` is what ``summary.json`` holds. ``more`` are further columns, each shaped as
+    ``preference_accuracy`` is in the summary.
     """
     console.print(_clients(summary, more or {}, narrow=console.width < 100))
     if summary["left_out"]:
@@ -85,3 +83,25 @@ def _clients(summary: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]], 
     for name, key in (("mean", "mean"), ("worst client", "worst"), ("worst tenth", "worst_decile")):
         table.add_row(name, "", *(f"{values[key]:.3f}" for values in columns.values()), style="bold")
     return table
+
+
+def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> None:
+    """Each client's figures, those of clients that never took part, and what a reader should know."""
+    if evaluation.figures:
+        figures = {n: figure for n, figure in figures_of(evaluation.figures).items() if n not in MEAN_METRICS}
+        usual = [figure for n, figure in figures.items() if n not in REWARDED]
+        title = f"{name}: share of {evaluation.what} ordered rightly"
+        console.print(clients_table(title, usual, evaluation.pairs.get))
+        rewarded = [figures[n] for n in ("preference_accuracy", *REWARDED) if n in figures]
+        if len(rewarded) > 1:
+            title = f"{name}: with the reward head"
+            console.print(clients_table(title, rewarded, evaluation.pairs.get))
+        margin, loss = evaluation.figures["margin"], evaluation.figures["dpo_loss"]
+        console.print(f"mean margin {margin['mean']:.3f} nats, mean DPO loss {loss['mean']:.4f}")
+        if "explicit_margin" in evaluation.figures:
+            explicit = evaluation.figures["explicit_margin"]["mean"]
+            console.print(f"mean margin of the reward head {explicit:.3f}")
+    if evaluation.unseen:
+        console.print(unseen_table(evaluation.unseen))
+    for note in evaluation.notes:
+        console.print(note, markup=False, soft_wrap=True)

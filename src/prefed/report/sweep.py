@@ -10,8 +10,6 @@ from typing import Any
 from prefed import files
 from prefed.runs.sweep import Entry, flat
 
-__all__ = ["keep", "markdown"]
-
 SELECTED = "best round, selected on test"
 FEW = 5
 """Clients whose own figures are printed at most."""
@@ -24,7 +22,6 @@ COLUMNS = (
     ("with the reward head", "combined_accuracy.mean"),
     ("reward head alone", "explicit_accuracy.mean"),
 )
-UNTOUCHED = {"preference_accuracy": "baseline_accuracy"}
 
 Outcome = Mapping[str, Any]
 """What a table keeps of a finished cell: see :class:`prefed.runs.sweep.Entry`."""
@@ -33,10 +30,7 @@ Outcome = Mapping[str, Any]
 def keep(entry: Entry, cells: Sequence[str], outcome: Outcome) -> None:
     """Put a finished cell into ``TABLE.json`` and ``TABLE.md``, in the place of an older one.
 
-    Args:
-        entry: the cell.
-        cells: the names of all cells of its table, in the table's order.
-        outcome: what the table keeps of the cell.
+    ``cells`` are the names of all cells of its table, in the table's order.
     """
     file = entry.folder.with_name(f"{entry.folder.name}.json")
     before = json.loads(file.read_text("utf-8")) if file.exists() else []
@@ -44,24 +38,13 @@ def keep(entry: Entry, cells: Sequence[str], outcome: Outcome) -> None:
     rows = [outcomes[cell] for cell in cells if cell in outcomes]
     file.parent.mkdir(parents=True, exist_ok=True)
     files.write(file, json.dumps(rows, indent=1).encode())
-    paper = ": ".join(filter(None, (entry.table.source, entry.table.figures)))
-    files.write(entry.folder.with_name(f"{entry.folder.name}.md"), markdown(rows, paper).encode())
-
-
-def markdown(outcomes: Sequence[Outcome], paper: str) -> str:
-    """The finished cells of a table as Markdown.
-
-    Args:
-        outcomes: the cells.
-        paper: where the paper's figures are from and what they are.
-    """
-    best = [each for each in outcomes if "lr" in each]
-    own = [each for each in outcomes if "lr" not in each]
+    best = [each for each in rows if "lr" in each]
+    own = [each for each in rows if "lr" not in each]
     parts = [_best_rate_table(best)] if best else []
     parts += [_own_rate_table(own)] if own else []
-    if any("paper" in each for each in outcomes):
-        parts.append(f"paper: {paper}\n")
-    return "\n".join(parts)
+    if any("paper" in each for each in rows):
+        parts.append(f"paper: {': '.join(filter(None, (entry.table.source, entry.table.figures)))}\n")
+    files.write(file.with_suffix(".md"), "\n".join(parts).encode())
 
 
 def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
@@ -74,9 +57,8 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns)]
     first = ["untouched model", "", "", *("" for _ in paper)]
     for _, key in columns:
-        accuracy, _, figure = key.partition(".")
-        before = UNTOUCHED.get(accuracy)
-        first.append(_spread(outcomes[0][f"{before}.{figure}"]) if before else "")
+        before = key.replace("preference_accuracy", "baseline_accuracy")
+        first.append("" if before == key else _spread(outcomes[0][before]))
     lines = [[*first, "", ""]]
     for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
         figures = [_spread(each[key]) if each[key] else "" for _, key in columns]

@@ -12,19 +12,6 @@ from prefed.runs.figures import Figure
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "SHOWN",
-    "SPREAD",
-    "UNSEEN",
-    "clients_table",
-    "literal",
-    "lowest_clients",
-    "new_table",
-    "setting",
-    "unseen_rows",
-    "unseen_table",
-]
-
 SHOWN = 40
 """Clients or settings that a table lists at most."""
 
@@ -56,9 +43,6 @@ def setting(value: Any) -> str:
 
 def lowest_clients(values: Mapping[str, float]) -> tuple[list[str], str]:
     """The clients that a table lists: all by name, or of many the lowest :data:`SHOWN`, lowest first.
-
-    Args:
-        values: client → value.
 
     Returns:
         The clients, and what a last row says of the others; empty if there are none.
@@ -106,11 +90,7 @@ UNSEEN = ("clients", "mean", "worst", "worst tenth")
 
 
 def unseen_rows(unseen: Mapping[str, FederatedMetric]) -> list[tuple[str, list[str]]]:
-    """How clients that never took part do after so many local steps.
-
-    Args:
-        unseen: number of steps → accuracy over those clients.
-    """
+    """How clients that never took part do: number of local steps → accuracy over those clients, as text."""
     rows = []
     for steps, accuracy in unseen.items():
         figures = (accuracy["mean"], accuracy["worst"], accuracy["worst_decile"])

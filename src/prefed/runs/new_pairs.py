@@ -84,7 +84,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
         writer.finish(np.isin(owners, [k for k, name in enumerate(clients) if name in flipped]))
     finally:
         writer.close()
-    tokens = TokenSet.open(folder)
+    tokens = TokenSet(folder)
     rows = {EVERYBODY: np.arange(len(owners))}
     if groups is not None:
         rows = {clients[k]: np.flatnonzero(owners == k) for k in np.unique(owners)}

@@ -12,8 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from prefed.core import Callback
 from prefed.core.text import printable, size
 
-__all__ = ["Terminal", "stdout_console"]
-
 PIPE_WIDTH = 120
 """Columns of an output that is no terminal, such as a pipe or a log: tables with long names fit."""
 
@@ -27,11 +25,7 @@ def stdout_console() -> Console:
 
 
 class Terminal(Callback):
-    """Shows how a run goes on.
-
-    Args:
-        console: where to write; standard output if left out.
-    """
+    """Shows how a run goes on, on standard output if no console is given."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or stdout_console()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefed.data.config import Columns, DataConfig, Source
@@ -19,14 +19,7 @@ __all__ = ["FORMATS", "Format", "ReadCounts", "read_records", "source_digests"]
 
 @dataclass
 class ReadCounts:
-    """Counts of rows while they are read.
-
-    Attributes:
-        read: all rows.
-        identical: rows left out because both responses are the same.
-        ties: rows left out because the source prefers neither response.
-        prefixes: pairs whose responses repeated the prompt; the repetition was removed.
-    """
+    """Counts of rows while they are read; :class:`~prefed.data.RowCounts` says what they are."""
 
     read: int = 0
     identical: int = 0
@@ -44,20 +37,16 @@ def read_records(
 ) -> Iterator[tuple[Record, RowLocation]]:
     """The preference pairs of one source, in its order.
 
-    Args:
-        source: a file, a folder or a hub set.
-        config: gives format, columns, encoding and the number of rows where the source does not.
-        role: ``train``, ``validation`` or ``test``. It names the hub split where the source names none.
-        name: the source's name. It becomes the domain of rows that have no domain of their own.
-        errors: takes the rows that are not a pair.
-        counts: counts the rows.
+    ``config`` gives format, columns, encoding and the number of rows where the source does not. ``role``
+    names the hub split where the source names none. ``name``, that of the source, becomes the domain of rows
+    that have no domain of their own. ``errors`` takes the rows that are not a pair.
 
     Raises:
         DataError: the source cannot be read, or the format of its rows is unknown.
     """
     setting = _format_setting(source, config)
     form, file = setting, None
-    spellings = _SpellingCheck.of(source, config)
+    spellings = _SpellingCheck(source, config)
     for count, (row, location) in enumerate(_read_rows(source, config, role, setting, errors)):
         if config.rows is not None and count >= config.rows:
             return
@@ -86,21 +75,16 @@ def read_records(
             yield record, location
 
 
-@dataclass
 class _SpellingCheck:
     """Refuses two spellings of one name, such as 3 and "3", in the partition's column of a file."""
 
-    column: str | None
-    _file: str = ""
-    _first: dict[str, tuple[str | int | float, int]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, source: Source, config: DataConfig) -> _SpellingCheck:
-        column: str | None = getattr(config.partition, "column", None)
+    def __init__(self, source: Source, config: DataConfig) -> None:
+        self.column: str | None = getattr(config.partition, "column", None)
         columns = source.columns or config.columns
-        if columns is not None and column is not None and column in Columns.model_fields:
-            column = getattr(columns, column)
-        return cls(column)
+        if columns is not None and self.column in Columns.model_fields:
+            self.column = getattr(columns, self.column)
+        self._file = ""
+        self._first: dict[str, tuple[str | int | float, int]] = {}
 
     def check(self, row: files.Row, location: RowLocation) -> None:
         """Check one row.

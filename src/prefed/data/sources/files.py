@@ -16,8 +16,6 @@ from typing import Any, BinaryIO, TypeAlias
 from prefed.core.text import did_you_mean
 from prefed.data.errors import DataError, ErrorCollector, RowLocation
 
-__all__ = ["Row", "data_files", "read_rows", "sha256_of"]
-
 Row: TypeAlias = "Mapping[str, Any]"
 
 _KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

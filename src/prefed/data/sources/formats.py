@@ -23,8 +23,6 @@ from prefed.data.sources.pairs import (
     value_at,
 )
 
-__all__ = ["FORMATS", "Format", "detect_format", "get_format", "pairs_format"]
-
 
 @dataclass(frozen=True)
 class Format:

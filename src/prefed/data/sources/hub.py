@@ -10,8 +10,6 @@ from prefed.core import hub as service
 from prefed.data.errors import DataError, RowLocation
 from prefed.data.sources.files import Row
 
-__all__ = ["looks_like_hub_name", "read_rows"]
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILE = re.compile(r"\.(jsonl|ndjson|json|csv|parquet|txt|tsv)(\.gz)?$", re.IGNORECASE)
 
@@ -30,12 +28,7 @@ def read_rows(
 ) -> Iterator[tuple[Row, RowLocation]]:
     """The rows of one split. A set that was loaded before comes from the local cache, also without a network.
 
-    Args:
-        name: e.g. ``stanfordnlp/SHP``.
-        subset: a configuration of the data set, or a folder in it.
-        subset_is_folder: ``subset`` is a folder in the data set.
-        split: e.g. ``train``.
-        revision: branch, tag or commit.
+    ``subset`` is a configuration of the data set or, with ``subset_is_folder``, a folder in it.
 
     Raises:
         DataError: the data set cannot be loaded. The message gives the library's reason and a remedy.

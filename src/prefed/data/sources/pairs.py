@@ -13,21 +13,6 @@ from prefed.data.errors import RowError
 from prefed.data.record import Message, Role, Split
 from prefed.data.sources.files import Row
 
-__all__ = [
-    "TURN",
-    "RawPair",
-    "extra_columns",
-    "pair_from_columns",
-    "parse_messages",
-    "parse_name",
-    "parse_number",
-    "parse_split",
-    "split_dialogue",
-    "split_prompt",
-    "text_at",
-    "value_at",
-]
-
 TURN = "\n\nAssistant:"
 """The mark before a turn of the assistant, in a dialogue written as one text."""
 
@@ -112,12 +97,7 @@ def extra_columns(row: Row, used: Sequence[str]) -> dict[str, str | float | int]
 
 
 def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair:
-    """The pair in named columns.
-
-    Args:
-        row: the row.
-        columns: the names of the columns.
-        prompt: the column of the prompt; ``None`` where the responses contain it.
+    """The pair in named columns. ``prompt`` is ``None`` where the responses contain the prompt.
 
     Raises:
         RowError: a named column is missing, or the margin, client or split is malformed.
