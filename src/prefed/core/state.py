@@ -66,7 +66,6 @@ class Upload:
     """A client's message to the server: all that the server sees of a visit.
 
     Attributes:
-        client: who sends it.
         weight: the client's number of training pairs n_i.
         tensors: groups of shared tensors, e.g. ``{"model": …}``.
         scalars: numbers that the exchange declares, e.g. the mean training loss.

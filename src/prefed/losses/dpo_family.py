@@ -57,7 +57,6 @@ def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> L
     gives a negative offset. With ``log_margin`` 0, f is the identity.
 
     Args:
-        beta: β of the implicit reward.
         alpha: α ≥ 0; 0 is DPO.
         log_margin: 1 for f = log, 0 for f = identity.
 

@@ -17,7 +17,6 @@ def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: fl
     gradient goes through the baselines.
 
     Args:
-        beta: β.
         desirable: λ_D, the weight of the chosen responses.
         undesirable: λ_U, the weight of the rejected ones.
     """

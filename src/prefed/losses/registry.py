@@ -55,7 +55,6 @@ class PairLoss(ObjectiveSpec):
         """Losses per pair ``[B]`` and detached scalar figures.
 
         Args:
-            batch: the pairs.
             settings: the settings that differ from the defaults, and the memory after the last step.
 
         Raises:

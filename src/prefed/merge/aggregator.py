@@ -36,8 +36,6 @@ class Aggregator:
     """Merges uploads into the server's next model.
 
     Attributes:
-        config: the ``[merge]`` table.
-        layout: the model's movable tensors.
         scaling: s = α / rank of its LoRA; only ``fedex`` uses it.
 
     >>> import torch
@@ -107,7 +105,6 @@ class Aggregator:
         Args:
             state: from :meth:`init` or the last merge.
             uploads: in any order.
-            now: the round in which they are merged.
             group: the group of the uploads that is merged, and the group of the state that it is merged into.
             weigh: gives the weights of the mean instead of the configured ones, e.g.
                 :func:`prefed.merge.alignment_weights`. It is called with the updates after the robust rule.
@@ -165,7 +162,6 @@ class Aggregator:
         withstands it.
 
         Args:
-            merge: of an exchange.
             steps: the groups in which clients send the update itself.
         """
 
@@ -191,7 +187,6 @@ class Aggregator:
 
         Args:
             values: one per client, all in one layout.
-            weights: one per client.
 
         Raises:
             TooFewUploads: the rule needs more.

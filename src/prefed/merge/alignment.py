@@ -20,7 +20,6 @@ def alignment_weights(
         updates: client → Δ_k = φ_k − φ. All clients count alike, whatever the size of their data.
         leave_one_out: compare Δ_k with the mean of the other clients. The mean of all contains Δ_k itself, so
             with S clients and unrelated updates the cosine is still near 1/√S.
-        epsilon: ε.
 
     Returns:
         Client → weight, at least 0. The weights are uniform (the plain mean) if every α is 0: there is no

@@ -29,8 +29,6 @@ def similarity_attention(
     every client.
 
     Args:
-        models: client → φ_i.
-        initial: φ_init.
         temperature: τ.
         floor: the least weight before the second normalisation; min(0.05, 1/N) unless given.
     """
@@ -53,7 +51,6 @@ def distance_attention(
     u_i = (1 − Σ_j c_ij) φ_i + Σ_j c_ij φ_j.
 
     Args:
-        models: client → φ_i.
         alpha: the server's step size α.
         sigma: the scale σ of squared distances.
 

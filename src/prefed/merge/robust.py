@@ -32,8 +32,6 @@ def check_upload_count(rule: str, uploads: int, *, liars: int = 0, trim: float =
     """Check that ``rule`` can merge so many uploads.
 
     Args:
-        rule: as in ``[merge]``.
-        uploads: how many there are.
         liars: of ``median``, ``krum`` and ``multi_krum``.
         trim: of ``trimmed_mean``.
 
@@ -81,7 +79,6 @@ def trimmed_mean(values: Sequence[Tensors], trim: float) -> Tensors:
     """The mean of each number without its ⌈trim · n⌉ smallest and largest (arXiv:1803.01498, definition 2).
 
     Args:
-        values: one per client.
         trim: share dropped at either end, above 0 and below ½; so large a share of liars does no harm.
 
     Raises:
@@ -101,7 +98,6 @@ def krum_scores(values: Sequence[Tensors], current: Tensors, liars: int) -> Tens
     """``[n]`` sums of squared distances to the n − f − 2 nearest others (Blanchard et al. 2017).
 
     Args:
-        values: one per client.
         current: the model that they started from.
         liars: f.
 

@@ -42,7 +42,6 @@ def federated_metric(
     """Mean, worst, worst decile and each client's value.
 
     Args:
-        values: client → value.
         loss: the highest value is the worst.
         small: clients that may not be listed one by one.
         include_small: the mean includes the small clients.

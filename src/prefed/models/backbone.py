@@ -46,17 +46,14 @@ class Backbone:
 
     Attributes:
         model: the PEFT-wrapped Hugging Face causal language model.
-        tokenizer: its tokenizer.
         layout: names and shapes of the movable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
         initial: the tensors every client starts from: A from one seeded draw, B zero.
         reference: the tensors that make the untouched model: every B is zero, and a personal LoRA is zero
             throughout. So a shared LoRA put over them acts alone, in whatever way the two branches join.
         scaling: alpha / rank.
         family: the model's family; ``None`` if it is not known.
-        device: where the model is.
         parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
         final: the forward of the final norm; ``None`` if the family is not known.
-        config: the ``[model]`` table.
         needs: the parts and flags that the model is made with.
     """
 
@@ -154,7 +151,6 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         key: the setting that holds the name, for messages.
         name: a folder or a hub name.
         what: the kind of thing to load in words, for messages.
-        **options: passed on.
 
     Raises:
         ModelError: nothing of that name can be loaded.
@@ -191,7 +187,6 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     """Load a causal language model and its tokenizer, freeze it and put LoRA on it.
 
     Args:
-        config: the ``[model]`` table.
         key: randomness of the LoRA's A factors.
         needs: parts that the method and the merge rule need; see
             :data:`prefed.models.parameters.PART_BUILDERS`.

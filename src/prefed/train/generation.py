@@ -42,7 +42,6 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
     The text becomes a user's turn where these prompts are conversations, or end where the assistant speaks.
 
     Args:
-        text: the user's text.
         like: a prompt of the run's data; ``None`` if there is none.
         raw: return the text unchanged.
 
@@ -61,13 +60,7 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
 
 
 def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt as in a run's data, special tokens included.
-
-    Args:
-        tokenizer: the backbone's.
-        template: of the run.
-        prompt: a text, or the turns of a conversation.
-    """
+    """Token ids of a prompt as in a run's data, special tokens included."""
     ids: list[int] = list(tokenizer(template.prompt(prompt), add_special_tokens=False)["input_ids"])
     if not (template.chat and not isinstance(prompt, str)) and ids[:1] != [tokenizer.bos_token_id]:
         ids = [*start_tokens(tokenizer), *ids]
@@ -78,10 +71,7 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     """One response to a prompt.
 
     Args:
-        backbone: its model is loaded with ``tensors``.
         tensors: full layout; ``backbone.reference`` makes the untouched model.
-        prompt: token ids.
-        how: how tokens are drawn.
         key: the randomness; equal keys draw with equal random numbers, also under other tensors.
 
     Raises:

@@ -135,7 +135,6 @@ def trunk_hidden(backbone: Backbone, packing: Packing) -> torch.Tensor:
 
     Args:
         backbone: its model takes packed input, see :func:`enable_packing`.
-        packing: B pairs.
 
     Returns:
         ``[K, d]``, in the model's dtype.
@@ -158,7 +157,6 @@ def top_outputs(backbone: Backbone, packing: Packing, hidden: torch.Tensor) -> t
 
     Args:
         backbone: its final norm or bottleneck, its head, and its reward head if the packing is ``whole``.
-        packing: B pairs.
         hidden: ``[K, d]``, see :func:`trunk_hidden`.
 
     Returns:

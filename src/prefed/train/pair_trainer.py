@@ -53,8 +53,6 @@ class PairTrainer:
         rewards: a reward model's scores, for offline PPO.
 
     Attributes:
-        model: the pairs' way through the backbone.
-        references: log-probabilities under the untouched model.
         trainers: objective → its trainer, where it is no loss of :data:`prefed.losses.OBJECTIVES`.
     """
 
@@ -95,11 +93,6 @@ class PairTrainer:
         smaller. A client with fewer pairs than a batch takes all of them in each step.
 
         Args:
-            tensors: the client's tensors.
-            phase: what is trained, and how.
-            rows: the client's pairs.
-            key: the visit's randomness.
-            ownership: who owns which tensor.
             rollout_cache: shared by all phases of a visit; ``None`` if this is the visit's only phase.
 
         Raises:

@@ -56,8 +56,6 @@ class PPOTrainer:
     Dropout is off throughout. Otherwise the ratio π/π_old would measure the dropout masks.
 
     Args:
-        model: the backbone and all pairs.
-        rewards: scores of a reward model.
         folder: where to keep the reference's log-probabilities; ``None`` keeps them in memory.
         name: tells apart the caches of different models and data in one folder.
     """

@@ -18,11 +18,6 @@ class ReferenceLogprobs:
     The last digits of a log-probability depend on the pairs that go through the model with it. Scoring and
     training group pairs differently, so each has a cache of its own.
 
-    Args:
-        model: the backbone and all pairs.
-        folder: where to keep the numbers; ``None`` keeps them in memory.
-        name: tells apart the caches of different models and data in one folder.
-
     Attributes:
         scoring: the numbers that scoring reads.
         training: the numbers that steps read.

@@ -92,8 +92,6 @@ class FedAvgBase(FedAvgServer):
         """The phase that the settings describe, at this round's learning rates.
 
         Args:
-            trainer: the client's.
-            download: what the server sent.
             name: names the phase's randomness.
             train: the tensors that train; all that may train in this round unless given.
             changes: as :meth:`TrainingSettings.phase` takes them. Their learning rates are a first round's;
@@ -163,7 +161,6 @@ class FedAvgBase(FedAvgServer):
         A newcomer trains at the rates of a first round.
 
         Args:
-            trainer: the newcomer's.
             published: the shared tensors. Personal tensors start as every client's did.
             steps: optimiser steps, at least 1.
             pull: strength of a pull towards the published tensors.
