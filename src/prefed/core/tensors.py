@@ -239,12 +239,6 @@ class Tensors(Mapping[str, "torch.Tensor"]):
     def __neg__(self) -> Tensors:
         return Tensors(self.layout, -self.flat)
 
-    def dot(self, other: Tensors) -> float:
-        """Inner product over all elements, accumulated in float64."""
-        value = self._operand(other)
-        assert isinstance(value, torch.Tensor)
-        return float(self.flat.double() @ value.double())
-
     def norm(self) -> float:
         """Euclidean norm over all elements, accumulated in float64."""
         return float(torch.linalg.vector_norm(self.flat.double()))

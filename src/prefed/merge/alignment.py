@@ -11,9 +11,11 @@ from prefed.merge.flat import gram_matrix
 __all__ = ["alignment_weights"]
 
 
-def alignment_weights(
-    updates: Mapping[str, Tensors], *, leave_one_out: bool = False, epsilon: float = 1e-12
-) -> dict[str, float]:
+EPSILON = 1e-12
+"""ε in eq. 10 of FedSDG."""
+
+
+def alignment_weights(updates: Mapping[str, Tensors], *, leave_one_out: bool = False) -> dict[str, float]:
     """w_k = α_k / (Σ_j α_j + ε), α_k = max(0, ⟨Δ_k, Δ̄⟩ / (‖Δ_k‖ ‖Δ̄‖ + ε)): FedSDG, eq. 10.
 
     Args:
@@ -44,9 +46,9 @@ def alignment_weights(
         along, square = torch.zeros_like(own), torch.zeros_like(own)
     else:
         along, square = inner.mean(dim=1), inner.mean().expand(n)
-    cosine = along / (own.sqrt() * square.clamp(min=0).sqrt() + epsilon)
+    cosine = along / (own.sqrt() * square.clamp(min=0).sqrt() + EPSILON)
     alpha = cosine.clamp(min=0).tolist()
     if not any(alpha):
         return dict.fromkeys(clients, 1 / n)
-    total = sum(alpha) + epsilon
+    total = sum(alpha) + EPSILON
     return {client: value / total for client, value in zip(clients, alpha, strict=True)}

@@ -130,7 +130,7 @@ def clip_norms(values: Sequence[Tensors], current: Tensors, max_norm: float | No
     Returns:
         The φ_i. A φ_i within the bound is returned as it is.
     """
-    norms = [_distance(value, current) for value in values]
+    norms = [float(torch.linalg.vector_norm(v.flat.double() - current.flat.double())) for v in values]
     bound = max_norm if max_norm is not None else sorted(norms)[(len(norms) - 1) // 2]
     return [
         value if norm <= bound else weighted_mean([current, value], [1 - bound / norm, bound / norm])
@@ -146,7 +146,3 @@ def _ranked(rows: Tensor) -> Tensor:
     """Each column of ``[n, columns]`` in ascending order."""
     # NumPy sorts short contiguous rows with vector instructions, several times faster than torch.
     return torch.from_numpy(np.sort(rows.T.contiguous().cpu().numpy(), axis=1)).T
-
-
-def _distance(value: Tensors, current: Tensors) -> float:
-    return float(torch.linalg.vector_norm(value.flat.double() - current.flat.double()))

@@ -12,7 +12,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -192,16 +192,12 @@ def load_client(folder: str | Path, base: str | None = None) -> Backbone:
         raise ModelError(f"{folder / ABOUT} is of format {about['format']}; this version reads {FORMAT}")
     config = ModelConfig.model_validate({**about["model"], **({"name": base} if base else {})})
     backbone = load_backbone(config, Key(0), frozenset(about["needs"]))
-    shapes = {entry.name: entry.shape for entry in backbone.layout.entries}
-    wrong = [name for name in shapes.keys() | values.keys() if not _fits(name, shapes, values)]
+    expected = {(entry.name, entry.shape) for entry in backbone.layout.entries}
+    wrong = {name for name, _ in expected ^ {(name, tuple(value.shape)) for name, value in values.items()}}
     if wrong:
         raise ModelError(f"{folder} does not fit the base model {config.name!r}: {', '.join(sorted(wrong))}")
     backbone.load(Tensors.gather(backbone.layout, values))
     return backbone
-
-
-def _fits(name: str, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, torch.Tensor]) -> bool:
-    return name in shapes and name in values and shapes[name] == tuple(values[name].shape)
 
 
 def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:

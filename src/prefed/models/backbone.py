@@ -18,7 +18,6 @@ from prefed.models.fused import fuse
 from prefed.models.parameters import (
     PART_BUILDERS,
     FinalNorm,
-    ParameterSpec,
     PartContext,
     RewardHead,
     lora_layers,
@@ -258,17 +257,6 @@ def make_backbone(
         specs = [spec for part, build in PART_BUILDERS.items() if part in needs for spec in build(context)]
     except ValueError as error:
         raise ModelError(f"[model] name = {config.name!r}: {error}") from error
-    return _gather(wrapped, tokenizer, context, device, specs, final)
-
-
-def _gather(
-    wrapped: Any,
-    tokenizer: Any,
-    context: PartContext,
-    device: torch.device,
-    specs: list[ParameterSpec],
-    final: FinalNorm | None,
-) -> Backbone:
     layout = Layout(tuple(spec.entry for spec in specs))
     initial = Tensors.gather(layout, {spec.entry.name: spec.start.cpu() for spec in specs})
     flat = initial.flat.to(device, copy=True)
@@ -281,7 +269,7 @@ def _gather(
         parameters[spec.entry.name] = parameter
         spec.place(parameter)
     bases = {}
-    for stem, _, layer in lora_layers(context.causal):
+    for stem, _, layer in lora_layers(causal):
         if f"residual/{stem}/W" in layout:
             weight, transposed = layer.base_layer.weight, not isinstance(layer.base_layer, nn.Linear)
             bases[f"residual/{stem}/W"] = (weight, weight.detach().clone(), transposed)
@@ -295,14 +283,14 @@ def _gather(
         layout=layout,
         initial=initial,
         reference=reference,
-        scaling=context.config.lora.alpha / context.config.lora.rank,
-        family=context.family,
+        scaling=config.lora.alpha / config.lora.rank,
+        family=family,
         device=device,
         parameters=parameters,
         flat=flat,
         grad=grad,
         final=final,
-        config=context.config,
-        needs=context.needs,
+        config=config,
+        needs=needs,
         _bases=bases,
     )

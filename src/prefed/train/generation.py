@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,7 +82,9 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     if room < 1:
         raise ValueError(f"the prompt has {len(prompt)} tokens and the model's window {window}: shorten it")
     tokenizer = backbone.tokenizer
-    ends = {tokenizer.eos_token_id} | _ends(backbone)
+    # The end-of-text tokens of the tokenizer and of the model's generation settings.
+    own = getattr(backbone.causal.generation_config, "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *([] if own is None else own if isinstance(own, list) else [own])}
     sampling: dict[str, float] = {}
     if how.temperature:
         sampling = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
@@ -98,22 +98,10 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     )
     ids = torch.tensor([prompt], device=backbone.device)
     backbone.load(tensors)
-    with torch.inference_mode(), _seeded(backbone, key):
+    devices = [backbone.device] if backbone.device.type == "cuda" else []
+    with torch.inference_mode(), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(key.number())
         output = backbone.causal.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )
     return str(tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True))
-
-
-def _ends(backbone: Backbone) -> set[int]:
-    """The end-of-text tokens of the model's generation settings."""
-    ends = getattr(backbone.causal.generation_config, "eos_token_id", None)
-    return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
-
-
-@contextmanager
-def _seeded(backbone: Backbone, key: Key) -> Iterator[None]:
-    devices = [backbone.device] if backbone.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(key.number())
-        yield

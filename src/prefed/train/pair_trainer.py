@@ -89,8 +89,7 @@ class PairTrainer:
     ) -> PhaseResult:
         """Run one phase from ``tensors`` (full layout) on the pairs ``rows``.
 
-        Batches are shuffled epoch by epoch at ``key.at("phase", phase.name)``. An epoch's last batch may be
-        smaller. A client with fewer pairs than a batch takes all of them in each step.
+        The key of :func:`prefed.train.steps.batches` is ``key.at("phase", phase.name)``.
 
         Args:
             rollout_cache: shared by all phases of a visit; ``None`` if this is the visit's only phase.

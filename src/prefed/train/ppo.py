@@ -15,11 +15,10 @@ from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.losses import PPO
 from prefed.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.models import ModelError
-from prefed.train.pair_cache import Rows
+from prefed.train.pair_cache import Rows, TokenCache
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards
 from prefed.train.steps import PhaseSteps, batches
-from prefed.train.token_cache import TokenCache
 from prefed.train.tokenwise import TokenOutputs, token_outputs
 
 __all__ = ["PPOTrainer", "RolloutCache"]
