@@ -21,7 +21,7 @@ class Callback:
     """
 
     def on_run_begin(self, done: int, rounds: int) -> None:
-        """A run of ``rounds`` rounds begins, or goes on after a stop; ``done`` rounds are committed already."""
+        """A run of ``rounds`` rounds begins, or goes on after a stop with ``done`` rounds committed."""
 
     def on_task_end(self, what: str, done: int, of: int) -> None:
         """``done`` of ``of`` clients have answered in ``what``: an exchange by name, or ``"evaluation"``."""

@@ -50,7 +50,8 @@ def _attention(
     )
     by_parts = _by_parts if query.device.type == "cpu" else _at_once
     results = []
-    parts = zip(*(torch.split(t, packing.lengths, 2) for t in (query, key, value)), strict=True)
+    lengths = [segment.length for segment in packing.segments]
+    parts = zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True)
     for segment, (q, k, v) in zip(packing.segments, parts, strict=True):
         first = segment.prompt - 1 if packing_tail and not packing.whole else 0
         result = by_parts(attend, packing, segment, q[:, :, first:], k, v)
