@@ -172,11 +172,8 @@ class PPOTrainer:
 
         Only the client's pairs decide which pairs go through the model together. The policy at the start of a
         visit takes them in the same groups. So its numbers are equal to the bit if it is the reference. The
-        numbers of a group are stored before the next group begins.
-
-        Args:
-            rows: the pairs whose tokens are going to be read.
-            client_rows: all pairs of the client, ``rows`` among them.
+        numbers of a group are stored before the next group begins. ``client_rows`` are all pairs of the
+        client, ``rows`` among them.
         """
         if not self._reference.missing(rows):
             return

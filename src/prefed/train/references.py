@@ -45,11 +45,8 @@ class ReferenceLogprobs:
         """Compute the numbers of ``rows`` for training, of as few other pairs as possible.
 
         Only the client's pairs decide which pairs go through the model together. So a pair's numbers are the
-        same to the bit in any order of steps, and after a kill.
-
-        Args:
-            rows: the pairs that steps are going to take.
-            client_rows: all pairs of the client, ``rows`` among them.
+        same to the bit in any order of steps, and after a kill. ``client_rows`` are all pairs of the client,
+        ``rows`` among them.
         """
         if not self.training.missing(rows):
             return

@@ -117,7 +117,6 @@ def check_lengths(backbone: Backbone, lengths: npt.NDArray[np.int32]) -> None:
 
     A model with rotary positions has positions beyond its context, but they are untrained: that is a warning.
 
-
     Args:
         lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
 

@@ -65,7 +65,7 @@ class FedAvgBase(FedAvgServer):
         return self.keep(State(), initial)
 
     def start(self, trainer: ClientTrainer, private: State, download: Download) -> Tensors:
-        """The client's model at the start of a visit: the broadcast φ and its personal tensors."""
+        """The client's model at the start of a visit, and in predictions: φ and its personal tensors."""
         groups = download.tensors.get(self.group), private.tensors.get("personal")
         return trainer.assemble(*(group for group in groups if group is not None))
 
@@ -140,10 +140,6 @@ class FedAvgBase(FedAvgServer):
         personal = self.ownership.select(tensors, Owner.PERSONAL)
         return private.update({"personal": personal}) if personal else private
 
-    def predict(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-        """The client's model: the shared tensors as published, and its personal tensors."""
-        return self.start(trainer, private, published)
-
     def keep_own(self, private: State, tensors: Tensors) -> State:
         """As :meth:`keep`, and the client's own copy of the shared tensors, for :meth:`predict_own`."""
         return self.keep(private, tensors).update({"own": tensors.select(self.shared)})
@@ -204,7 +200,7 @@ class FedAvgBase(FedAvgServer):
             "init_server": self.init_server,
             "init_client": self.init_client,
             "publish": self.publish,
-            "predict": self.predict,
+            "predict": self.start,
             "adapt": self.adapt,
             "personal": bool(parts - {VALUE}),
         }
