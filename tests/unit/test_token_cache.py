@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefed.train.token_cache import TokenCache
+from prefed.train.pair_cache import TokenCache
 
 TOKENS = np.array([3, 2, 4])
 VALUES = np.array([-1.5, 0.0, -2.0, -0.25, -3.0, -1.0, -1.0, -1.0, -7.0], np.float32)

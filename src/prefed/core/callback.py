@@ -21,21 +21,10 @@ class Callback:
     """
 
     def on_run_begin(self, done: int, rounds: int) -> None:
-        """A run begins, or goes on after a stop.
-
-        Args:
-            done: how many rounds are committed already.
-            rounds: how many rounds the run has in all.
-        """
+        """A run of ``rounds`` rounds begins, or goes on after a stop with ``done`` rounds committed."""
 
     def on_task_end(self, what: str, done: int, of: int) -> None:
-        """A client has answered.
-
-        Args:
-            what: the name of the exchange, or ``"evaluation"``.
-            done: how many clients have answered.
-            of: how many clients were asked.
-        """
+        """``done`` of ``of`` clients have answered in ``what``: an exchange by name, or ``"evaluation"``."""
 
     def on_round_end(self, record: dict[str, Any]) -> None:
         """A round is committed; ``record`` is its line of ``rounds.jsonl``."""
@@ -48,11 +37,7 @@ class Callback:
 
 
 class Callbacks(Callback):
-    """Several callbacks as one.
-
-    Args:
-        callbacks: called in this order.
-    """
+    """Several callbacks as one, called in the order given."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)

@@ -37,10 +37,6 @@ def attach(package: str, file: str) -> Callable[[str], Any]:
     """A ``__getattr__`` for a package: it carries out an import under ``if TYPE_CHECKING:`` at the first use.
 
     So the imports that a type checker reads are also those that run, each when its name is needed.
-
-    Args:
-        package: the ``__name__`` of the package.
-        file: its ``__file__``.
     """
 
     @cache

@@ -26,9 +26,7 @@ class Round:
     Attributes:
         number: 1 for the first round.
         rounds: how many rounds the run has.
-        key: the round's randomness.
         weights: client → number of training pairs n_i, over all clients that train.
-        privacy: limits on what leaves a client.
     """
 
     number: int

@@ -27,9 +27,6 @@ class Owner(Enum):
 class Ownership:
     """The owner of every movable tensor of a model.
 
-    Args:
-        owners: tensor name → :class:`Owner`.
-
     >>> layout = Layout((Entry("lora/0/A", (2,), "lora", 0, "A"), Entry("head", (3,), "head")))
     >>> ownership = Ownership.of(layout, lambda e: Owner.SHARED if e.part == "lora" else Owner.PERSONAL)
     >>> ownership.names(Owner.SHARED), ownership.names(Owner.FROZEN)

@@ -113,8 +113,8 @@ class Phase:
         if not self.train:
             raise ValueError(f"phase {self.name!r} trains nothing")
 
-    def check(self, ownership: Ownership) -> Phase:
-        """This phase, if every tensor that it trains may be trained.
+    def check(self, ownership: Ownership) -> None:
+        """Check that every tensor that this phase trains may be trained.
 
         Raises:
             ValueError: it would train a frozen tensor, or one that the model does not have.
@@ -123,7 +123,6 @@ class Phase:
         frozen = [name for name in self.train if name not in trainable]
         if frozen:
             raise ValueError(f"phase {self.name!r} would train what is frozen: {', '.join(frozen)}")
-        return self
 
     def at_rates(self, change: Callable[[float], float]) -> Phase:
         """This phase with ``change(rate)`` in place of each learning rate."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from prefed.core.tensors import Tensors
 
@@ -16,13 +16,6 @@ OPTIMIZER = "optimizer."
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """Values that JSON stores without loss."""
-
-
-T = TypeVar("T")
-
-
-def _frozen(mapping: Mapping[str, T]) -> Mapping[str, T]:
-    return MappingProxyType(dict(mapping))
 
 
 @dataclass(frozen=True)
@@ -41,8 +34,8 @@ class State:
     values: Mapping[str, Plain] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", _frozen(self.tensors))
-        object.__setattr__(self, "values", _frozen(self.values))
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
 
     def update(
         self, tensors: Mapping[str, Tensors] | None = None, values: Mapping[str, Plain] | None = None
@@ -66,7 +59,6 @@ class Upload:
     """A client's message to the server: all that the server sees of a visit.
 
     Attributes:
-        client: who sends it.
         weight: the client's number of training pairs n_i.
         tensors: groups of shared tensors, e.g. ``{"model": …}``.
         scalars: numbers that the exchange declares, e.g. the mean training loss.

@@ -1,4 +1,4 @@
-"""The base of every settings record."""
+"""The base of every settings record, and nested settings as one flat table."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -6,7 +6,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-__all__ = ["StrictModel"]
+__all__ = ["StrictModel", "flatten"]
 
 
 class StrictModel(BaseModel):
@@ -29,3 +29,15 @@ class StrictModel(BaseModel):
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return data
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name → value of each setting in nested tables.
+
+    >>> flatten({"seed": 1, "method": {"lr": 0.1}})
+    {'seed': 1, 'method.lr': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

@@ -18,7 +18,6 @@ class Entry:
 
     Attributes:
         name: unique, e.g. ``"lora/3/attn.c_attn/A"``.
-        shape: the tensor's shape.
         part: the part of the model it belongs to: ``"lora"``, ``"head"``, ``"bottleneck"``, …
         block: index of its transformer block; ``None`` outside the blocks.
         factor: ``"A"`` (rank × in) or ``"B"`` (out × rank) for a LoRA factor, else ``None``.
@@ -122,7 +121,6 @@ class Tensors(Mapping[str, "torch.Tensor"]):
     ``tensors["lora/0/attn.c_attn/A"]`` is the matrix of that name.
 
     Args:
-        layout: names and shapes.
         flat: 1-D, of ``layout.size`` elements.
 
     Raises:
@@ -240,12 +238,6 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
     def __neg__(self) -> Tensors:
         return Tensors(self.layout, -self.flat)
-
-    def dot(self, other: Tensors) -> float:
-        """Inner product over all elements, accumulated in float64."""
-        value = self._operand(other)
-        assert isinstance(value, torch.Tensor)
-        return float(self.flat.double() @ value.double())
 
     def norm(self) -> float:
         """Euclidean norm over all elements, accumulated in float64."""

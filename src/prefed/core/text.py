@@ -91,8 +91,6 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, show: Callab
     """The end of an error message about an unknown name: the nearest known names, or nothing if none is near.
 
     Args:
-        name: what somebody wrote.
-        known: the names that there are.
         most: how many of them are offered.
         show: how each is written in the message.
 

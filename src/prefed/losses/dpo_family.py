@@ -1,4 +1,4 @@
-"""DPO and its variants: label smoothing, robust, offset, hinge, IPO.
+"""DPO and its variants: label smoothing, robust, offset, hinge, IPO; and KTO on pairs.
 
 In all of them Δ_ir = [log π_θ(y_w|x) − log π_ref(y_w|x)] − [log π_θ(y_l|x) − log π_ref(y_l|x)], and β Δ_ir is
 the difference of the implicit rewards. Distributed DPO (arXiv:2605.20696) prints β on the policy term alone
@@ -10,7 +10,7 @@ from __future__ import annotations
 from prefed.core.lazy import F, torch
 from prefed.losses.batch import LossOutput, PairBatch, implicit_reward_figures
 
-__all__ = ["cdpo", "dpo", "hinge", "ipo", "odpo", "robust"]
+__all__ = ["cdpo", "dpo", "hinge", "ipo", "kto_pair", "odpo", "robust"]
 
 
 def dpo(batch: PairBatch, *, beta: float) -> LossOutput:
@@ -57,7 +57,6 @@ def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> L
     gives a negative offset. With ``log_margin`` 0, f is the identity.
 
     Args:
-        beta: β of the implicit reward.
         alpha: α ≥ 0; 0 is DPO.
         log_margin: 1 for f = log, 0 for f = identity.
 
@@ -98,3 +97,26 @@ def ipo(batch: PairBatch, *, beta: float) -> LossOutput:
     chosen = batch.chosen_ratio / batch.chosen_length.clamp(min=1)
     rejected = batch.rejected_ratio / batch.need("rejected_length").clamp(min=1)
     return (chosen - rejected - 1 / (2 * beta)) ** 2, implicit_reward_figures(batch, beta)
+
+
+def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: float) -> LossOutput:
+    """½ [λ_D σ(−β (r_w − z_l)) + λ_U σ(−β (z_w − r_l))]: KTO (arXiv:2402.01306), eq. 7, on pairs.
+
+    r_w and r_l are the log-ratios of the chosen and the rejected response. The baselines are taken over the
+    batch: z_l = max(0, mean r_l) for the chosen responses and z_w = max(0, mean r_w) for the rejected ones.
+    So no response enters its own baseline, and each pair's loss depends on its batch. As in the paper, no
+    gradient goes through the baselines.
+
+    Args:
+        desirable: λ_D, the weight of the chosen responses.
+        undesirable: λ_U, the weight of the rejected ones.
+    """
+    chosen, rejected = batch.chosen_ratio, batch.rejected_ratio
+    above, below = chosen.detach().mean().clamp(min=0), rejected.detach().mean().clamp(min=0)
+    gain = desirable * torch.sigmoid(-beta * (chosen - below))
+    cost = undesirable * torch.sigmoid(-beta * (above - rejected))
+    return (gain + cost) / 2, {
+        **implicit_reward_figures(batch, beta),
+        "baseline_chosen": below,
+        "baseline_rejected": above,
+    }

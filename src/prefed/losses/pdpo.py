@@ -43,7 +43,6 @@ def pdpo(
 
     Args:
         batch: with ``reward_chosen`` and ``reward_rejected``.
-        beta: β.
         weight: w_r ≥ 0; 0 is DPO, apart from exclusion.
         exclude: 1 to exclude outliers, 0 to keep every pair.
         k: a pair further than this many standard deviations from the mean is an outlier.

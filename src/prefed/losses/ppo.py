@@ -82,7 +82,6 @@ def token_rewards(
         reference: ``[M]`` log π_ref.
         rewards: ``[S]`` R.
         lengths: ``[S]`` tokens of each response, at least 1.
-        kl: weight of the penalty.
 
     Returns:
         ``[M]``.
@@ -170,17 +169,10 @@ def rollout(
     """The rollout at a visit's start, with advantages and returns from token rewards.
 
     Advantages are divided by their standard deviation over all tokens. Their mean is not subtracted, so that
-    the advantages of a pair's two responses keep their opposite signs.
+    the advantages of a pair's two responses keep their opposite signs. The other arguments are those of
+    :func:`token_rewards` and :func:`gae`.
 
     Args:
-        logprobs: ``[M]`` log π_old.
-        values: ``[M]`` V_old.
-        reference: ``[M]`` log π_ref.
-        rewards: ``[S]``, see :func:`pair_rewards`.
-        lengths: ``[S]`` completion tokens.
-        kl: weight of the penalty on leaving the reference.
-        discount: γ.
-        trace: λ.
         scaled: 0 to leave the advantages undivided.
     """
     shaped = token_rewards(logprobs, reference, rewards, lengths, kl=kl)
@@ -238,8 +230,6 @@ def ppo(
         values: ``[M]`` V, with gradient.
         entropies: ``[M]`` entropy of the policy at the state before each token, with gradient.
         clip: ε of both clipped losses.
-        value: coefficient of the value loss.
-        entropy: coefficient of the entropy.
 
     Returns:
         ``[M]`` losses, and means over the tokens: ``policy_loss``, ``value_loss``, ``entropy``, ``kl`` (see

@@ -1,6 +1,6 @@
-"""Preference losses that need no reference model: SimPO and ORPO.
+"""Losses that need no reference model: SimPO, ORPO, and supervised fine-tuning.
 
-Both read log-probabilities per completion token: p̄ = log π_θ(y|x) / |y|.
+SimPO and ORPO read log-probabilities per completion token: p̄ = log π_θ(y|x) / |y|.
 """
 
 from __future__ import annotations
@@ -14,7 +14,22 @@ from prefed.losses.batch import LossOutput, PairBatch, reward_figures
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["orpo", "simpo"]
+__all__ = ["orpo", "sft", "simpo"]
+
+
+def sft(batch: PairBatch) -> LossOutput:
+    """Next-token loss on y_w: the loss of FedBiscuit's FedAvg baseline (ICLR 2025).
+
+    The loss of a pair is −log π_θ(y_w|x) · B / Σ |y_w|. Its mean over the B pairs is the mean over the
+    batch's tokens, −Σ log π_θ(y_w|x) / Σ |y_w|. So every token of a batch has the same weight, as in TRL and
+    Transformers, and a pair's loss depends on the lengths of the others.
+
+    >>> loss, figures = sft(PairBatch(torch.tensor([-6.0, -2.0]), torch.tensor([3, 1])))
+    >>> loss, loss.mean() == figures["nll"] == 8 / 4
+    (tensor([3., 1.]), tensor(True))
+    """
+    loss = -batch.policy_chosen * (len(batch) / batch.chosen_length.sum().clamp(min=1))
+    return loss, {"nll": loss.detach().mean()}
 
 
 def simpo(batch: PairBatch, *, beta: float, gamma: float) -> LossOutput:

@@ -1,8 +1,8 @@
 """Turns uploads into the next model: means, robust rules, LoRA rules, server optimisers."""
 
 from prefed.merge.aggregator import Aggregator, WeightFunction
-from prefed.merge.alignment import alignment_weights
 from prefed.merge.attention import (
+    alignment_weights,
     distance_attention,
     largest_alpha,
     mean_squared_distance,

@@ -36,8 +36,6 @@ class Aggregator:
     """Merges uploads into the server's next model.
 
     Attributes:
-        config: the ``[merge]`` table.
-        layout: the model's movable tensors.
         scaling: s = α / rank of its LoRA; only ``fedex`` uses it.
 
     >>> import torch
@@ -107,7 +105,6 @@ class Aggregator:
         Args:
             state: from :meth:`init` or the last merge.
             uploads: in any order.
-            now: the round in which they are merged.
             group: the group of the uploads that is merged, and the group of the state that it is merged into.
             weigh: gives the weights of the mean instead of the configured ones, e.g.
                 :func:`prefed.merge.alignment_weights`. It is called with the updates after the robust rule.
@@ -129,8 +126,12 @@ class Aggregator:
         replies = [replies[k] for k in indices]
         if weigh is None:
             weights = rules.weights(self.config, replies, now)
+        elif self.config.weights == "mass":
+            raise ValueError("weights 'mass' follows from the data's sizes; it takes no other weights")
         else:
-            weights = self._custom_weights(weigh, current, replies, values)
+            updates = {u.client: value - current for u, value in zip(replies, values, strict=True)}
+            by_client = weigh(updates)
+            weights = [by_client[upload.client] for upload in replies]
         weights = [
             weight * self.config.staleness.discount(max(0, now.number - upload.sent_at))
             for weight, upload in zip(weights, replies, strict=True)
@@ -165,7 +166,6 @@ class Aggregator:
         withstands it.
 
         Args:
-            merge: of an exchange.
             steps: the groups in which clients send the update itself.
         """
 
@@ -191,7 +191,6 @@ class Aggregator:
 
         Args:
             values: one per client, all in one layout.
-            weights: one per client.
 
         Raises:
             TooFewUploads: the rule needs more.
@@ -228,15 +227,6 @@ class Aggregator:
         """The figures of the last merge into ``group``, see :data:`FIGURES`; empty before the first."""
         values = {name: state.values.get(_figure_key(name, group)) for name in FIGURES}
         return {name: value for name, value in values.items() if isinstance(value, int | float)}
-
-    def _custom_weights(
-        self, weigh: WeightFunction, current: Tensors, replies: Sequence[Upload], values: Sequence[Tensors]
-    ) -> list[float]:
-        """One weight per reply, from its update after the robust rule."""
-        if self.config.weights == "mass":
-            raise ValueError("weights 'mass' follows from the data's sizes; it takes no other weights")
-        weights = weigh({u.client: value - current for u, value in zip(replies, values, strict=True)})
-        return [weights[upload.client] for upload in replies]
 
     def _lora(
         self,

@@ -1,7 +1,8 @@
-"""FedAMP: each client receives its own mixture of all clients' models (Huang et al. 2021, arXiv:2007.03797).
+"""Weights from the clients' models themselves: FedSDG's for one mean, FedAMP's for a mixture per client.
 
-Both functions give the weights of these mixtures: receiver → sender → weight, where a receiver's weights sum
-to 1. :meth:`prefed.merge.Aggregator.blend` makes a mixture from them.
+In FedAMP (Huang et al. 2021, arXiv:2007.03797) each client receives its own mixture of all clients' models.
+Its functions give receiver → sender → weight, where a receiver's weights sum to 1.
+:meth:`prefed.merge.Aggregator.blend` makes a mixture from them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,55 @@ from prefed.merge.flat import gram_matrix, squared_distances
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["distance_attention", "largest_alpha", "mean_squared_distance", "similarity_attention"]
+__all__ = [
+    "alignment_weights",
+    "distance_attention",
+    "largest_alpha",
+    "mean_squared_distance",
+    "similarity_attention",
+]
+
+EPSILON = 1e-12
+"""ε in eq. 10 of FedSDG."""
+
+
+def alignment_weights(updates: Mapping[str, Tensors], *, leave_one_out: bool = False) -> dict[str, float]:
+    """w_k = α_k / (Σ_j α_j + ε), α_k = max(0, ⟨Δ_k, Δ̄⟩ / (‖Δ_k‖ ‖Δ̄‖ + ε)): FedSDG, eq. 10.
+
+    Args:
+        updates: client → Δ_k = φ_k − φ. All clients count alike, whatever the size of their data.
+        leave_one_out: compare Δ_k with the mean of the other clients. The mean of all contains Δ_k itself, so
+            with S clients and unrelated updates the cosine is still near 1/√S.
+
+    Returns:
+        Client → weight, at least 0. The weights are uniform (the plain mean) if every α is 0: there is no
+        common direction, or ``leave_one_out`` compares one client with nobody.
+
+    >>> from prefed.core import Entry, Layout
+    >>> layout = Layout((Entry("a", (2,), "lora"),))
+    >>> def update(x, y): return Tensors(layout, torch.tensor([x, y]))
+    >>> weights = alignment_weights({"a": update(1.0, 0.0), "b": update(1.0, 0.0), "c": update(-1.0, 0.0)})
+    >>> [round(w, 6) for w in weights.values()]
+    [0.5, 0.5, 0.0]
+    """
+    clients = sorted(updates)
+    n = len(clients)
+    inner = gram_matrix([updates[client] for client in clients])
+    own = inner.diagonal()
+    # ⟨Δ_k, M_k⟩ and ‖M_k‖² of the mean direction M_k that client k is compared with.
+    if leave_one_out and n > 1:
+        along = (inner.sum(dim=1) - own) / (n - 1)
+        square = (inner.sum() - 2 * inner.sum(dim=1) + own) / (n - 1) ** 2
+    elif leave_one_out:
+        along, square = torch.zeros_like(own), torch.zeros_like(own)
+    else:
+        along, square = inner.mean(dim=1), inner.mean().expand(n)
+    cosine = along / (own.sqrt() * square.clamp(min=0).sqrt() + EPSILON)
+    alpha = cosine.clamp(min=0).tolist()
+    if not any(alpha):
+        return dict.fromkeys(clients, 1 / n)
+    total = sum(alpha) + EPSILON
+    return {client: value / total for client, value in zip(clients, alpha, strict=True)}
 
 
 def similarity_attention(
@@ -29,8 +78,6 @@ def similarity_attention(
     every client.
 
     Args:
-        models: client → φ_i.
-        initial: φ_init.
         temperature: τ.
         floor: the least weight before the second normalisation; min(0.05, 1/N) unless given.
     """
@@ -53,7 +100,6 @@ def distance_attention(
     u_i = (1 − Σ_j c_ij) φ_i + Σ_j c_ij φ_j.
 
     Args:
-        models: client → φ_i.
         alpha: the server's step size α.
         sigma: the scale σ of squared distances.
 

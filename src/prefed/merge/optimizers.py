@@ -46,7 +46,6 @@ def step(
     rounding. Where step = Δ (FedAvgM without momentum at rate 1), the first is the merged model to the bit.
 
     Args:
-        settings: which optimiser.
         current: φ.
         merged: φ + Δ.
         memory: from :func:`slots` or the last step, in the layout of ``current``.

@@ -32,8 +32,6 @@ def check_upload_count(rule: str, uploads: int, *, liars: int = 0, trim: float =
     """Check that ``rule`` can merge so many uploads.
 
     Args:
-        rule: as in ``[merge]``.
-        uploads: how many there are.
         liars: of ``median``, ``krum`` and ``multi_krum``.
         trim: of ``trimmed_mean``.
 
@@ -81,7 +79,6 @@ def trimmed_mean(values: Sequence[Tensors], trim: float) -> Tensors:
     """The mean of each number without its ⌈trim · n⌉ smallest and largest (arXiv:1803.01498, definition 2).
 
     Args:
-        values: one per client.
         trim: share dropped at either end, above 0 and below ½; so large a share of liars does no harm.
 
     Raises:
@@ -101,7 +98,6 @@ def krum_scores(values: Sequence[Tensors], current: Tensors, liars: int) -> Tens
     """``[n]`` sums of squared distances to the n − f − 2 nearest others (Blanchard et al. 2017).
 
     Args:
-        values: one per client.
         current: the model that they started from.
         liars: f.
 
@@ -134,7 +130,7 @@ def clip_norms(values: Sequence[Tensors], current: Tensors, max_norm: float | No
     Returns:
         The φ_i. A φ_i within the bound is returned as it is.
     """
-    norms = [_distance(value, current) for value in values]
+    norms = [float(torch.linalg.vector_norm(v.flat.double() - current.flat.double())) for v in values]
     bound = max_norm if max_norm is not None else sorted(norms)[(len(norms) - 1) // 2]
     return [
         value if norm <= bound else weighted_mean([current, value], [1 - bound / norm, bound / norm])
@@ -150,7 +146,3 @@ def _ranked(rows: Tensor) -> Tensor:
     """Each column of ``[n, columns]`` in ascending order."""
     # NumPy sorts short contiguous rows with vector instructions, several times faster than torch.
     return torch.from_numpy(np.sort(rows.T.contiguous().cpu().numpy(), axis=1)).T
-
-
-def _distance(value: Tensors, current: Tensors) -> float:
-    return float(torch.linalg.vector_norm(value.flat.double() - current.flat.double()))

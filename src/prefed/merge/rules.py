@@ -28,9 +28,7 @@ def select(
     """The clients' tensors that go into the mean: chosen by ``krum``, shortened by ``norm_clip``, or all.
 
     Args:
-        config: the rule and its settings.
         current: the tensors that the clients started from.
-        values: one per client.
         max_norm: bound of ``norm_clip``; ``None`` takes the median length of the updates.
 
     Returns:

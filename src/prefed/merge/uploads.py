@@ -28,7 +28,6 @@ class BadUpload(ValueError):  # noqa: N818
     """An upload that must not be merged.
 
     Attributes:
-        client: the client that sent it.
         reason: the fault; it names the tensor or number.
     """
 
@@ -46,7 +45,6 @@ def check_upload(upload: Upload, groups: Mapping[str, Layout], dtype: torch.dtyp
     """Check that ``upload`` can be merged with others.
 
     Args:
-        upload: what a client sent.
         groups: the layouts of the groups that the method expects.
         dtype: the dtype of their tensors; float32 unless given.
 

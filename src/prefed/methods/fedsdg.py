@@ -78,10 +78,6 @@ def gates(state: State, layout: Layout) -> dict[int, float]:
 
     This is the method's profile. It is computed where the client's private state is; no message holds it.
 
-    Args:
-        state: the client's private state.
-        layout: the model's.
-
     >>> import torch
     >>> from prefed.core import Tensors
     >>> layout = Layout((Entry("gate/0", (1,), "gate", 0), Entry("gate/1", (1,), "gate", 1)))

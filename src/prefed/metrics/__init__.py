@@ -1,7 +1,13 @@
 """Metrics of models on preference pairs, per client and over clients."""
 
-from prefed.metrics.clients import FederatedMetric, federated_metric, federated_metrics, not_finite_counts
-from prefed.metrics.fairness import Spread, spread
+from prefed.metrics.clients import (
+    FederatedMetric,
+    Spread,
+    federated_metric,
+    federated_metrics,
+    not_finite_counts,
+    spread,
+)
 from prefed.metrics.messages import divergence_warning, flat_loss_warning, small_clients_note
 from prefed.metrics.pairs import ACCURACY_METRICS, MEAN_METRICS, PairScores, client_metrics
 

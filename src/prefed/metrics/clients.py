@@ -1,15 +1,25 @@
-"""The metrics of a federation: each client's value, their mean, and the worst."""
+"""The metrics of a federation: each client's value, their mean, the worst, and how evenly they are spread."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict
+
+import numpy as np
 
 from prefed.core import Privacy
 from prefed.metrics.pairs import LOWER_IS_BETTER
 
-__all__ = ["FederatedMetric", "federated_metric", "federated_metrics", "not_finite_counts"]
+__all__ = [
+    "FederatedMetric",
+    "Spread",
+    "federated_metric",
+    "federated_metrics",
+    "not_finite_counts",
+    "spread",
+]
 
 
 class FederatedMetric(TypedDict):
@@ -42,7 +52,6 @@ def federated_metric(
     """Mean, worst, worst decile and each client's value.
 
     Args:
-        values: client → value.
         loss: the highest value is the worst.
         small: clients that may not be listed one by one.
         include_small: the mean includes the small clients.
@@ -112,3 +121,46 @@ def not_finite_counts(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, i
     ``metrics`` is client → metric → value, from :func:`prefed.metrics.client_metrics`.
     """
     return {client: int(own["not_finite"]) for client, own in metrics.items() if "not_finite" in own}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Six numbers about a metric over n clients. Each client counts alike; the lowest value is the worst.
+
+    Attributes:
+        mean: over clients, also over those that are not listed one by one.
+        worst: the lowest client's.
+        worst_decile: mean of the lowest tenth of the clients, at least one of them.
+        best: the highest client's.
+        std: standard deviation over clients, √(Σ(x − mean)²/n).
+        jain: Jain's index (Σx)² / (n Σx²) (Jain, Chiu and Hawe 1984). It is 1/n if one client has everything
+            and 1 if all have the same; also 1 if all have 0.
+    """
+
+    mean: float
+    worst: float
+    worst_decile: float
+    best: float
+    std: float
+    jain: float
+
+
+def spread(metric: FederatedMetric) -> Spread:
+    """The six numbers of one metric.
+
+    >>> even = spread(federated_metric({"a": 0.5, "b": 0.5}))
+    >>> even.std, even.jain
+    (0.0, 1.0)
+    >>> spread(federated_metric({"a": 1.0, "b": 0.0})).jain
+    0.5
+    """
+    values = np.array(list(metric["per_client"].values()), dtype=np.float64)
+    square = float((values**2).sum())
+    return Spread(
+        mean=metric["mean"],
+        worst=metric["worst"],
+        worst_decile=metric["worst_decile"],
+        best=float(values.max()),
+        std=float(values.std()),
+        jain=float(values.sum() ** 2 / (len(values) * square)) if square else 1.0,
+    )

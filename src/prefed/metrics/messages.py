@@ -16,7 +16,6 @@ def divergence_warning(broken: Mapping[str, int], pairs: Mapping[str, int]) -> s
         broken: from :func:`prefed.metrics.not_finite_counts`; at least one client.
         pairs: client → number of pairs that it was judged on.
 
-
     >>> divergence_warning({"b": 3, "a": 12}, {"a": 12, "b": 4})
     "12 of 12 pairs of client 'a' have no finite log-probability, and so it is with 1 more; lower method.lr"
     """

@@ -1,4 +1,8 @@
-"""A client's tensors as files that other tools load: PEFT adapters and merged models."""
+"""A client's tensors as files that other tools load: PEFT adapters and merged models.
+
+The functions that save load the backbone's model with the tensors, which have the full layout. A folder
+appears complete or not at all, and replaces one that exists.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,11 +112,6 @@ def save_adapter(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     A gated personal LoRA goes into the same adapter, which then has twice the rank. An adapter cannot hold
     heads, norms or a bottleneck: see :func:`save_client`.
 
-    Args:
-        backbone: its model is loaded with ``tensors``.
-        tensors: full layout.
-        folder: it appears complete or not at all, and replaces one that exists.
-
     Raises:
         ModelError: a residual changes the base model's weights, which no adapter can hold.
     """
@@ -152,11 +151,6 @@ def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     """Write all parts of a client's model: adapter, bottleneck, heads, norms, gates.
 
     :func:`load_client` reads the folder. It also holds an adapter for PEFT.
-
-    Args:
-        backbone: its model is loaded with ``tensors``.
-        tensors: full layout.
-        folder: it appears complete or not at all, and replaces one that exists.
     """
     from safetensors.torch import save_file
 
@@ -181,7 +175,6 @@ def load_client(folder: str | Path, base: str | None = None) -> Backbone:
     gives log-probabilities like any other.
 
     Args:
-        folder: an exported client.
         base: the base model's folder or hub name, if it has moved.
 
     Raises:
@@ -199,16 +192,12 @@ def load_client(folder: str | Path, base: str | None = None) -> Backbone:
         raise ModelError(f"{folder / ABOUT} is of format {about['format']}; this version reads {FORMAT}")
     config = ModelConfig.model_validate({**about["model"], **({"name": base} if base else {})})
     backbone = load_backbone(config, Key(0), frozenset(about["needs"]))
-    shapes = {entry.name: entry.shape for entry in backbone.layout.entries}
-    wrong = [name for name in shapes.keys() | values.keys() if not _fits(name, shapes, values)]
+    expected = {(entry.name, entry.shape) for entry in backbone.layout.entries}
+    wrong = {name for name, _ in expected ^ {(name, tuple(value.shape)) for name, value in values.items()}}
     if wrong:
         raise ModelError(f"{folder} does not fit the base model {config.name!r}: {', '.join(sorted(wrong))}")
     backbone.load(Tensors.gather(backbone.layout, values))
     return backbone
-
-
-def _fits(name: str, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, torch.Tensor]) -> bool:
-    return name in shapes and name in values and shapes[name] == tuple(values[name].shape)
 
 
 def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
@@ -216,11 +205,6 @@ def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
 
     A reward head and a critic are left out, because a language model has no place for them. A bottleneck and
     a head that equal their start are left out too, because they change nothing.
-
-    Args:
-        backbone: its model is loaded with ``tensors`` and left unmerged.
-        tensors: full layout.
-        folder: it appears complete or not at all, and replaces one that exists.
 
     Raises:
         ModelError: the model has a trained bottleneck, for which a plain model has no place.

@@ -18,7 +18,6 @@ from prefed.models.fused import fuse
 from prefed.models.parameters import (
     PART_BUILDERS,
     FinalNorm,
-    ParameterSpec,
     PartContext,
     RewardHead,
     lora_layers,
@@ -46,17 +45,14 @@ class Backbone:
 
     Attributes:
         model: the PEFT-wrapped Hugging Face causal language model.
-        tokenizer: its tokenizer.
         layout: names and shapes of the movable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
         initial: the tensors every client starts from: A from one seeded draw, B zero.
         reference: the tensors that make the untouched model: every B is zero, and a personal LoRA is zero
             throughout. So a shared LoRA put over them acts alone, in whatever way the two branches join.
         scaling: alpha / rank.
         family: the model's family; ``None`` if it is not known.
-        device: where the model is.
         parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
         final: the forward of the final norm; ``None`` if the family is not known.
-        config: the ``[model]`` table.
         needs: the parts and flags that the model is made with.
     """
 
@@ -154,7 +150,6 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         key: the setting that holds the name, for messages.
         name: a folder or a hub name.
         what: the kind of thing to load in words, for messages.
-        **options: passed on.
 
     Raises:
         ModelError: nothing of that name can be loaded.
@@ -191,7 +186,6 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     """Load a causal language model and its tokenizer, freeze it and put LoRA on it.
 
     Args:
-        config: the ``[model]`` table.
         key: randomness of the LoRA's A factors.
         needs: parts that the method and the merge rule need; see
             :data:`prefed.models.parameters.PART_BUILDERS`.
@@ -263,17 +257,6 @@ def make_backbone(
         specs = [spec for part, build in PART_BUILDERS.items() if part in needs for spec in build(context)]
     except ValueError as error:
         raise ModelError(f"[model] name = {config.name!r}: {error}") from error
-    return _gather(wrapped, tokenizer, context, device, specs, final)
-
-
-def _gather(
-    wrapped: Any,
-    tokenizer: Any,
-    context: PartContext,
-    device: torch.device,
-    specs: list[ParameterSpec],
-    final: FinalNorm | None,
-) -> Backbone:
     layout = Layout(tuple(spec.entry for spec in specs))
     initial = Tensors.gather(layout, {spec.entry.name: spec.start.cpu() for spec in specs})
     flat = initial.flat.to(device, copy=True)
@@ -286,7 +269,7 @@ def _gather(
         parameters[spec.entry.name] = parameter
         spec.place(parameter)
     bases = {}
-    for stem, _, layer in lora_layers(context.causal):
+    for stem, _, layer in lora_layers(causal):
         if f"residual/{stem}/W" in layout:
             weight, transposed = layer.base_layer.weight, not isinstance(layer.base_layer, nn.Linear)
             bases[f"residual/{stem}/W"] = (weight, weight.detach().clone(), transposed)
@@ -300,14 +283,14 @@ def _gather(
         layout=layout,
         initial=initial,
         reference=reference,
-        scaling=context.config.lora.alpha / context.config.lora.rank,
-        family=context.family,
+        scaling=config.lora.alpha / config.lora.rank,
+        family=family,
         device=device,
         parameters=parameters,
         flat=flat,
         grad=grad,
         final=final,
-        config=context.config,
-        needs=context.needs,
+        config=config,
+        needs=needs,
         _bases=bases,
     )

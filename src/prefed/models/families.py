@@ -17,9 +17,7 @@ class Family:
     Attributes:
         blocks: attribute of the trunk that holds the list of blocks.
         norm1: the norm before attention.
-        attention: the attention module.
         norm2: the norm before the feed-forward network.
-        mlp: the feed-forward network.
         final_norm: attribute of the trunk that holds the norm after the last block.
         targets: modules that LoRA adapts by default.
         outputs: the targets that write to the residual stream.

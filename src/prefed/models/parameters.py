@@ -26,10 +26,6 @@ class PartContext:
 
     Attributes:
         causal: the Hugging Face model, with PEFT's layers inside.
-        family: the model's family; ``None`` if it is not known.
-        config: the ``[model]`` table.
-        key: randomness of starting values.
-        needs: all parts and flags that the model is made with.
     """
 
     causal: Any
@@ -56,8 +52,6 @@ class ParameterSpec:
     """One tensor of a part.
 
     Attributes:
-        entry: its entry in the layout.
-        start: its starting value.
         place: puts a parameter, a view of the backbone's flat buffer, into the model.
     """
 

@@ -36,14 +36,9 @@ def make_tiny(
         folder: where to put it; appears whole or not at all.
         texts: documents; each is one training sequence.
         key: randomness of weights and batches.
-        layers: transformer blocks.
-        width: hidden size.
-        heads: attention heads.
-        vocabulary: entries of the tokenizer.
         context: longest sequence; longer documents are cut.
         steps: optimiser steps (AdamW, one-cycle learning rate).
         batch: documents a step.
-        lr: peak learning rate.
         progress: called as ``progress(step, steps, loss)`` after each step.
 
     Returns:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from prefed.core.strict import flatten
 from prefed.core.text import duration, size
-from prefed.core.tree import flatten
 from prefed.report.tables import SHOWN, literal, new_table, setting
 from prefed.runs.figures import REWARDED
 from prefed.runs.record import RunRecord

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefed import files
 from prefed.config import Experiment, to_toml
-from prefed.core.tree import flatten
+from prefed.core.strict import flatten
 
 __all__ = ["ACCURACIES", "Run", "code", "commits", "process"]
 

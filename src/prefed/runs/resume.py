@@ -12,7 +12,7 @@ import torch
 
 from prefed import files
 from prefed.config import ConfigError, Experiment, to_toml
-from prefed.core.tree import flatten
+from prefed.core.strict import flatten
 from prefed.store import RunWriter, StoreError
 
 __all__ = ["reconcile", "reset_run", "settings_digest"]

@@ -16,18 +16,7 @@ __all__ = ["ClientPairTrainer"]
 
 @dataclass(frozen=True)
 class ClientPairTrainer:
-    """One client's visit in one exchange of one round.
-
-    Attributes:
-        pair_trainer: runs the phases.
-        client: the client's id.
-        train_rows: its training pairs.
-        validation_rows: its validation pairs.
-        round: the current round.
-        key: this client's randomness in this exchange.
-        ownership: who owns which tensor.
-        rollout_cache: shared by the visit's phases.
-    """
+    """One client's visit in one exchange of one round."""
 
     pair_trainer: PairTrainer
     client: str

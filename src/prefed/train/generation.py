@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +40,6 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
     The text becomes a user's turn where these prompts are conversations, or end where the assistant speaks.
 
     Args:
-        text: the user's text.
         like: a prompt of the run's data; ``None`` if there is none.
         raw: return the text unchanged.
 
@@ -61,13 +58,7 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
 
 
 def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt as in a run's data, special tokens included.
-
-    Args:
-        tokenizer: the backbone's.
-        template: of the run.
-        prompt: a text, or the turns of a conversation.
-    """
+    """Token ids of a prompt as in a run's data, special tokens included."""
     ids: list[int] = list(tokenizer(template.prompt(prompt), add_special_tokens=False)["input_ids"])
     if not (template.chat and not isinstance(prompt, str)) and ids[:1] != [tokenizer.bos_token_id]:
         ids = [*start_tokens(tokenizer), *ids]
@@ -78,10 +69,7 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     """One response to a prompt.
 
     Args:
-        backbone: its model is loaded with ``tensors``.
         tensors: full layout; ``backbone.reference`` makes the untouched model.
-        prompt: token ids.
-        how: how tokens are drawn.
         key: the randomness; equal keys draw with equal random numbers, also under other tensors.
 
     Raises:
@@ -94,7 +82,9 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     if room < 1:
         raise ValueError(f"the prompt has {len(prompt)} tokens and the model's window {window}: shorten it")
     tokenizer = backbone.tokenizer
-    ends = {tokenizer.eos_token_id} | _ends(backbone)
+    # The end-of-text tokens of the tokenizer and of the model's generation settings.
+    own = getattr(backbone.causal.generation_config, "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *([] if own is None else own if isinstance(own, list) else [own])}
     sampling: dict[str, float] = {}
     if how.temperature:
         sampling = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
@@ -108,22 +98,10 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     )
     ids = torch.tensor([prompt], device=backbone.device)
     backbone.load(tensors)
-    with torch.inference_mode(), _seeded(backbone, key):
+    devices = [backbone.device] if backbone.device.type == "cuda" else []
+    with torch.inference_mode(), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(key.number())
         output = backbone.causal.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )
     return str(tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True))
-
-
-def _ends(backbone: Backbone) -> set[int]:
-    """The end-of-text tokens of the model's generation settings."""
-    ends = getattr(backbone.causal.generation_config, "eos_token_id", None)
-    return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
-
-
-@contextmanager
-def _seeded(backbone: Backbone, key: Key) -> Iterator[None]:
-    devices = [backbone.device] if backbone.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(key.number())
-        yield

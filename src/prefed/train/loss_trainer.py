@@ -23,12 +23,7 @@ __all__ = ["LossTrainer"]
 
 
 class LossTrainer:
-    """Trains on the objectives of :data:`prefed.losses.OBJECTIVES`.
-
-    Args:
-        model: the backbone and all pairs.
-        references: log-probabilities under the untouched model.
-    """
+    """Trains on the objectives of :data:`prefed.losses.OBJECTIVES`."""
 
     def __init__(self, model: PairModel, references: ReferenceLogprobs) -> None:
         self._model, self._references = model, references

@@ -18,7 +18,6 @@ class FlatOptimizer:
 
     Args:
         backbone: its buffer holds the client's tensors, and its gradient buffer the step's gradient.
-        phase: the tensors, the optimiser's settings, and the terms added to the loss.
     """
 
     def __init__(self, backbone: Backbone, phase: Phase) -> None:

@@ -50,7 +50,8 @@ def _attention(
     )
     by_parts = _by_parts if query.device.type == "cpu" else _at_once
     results = []
-    parts = zip(*(torch.split(t, packing.lengths, 2) for t in (query, key, value)), strict=True)
+    lengths = [segment.length for segment in packing.segments]
+    parts = zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True)
     for segment, (q, k, v) in zip(packing.segments, parts, strict=True):
         first = segment.prompt - 1 if packing_tail and not packing.whole else 0
         result = by_parts(attend, packing, segment, q[:, :, first:], k, v)
@@ -135,7 +136,6 @@ def trunk_hidden(backbone: Backbone, packing: Packing) -> torch.Tensor:
 
     Args:
         backbone: its model takes packed input, see :func:`enable_packing`.
-        packing: B pairs.
 
     Returns:
         ``[K, d]``, in the model's dtype.
@@ -158,7 +158,6 @@ def top_outputs(backbone: Backbone, packing: Packing, hidden: torch.Tensor) -> t
 
     Args:
         backbone: its final norm or bottleneck, its head, and its reward head if the packing is ``whole``.
-        packing: B pairs.
         hidden: ``[K, d]``, see :func:`trunk_hidden`.
 
     Returns:

@@ -142,11 +142,6 @@ class Packing:
             torch.from_numpy(np.concatenate(responses)).to(device),
         )
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each pair's stretch."""
-        return [segment.length for segment in self.segments]
-
     def mask(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
         """Additive attention mask ``[L, L]`` of a pair: 0 where a token may attend, else −inf."""
         if (segment, dtype) not in self._masks:

@@ -46,7 +46,6 @@ class PaddedForward:
         """From pairs to the numbers that losses read.
 
         Args:
-            pairs: B pairs.
             rejected: ``False`` leaves the rejected responses out; their columns are 0.
             rewards: also run the reward head.
 

@@ -1,4 +1,4 @@
-"""Two numbers for every record, such as the frozen reference's log-probabilities, kept with the run."""
+"""Numbers of every record, such as the frozen reference's log-probabilities, kept with the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 
 from prefed import files
 
-__all__ = ["PairCache", "Rows", "split_rows"]
+__all__ = ["PairCache", "Rows", "TokenCache", "split_rows"]
 
 Rows = npt.NDArray[np.int64]
 """``[n]`` numbers of records."""
@@ -21,15 +21,15 @@ def split_rows(rows: Rows, size: int) -> list[Rows]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-class PairCache:
-    """Two floats of every record, e.g. log π_ref of both responses; a record may be missing.
+class TokenCache:
+    """One float per completion token of every record, the chosen response's before the rejected one's.
 
-    A row of the file is the two floats and a check value over them and the row's number, in as many bits as
-    one float. The check value is wrong where a row was never written, and where the disk returns other
-    bytes than were written. Such a row counts as missing.
+    Beside a record's floats lies a check value over them and the record's number, in as many bits as one
+    float. The check value is wrong where a record was never written, and where the disk returns other bytes
+    than were written. Such a record counts as missing.
 
     Args:
-        records: number of records.
+        tokens: ``[n]`` completion tokens of each record, of both responses together.
         folder: where to keep them; ``None`` keeps them in memory.
         name: tells apart caches of different models or data in one folder.
 
@@ -37,35 +37,58 @@ class PairCache:
         WriteError: the disk has no room for them.
     """
 
-    def __init__(self, records: int, folder: Path | None = None, name: str = "reference") -> None:
-        self._values: npt.NDArray[np.float32]
-        if folder is None:
-            self._values = np.zeros((records, 3), np.float32)
+    suffix, check_first = ".u32", True
+
+    def __init__(self, tokens: npt.NDArray[np.int64], folder: Path | None = None, name: str = "") -> None:
+        self._starts = np.concatenate([[0], np.cumsum(tokens + 1)])
+        size = int(self._starts[-1])
+        self._words: npt.NDArray[np.uint32] = np.zeros(size, np.uint32)
+        if folder is None or not size:
             return
+        path = folder / f"{name}{self.suffix}"
         files.private_folder(folder)
-        path = folder / f"{name}.f32"
-        files.allocate(path, records * 12, mode=0o600)
-        self._values = np.memmap(path, np.float32, "r+", shape=(records, 3))
+        files.allocate(path, 4 * size, mode=0o600)
+        self._words = np.memmap(path, np.uint32, "r+", shape=(size,))
 
     def missing(self, rows: Rows) -> bool:
         """Whether any of ``rows`` is missing."""
-        values = self._values[rows]
-        return bool((values[:, 2].view(np.uint32) != _check(rows, values[:, :2])).any())
+        records = ((row, *self._record(row)) for row in rows.tolist())
+        return any(check[0] != _check(numbers, row) for row, check, numbers in records)
 
     def put(self, rows: Rows, values: npt.NDArray[np.float32]) -> None:
-        """Store ``values [len(rows), 2]``, on the disk if there is a folder."""
-        check = _check(rows, values).view(np.float32)
-        self._values[rows] = np.concatenate([values, check[:, None]], 1)
-        if isinstance(self._values, np.memmap):
-            self._values.flush()
+        """Store ``values``, those of ``rows`` end to end, on the disk if there is a folder."""
+        words, start = values.reshape(-1).view(np.uint32), 0
+        for row in rows.tolist():
+            check, numbers = self._record(row)
+            numbers[:] = words[start : start + len(numbers)]
+            check[0] = _check(numbers, row)
+            start += len(numbers)
+        if isinstance(self._words, np.memmap):
+            self._words.flush()
+
+    def get(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """``[M]``, the floats of ``rows`` end to end."""
+        return np.concatenate([self._record(row)[1] for row in rows.tolist()]).view(np.float32)
+
+    def _record(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """Views of a record's check value and of its floats."""
+        words = self._words[self._starts[row] : self._starts[row + 1]]
+        return (words[:1], words[1:]) if self.check_first else (words[-1:], words[:-1])
+
+
+class PairCache(TokenCache):
+    """Two floats of every record, e.g. log π_ref of both responses; see :class:`TokenCache`."""
+
+    suffix, check_first = ".f32", False
+
+    def __init__(self, records: int, folder: Path | None = None, name: str = "reference") -> None:
+        super().__init__(np.full(records, 2, np.int64), folder, name)
 
     def get(self, rows: Rows) -> npt.NDArray[np.float32]:
         """``[len(rows), 2]``, chosen then rejected."""
-        return np.asarray(self._values[rows, :2])
+        return super().get(rows).reshape(-1, 2)
 
 
-def _check(rows: Rows, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
-    """``[len(rows)]``: XXH32 of each row's eight bytes, seeded with its number."""
-    data = np.ascontiguousarray(values).tobytes()
-    checks = [xxhash.xxh32_intdigest(data[8 * k : 8 * k + 8], int(row)) for k, row in enumerate(rows)]
-    return np.array(checks, np.uint32)
+def _check(words: npt.NDArray[np.uint32], row: int) -> int:
+    """XXH32, seeded with the row so that another row's numbers fail; never 0, as in an unwritten record."""
+    return xxhash.xxh32_intdigest(words.tobytes(), row) or 1

@@ -29,7 +29,6 @@ class PairModel:
     """A backbone, the pairs that run through it, and the way in which they do.
 
     Args:
-        backbone: the model.
         tokens: all pairs; callers name them by row.
         max_tokens: tokens of one forward pass; larger batches are split into groups.
         fast: use packed batches where the model's family allows them.
@@ -49,12 +48,7 @@ class PairModel:
         return [self.tokens.pair(int(row)) for row in rows]
 
     def groups(self, rows: Rows, *, rejected: bool = True) -> list[Rows]:
-        """Consecutive groups of ``rows`` of at most ``max_tokens`` tokens each; a longer pair is a group.
-
-        Args:
-            rows: the pairs.
-            rejected: count the rejected responses too.
-        """
+        """Consecutive groups of ``rows`` of at most ``max_tokens`` tokens each; a longer pair is a group."""
         cost = self.tokens.lengths[rows, : 3 if rejected else 2].sum(1)
         groups, start, total = [], 0, 0
         for end, tokens in enumerate(cost):
@@ -91,7 +85,6 @@ def choose_forward(backbone: Backbone, *, fast: bool, longest: int) -> PackedFor
     """The packed path where the model's family allows it, else the plain one. The log says why, once.
 
     Args:
-        backbone: the model.
         fast: ``False`` asks for the plain path.
         longest: tokens of the longest prompt with response.
     """

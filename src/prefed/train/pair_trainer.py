@@ -53,8 +53,6 @@ class PairTrainer:
         rewards: a reward model's scores, for offline PPO.
 
     Attributes:
-        model: the pairs' way through the backbone.
-        references: log-probabilities under the untouched model.
         trainers: objective → its trainer, where it is no loss of :data:`prefed.losses.OBJECTIVES`.
     """
 
@@ -91,15 +89,9 @@ class PairTrainer:
     ) -> PhaseResult:
         """Run one phase from ``tensors`` (full layout) on the pairs ``rows``.
 
-        Batches are shuffled epoch by epoch at ``key.at("phase", phase.name)``. An epoch's last batch may be
-        smaller. A client with fewer pairs than a batch takes all of them in each step.
+        The key of :func:`prefed.train.steps.batches` is ``key.at("phase", phase.name)``.
 
         Args:
-            tensors: the client's tensors.
-            phase: what is trained, and how.
-            rows: the client's pairs.
-            key: the visit's randomness.
-            ownership: who owns which tensor.
             rollout_cache: shared by all phases of a visit; ``None`` if this is the visit's only phase.
 
         Raises:

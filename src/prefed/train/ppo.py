@@ -15,11 +15,10 @@ from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.losses import PPO
 from prefed.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.models import ModelError
-from prefed.train.pair_cache import Rows
+from prefed.train.pair_cache import Rows, TokenCache
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards
 from prefed.train.steps import PhaseSteps, batches
-from prefed.train.token_cache import TokenCache
 from prefed.train.tokenwise import TokenOutputs, token_outputs
 
 __all__ = ["PPOTrainer", "RolloutCache"]
@@ -56,8 +55,6 @@ class PPOTrainer:
     Dropout is off throughout. Otherwise the ratio π/π_old would measure the dropout masks.
 
     Args:
-        model: the backbone and all pairs.
-        rewards: scores of a reward model.
         folder: where to keep the reference's log-probabilities; ``None`` keeps them in memory.
         name: tells apart the caches of different models and data in one folder.
     """
@@ -175,11 +172,8 @@ class PPOTrainer:
 
         Only the client's pairs decide which pairs go through the model together. The policy at the start of a
         visit takes them in the same groups. So its numbers are equal to the bit if it is the reference. The
-        numbers of a group are stored before the next group begins.
-
-        Args:
-            rows: the pairs whose tokens are going to be read.
-            client_rows: all pairs of the client, ``rows`` among them.
+        numbers of a group are stored before the next group begins. ``client_rows`` are all pairs of the
+        client, ``rows`` among them.
         """
         if not self._reference.missing(rows):
             return

@@ -18,11 +18,6 @@ class ReferenceLogprobs:
     The last digits of a log-probability depend on the pairs that go through the model with it. Scoring and
     training group pairs differently, so each has a cache of its own.
 
-    Args:
-        model: the backbone and all pairs.
-        folder: where to keep the numbers; ``None`` keeps them in memory.
-        name: tells apart the caches of different models and data in one folder.
-
     Attributes:
         scoring: the numbers that scoring reads.
         training: the numbers that steps read.
@@ -50,11 +45,8 @@ class ReferenceLogprobs:
         """Compute the numbers of ``rows`` for training, of as few other pairs as possible.
 
         Only the client's pairs decide which pairs go through the model together. So a pair's numbers are the
-        same to the bit in any order of steps, and after a kill.
-
-        Args:
-            rows: the pairs that steps are going to take.
-            client_rows: all pairs of the client, ``rows`` among them.
+        same to the bit in any order of steps, and after a kill. ``client_rows`` are all pairs of the client,
+        ``rows`` among them.
         """
         if not self.training.missing(rows):
             return

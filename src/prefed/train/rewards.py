@@ -35,7 +35,6 @@ class RewardModel:
 
     Args:
         name: a folder or a hub name.
-        device: where it runs.
 
     Raises:
         ModelError: there is no such model, its head is not a trained one, or it has more than two outputs.
@@ -110,9 +109,7 @@ class Rewards:
 
     Args:
         model: a folder with a sequence classification model, or a hub name.
-        records: all pairs.
         folder: where to keep the scores; ``None`` keeps them in memory.
-        device: where the model runs.
     """
 
     def __init__(

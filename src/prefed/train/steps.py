@@ -42,7 +42,6 @@ class PhaseSteps:
 
     Args:
         backbone: holds the client's tensors. The phase's tensors are the only ones that get gradients.
-        phase: what is trained, and how.
 
     Attributes:
         count: steps taken.

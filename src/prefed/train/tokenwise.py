@@ -119,8 +119,6 @@ def token_outputs(
 
     Args:
         backbone: a model with the part ``"value"``.
-        forward: the way in which pairs go through the model.
-        pairs: B pairs.
         features: the trunk's output for each pair (:meth:`prefed.train.packed.PackedForward.features`);
             ``None`` runs the trunk.
     """

@@ -34,10 +34,7 @@ class PairTrainerFactory:
 
     Args:
         backbone: the frozen model. Nothing else may use it.
-        dataset: the clients and their pairs.
         cache: folder for the log-probabilities of the reference model; ``None`` keeps them in memory.
-        max_tokens: tokens of one forward pass.
-        fast: use the fast paths of the pair trainer.
         unseen: clients whose pairs no method trains on, pooled methods included.
         reward_model: folder or hub name of the model that scores responses, for offline PPO.
 
@@ -120,9 +117,7 @@ def check_lengths(backbone: Backbone, lengths: npt.NDArray[np.int32]) -> None:
 
     A model with rotary positions has positions beyond its context, but they are untrained: that is a warning.
 
-
     Args:
-        backbone: the model.
         lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
 
     Raises:

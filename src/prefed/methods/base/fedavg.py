@@ -65,7 +65,7 @@ class FedAvgBase(FedAvgServer):
         return self.keep(State(), initial)
 
     def start(self, trainer: ClientTrainer, private: State, download: Download) -> Tensors:
-        """The client's model at the start of a visit: the broadcast φ and its personal tensors."""
+        """The client's model at the start of a visit, and in predictions: φ and its personal tensors."""
         groups = download.tensors.get(self.group), private.tensors.get("personal")
         return trainer.assemble(*(group for group in groups if group is not None))
 
@@ -92,8 +92,6 @@ class FedAvgBase(FedAvgServer):
         """The phase that the settings describe, at this round's learning rates.
 
         Args:
-            trainer: the client's.
-            download: what the server sent.
             name: names the phase's randomness.
             train: the tensors that train; all that may train in this round unless given.
             changes: as :meth:`TrainingSettings.phase` takes them. Their learning rates are a first round's;
@@ -142,10 +140,6 @@ class FedAvgBase(FedAvgServer):
         personal = self.ownership.select(tensors, Owner.PERSONAL)
         return private.update({"personal": personal}) if personal else private
 
-    def predict(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-        """The client's model: the shared tensors as published, and its personal tensors."""
-        return self.start(trainer, private, published)
-
     def keep_own(self, private: State, tensors: Tensors) -> State:
         """As :meth:`keep`, and the client's own copy of the shared tensors, for :meth:`predict_own`."""
         return self.keep(private, tensors).update({"own": tensors.select(self.shared)})
@@ -163,7 +157,6 @@ class FedAvgBase(FedAvgServer):
         A newcomer trains at the rates of a first round.
 
         Args:
-            trainer: the newcomer's.
             published: the shared tensors. Personal tensors start as every client's did.
             steps: optimiser steps, at least 1.
             pull: strength of a pull towards the published tensors.
@@ -207,7 +200,7 @@ class FedAvgBase(FedAvgServer):
             "init_server": self.init_server,
             "init_client": self.init_client,
             "publish": self.publish,
-            "predict": self.predict,
+            "predict": self.start,
             "adapt": self.adapt,
             "personal": bool(parts - {VALUE}),
         }

@@ -36,7 +36,6 @@ def rate(
 
     Args:
         first: the rate of the shared or of the personal tensors.
-        settings: name the schedule.
         now: the round t.
         rounds: T.
         scalars: those of the download, in which :func:`announce` put the plateau's factor.

@@ -20,10 +20,6 @@ class FedAvgServer:
     The server's state holds the shared tensors φ, in one group, and whatever the merge rule keeps.
 
     Attributes:
-        settings: how clients train.
-        aggregator: how uploads merge, and which factors of a LoRA are shared.
-        rounds: how many rounds the run has.
-        ownership: who owns which tensor.
         group: the name of φ's group in the server's state and in messages.
     """
 

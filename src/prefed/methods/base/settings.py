@@ -99,7 +99,6 @@ class TrainingSettings(StrictModel):
 
         Args:
             name: names the phase's randomness.
-            train: the tensors that train.
             lr: a learning rate in place of the settings'.
             steps: optimiser steps; with ``epochs`` left out too, the settings' length.
             epochs: passes over the client's pairs.
