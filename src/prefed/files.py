@@ -17,26 +17,6 @@ from typing import Any
 
 import xxhash
 
-__all__ = [
-    "DamagedError",
-    "Hasher",
-    "WriteError",
-    "allocate",
-    "append",
-    "digest",
-    "dumps_with_digest",
-    "file_digest",
-    "folder_size",
-    "loads_with_digest",
-    "private_folder",
-    "remove",
-    "replace",
-    "sync",
-    "truncate",
-    "write",
-    "write_error",
-]
-
 TEMPORARY = ".partial"
 """The end of the name of a file that is still being written."""
 

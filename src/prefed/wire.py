@@ -17,16 +17,6 @@ import safetensors
 from prefed.core import OPTIMIZER, Download, Entry, Layout, Plain, State, Tensors, Upload
 from prefed.core.lazy import torch
 
-__all__ = [
-    "WireError",
-    "decode_download",
-    "decode_state",
-    "decode_upload",
-    "encode",
-    "stored_dtype",
-    "upload_limits",
-]
-
 FORMAT = 1
 _ROOM = 1024
 """Bytes of a header for its fixed fields."""

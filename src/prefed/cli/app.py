@@ -19,8 +19,6 @@ from prefed.cli.report import report
 from prefed.cli.run import run
 from prefed.cli.sweep import sweep
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="prefed",
     help="Federated alignment of language models on preferences that never leave their owners.",

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["CellName", "File", "Overrides"]
-
 File = Annotated[Path, typer.Argument(help="The experiment file (TOML).", show_default=False)]
 CellName = Annotated[
     str | None,

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from prefed.core import Key
     from prefed.data import Record
 
-__all__ = ["EXPERIMENT", "demo"]
 
 CLIENTS, TRAIN, TEST, SEED = 6, 64, 64, 7
 TEXTS, STEPS = 1500, 200

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import typer
 
-__all__ = ["user_errors"]
-
 
 @contextmanager
 def user_errors() -> Iterator[None]:

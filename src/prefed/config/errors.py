@@ -11,8 +11,6 @@ from pydantic_core import ErrorDetails
 
 from prefed.core.text import did_you_mean
 
-__all__ = ["ConfigError", "explain", "records"]
-
 
 class ConfigError(ValueError):
     """An experiment file cannot be run. The message names the file, the key and a remedy."""

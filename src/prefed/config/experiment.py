@@ -27,16 +27,6 @@ from prefed.merge import MergeConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 from prefed.models import ModelConfig
 
-__all__ = [
-    "CohortConfig",
-    "EngineConfig",
-    "EvaluateConfig",
-    "Experiment",
-    "MethodConfig",
-    "method_kind",
-    "to_toml",
-]
-
 
 class CohortConfig(StrictModel):
     """How many clients take part in a round; they are drawn without replacement.

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 from prefed.config.errors import ConfigError
 
-__all__ = ["Origins", "make_absolute", "override", "parse_toml", "read_toml"]
-
 Origins: TypeAlias = Mapping[tuple[str, ...], str]
 """Path of a key → the option that set it, for keys that the file does not set."""
 

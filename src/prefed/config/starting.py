@@ -16,8 +16,6 @@ from pydantic.fields import FieldInfo
 from prefed.config import Experiment
 from prefed.methods import METHODS, MethodKind
 
-__all__ = ["PAIRS", "describe", "example_file", "example_pairs", "starting_file"]
-
 WIDTH = 100
 EXAMPLES: dict[tuple[str, ...], Any] = {
     ("data", "train"): "train.jsonl",

@@ -18,8 +18,6 @@ from prefed.config.file import make_absolute, override, read_toml
 from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 
-__all__ = ["Cell", "Row", "Table", "load_cell", "load_table"]
-
 RATE = "{lr}"
 """A setting with this value takes the value of ``method.lr``."""
 SHARED = ("base", "sets")

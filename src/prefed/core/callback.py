@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Callback", "Callbacks"]
-
 
 class Callback:
     """What a run calls on its way. Every method does nothing; subclasses override those that they need.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PATIENCE", "in_reach"]
-
 PATIENCE = 5.0
 """Seconds to wait for the hub's answer."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from prefed.core.lazy import np, torch
 
-__all__ = ["Key"]
-
 
 @dataclass(frozen=True)
 class Key:

@@ -13,8 +13,6 @@ from prefed.core.privacy import NO_MINIMUM, Privacy
 from prefed.core.state import Download, State, Upload
 from prefed.core.tensors import Layout, Tensors
 
-__all__ = ["POOLED", "ClientTrainer", "Exchange", "Method", "Round"]
-
 POOLED = "pooled"
 """The id of the only client of a method that trains on everybody's pairs."""
 

@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 from prefed.core.tensors import Entry, Layout, Tensors
 
-__all__ = ["Owner", "Ownership"]
-
 
 class Owner(Enum):
     """What may happen to a tensor."""

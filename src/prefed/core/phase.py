@@ -10,8 +10,6 @@ from typing import Literal
 from prefed.core.ownership import Owner, Ownership
 from prefed.core.tensors import Tensors
 
-__all__ = ["Moments", "Objective", "Optimizer", "Penalty", "Phase", "PhaseResult", "Proximal"]
-
 
 @dataclass(frozen=True)
 class Objective:

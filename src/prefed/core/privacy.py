@@ -4,8 +4,6 @@ from pydantic import Field
 
 from prefed.core.strict import StrictModel
 
-__all__ = ["NO_MINIMUM", "Privacy"]
-
 
 class Privacy(StrictModel):
     """Which figures of one client may be sent or shown.

@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from prefed.core.tensors import Tensors
 
-__all__ = ["OPTIMIZER", "Download", "Plain", "State", "Upload"]
-
 OPTIMIZER = "optimizer."
 """The prefix of groups of a private state that are an optimiser's memory. They are stored in full."""
 

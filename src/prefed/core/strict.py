@@ -6,8 +6,6 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-__all__ = ["StrictModel", "flatten"]
-
 
 class StrictModel(BaseModel):
     """A frozen settings record that refuses unknown keys, NaN and infinity."""

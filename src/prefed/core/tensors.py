@@ -9,8 +9,6 @@ from functools import cached_property
 
 from prefed.core.lazy import torch
 
-__all__ = ["Entry", "Layout", "Tensors"]
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -6,16 +6,6 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 
-__all__ = [
-    "control_character",
-    "did_you_mean",
-    "duration",
-    "pluralize",
-    "printable",
-    "printable_lines",
-    "size",
-]
-
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Invisible characters that a terminal or a line of text obeys, and halves of surrogate pairs.
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from prefed.core import Exchange, Plain, Round, State, Upload
 from prefed.merge import BadUpload, TooFewUploads, update_norm
 
-__all__ = ["Aggregation", "aggregate"]
-
 
 @dataclass(frozen=True)
 class Aggregation:

@@ -13,8 +13,6 @@ from typing import Protocol
 
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
-__all__ = ["Backend", "BackendSettings", "peak_memory_mb"]
-
 
 @dataclass(frozen=True)
 class BackendSettings:

@@ -9,8 +9,6 @@ from prefed.core import Download, State, Tensors
 from prefed.engines.job import Job
 from prefed.metrics import PairScores, client_metrics
 
-__all__ = ["Score", "evaluate_client", "evaluate_newcomer"]
-
 Score: TypeAlias = Callable[[Tensors], PairScores]
 """A model (full layout) → the log-probabilities that it gives to the pairs of an evaluation."""
 

@@ -27,8 +27,6 @@ from prefed.core import (
 )
 from prefed.metrics import PairScores
 
-__all__ = ["Job", "JobFactory", "TrainerFactory"]
-
 
 class Sizes(Protocol):
     """How many pairs a client holds."""

@@ -25,8 +25,6 @@ from prefed.metrics import (
 from prefed.store import RunWriter
 from prefed.wire import decode_state, encode
 
-__all__ = ["ServerRounds"]
-
 
 @dataclass
 class _Tally:

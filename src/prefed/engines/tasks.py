@@ -19,8 +19,6 @@ from prefed.engines.job import Job
 from prefed.engines.validation import validate_upload, withhold_scalars
 from prefed.wire import decode_download, decode_state, encode, stored_dtype
 
-__all__ = ["ClientStates", "Task", "TaskResult", "run_task"]
-
 
 class ClientStates(Protocol):
     """Clients' private states, on the client's side."""

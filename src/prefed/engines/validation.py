@@ -12,8 +12,6 @@ from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
 from prefed.wire import WireError, decode_upload, upload_limits
 
-__all__ = ["printable_reason", "read_upload", "validate_upload", "withhold_scalars"]
-
 MAX_REASON = 300
 """Characters of a reason for which an upload is dropped."""
 MAX_NAMES = 5

@@ -10,7 +10,6 @@ from prefed.core.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LossOutput", "PairBatch", "implicit_reward_figures", "reward_figures"]
 
 LossOutput: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 """Losses per pair ``[B]`` with gradient, and scalar figures by name without."""

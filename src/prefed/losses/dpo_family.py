@@ -10,8 +10,6 @@ from __future__ import annotations
 from prefed.core.lazy import F, torch
 from prefed.losses.batch import LossOutput, PairBatch, implicit_reward_figures
 
-__all__ = ["cdpo", "dpo", "hinge", "ipo", "kto_pair", "odpo", "robust"]
-
 
 def dpo(batch: PairBatch, *, beta: float) -> LossOutput:
     """−log σ(β Δ_ir): DPO (arXiv:2305.18290), eq. 7.

@@ -11,7 +11,6 @@ from prefed.losses.batch import LossOutput, PairBatch, implicit_reward_figures
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["outliers", "pdpo"]
 
 MOMENTUM = 0.95
 """Of the moving average that the scale s is."""

@@ -19,18 +19,6 @@ from prefed.losses.batch import LossOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Rollout",
-    "gae",
-    "kl_estimate",
-    "pair_rewards",
-    "policy_loss",
-    "ppo",
-    "rollout",
-    "standardize",
-    "token_rewards",
-    "value_loss",
-]
 
 SCORE_LIMIT = 5.0
 """The largest absolute value of a standardised score."""

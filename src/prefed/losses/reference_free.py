@@ -14,8 +14,6 @@ from prefed.losses.batch import LossOutput, PairBatch, reward_figures
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["orpo", "sft", "simpo"]
-
 
 def sft(batch: PairBatch) -> LossOutput:
     """Next-token loss on y_w: the loss of FedBiscuit's FedAvg baseline (ICLR 2025).

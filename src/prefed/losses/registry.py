@@ -14,8 +14,6 @@ from prefed.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robu
 from prefed.losses.pdpo import pdpo
 from prefed.losses.reference_free import orpo, sft, simpo
 
-__all__ = ["OBJECTIVES", "PPO", "ObjectiveSpec", "PairLoss", "objective"]
-
 
 @dataclass(frozen=True)
 class _Range:

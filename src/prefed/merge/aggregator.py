@@ -15,7 +15,6 @@ from prefed.merge.uploads import BadUpload, align, check_update_sizes, sort_uplo
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Aggregator", "WeightFunction"]
 
 WeightFunction = Callable[[Mapping[str, Tensors]], Mapping[str, float]]
 """From client → update φ_i − φ, after the robust rule, to client → weight in the mean."""

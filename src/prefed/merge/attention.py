@@ -17,13 +17,6 @@ from prefed.merge.flat import gram_matrix, squared_distances
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "alignment_weights",
-    "distance_attention",
-    "largest_alpha",
-    "mean_squared_distance",
-    "similarity_attention",
-]
 
 EPSILON = 1e-12
 """ε in eq. 10 of FedSDG."""

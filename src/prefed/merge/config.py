@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from prefed.core.strict import StrictModel
 
-__all__ = ["LoraRule", "MergeConfig", "ServerOptimizer", "Staleness"]
-
 LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora"]
 
 

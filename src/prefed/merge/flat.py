@@ -11,7 +11,6 @@ from prefed.core.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["chunks", "gram_matrix", "normalize", "squared_distances", "weighted_mean"]
 
 _CHUNK = 1 << 16
 

@@ -26,18 +26,6 @@ from dataclasses import dataclass
 from prefed.core import Entry, Layout, Owner, Ownership, Tensors
 from prefed.merge.config import LoraRule
 
-__all__ = [
-    "LORA",
-    "RESIDUAL",
-    "Module",
-    "modules",
-    "needs",
-    "owner",
-    "ownership",
-    "trainable",
-    "without_residuals",
-]
-
 LORA = "lora"
 """The part of a model that holds its LoRA factors."""
 RESIDUAL = "residual"

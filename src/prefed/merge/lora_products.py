@@ -13,8 +13,6 @@ from prefed.merge.lora import Module, modules
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["flexlora", "product_error", "residuals"]
-
 
 def product_error(values: Sequence[Tensors], weights: Sequence[float]) -> float:
     """‖mean(B A) − B̄ Ā‖_F / ‖mean(B A)‖_F over all modules: the error of averaging A and B apart.

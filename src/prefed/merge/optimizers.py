@@ -18,8 +18,6 @@ from prefed.core import Tensors
 from prefed.core.lazy import torch
 from prefed.merge.config import ServerOptimizer
 
-__all__ = ["slots", "step"]
-
 
 def slots(settings: ServerOptimizer, shared: Tensors) -> dict[str, Tensors]:
     """The optimiser's memory before its first step: ``momentum`` = 0 and, if adaptive, ``second`` = τ².

@@ -18,15 +18,6 @@ from prefed.merge.uploads import TooFewUploads
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "check_upload_count",
-    "clip_norms",
-    "coordinate_median",
-    "krum_scores",
-    "multi_krum",
-    "trimmed_mean",
-]
-
 
 def check_upload_count(rule: str, uploads: int, *, liars: int = 0, trim: float = 0.0) -> None:
     """Check that ``rule`` can merge so many uploads.

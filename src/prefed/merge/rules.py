@@ -10,8 +10,6 @@ from prefed.merge.config import MergeConfig
 from prefed.merge.flat import weighted_mean
 from prefed.merge.uploads import TooFewUploads
 
-__all__ = ["absent_mass", "can_merge", "center", "select", "weights"]
-
 
 def can_merge(config: MergeConfig, uploads: int) -> bool:
     """Whether the rule can merge so many uploads."""

@@ -10,16 +10,6 @@ from prefed.core import Layout, Tensors, Upload
 from prefed.core.lazy import torch
 from prefed.merge.lora import without_residuals
 
-__all__ = [
-    "BadUpload",
-    "TooFewUploads",
-    "align",
-    "check_update_sizes",
-    "check_upload",
-    "sort_uploads",
-    "update_norm",
-]
-
 LARGEST = 3.4028234663852886e38
 """The largest float32, and the largest absolute value of an upload's scalars: their sums do not overflow."""
 

@@ -10,8 +10,6 @@ from prefed.core import Layout, Method
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "DPO (arXiv:2305.18290), eq. 7, on pooled data"
 
 

@@ -18,8 +18,6 @@ from prefed.core import ClientTrainer, Download, Layout, Method, Owner, Proximal
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, LocalSettings, TwoPhaseSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "Ditto (arXiv:2012.04221), algorithm 1"
 
 

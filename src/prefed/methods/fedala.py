@@ -25,8 +25,6 @@ from prefed.core.lazy import torch
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, LocalSettings, PersonalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "block_weights", "build", "needs"]
-
 SOURCE = "FedALA (arXiv:2212.01197), algorithm 1"
 
 

@@ -41,8 +41,6 @@ from prefed.merge import (
 )
 from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, lora_parts, schedule
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "FedAMP (arXiv:2007.03797), algorithm 1"
 CLIENT = "client/"
 """How the names of the server's groups begin that hold the clients' models."""

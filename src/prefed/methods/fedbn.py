@@ -13,8 +13,6 @@ from prefed.core import Layout, Method
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, LocalSettings, PersonalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "FedBN (arXiv:2102.07623), algorithm 1"
 
 

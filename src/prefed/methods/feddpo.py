@@ -15,8 +15,6 @@ from prefed.core import Layout, Method
 from prefed.merge import Aggregator
 from prefed.methods.base import BaselineSettings, FedAvgBase, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "Distributed DPO (arXiv:2605.20696), algorithm 1"
 
 

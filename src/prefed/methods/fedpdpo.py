@@ -22,8 +22,6 @@ from prefed.core import ClientTrainer, Download, Layout, Method, Objective, Stat
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, TwoPhaseSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "FedPDPO (arXiv:2603.19741), algorithm 1"
 PERSONAL = ("bottleneck", "head", "reward")
 """The parts that are each client's own."""

@@ -18,8 +18,6 @@ from prefed.core import Entry, Layout, Method
 from prefed.merge import Aggregator
 from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "FedPer (arXiv:1912.00818), algorithm 1"
 
 

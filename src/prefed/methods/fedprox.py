@@ -17,8 +17,6 @@ from prefed.core import ClientTrainer, Download, Layout, Method, Proximal, State
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "FedProx (arXiv:1812.06127), algorithm 2"
 
 

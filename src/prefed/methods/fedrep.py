@@ -17,8 +17,6 @@ from prefed.core import ClientTrainer, Download, Layout, Method, State, Upload
 from prefed.merge import Aggregator
 from prefed.methods.base import VALUE, BaselineSettings, FedAvgBase, TwoPhaseSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "FedRep (arXiv:2102.07078), algorithm 1"
 
 

@@ -24,8 +24,6 @@ from prefed.core import Entry, Layout, Method, Penalty, Round, State, Tensors, U
 from prefed.merge import Aggregator, alignment_weights
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "gates", "needs"]
-
 SOURCE = "FedSDG, section 3"
 UNWEIGHTED = ("median", "trimmed_mean", "krum")
 """Merge rules that give no upload a weight."""

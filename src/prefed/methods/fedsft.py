@@ -13,8 +13,6 @@ from prefed.core import Layout, Method, Objective
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, TrainingSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "FedAvg (arXiv:1602.05629), algorithm 1, on the chosen responses"
 
 

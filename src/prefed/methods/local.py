@@ -13,8 +13,6 @@ from prefed.core import ClientTrainer, Download, Layout, Method, Round, State, T
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, schedule
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "DPO (arXiv:2305.18290), eq. 7, on each client alone"
 
 

@@ -29,8 +29,6 @@ from prefed.core import ClientTrainer, Download, Layout, Method, Moments, Phase,
 from prefed.merge import Aggregator
 from prefed.methods.base import VALUE, BaselineSettings, FedAvgBase, PersonalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "Per-FedAvg (arXiv:2002.07948), algorithm 1"
 Gradient = Callable[[Tensors, str], "tuple[Tensors, float]"]
 OuterStep = tuple[Tensors, float, "Moments | None"]

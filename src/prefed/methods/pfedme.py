@@ -31,8 +31,6 @@ from prefed.core.lazy import torch
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, LocalSettings, PersonalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "pFedMe (arXiv:2006.08848), algorithm 1"
 
 

@@ -29,8 +29,6 @@ from prefed.methods import (
 )
 from prefed.methods.base import TrainingSettings
 
-__all__ = ["METHODS", "MethodKind"]
-
 
 @dataclass(frozen=True)
 class MethodKind:

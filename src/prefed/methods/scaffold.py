@@ -23,8 +23,6 @@ from prefed.core import ClientTrainer, Download, Layout, Method, Owner, Round, S
 from prefed.merge import Aggregator, sort_uploads
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
-__all__ = ["SOURCE", "Settings", "build", "needs"]
-
 SOURCE = "SCAFFOLD (arXiv:1910.06378), algorithm 1, option II"
 
 

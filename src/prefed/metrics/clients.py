@@ -12,15 +12,6 @@ import numpy as np
 from prefed.core import Privacy
 from prefed.metrics.pairs import LOWER_IS_BETTER
 
-__all__ = [
-    "FederatedMetric",
-    "Spread",
-    "federated_metric",
-    "federated_metrics",
-    "not_finite_counts",
-    "spread",
-]
-
 
 class FederatedMetric(TypedDict):
     """A metric over clients.

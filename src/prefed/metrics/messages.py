@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from prefed.metrics.clients import FederatedMetric
 
-__all__ = ["divergence_warning", "flat_loss_warning", "small_clients_note"]
-
 
 def divergence_warning(broken: Mapping[str, int], pairs: Mapping[str, int]) -> str:
     """The warning about models with log-probabilities that are not finite.

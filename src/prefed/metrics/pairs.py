@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ACCURACY_METRICS", "LOWER_IS_BETTER", "MEAN_METRICS", "PairScores", "client_metrics"]
-
 ACCURACY_METRICS = (
     "preference_accuracy",
     "reward_accuracy",

@@ -26,8 +26,6 @@ from prefed.models.backbone import Backbone, ModelError, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused import lora_factors
 
-__all__ = ["atomic_folder", "load_client", "save_adapter", "save_client", "save_merged", "unexpected_files"]
-
 FORMAT = 1
 ABOUT, TENSORS = "prefed.json", "client.safetensors"
 EXPORTED = (

@@ -32,8 +32,6 @@ _FLAGS = frozenset({"outputs", "factors"})
 _REASON = 400
 """Most characters of a library's message to repeat."""
 
-__all__ = ["Backbone", "ModelError", "load_backbone", "load_pretrained", "make_backbone"]
-
 
 class ModelError(ValueError):
     """A model cannot be loaded or adapted; the message names it and says what to do."""

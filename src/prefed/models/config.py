@@ -8,8 +8,6 @@ from pydantic import Field
 
 from prefed.core.strict import StrictModel
 
-__all__ = ["BottleneckSettings", "LoraSettings", "ModelConfig", "RewardSettings"]
-
 
 class LoraSettings(StrictModel):
     """The shared low-rank adapter (Hu et al. 2022)."""

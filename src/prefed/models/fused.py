@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["fuse", "fuse_lora", "lora_factors", "lora_linear"]
-
 
 class _LoraLinear(torch.autograd.Function):
     """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W, in one pass over y.

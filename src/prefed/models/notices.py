@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 
-__all__ = ["silence_transformers"]
-
 
 def silence_transformers() -> None:
     """Keep transformers' progress bars and notices off the terminal.

@@ -17,8 +17,6 @@ from prefed.models.config import ModelConfig
 from prefed.models.families import Family
 from prefed.models.fused import fuse_lora
 
-__all__ = ["PART_BUILDERS", "FinalNorm", "ParameterSpec", "PartContext", "RewardHead", "lora_layers"]
-
 
 @dataclass
 class PartContext:

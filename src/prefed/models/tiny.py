@@ -10,8 +10,6 @@ import torch
 from prefed.core import Key
 from prefed.models.adapters import atomic_folder
 
-__all__ = ["make_tiny"]
-
 END = "<|endoftext|>"
 
 

@@ -18,8 +18,6 @@ from prefed.methods.base.ppo import BaselineSettings
 from prefed.models import load_backbone, load_pretrained
 from prefed.train.trainer_factory import PairTrainerFactory
 
-__all__ = ["assemble_job", "build_data", "build_job", "build_trainers", "build_worker_job"]
-
 
 def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
     """Read and tokenise the experiment's data into ``folder``, or open what an earlier call wrote there.

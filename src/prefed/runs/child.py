@@ -16,8 +16,6 @@ from prefed import files
 from prefed.config import Experiment, to_toml
 from prefed.core.strict import flatten
 
-__all__ = ["ACCURACIES", "Run", "code", "commits", "process"]
-
 ACCURACIES = (
     "preference_accuracy",
     "reward_accuracy",

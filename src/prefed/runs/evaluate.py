@@ -23,8 +23,6 @@ from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.train import PairTrainer
 from prefed.train.trainer_factory import check_lengths
 
-__all__ = ["Evaluation", "evaluate", "evaluate_file"]
-
 Progress = Callable[[int, int], None]
 """Is called with the number of clients that are done, and that of all."""
 

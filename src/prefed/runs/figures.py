@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from prefed.metrics import FederatedMetric
 
-__all__ = ["REWARDED", "USUAL", "Figure", "Profile", "figures_of", "profiles_of"]
-
 USUAL = (
     "baseline_accuracy",
     "shared_accuracy",

@@ -21,8 +21,6 @@ from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
 from prefed.train.trainer_factory import PairTrainerFactory
 
-__all__ = ["LoadedRun", "load_run"]
-
 
 @dataclass(frozen=True)
 class LoadedRun:

@@ -16,8 +16,6 @@ from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, read_records
 from prefed.runs.loaded import LoadedRun
 
-__all__ = ["EVERYBODY", "NewPairs", "read_pairs"]
-
 EVERYBODY = "everybody"
 """Stands for all clients together, where all pairs belong to each of them."""
 

@@ -16,8 +16,6 @@ from prefed.runs.figures import USUAL, Figure, Profile, figures_of, profiles_of
 from prefed.runs.schema import read_config, read_rounds, read_summary
 from prefed.store import RunReader, StoreError
 
-__all__ = ["RunError", "RunRecord", "read_run"]
-
 
 class RunError(ValueError):
     """A directory holds no finished run, or the run has no such client. The message says what to do."""

@@ -15,8 +15,6 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core.strict import flatten
 from prefed.store import RunWriter, StoreError
 
-__all__ = ["reconcile", "reset_run", "settings_digest"]
-
 _CHANGEABLE = {"engine.workers", "engine.visit_timeout"}
 """Settings that change no number. A resumed run may have others."""
 

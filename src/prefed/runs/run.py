@@ -22,8 +22,6 @@ from prefed.runs.summary import published_model, read_profiles, summarize
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state, encode
 
-__all__ = ["RunResult", "default_out", "run"]
-
 ADAPTER = Path("adapters", "shared")
 
 

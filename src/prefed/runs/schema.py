@@ -11,8 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-__all__ = ["read_config", "read_rounds", "read_summary"]
-
 
 class _Schema(BaseModel):
     model_config = ConfigDict(strict=True)

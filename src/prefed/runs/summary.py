@@ -16,8 +16,6 @@ from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS
 from prefed.store import RunWriter
 from prefed.wire import decode_state
 
-__all__ = ["Profiles", "published_model", "published_models", "read_profiles", "summarize"]
-
 Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
 """Figure → client → block → number."""
 

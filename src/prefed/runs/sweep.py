@@ -12,8 +12,6 @@ from typing import Any
 from prefed.config.table import Cell, Table, load_table
 from prefed.runs.child import ACCURACIES, Run, commits, process
 
-__all__ = ["Entry", "Sweep", "entries", "flat", "following"]
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -8,8 +8,6 @@ from pathlib import Path
 from prefed import files
 from prefed.store.commit import Commit, client_file, keep_versions, path_of, private_versions, read_state
 
-__all__ = ["ClientStateFiles"]
-
 
 class ClientStateFiles:
     """The private states that a run directory holds, for the one process that writes them.

@@ -12,21 +12,6 @@ from pathlib import Path
 from prefed import files
 from prefed.wire import WireError, decode_state
 
-__all__ = [
-    "FORMAT",
-    "Commit",
-    "Digests",
-    "StoreError",
-    "client_file",
-    "damaged",
-    "keep_versions",
-    "path_of",
-    "private_versions",
-    "read_commit",
-    "read_state",
-    "write_commit",
-]
-
 FORMAT = 1
 _VERSIONED = re.compile(r"(.+)@(\d{6,})\.safetensors")
 _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")

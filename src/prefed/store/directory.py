@@ -13,8 +13,6 @@ from prefed import files
 from prefed.core.text import did_you_mean
 from prefed.store.commit import StoreError
 
-__all__ = ["lock", "make", "refuse_foreign", "take_back"]
-
 _START = {
     "config.toml",
     "cache",

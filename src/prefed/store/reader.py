@@ -23,8 +23,6 @@ from prefed.store.commit import (
 )
 from prefed.wire import decode_state
 
-__all__ = ["RunReader", "plain", "records_in"]
-
 
 class RunReader:
     """A run directory to read from, also while the run goes on.

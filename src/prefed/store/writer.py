@@ -25,8 +25,6 @@ from prefed.store.commit import (
 )
 from prefed.store.reader import plain, records_in
 
-__all__ = ["RunWriter"]
-
 
 class RunWriter:
     """A run directory to write to, for one process at a time.

@@ -11,8 +11,6 @@ from prefed.train.pair_cache import Rows
 from prefed.train.pair_trainer import PairTrainer
 from prefed.train.ppo import RolloutCache
 
-__all__ = ["ClientPairTrainer"]
-
 
 @dataclass(frozen=True)
 class ClientPairTrainer:

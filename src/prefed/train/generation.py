@@ -13,8 +13,6 @@ from prefed.data import Message, Prompt, Template
 from prefed.data.templates import start_tokens
 from prefed.models import Backbone
 
-__all__ = ["Sampling", "as_prompt", "complete", "prompt_ids"]
-
 _TURN = "\n\nAssistant:"
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["token_logprobs"]
-
 BLOCK = 2048
 """Vocabulary entries in a block; their rows of the head stay in the processor's cache for both products."""
 

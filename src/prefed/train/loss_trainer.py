@@ -19,8 +19,6 @@ from prefed.train.ppo import RolloutCache
 from prefed.train.references import ReferenceLogprobs
 from prefed.train.steps import PhaseSteps, batches
 
-__all__ = ["LossTrainer"]
-
 
 class LossTrainer:
     """Trains on the objectives of :data:`prefed.losses.OBJECTIVES`."""

@@ -10,8 +10,6 @@ import torch
 from prefed.core import Moments, Phase, Tensors
 from prefed.models import Backbone
 
-__all__ = ["FlatOptimizer"]
-
 
 class FlatOptimizer:
     """Steps the tensors that a phase trains; they are a few slices of the backbone's flat buffer.

@@ -19,8 +19,6 @@ from prefed.models.families import Family
 from prefed.train.logprobs import token_logprobs
 from prefed.train.packing import Packing, Segment
 
-__all__ = ["PackedForward", "enable_packing", "top_outputs", "trunk_hidden"]
-
 NAME = "prefed_packed"
 Attend = Callable[..., torch.Tensor]
 _NOT_FOR_ATTENTION = frozenset({"past_key_values", "attention_mask", "encoder_attention_mask", "use_cache"})

@@ -11,8 +11,6 @@ import torch
 
 from prefed.data import Pair
 
-__all__ = ["Packing", "Segment"]
-
 
 @dataclass(frozen=True)
 class Segment:

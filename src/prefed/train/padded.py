@@ -10,8 +10,6 @@ import torch
 from prefed.data import Pair
 from prefed.models import Backbone
 
-__all__ = ["PaddedForward", "pad"]
-
 
 def pad(
     pairs: Sequence[Pair], *, rejected: bool = True, device: torch.device | str = "cpu"

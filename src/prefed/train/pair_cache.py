@@ -10,8 +10,6 @@ import xxhash
 
 from prefed import files
 
-__all__ = ["PairCache", "Rows", "TokenCache", "split_rows"]
-
 Rows = npt.NDArray[np.int64]
 """``[n]`` numbers of records."""
 

@@ -14,8 +14,6 @@ from prefed.train.packed import PackedForward, enable_packing
 from prefed.train.padded import PaddedForward
 from prefed.train.pair_cache import Rows
 
-__all__ = ["Features", "PairModel", "choose_forward"]
-
 _log = logging.getLogger("prefed")
 
 Features = dict[int, torch.Tensor]

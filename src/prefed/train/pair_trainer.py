@@ -18,8 +18,6 @@ from prefed.train.ppo import PPOTrainer, RolloutCache
 from prefed.train.references import ReferenceLogprobs
 from prefed.train.rewards import Rewards
 
-__all__ = ["ObjectiveTrainer", "PairTrainer"]
-
 
 class ObjectiveTrainer(Protocol):
     """Trains on some of the objectives."""

@@ -21,8 +21,6 @@ from prefed.train.rewards import Rewards
 from prefed.train.steps import PhaseSteps, batches
 from prefed.train.tokenwise import TokenOutputs, token_outputs
 
-__all__ = ["PPOTrainer", "RolloutCache"]
-
 
 @dataclass(frozen=True)
 class _PairRollouts:

@@ -9,8 +9,6 @@ import numpy as np
 from prefed.train.pair_cache import PairCache, Rows, split_rows
 from prefed.train.pair_model import PairModel
 
-__all__ = ["ReferenceLogprobs"]
-
 
 class ReferenceLogprobs:
     """log π_ref of both responses of every pair.

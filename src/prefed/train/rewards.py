@@ -17,8 +17,6 @@ from prefed.data.templates import Template
 from prefed.models import ModelError, load_pretrained
 from prefed.train.pair_cache import PairCache, Rows, split_rows
 
-__all__ = ["RewardModel", "Rewards"]
-
 BATCH, BLOCK = 16, 512
 """Sequences in a batch of the model; records whose token ids are in memory at a time."""
 

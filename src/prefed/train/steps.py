@@ -10,8 +10,6 @@ from prefed.models import Backbone
 from prefed.train.optim import FlatOptimizer
 from prefed.train.pair_cache import Rows
 
-__all__ = ["PhaseSteps", "batches"]
-
 
 def batches(rows: Rows, phase: Phase, key: Key) -> Iterator[Rows]:
     """The rows of every step of ``phase``, shuffled epoch by epoch at ``key.at("epoch", epoch)``.

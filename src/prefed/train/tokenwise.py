@@ -16,8 +16,6 @@ from prefed.train.packed import PackedForward, trunk_hidden
 from prefed.train.packing import Packing
 from prefed.train.padded import PaddedForward, pad
 
-__all__ = ["TokenOutputs", "token_outputs", "token_terms"]
-
 
 @dataclass(frozen=True)
 class TokenOutputs:

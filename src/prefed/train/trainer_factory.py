@@ -22,8 +22,6 @@ from prefed.train.client_trainer import ClientPairTrainer
 from prefed.train.pair_trainer import PairTrainer
 from prefed.train.rewards import Rewards
 
-__all__ = ["PairTrainerFactory", "check_lengths"]
-
 _log = logging.getLogger("prefed")
 
 

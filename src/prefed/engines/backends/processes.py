@@ -14,8 +14,6 @@ from prefed.engines.backends.worker import Worker
 from prefed.engines.job import JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
-__all__ = ["WorkerProcesses"]
-
 
 class WorkerProcesses:
     """Spreads tasks over processes.

@@ -27,8 +27,6 @@ from prefed.engines.backend import peak_memory_mb
 from prefed.engines.job import JobFactory
 from prefed.engines.tasks import Task, run_task
 
-__all__ = ["Worker", "WorkerError", "serve"]
-
 START = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means

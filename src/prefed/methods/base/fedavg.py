@@ -29,8 +29,6 @@ from prefed.methods.base.ppo import VALUE
 from prefed.methods.base.server import FedAvgServer
 from prefed.methods.base.settings import TrainingSettings
 
-__all__ = ["FedAvgBase"]
-
 
 @dataclass(frozen=True)
 class FedAvgBase(FedAvgServer):

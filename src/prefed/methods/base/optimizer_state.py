@@ -19,8 +19,6 @@ from prefed.core import (
     Upload,
 )
 
-__all__ = ["keep_optimizer_state"]
-
 
 class _KeepingTrainer:
     """A client's trainer whose phases start with the optimiser state of the phases before them.

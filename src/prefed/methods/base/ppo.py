@@ -14,8 +14,6 @@ from prefed.losses import PPO
 from prefed.merge import lora
 from prefed.methods.base.settings import PAIRWISE, LocalSettings, TrainingSettings
 
-__all__ = ["VALUE", "BaselineSettings", "lora_parts"]
-
 VALUE = "value"
 """The part of a model that holds PPO's critic."""
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from prefed.core import Plain, Round, State, Upload
 from prefed.methods.base.settings import TrainingSettings
 
-__all__ = ["DECAY", "advance", "announce", "begin", "rate"]
-
 DECAY = 0.8
 """The plateau schedule's factor."""
 

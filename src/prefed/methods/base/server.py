@@ -10,8 +10,6 @@ from prefed.merge import Aggregator, WeightFunction, lora
 from prefed.methods.base import schedule
 from prefed.methods.base.settings import TrainingSettings
 
-__all__ = ["FedAvgServer"]
-
 
 @dataclass(frozen=True)
 class FedAvgServer:

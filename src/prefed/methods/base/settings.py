@@ -14,8 +14,6 @@ from prefed.core import Objective, Optimizer, Phase
 from prefed.core.strict import StrictModel
 from prefed.losses import OBJECTIVES, PPO, objective
 
-__all__ = ["LocalSettings", "PersonalSettings", "TrainingSettings", "TwoPhaseSettings"]
-
 PAIRWISE = tuple(name for name, loss in OBJECTIVES.items() if not loss.needs_reward)
 """The objectives that any model can be trained on."""
 
