@@ -23,7 +23,7 @@ from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError, read_run
 from prefed.runs.run import default_out
 from prefed.store import RunReader, StoreError
-from prefed.train.pair_cache import PairCache
+from prefed.train.pair_cache import PairScoreCache
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
             for path in (folder / "reference").glob("reference-*.f32")
             if path.stem.endswith("-training") == training
         )
-        values = PairCache(len(data.tokens), folder / "reference", path.stem)
+        values = PairScoreCache(len(data.tokens), folder / "reference", path.stem)
         return {row for row in range(len(data.tokens)) if not values.missing(np.array([row]))}
 
     assert kept(training=False) == set(data.clients[client].test.tolist())

@@ -13,7 +13,7 @@ import pytest
 from prefed.core import Key
 from prefed.data import DataConfig, DataError, FederatedDataset, TokenWriter, build_dataset
 from prefed.data.tokens import COLUMNS, column_path
-from prefed.train.pair_cache import PairCache
+from prefed.train.pair_cache import PairScoreCache
 from preferences import jsonl, pairs, tokenizer
 
 
@@ -103,7 +103,7 @@ def test_a_full_disk_names_the_folder_and_what_would_do(tmp_path, monkeypatch, f
         monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
         message = rf"cannot write {tmp_path}/cache/x.f32 \(36 bytes\): No space left; make room"
         with pytest.raises(OSError, match=message):
-            PairCache(3, tmp_path / "cache", "x")
+            PairScoreCache(3, tmp_path / "cache", "x")
         return
     rows = jsonl(tmp_path / "train.jsonl", pairs(40))
     config = DataConfig(train=str(rows), partition={"by": "iid", "clients": 3})
@@ -118,13 +118,13 @@ def test_a_page_of_zeros_is_computed_anew(tmp_path):
     """A file system may give zeros for what was not written before the power failed: no log-probability is
     taken to be 0, that of certainty."""
     rows = np.arange(3)
-    PairCache(3, tmp_path).put(rows, np.full((3, 2), -1.5, np.float32))
-    again = PairCache(3, tmp_path)
+    PairScoreCache(3, tmp_path).put(rows, np.full((3, 2), -1.5, np.float32))
+    again = PairScoreCache(3, tmp_path)
     assert not again.missing(rows)
     held = np.fromfile(tmp_path / "reference.f32", np.float32).reshape(3, 3)
     held[2] = 0
     held.tofile(tmp_path / "reference.f32")
-    again = PairCache(3, tmp_path)
+    again = PairScoreCache(3, tmp_path)
     assert again.missing(rows)
     assert not again.missing(rows[:2])
 
@@ -133,7 +133,7 @@ def test_a_flipped_bit_in_a_kept_value_is_computed_anew(tmp_path):
     """Each of the 96 bits of each row in turn: that row is missing, and no other. A value may be any float, 0
     and NaN too; and a row that stands in the place of another is not that one."""
     rows, values = np.arange(3), np.array([[0, -1.5], [np.nan, -np.inf], [-2, -1e-30]], np.float32)
-    PairCache(3, tmp_path).put(rows, values)
+    PairScoreCache(3, tmp_path).put(rows, values)
     path = tmp_path / "reference.f32"
     data = path.read_bytes()
     assert len(data) == 3 * 12
@@ -141,26 +141,26 @@ def test_a_flipped_bit_in_a_kept_value_is_computed_anew(tmp_path):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        found = PairCache(3, tmp_path)
+        found = PairScoreCache(3, tmp_path)
         assert [row for row in rows if found.missing(rows[row : row + 1])] == [bit // 96]
     path.write_bytes(data[12:24] + data[:12] + data[24:])
-    found = PairCache(3, tmp_path)
+    found = PairScoreCache(3, tmp_path)
     assert [found.missing(rows[row : row + 1]) for row in rows] == [True, True, False]
     path.write_bytes(data)
-    np.testing.assert_array_equal(PairCache(3, tmp_path).get(rows), values)
+    np.testing.assert_array_equal(PairScoreCache(3, tmp_path).get(rows), values)
 
 
 def test_values_of_an_earlier_version_are_computed_anew(tmp_path):
     """It kept two floats a record and no check: 8 bytes in the place of 12."""
     np.full((3, 2), -1.5, np.float32).tofile(tmp_path / "reference.f32")
-    found, rows = PairCache(3, tmp_path), np.arange(3)
+    found, rows = PairScoreCache(3, tmp_path), np.arange(3)
     assert all(found.missing(rows[row : row + 1]) for row in rows)
     found.put(rows, np.full((3, 2), -2.5, np.float32))
-    assert not PairCache(3, tmp_path).missing(rows)
+    assert not PairScoreCache(3, tmp_path).missing(rows)
     assert (tmp_path / "reference.f32").stat().st_size == 36
 
 
 def test_kept_values_are_their_owners_to_read(tmp_path):
-    PairCache(3, tmp_path / "cache")
+    PairScoreCache(3, tmp_path / "cache")
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "cache/reference.f32").stat().st_mode & 0o777 == 0o600

@@ -13,7 +13,7 @@ from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.losses import PairBatch, PairLoss
 from prefed.losses import objective as find_loss
 from prefed.train.packed import PackedForward
-from prefed.train.pair_cache import PairCache, Rows, split_rows
+from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.ppo import RolloutCache
 from prefed.train.references import ReferenceLogprobs
@@ -84,7 +84,9 @@ class LossTrainer:
         values, _ = loss(batch, {**loss.memory, **objective.settings})
         return float(values.mean())
 
-    def _batch(self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairCache) -> PairBatch:
+    def _batch(
+        self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairScoreCache
+    ) -> PairBatch:
         tokens, device = self._model.tokens, outputs.device
         lengths = torch.from_numpy(tokens.lengths[rows, 1:].astype(np.int64)).to(device)
         reference = torch.from_numpy(references.get(rows)).to(device) if loss.needs_reference else None

@@ -19,7 +19,7 @@ def split_rows(rows: Rows, size: int) -> list[Rows]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-class TokenCache:
+class TokenLogprobCache:
     """One float per completion token of every record, the chosen response's before the rejected one's.
 
     Beside a record's floats lies a check value over them and the record's number, in as many bits as one
@@ -74,8 +74,8 @@ class TokenCache:
         return (words[:1], words[1:]) if self.check_first else (words[-1:], words[:-1])
 
 
-class PairCache(TokenCache):
-    """Two floats of every record, e.g. log π_ref of both responses; see :class:`TokenCache`."""
+class PairScoreCache(TokenLogprobCache):
+    """Two floats of every record, e.g. log π_ref of both responses; see :class:`TokenLogprobCache`."""
 
     suffix, check_first = ".f32", False
 

@@ -15,7 +15,7 @@ from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.losses import PPO
 from prefed.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.models import ModelError
-from prefed.train.pair_cache import Rows, TokenCache
+from prefed.train.pair_cache import Rows, TokenLogprobCache
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards
 from prefed.train.steps import PhaseSteps, batches
@@ -62,9 +62,9 @@ class PPOTrainer:
         self._folder, self._name = folder, name
 
     @cached_property
-    def _reference(self) -> TokenCache:
+    def _reference(self) -> TokenLogprobCache:
         tokens = self._model.tokens.lengths[:, 1:].sum(1, dtype=np.int64)
-        return TokenCache(tokens, self._folder, self._name)
+        return TokenLogprobCache(tokens, self._folder, self._name)
 
     def train(
         self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, rollout_cache: RolloutCache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prefed.train.pair_cache import PairCache, Rows, split_rows
+from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 from prefed.train.pair_model import PairModel
 
 
@@ -25,8 +25,8 @@ class ReferenceLogprobs:
 
     def __init__(self, model: PairModel, folder: Path | None, name: str) -> None:
         self._model = model
-        self.scoring = PairCache(len(model.tokens), folder, name)
-        self.training = PairCache(len(model.tokens), folder, f"{name}-training")
+        self.scoring = PairScoreCache(len(model.tokens), folder, name)
+        self.training = PairScoreCache(len(model.tokens), folder, f"{name}-training")
         self.one_by_one = model.backbone.device.type == "cpu"
 
     def fill_scoring(self, rows: Rows) -> None:
@@ -56,7 +56,7 @@ class ReferenceLogprobs:
             [block for block in blocks if np.isin(block, rows).any() and self.training.missing(block)],
         )
 
-    def _compute(self, cache: PairCache, blocks: list[Rows]) -> None:
+    def _compute(self, cache: PairScoreCache, blocks: list[Rows]) -> None:
         """Put the numbers of ``blocks`` into ``cache``; each block goes through the model by itself."""
         backbone = self._model.backbone
         backbone.load(backbone.reference)

@@ -15,7 +15,7 @@ import torch
 from prefed.data import Record, TokenSet
 from prefed.data.templates import Template
 from prefed.models import ModelError, load_pretrained
-from prefed.train.pair_cache import PairCache, Rows, split_rows
+from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 
 BATCH, BLOCK = 16, 512
 """Sequences in a batch of the model; records whose token ids are in memory at a time."""
@@ -145,7 +145,7 @@ class Rewards:
         return RewardModel(self._name, self._device)
 
     @cached_property
-    def _scores(self) -> PairCache:
+    def _scores(self) -> PairScoreCache:
         data = self._records.fingerprint[:12]
         name = f"rewards-{self.fingerprint[:12]}-{data}"
         if self._folder is not None:
@@ -155,7 +155,7 @@ class Rewards:
                     f"[method] reward_model = {self._name!r} is not what {others[0].name} was written by; "
                     "put the model back, or start a new run"
                 )
-        return PairCache(len(self._records), self._folder, name)
+        return PairScoreCache(len(self._records), self._folder, name)
 
     def get(self, rows: Rows) -> npt.NDArray[np.float32]:
         """``[len(rows), 2]`` raw scores of the model, chosen then rejected.
