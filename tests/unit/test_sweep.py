@@ -17,8 +17,8 @@ from prefed.cli import app
 from prefed.config import ConfigError, to_toml
 from prefed.report.sweep import _rate, keep
 from prefed.runs import child as module
-from prefed.runs.child import code, commits, process
-from prefed.runs.sweep import Sweep, entries, following
+from prefed.runs.child import code_version, commits, run_in_process
+from prefed.runs.sweep import Sweep, next_rate, sweep_cells
 from preferences import jsonl
 
 ADAPTIVE = (1e-3, 3e-3, 9e-3)
@@ -39,12 +39,12 @@ method = {{ name = "feddpo", lr = 1e-3, local_steps = 5 }}
 """
 
 
-def toy_entries(folder, *labels, further=2, more=""):
+def toy_cells(folder, *labels, further=2, more=""):
     """The cells of a table with one row a method, whose runs go into ``folder/toy``."""
     path = folder / "toy.toml"
     rows = "\n".join(f'{label}.set.method.name = "{label}"' for label in labels or ("local",))
     path.write_text(TOY.format(further=further, rows=rows, more=more))
-    return entries(path, folder)
+    return sweep_cells(path, folder)
 
 
 class Toy:
@@ -76,10 +76,10 @@ def peak(at, slope=0.1):
 
 
 def make(toy, cells, order=None, jobs=2):
-    """Carry cells out; gives the sweep and the lines that it told."""
+    """Carry cells out; gives the sweep and the lines that it printed."""
     lines: list[str] = []
-    order = order or [entry.cell.name for entry in cells]
-    sweep = Sweep(jobs, lambda e, outcome: keep(e, order, outcome), lines.append, toy)
+    order = order or [cell.definition.name for cell in cells]
+    sweep = Sweep(jobs, lambda cell, outcome: keep(cell, order, outcome), lines.append, toy)
     asyncio.run(sweep.carry_out(cells))
     return sweep, lines
 
@@ -92,7 +92,7 @@ def test_a_sweep_looks_beyond_the_end_its_best_rate_lies_at():
     One digit is kept: 9e-3 squared over 3e-3 is 2.7e-2, which reads 3e-2, and then (3e-2)² / 9e-3 = 0.1."""
 
     def beyond(rates, best):
-        return following({lr: -abs(lr - best) for lr in rates}, 9)
+        return next_rate({lr: -abs(lr - best) for lr in rates}, 9)
 
     assert beyond([1e-3, 3e-3], 3e-3) == 9e-3
     assert beyond([1e-3, 3e-3], 1e-3) == 3e-4
@@ -117,7 +117,7 @@ def test_rates_are_followed_until_the_best_lies_inside(best, further, tried):
     ``further`` is used up before."""
     figure = {lr: -abs(tried.index(lr) - (tried.index(best) if best in tried else 99)) for lr in tried}
     figures = {lr: figure[lr] for lr in ADAPTIVE}
-    while (lr := following(figures, len(ADAPTIVE) + further)) is not None:
+    while (lr := next_rate(figures, len(ADAPTIVE) + further)) is not None:
         figures[lr] = figure[lr]
     assert sorted(figures) == tried
 
@@ -127,11 +127,11 @@ def test_a_cell_that_no_rate_changes_is_followed_no_further():
     of the best is taken, here one at the end."""
     alike = {1e-3: 0.5, 3e-3: 0.5, 9e-3: 0.5 + 1e-16}
     assert alike[9e-3] > alike[3e-3]
-    assert following(alike, 9) is None
-    assert following(dict.fromkeys(ADAPTIVE, 0.5), 9) is None
+    assert next_rate(alike, 9) is None
+    assert next_rate(dict.fromkeys(ADAPTIVE, 0.5), 9) is None
     assert _rate({"lr": 1e-3, "validation": alike}) == ("any", "1e-3 to 9e-3, all alike")
-    assert following({1e-3: 0.6, 3e-3: 0.6, 9e-3: 0.5}, 9) == 3e-4
-    assert following({1e-3: 0.5, 3e-3: 0.6, 9e-3: 0.6}, 9) is None
+    assert next_rate({1e-3: 0.6, 3e-3: 0.6, 9e-3: 0.5}, 9) == 3e-4
+    assert next_rate({1e-3: 0.5, 3e-3: 0.6, 9e-3: 0.6}, 9) is None
 
 
 def test_a_row_says_where_its_best_rate_lies():
@@ -148,7 +148,7 @@ def test_a_table_is_made_cell_by_cell(tmp_path):
     """The first seed at three rates and one beyond, then the best with each seed, judged. The text: mean ±
     deviation of 0.8, 0.82 and 0.78 is 0.800 ± 0.020; halves for the worst client; 3 MB in all."""
     toy = Toy(peak(9e-3))
-    _, lines = make(toy, toy_entries(tmp_path))
+    _, lines = make(toy, toy_cells(tmp_path))
     first = [f"local-lr{lr}-seed1" for lr in ("0.001", "0.003", "0.009", "0.03")]
     assert toy.calls == [*first, *(f"local-lr0.009-seed{seed} test" for seed in (1, 2, 3))]
     assert lines[-2:] == ["toy local lr 0.03: validation 0.698", "toy local is done, 1 of 1 cells"]
@@ -170,7 +170,7 @@ def test_a_table_is_made_cell_by_cell(tmp_path):
 def test_a_table_takes_up_what_is_finished(tmp_path):
     """Given again it runs nothing; a run whose summary is gone, or whose commit is still under way, is
     carried out again alone, and so is an evaluation that lacks a figure of the run's."""
-    toy, cells = Toy(peak(3e-3), head=True), toy_entries(tmp_path)
+    toy, cells = Toy(peak(3e-3), head=True), toy_cells(tmp_path)
     make(toy, cells)
     before = (tmp_path / "toy.md").read_text()
     assert "with the reward head | reward head alone" in before
@@ -191,7 +191,7 @@ def test_a_table_takes_up_what_is_finished(tmp_path):
 
 def test_a_row_names_every_commit_of_its_runs(tmp_path):
     """Also of those that lost: they had a part in the choice. A run from elsewhere may have none."""
-    toy, cells = Toy(peak(3e-3)), toy_entries(tmp_path)
+    toy, cells = Toy(peak(3e-3)), toy_cells(tmp_path)
     make(toy, cells)
     (tmp_path / "toy/local-lr0.001-seed1/commit").write_text("bcd2345+\n")
     (tmp_path / "toy/local-lr0.003-seed3/commit").unlink()
@@ -201,16 +201,16 @@ def test_a_row_names_every_commit_of_its_runs(tmp_path):
 
 def test_a_paper_s_figure_stands_in_the_table(tmp_path):
     """In a column of its own, and below the table what it is."""
-    (cell,) = toy_entries(tmp_path, more='source = "a paper"\nfigures = "percent"')
+    (cell,) = toy_cells(tmp_path, more='source = "a paper"\nfigures = "percent"')
     path = tmp_path / "toy.toml"
     path.write_text(path.read_text() + 'local.paper = "87.41±0.20"\n')
-    make(Toy(peak(3e-3)), entries(path, tmp_path))
+    make(Toy(peak(3e-3)), sweep_cells(path, tmp_path))
     table = (tmp_path / "toy.md").read_text().splitlines()
     assert "| method | learning rate | rates tried | paper | accuracy |" in table[0]
     assert "| `local` | 3e-3 | 1e-3 to 9e-3 | 87.41±0.20 | 0.800" in table[3]
     assert {line.count("|") for line in table[:4]} == {table[0].count("|")}
     assert table[-1] == "paper: a paper: percent"
-    assert cell.cell.paper == ""
+    assert cell.definition.paper == ""
 
 
 def test_as_many_runs_as_jobs_are_under_way(tmp_path):
@@ -224,10 +224,12 @@ def test_as_many_runs_as_jobs_are_under_way(tmp_path):
             await super().__call__(run)
             under_way.discard(run.out)
 
-    cells = toy_entries(tmp_path, "local", "feddpo", "fedprox", "fedbn")
+    cells = toy_cells(tmp_path, "local", "feddpo", "fedprox", "fedbn")
     _, lines = make(Counted(peak(3e-3)), cells)
     assert max(most) == 2
-    assert [line.split()[1] for line in lines if "is done" in line] == [each.cell.name for each in cells]
+    assert [line.split()[1] for line in lines if "is done" in line] == [
+        each.definition.name for each in cells
+    ]
 
 
 def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
@@ -239,7 +241,7 @@ def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
                 raise RuntimeError("no room")
             await super().__call__(run)
 
-    cells = toy_entries(tmp_path, "feddpo", "local")
+    cells = toy_cells(tmp_path, "feddpo", "local")
     sweep, lines = make(Breaks(peak(3e-3)), cells)
     assert sweep.failed == ["toy feddpo: no room"]
     assert "FAILED toy feddpo: no room" in lines
@@ -251,11 +253,11 @@ def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
 
 def test_a_run_of_other_settings_is_not_reused(tmp_path):
     """Another place of the same data is no other setting; a step more and a key that is none are."""
-    (entry,) = toy_entries(tmp_path)
-    make(Toy(peak(3e-3)), [entry])
+    (cell,) = toy_cells(tmp_path)
+    make(Toy(peak(3e-3)), [cell])
 
     def first(*overrides):
-        return entries(entry.cell.path, tmp_path, overrides)[0].first()
+        return sweep_cells(cell.definition.path, tmp_path, overrides)[0].first()
 
     first("data.train=other.jsonl", "model.name=other", "engine.workers=2").check()
     with pytest.raises(
@@ -271,16 +273,16 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
 
 def test_a_process_that_fails_says_why(tmp_path):
     """Its last line is in the error, and all that it printed is kept."""
-    run = toy_entries(tmp_path)[0].first()
+    run = toy_cells(tmp_path)[0].first()
     with pytest.raises(RuntimeError, match=r"status 1: error: .*name = 'model'"):
-        asyncio.run(process(run))
+        asyncio.run(run_in_process(run))
     assert "name = 'model'" in run.beside("log").read_text()
     assert not run.finished
 
 
 def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(tmp_path, monkeypatch):
     """Killed under one commit and resumed under another it names both, each once, in this order."""
-    run = toy_entries(tmp_path)[0].first()
+    run = toy_cells(tmp_path)[0].first()
     names = iter(["abc1234", "bcd2345", "bcd2345"])
     resumed: list[bool] = []
 
@@ -291,14 +293,14 @@ def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(tmp_path, mon
             raise KeyboardInterrupt
         (run.out / "summary.json").write_text("{}")
 
-    monkeypatch.setattr(module, "code", lambda: next(names))
+    monkeypatch.setattr(module, "code_version", lambda: next(names))
     monkeypatch.setattr(module, "_command", fake)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            asyncio.run(process(run))
+            asyncio.run(run_in_process(run))
         assert not run.ready
-    asyncio.run(process(run))
-    asyncio.run(process(run))
+    asyncio.run(run_in_process(run))
+    asyncio.run(run_in_process(run))
     assert resumed == [False, True, True]
     assert commits(run.out) == ["abc1234", "bcd2345"]
     assert run.ready
@@ -318,15 +320,15 @@ def test_code_is_named_by_its_commit(tmp_path):
     package.parent.mkdir()
     package.write_text("")
     git("init", "-q")
-    assert code(package.parent).startswith("v")
+    assert code_version(package.parent).startswith("v")
     git("add", ".")
     git("commit", "-qm", "one")
     head = git("rev-parse", "--short", "HEAD").stdout.strip()
-    assert code(package.parent) == head
+    assert code_version(package.parent) == head
     (tmp_path / "notes.txt").write_text("not git's")
-    assert code(package.parent) == head
+    assert code_version(package.parent) == head
     package.write_text("x = 1\n")
-    assert code(package.parent) == f"{head}+"
+    assert code_version(package.parent) == f"{head}+"
 
 
 # The command
@@ -334,7 +336,7 @@ def test_code_is_named_by_its_commit(tmp_path):
 
 def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
     """A cell, a file, and an option of the table that is misspelt; nothing is written."""
-    toy_entries(tmp_path, "local", "feddpo")
+    toy_cells(tmp_path, "local", "feddpo")
     table = tmp_path / "toy.toml"
 
     def error(*words):
@@ -353,7 +355,7 @@ def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
 def test_a_sweep_stops_with_its_runs_and_goes_on(shared_model, tmp_path):
     """Ended by SIGTERM while a run goes on it leaves no process behind; given again it comes to its end, and
     the run that was stopped names its code."""
-    toy_entries(tmp_path, further=0)
+    toy_cells(tmp_path, further=0)
     table = tmp_path / "toy.toml"
     text = table.read_text().replace("[1, 2, 3]", "[1]").replace("[1e-3, 3e-3, 9e-3]", "[1e-3]")
     table.write_text(text)

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from prefed.cli import app
 from prefed.config import ConfigError, Experiment
 from prefed.config.table import load_cell, load_table
-from prefed.runs.sweep import entries
+from prefed.runs.sweep import sweep_cells
 
 HERE = Path(__file__).resolve().parents[2] / "experiments"
 ADAPTIVE, PLAIN = (1e-3, 3e-3, 9e-3), (0.3, 1.0, 3.0)
-EVERY = {path.stem: entries(path, Path("out")) for path in sorted((HERE / "tables").glob("*.toml"))}
+EVERY = {path.stem: sweep_cells(path, Path("out")) for path in sorted((HERE / "tables").glob("*.toml"))}
 """Table → its cells, for the tables of the README."""
 TABLE = """\
 title = "A table"
@@ -207,9 +207,9 @@ def test_the_readmes_name_files_and_cells_that_are_there():
 # What the tables hold
 
 
-def settings_of(entry):
+def settings_of(cell):
     """The method of a cell's run, with its settings."""
-    return entry.run(42, 1e-3).experiment.method
+    return cell.run_of(42, 1e-3).experiment.method
 
 
 def test_every_cell_of_every_table_is_a_valid_experiment():
@@ -220,8 +220,8 @@ def test_every_cell_of_every_table_is_a_valid_experiment():
         for each in cells:
             assert each.table.seeds == [42, 43, 44]
             assert each.table.further >= 4
-            for lr in each.cell.rates:
-                run = each.run(42, lr)
+            for lr in each.definition.rates:
+                run = each.run_of(42, lr)
                 experiment = run.experiment
                 assert isinstance(experiment, Experiment)
                 assert (experiment.method.settings.lr, experiment.seed) == (lr, 42)
@@ -229,7 +229,7 @@ def test_every_cell_of_every_table_is_a_valid_experiment():
                 folders.append(run.out)
                 personal = getattr(experiment.method.settings, "personal_lr", lr)
                 assert personal in (None, lr)  # None: as lr
-                assert run.out == Path("out") / name / f"{each.cell.name}-lr{lr:g}-seed42"
+                assert run.out == Path("out") / name / f"{each.definition.name}-lr{lr:g}-seed42"
     assert len(set(folders)) == len(folders)
 
 
@@ -239,11 +239,11 @@ def test_rates_begin_where_the_kind_of_step_says():
         for each in cells:
             settings = settings_of(each).settings
             if settings.optimizer == "sgd":
-                assert each.cell.rates == PLAIN
+                assert each.definition.rates == PLAIN
             elif name == "opposed-ppo":
-                assert each.cell.rates == (1e-4, 3e-4, 1e-3)
+                assert each.definition.rates == (1e-4, 3e-4, 1e-3)
             else:
-                assert each.cell.rates == ((3e-4, 1e-3, 3e-3) if name == "harmless" else ADAPTIVE)
+                assert each.definition.rates == ((3e-4, 1e-3, 3e-3) if name == "harmless" else ADAPTIVE)
 
 
 def test_opposed_clients_get_the_same_steps_under_every_method():
@@ -252,7 +252,7 @@ def test_opposed_clients_get_the_same_steps_under_every_method():
     opposed = [name for name in EVERY if name.startswith("opposed") or name == "fedpdpo"]
     methods = set()
     for table, each in ((name, each) for name in opposed for each in EVERY[name]):
-        twice = table == "fedpdpo" and each.cell.name.endswith("-4")
+        twice = table == "fedpdpo" and each.definition.name.endswith("-4")
         method = settings_of(each)
         settings, name = method.settings, method.name
         methods.add(name)
@@ -278,12 +278,12 @@ def test_fedpdpo_is_taken_apart_under_both_budgets():
     for each in EVERY["fedpdpo"]:
         method = settings_of(each)
         if method.name == "fedrep":
-            parts_of[each.cell.name] = (False, False)
+            parts_of[each.definition.name] = (False, False)
             continue
         assert (method.name, method.settings.personal_head) == ("fedpdpo", True)
         parts = (method.settings.bottleneck, method.settings.reward_head)
         bounds = (method.settings.scale_least, method.settings.scale_most)
-        parts_of[each.cell.name] = (*parts, *(bounds if parts[1] else ()))
+        parts_of[each.definition.name] = (*parts, *(bounds if parts[1] else ()))
     variants = {
         "full": (True, True, 0.1, 10),
         "letter": (True, True, 0, 0),

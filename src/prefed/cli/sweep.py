@@ -13,7 +13,7 @@ import typer
 from prefed.cli.arguments import Overrides
 
 if TYPE_CHECKING:
-    from prefed.runs.sweep import Entry
+    from prefed.runs.sweep import SweepCell
 
 
 def sweep(
@@ -31,20 +31,20 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, of one thread each.")] = 2,
 ) -> None:
     """Carry out the cells of a table, or go on with them, and print the results beside the paper's."""
-    from prefed.runs.sweep import Sweep, entries
+    from prefed.runs.sweep import Sweep, sweep_cells
 
-    cells = [entry for table in tables for entry in entries(table, out, overrides or [])]
+    cells = [cell for table in tables for cell in sweep_cells(table, out, overrides or [])]
     order: dict[Path, list[str]] = {}
-    for entry in cells:
-        order.setdefault(entry.folder, []).append(entry.cell.name)
+    for cell in cells:
+        order.setdefault(cell.folder, []).append(cell.definition.name)
     if len(order) < len(tables):
         raise ValueError("two tables have one file name; give each an --out of its own")
     cells = _select(cells, only or [])
     _check(cells)
     from prefed.report.sweep import keep
 
-    def done(entry: Entry, outcome: dict[str, Any]) -> None:
-        keep(entry, order[entry.folder], outcome)
+    def done(cell: SweepCell, outcome: dict[str, Any]) -> None:
+        keep(cell, order[cell.folder], outcome)
 
     work = Sweep(jobs, done, typer.echo)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no run outlives this process
@@ -55,7 +55,7 @@ def sweep(
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    for folder, table in {entry.folder: entry.table for entry in cells}.items():
+    for folder, table in {cell.folder: cell.table for cell in cells}.items():
         path = folder.with_name(f"{folder.name}.md")
         if path.exists():
             typer.echo(f"\n{table.title} ({path})\n\n{path.read_text('utf-8')}", nl=False)
@@ -63,25 +63,29 @@ def sweep(
         raise ValueError("some cells failed:\n" + "\n".join(work.failed))
 
 
-def _select(cells: list[Entry], only: list[str]) -> list[Entry]:
+def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:
     """The cells that ``only`` names, or all of them."""
     from prefed.core.text import did_you_mean
 
-    names = [entry.cell.name for entry in cells]
+    names = [cell.definition.name for cell in cells]
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(pattern, names) or f" (cells: {', '.join(names)})"
             raise ValueError(f"no cell is called {pattern!r}{hint}")
-    return [e for e in cells if not only or any(fnmatchcase(e.cell.name, pattern) for pattern in only)]
+    return [
+        cell
+        for cell in cells
+        if not only or any(fnmatchcase(cell.definition.name, pattern) for pattern in only)
+    ]
 
 
-def _check(cells: list[Entry]) -> None:
+def _check(cells: list[SweepCell]) -> None:
     """See that every cell is valid, fits what is there already, and has its files."""
     from prefed.data.sources.hub import looks_like_hub_name
 
     missing: dict[str, None] = {}
-    for entry in cells:
-        run = entry.first()
+    for cell in cells:
+        run = cell.first()
         run.check()
         paths = [source.path for _, _, source in run.experiment.data.sources()]
         reward = getattr(run.experiment.method.settings, "reward_model", None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefed import files
-from prefed.runs.sweep import Entry, flat
+from prefed.runs.sweep import SweepCell, all_equal
 
 SELECTED = "best round, selected on test"
 FEW = 5
@@ -24,27 +24,32 @@ COLUMNS = (
 )
 
 Outcome = Mapping[str, Any]
-"""What a table keeps of a finished cell: see :class:`prefed.runs.sweep.Entry`."""
+"""What a table keeps of a finished cell: see :class:`prefed.runs.sweep.SweepCell`."""
 
 
-def keep(entry: Entry, cells: Sequence[str], outcome: Outcome) -> None:
+def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
     """Put a finished cell into ``TABLE.json`` and ``TABLE.md``, in the place of an older one.
 
-    ``cells`` are the names of all cells of its table, in the table's order.
+    ``names`` are the names of all cells of its table, in the table's order.
     """
-    file = entry.folder.with_name(f"{entry.folder.name}.json")
+    file = cell.folder.with_name(f"{cell.folder.name}.json")
     before = json.loads(file.read_text("utf-8")) if file.exists() else []
     outcomes = {each["method"]: each for each in [*before, outcome]}
-    rows = [outcomes[cell] for cell in cells if cell in outcomes]
+    rows = [outcomes[name] for name in names if name in outcomes]
     file.parent.mkdir(parents=True, exist_ok=True)
     files.write(file, json.dumps(rows, indent=1).encode())
-    best = [each for each in rows if "lr" in each]
-    own = [each for each in rows if "lr" not in each]
+    best = [each for each in rows if _rate_was_chosen(each)]
+    own = [each for each in rows if not _rate_was_chosen(each)]
     parts = [_best_rate_table(best)] if best else []
     parts += [_own_rate_table(own)] if own else []
     if any("paper" in each for each in rows):
-        parts.append(f"paper: {': '.join(filter(None, (entry.table.source, entry.table.figures)))}\n")
+        parts.append(f"paper: {': '.join(filter(None, (cell.table.source, cell.table.figures)))}\n")
     files.write(file.with_suffix(".md"), "\n".join(parts).encode())
+
+
+def _rate_was_chosen(outcome: Outcome) -> bool:
+    """Whether it is a ``best_rate_outcome``, as opposed to an ``own_rate_outcome``."""
+    return "lr" in outcome
 
 
 def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
@@ -98,7 +103,7 @@ def _rate(outcome: Outcome) -> tuple[str, str]:
     figures = {float(lr): figure for lr, figure in outcome["validation"].items()}
     lowest, highest = min(figures), max(figures)
     span = f"{_short(lowest)} to {_short(highest)}" if len(figures) > 1 else _short(outcome["lr"])
-    if flat(figures):
+    if all_equal(figures):
         return "any", f"{span}, all alike"
     if outcome["lr"] in (lowest, highest):
         span += ", best at the end"

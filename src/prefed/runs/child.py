@@ -14,7 +14,7 @@ from typing import Any
 
 from prefed import files
 from prefed.config import Experiment, to_toml
-from prefed.core.strict import flatten
+from prefed.runs.resume import differing, is_place
 
 ACCURACIES = (
     "preference_accuracy",
@@ -27,12 +27,10 @@ ACCURACIES = (
 """The figures that are kept of a run on test pairs."""
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of prefed itself."""
-PLACES = ("data.train.path", "data.validation.path", "data.test.path", "model.name", "method.reward_model")
-"""Settings that say where something lies: another place does not make another run."""
 
 
 @dataclass(frozen=True)
-class Run:
+class SweepRun:
     """One run of a sweep.
 
     Attributes:
@@ -79,24 +77,20 @@ class Run:
         config = self.out / "config.toml"
         if not config.exists():
             return
-        before, after = _settings(Experiment.parse(config.read_text("utf-8"))), _settings(self.experiment)
-        keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
-        if keys:
-            listed = "; ".join(f"{key} is {before.get(key)!r}, not {after.get(key)!r}" for key in keys)
+        stored = Experiment.parse(config.read_text("utf-8"))
+        listed = [
+            f"{name} is {before!r}, not {after!r}"
+            for name, (before, after) in differing(stored.tables(), self.experiment.tables()).items()
+            if not is_place(name) and not name.startswith("engine.")
+        ]
+        if listed:
             raise ValueError(
-                f"{self.out} was run with other settings: {listed}. Move it away, or give another --out"
+                f"{self.out} was run with other settings: {'; '.join(listed)}. "
+                "Move it away, or give another --out"
             )
 
 
-def _settings(experiment: Experiment) -> dict[str, Any]:
-    """All settings that decide a run's numbers, except those that say where data and models lie."""
-    settings = flatten(experiment.tables())
-    return {
-        key: value for key, value in settings.items() if key not in PLACES and not key.startswith("engine.")
-    }
-
-
-def code(folder: Path = PACKAGE) -> str:
+def code_version(folder: Path = PACKAGE) -> str:
     """The commit of the code in a folder, with ``+`` if files differ from it; or else prefed's version."""
 
     def git(*words: str) -> str:
@@ -117,7 +111,7 @@ def commits(out: Path) -> list[str]:
     return path.read_text("utf-8").split() if path.exists() else ["unknown"]
 
 
-async def process(run: Run) -> None:
+async def run_in_process(run: SweepRun) -> None:
     """Carry out a run, or resume it, by ``prefed run`` and ``prefed evaluate`` in processes of their own.
 
     A log of their errors lies beside the run until the run has ended well. The commit of the code is written
@@ -131,7 +125,7 @@ async def process(run: Run) -> None:
     if not (run.out / "summary.json").exists():
         # Other code may resume a run that was killed. The run then names the commits of both. The note lies
         # beside the run directory, which must be empty before the run begins.
-        files.append(note, f"{code()}\n".encode())
+        files.append(note, f"{code_version()}\n".encode())
         files.write(experiment, to_toml(run.experiment).encode())
         again = ["--resume"] if run.out.exists() else []
         await _command(run, "run", str(experiment), "--out", str(run.out), *again)
@@ -151,7 +145,7 @@ async def process(run: Run) -> None:
         path.unlink(missing_ok=True)
 
 
-async def _command(run: Run, *words: str) -> bytes:
+async def _command(run: SweepRun, *words: str) -> bytes:
     """Run a ``prefed`` command and return its output; its errors go to the log beside the run."""
     log = run.beside("log")
     with log.open("wb") as errors:

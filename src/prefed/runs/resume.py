@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import tomli_w
@@ -15,14 +16,11 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core.strict import flatten
 from prefed.store import RunWriter, StoreError
 
+_PLACES = ("data.*.path", "model.name", "method.reward_model")
+"""Settings that say where data and models lie."""
+
 _CHANGEABLE = {"engine.workers", "engine.visit_timeout"}
 """Settings that change no number. A resumed run may have others."""
-
-_NOT_DIGESTED = {"rounds", "model.name", *_CHANGEABLE}
-"""Settings outside the digest of a run's settings.
-
-So are the paths of its data. Model and data have digests of their contents, so their places do not matter.
-"""
 
 _NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy"}
 """Keys and tables of an experiment that nothing in ``cache/`` depends on."""
@@ -44,8 +42,8 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     """
     config = writer.config()
     if writer.round == 0:
-        changed = _differing(flatten(config or {}), flatten(experiment.tables()))
-        if changed - {"engine.threads", *_CHANGEABLE}:
+        changed = differing(config or {}, experiment.tables())
+        if changed.keys() - {"engine.threads", *_CHANGEABLE}:
             reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= _NOT_CACHED)
             config = None
     try:
@@ -58,12 +56,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
         writer.write_config(to_toml(experiment))
         return experiment
     _check_settings(stored, experiment, writer)
-    # All other settings stay as they were written, even if this version has more defaults to fill in.
-    before, after = config["engine"], experiment.tables()["engine"]
-    names = {**after, **before}
-    sources = {name: after if f"engine.{name}" in _CHANGEABLE else before for name in names}
-    engine = {name: source[name] for name, source in sources.items() if name in source}
-    updated = {**config, "rounds": experiment.rounds, "engine": engine}
+    updated = _updated(config, experiment.tables())
     if updated != config:
         writer.write_config(tomli_w.dumps(updated))
     return experiment
@@ -76,12 +69,30 @@ def reset_run(writer: RunWriter, *, keep_cache: bool = False) -> None:
         shutil.rmtree(writer.path / "cache", ignore_errors=True)
 
 
+def is_place(name: str) -> bool:
+    """Whether a setting says where data or a model lie.
+
+    >>> is_place("data.train.path"), is_place("data.train.code.path"), is_place("data.train.format")
+    (True, True, False)
+    """
+    return any(fnmatchcase(name, pattern) for pattern in _PLACES)
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted name → both values of each setting that differs; an absent setting counts as ``None``.
+
+    >>> differing({"seed": 1, "method": {"lr": 0.1}}, {"seed": 2, "method": {"lr": 0.1}})
+    {'seed': (1, 2)}
+    """
+    old, new = flatten(before), flatten(after)
+    pairs = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def settings_digest(config: Mapping[str, Any]) -> str:
     """The digest of those settings of a ``config.toml`` that a resumed run must share."""
     settings = {
-        name: value
-        for name, value in flatten(config).items()
-        if name not in _NOT_DIGESTED and not (name.startswith("data.") and name.endswith(".path"))
+        name: value for name, value in flatten(config).items() if name != "rounds" and not _may_change(name)
     }
     return files.digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
@@ -110,12 +121,14 @@ def _check_digest(config: Mapping[str, Any] | None, experiment: Experiment, writ
 
 def _check_settings(stored: Experiment, experiment: Experiment, writer: RunWriter) -> None:
     """Refuse to resume a run with other settings; the message names each."""
-    before, after = flatten(stored.tables()), flatten(experiment.tables())
-    changed = _differing(before, after) - _CHANGEABLE
-    if experiment.rounds >= max(stored.rounds, writer.round):
-        changed -= {"rounds"}
-    if changed:
-        lines = [f"  {name}: {before.get(name)!r} → {after.get(name)!r}" for name in sorted(changed)]
+    changed = differing(stored.tables(), experiment.tables())
+    lines = [
+        f"  {name}: {before!r} → {after!r}"
+        for name, (before, after) in changed.items()
+        if not _may_change(name)
+        and not (name == "rounds" and experiment.rounds >= max(stored.rounds, writer.round))
+    ]
+    if lines:
         raise ConfigError(
             f"the run in {writer.path} was begun with other settings (run → asked for):\n"
             + "\n".join(lines)
@@ -124,6 +137,26 @@ def _check_settings(stored: Experiment, experiment: Experiment, writer: RunWrite
         )
 
 
-def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """The names at which two flat tables differ."""
-    return {name for name in {*before, *after} if before.get(name) != after.get(name)}
+def _may_change(name: str) -> bool:
+    """Whether a resumed run may have another value of a setting, whatever the value.
+
+    Other data or another model at a new place are found by their fingerprints. The commit has no fingerprint
+    of the reward model, so its place may not change.
+    """
+    return name in _CHANGEABLE or (is_place(name) and name != "method.reward_model")
+
+
+def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The stored settings, with ``rounds`` and whatever may change from ``experiment``.
+
+    The rest stays as it was written, even if this version has more defaults to fill in.
+    """
+    updated: dict[str, Any] = {}
+    for key in {**stored, **experiment}:
+        name, before, after = prefix + key, stored.get(key), experiment.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            updated[key] = _updated(before, after, f"{name}.")
+        else:
+            value = after if name == "rounds" or _may_change(name) else before
+            updated |= {} if value is None else {key: value}
+    return updated

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from prefed.config.table import Cell, Table, load_table
-from prefed.runs.child import ACCURACIES, Run, commits, process
+from prefed.runs.child import ACCURACIES, SweepRun, commits, run_in_process
 
 
 @dataclass(frozen=True)
-class Entry:
+class SweepCell:
     """A cell to carry out.
 
     Attributes:
+        definition: the cell as its table defines it.
         folder: its runs lie in ``FOLDER/CELL-lrRATE-seedSEED``, without the rate where none is chosen.
         overrides: ``KEY=VALUE`` for every run.
     """
 
-    cell: Cell
+    definition: Cell
     table: Table
     folder: Path
     overrides: tuple[str, ...] = ()
@@ -30,23 +31,23 @@ class Entry:
     @property
     def name(self) -> str:
         """Table and cell, for messages."""
-        return f"{self.folder.name} {self.cell.name}"
+        return f"{self.folder.name} {self.definition.name}"
 
-    def run(self, seed: int, lr: float | None = None, *, test: bool = False) -> Run:
+    def run_of(self, seed: int, lr: float | None = None, *, test: bool = False) -> SweepRun:
         """The run with a seed, and with a learning rate if one is to be chosen.
 
         Raises:
             ConfigError: its settings are not valid.
         """
-        values, name = ["engine.threads=1", *self.overrides, f"seed={seed}"], self.cell.name
+        values, name = ["engine.threads=1", *self.overrides, f"seed={seed}"], self.definition.name
         if lr is not None:
             values += [f"method.lr={lr!r}", "evaluate.split=validation"]
             name += f"-lr{lr:g}"
-        return Run(self.cell.experiment(*values), self.folder / f"{name}-seed{seed}", test)
+        return SweepRun(self.definition.experiment(*values), self.folder / f"{name}-seed{seed}", test)
 
-    def first(self) -> Run:
+    def first(self) -> SweepRun:
         """The run to begin with."""
-        return self.run(self.table.seeds[0], *self.cell.rates[:1])
+        return self.run_of(self.table.seeds[0], *self.definition.rates[:1])
 
     def best_rate_outcome(self, validation: Mapping[float, float]) -> dict[str, Any]:
         """What the table keeps of the cell, once the runs of its best rate are evaluated.
@@ -55,7 +56,7 @@ class Entry:
             validation: rate → figure on validation pairs.
         """
         lr, seeds = _best(validation), self.table.seeds
-        runs = [self.run(seed, lr) for seed in seeds]
+        runs = [self.run_of(seed, lr) for seed in seeds]
         outcome = {**self._about(), "lr": lr, "validation": dict(sorted(validation.items()))}
         tests = [run.figures or {} for run in runs]
         for name in ACCURACIES:
@@ -63,12 +64,12 @@ class Entry:
                 outcome[f"{name}.{figure}"] = [test[name][figure] for test in tests if name in test]
         outcome["bytes"] = [_sent(run) for run in runs]
         outcome["seconds"] = [run.summary["seconds"] for run in runs]
-        outcome["commits"] = _commits([*runs, *(self.run(seeds[0], rate) for rate in validation)])
+        outcome["commits"] = _commits([*runs, *(self.run_of(seeds[0], rate) for rate in validation)])
         return outcome
 
     def own_rate_outcome(self) -> dict[str, Any]:
         """What the table keeps of a cell without a choice of rates, once its runs are finished."""
-        runs = [self.run(seed) for seed in self.table.seeds]
+        runs = [self.run_of(seed) for seed in self.table.seeds]
         rounds = [_evaluations(run, self.table.judge) for run in runs]
         tops = [max(figures, key=lambda figure: figure["mean"]) for figures in rounds]
         return {
@@ -89,7 +90,7 @@ class Entry:
         }
 
     def _about(self) -> dict[str, Any]:
-        cell = self.cell
+        cell = self.definition
         paper = {"figure": cell.paper, "clients": dict(cell.clients)}
         return {
             "method": cell.name,
@@ -100,29 +101,30 @@ class Entry:
         }
 
 
-def _evaluations(run: Run, figure: str) -> list[dict[str, Any]]:
+def _evaluations(run: SweepRun, figure: str) -> list[dict[str, Any]]:
     """A figure over clients in each round that was evaluated."""
     lines = (run.out / "rounds.jsonl").read_text("utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [record["evaluation"][figure] for record in records if "evaluation" in record]
 
 
-def _sent(run: Run) -> int:
+def _sent(run: SweepRun) -> int:
     sent = run.summary["bytes"]
     return int(sent["up"] + sent["down"])
 
 
-def entries(path: Path, out: Path, overrides: Sequence[str] = ()) -> list[Entry]:
+def sweep_cells(path: Path, out: Path, overrides: Sequence[str] = ()) -> list[SweepCell]:
     """The cells of a table's file; ``out`` is the folder of all tables.
 
     Raises:
         ConfigError: the table is not valid.
     """
     table = load_table(path)
-    return [Entry(cell, table, out / path.stem, tuple(overrides)) for cell in table.cells(path).values()]
+    folder, values = out / path.stem, tuple(overrides)
+    return [SweepCell(cell, table, folder, values) for cell in table.cells(path).values()]
 
 
-def _commits(runs: Sequence[Run]) -> list[str]:
+def _commits(runs: Sequence[SweepRun]) -> list[str]:
     return sorted({commit for run in runs for commit in commits(run.out)})
 
 
@@ -135,7 +137,7 @@ def _best(figures: Mapping[float, float]) -> float:
     return max(sorted(figures), key=lambda lr: figures[lr])
 
 
-def flat(figures: Mapping[float, float]) -> bool:
+def all_equal(figures: Mapping[float, float]) -> bool:
     """Whether every rate comes to the same figure, so that no other rate would be better.
 
     So it is with one model for clients who want opposite things: it gets one of every two right.
@@ -143,10 +145,10 @@ def flat(figures: Mapping[float, float]) -> bool:
     return len(figures) > 1 and max(figures.values()) - min(figures.values()) < 1e-9
 
 
-def following(figures: Mapping[float, float], most: int) -> float | None:
+def next_rate(figures: Mapping[float, float], most: int) -> float | None:
     """The rate to try next: beyond the best one if that lies at an end, as far again as its neighbour.
 
-    >>> following({1e-3: 0.5, 3e-3: 0.6}, most=9), following({3e-3: 0.5, 9e-3: 0.6}, most=9)
+    >>> next_rate({1e-3: 0.5, 3e-3: 0.6}, most=9), next_rate({3e-3: 0.5, 9e-3: 0.6}, most=9)
     (0.009, 0.03)
 
     Args:
@@ -157,7 +159,7 @@ def following(figures: Mapping[float, float], most: int) -> float | None:
         The rate, of one digit; ``None`` if the best one lies inside, all are alike, or ``most`` are tried.
     """
     rates, top = sorted(figures), _best(figures)
-    if flat(figures) or not 2 <= len(rates) < most or top not in (rates[0], rates[-1]):
+    if all_equal(figures) or not 2 <= len(rates) < most or top not in (rates[0], rates[-1]):
         return None
     neighbour = rates[1] if top == rates[0] else rates[-2]
     return float(f"{top * top / neighbour:.1g}")
@@ -176,64 +178,64 @@ class Sweep:
     """
 
     jobs: int
-    done: Callable[[Entry, dict[str, Any]], None]
+    done: Callable[[SweepCell, dict[str, Any]], None]
     tell: Callable[[str], None] = print
-    do: Callable[[Run], Awaitable[None]] = process
+    do: Callable[[SweepRun], Awaitable[None]] = run_in_process
     failed: list[str] = field(default_factory=list)
 
-    async def carry_out(self, entries: Sequence[Entry]) -> None:
+    async def carry_out(self, cells: Sequence[SweepCell]) -> None:
         """Carry out all runs that are not finished. A cell that fails is left out, and the others go on."""
-        cells, runs = asyncio.Semaphore(self.jobs), asyncio.Semaphore(self.jobs)
+        cell_slots, run_slots = asyncio.Semaphore(self.jobs), asyncio.Semaphore(self.jobs)
         count = 0
 
-        async def one(entry: Entry) -> None:
+        async def one(cell: SweepCell) -> None:
             nonlocal count
-            async with cells:
+            async with cell_slots:
                 try:
-                    outcome = await self._cell(entry, runs)
+                    outcome = await self._cell(cell, run_slots)
                 except Exception as error:
                     reason = error
                     while isinstance(reason, ExceptionGroup):
                         reason = reason.exceptions[0]
-                    self.failed.append(f"{entry.name}: {reason}")
+                    self.failed.append(f"{cell.name}: {reason}")
                     self.tell(f"FAILED {self.failed[-1]}")
                     return
-            self.done(entry, outcome)
+            self.done(cell, outcome)
             count += 1
-            self.tell(f"{entry.name} is done, {count} of {len(entries)} cells")
+            self.tell(f"{cell.name} is done, {count} of {len(cells)} cells")
 
         async with asyncio.TaskGroup() as group:
-            for entry in entries:
-                group.create_task(one(entry))
+            for cell in cells:
+                group.create_task(one(cell))
 
-    async def _cell(self, entry: Entry, runs: asyncio.Semaphore) -> dict[str, Any]:
-        async def carry_out(run: Run) -> None:
-            async with runs:
+    async def _cell(self, cell: SweepCell, run_slots: asyncio.Semaphore) -> dict[str, Any]:
+        async def carry_out(run: SweepRun) -> None:
+            async with run_slots:
                 run.check()
                 if not run.ready:
                     await self.do(run)
 
         async def all_seeds(lr: float | None) -> None:
             async with asyncio.TaskGroup() as group:
-                for seed in entry.table.seeds:
-                    group.create_task(carry_out(entry.run(seed, lr, test=lr is not None)))
+                for seed in cell.table.seeds:
+                    group.create_task(carry_out(cell.run_of(seed, lr, test=lr is not None)))
 
-        rates = entry.cell.rates
+        rates = cell.definition.rates
         if not rates:
             await all_seeds(None)
-            return entry.own_rate_outcome()
+            return cell.own_rate_outcome()
         validation: dict[float, float] = {}
 
         async def try_rate(lr: float) -> None:
-            run = entry.run(entry.table.seeds[0], lr)
+            run = cell.run_of(cell.table.seeds[0], lr)
             await carry_out(run)
-            validation[lr] = float(run.summary[entry.table.judge]["mean"])
-            self.tell(f"{entry.name} lr {lr:g}: validation {validation[lr]:.3f}")
+            validation[lr] = float(run.summary[cell.table.judge]["mean"])
+            self.tell(f"{cell.name} lr {lr:g}: validation {validation[lr]:.3f}")
 
         async with asyncio.TaskGroup() as group:
             for lr in dict.fromkeys(rates):
                 group.create_task(try_rate(lr))
-        while (further := following(validation, len(set(rates)) + entry.table.further)) is not None:
+        while (further := next_rate(validation, len(set(rates)) + cell.table.further)) is not None:
             await try_rate(further)
         await all_seeds(_best(validation))
-        return entry.best_rate_outcome(validation)
+        return cell.best_rate_outcome(validation)
