@@ -92,6 +92,27 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+def missing_paths(page: str) -> list[str]:
+    """The paths in a page's code spans that are neither in ``src/prefed`` nor in the repository."""
+    missing = []
+    for path in re.findall(r"`([\w/.]+(?:/|\.py|\.html))`", page):
+        roots = (ROOT / "src/prefed", ROOT)
+        exists = [root / path for root in roots if (root / path).exists()]
+        if "/" not in path:
+            exists = [file for root in ("src/prefed", "tests") for file in (ROOT / root).rglob(path)]
+        if not exists and "NAME" not in path:
+            missing.append(path)
+    return missing
+
+
+def test_every_path_on_the_page_of_rooms_exists() -> None:
+    assert missing_paths((DOCS / "rooms.md").read_text("utf-8")) == []
+    assert missing_paths("`engines/rounds.py`, `engines/none.py`, `test_none.py`") == [
+        "engines/none.py",
+        "test_none.py",
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_references_name_something(page: Path) -> None:
     """``::: module.name`` with its members, and ``[text][module.name]``."""

@@ -26,6 +26,8 @@ class State:
     >>> state = State({"model": Tensors.empty()}, {"visits": 1})
     >>> state.update(values={"visits": 2}).values["visits"]
     2
+    >>> state.number("visits", 0), state.number("scale", 1.0)
+    (1.0, 1.0)
     """
 
     tensors: Mapping[str, Tensors] = field(default_factory=dict)
@@ -34,6 +36,17 @@ class State:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
+
+    def number(self, name: str, default: float) -> float:
+        """The number that is stored as ``name``, or ``default`` if nothing is.
+
+        Raises:
+            TypeError: the stored value is no number.
+        """
+        value = self.values.get(name, default)
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name!r} of a state is {value!r}, not a number")
+        return float(value)
 
     def update(
         self, tensors: Mapping[str, Tensors] | None = None, values: Mapping[str, Plain] | None = None

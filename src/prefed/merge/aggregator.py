@@ -185,8 +185,8 @@ class Aggregator:
         """The robust rule applied to steps whose weighted sum the method needs, such as SCAFFOLD's variates.
 
         Under ``mean`` the result is the steps and weights themselves. Under ``median`` and ``trimmed_mean``
-        it is one step. Other rules choose or shorten steps; ``norm_clip`` bounds them by their own median
-        length. The weights of the result have the same sum as ``weights``.
+        it is one step. ``krum`` and ``multi_krum`` choose steps. ``norm_clip`` shortens those that are longer
+        than the median length. The weights of the result have the same sum as ``weights``.
 
         Args:
             values: one per client, all in one layout.

@@ -41,7 +41,7 @@ class Settings(TwoPhaseSettings):
         True, description="a personal language model head, untied from the embeddings"
     )
     reward_head: bool = Field(
-        True, description="a personal reward head beside it, and the PDPO loss; without, the loss is DPO's"
+        True, description="a personal reward head and the PDPO loss; if off, the loss is DPO's"
     )
     reward_schedule: bool = Field(
         True,
@@ -50,11 +50,9 @@ class Settings(TwoPhaseSettings):
     reward_weight: float = Field(
         0.8, ge=0, description="the explicit reward's weight w_r where reward_schedule is off"
     )
-    scale_least: float = Field(
-        0.1, ge=0, description="the least that the ratio which s follows counts as; 0 for no bound"
-    )
+    scale_least: float = Field(0.1, ge=0, description="lower bound on the ratio that s follows; 0: none")
     scale_most: float = Field(
-        10.0, ge=0, description="the most that it counts as; 0 for no bound: with both 0, eq. 7 to the letter"
+        10.0, ge=0, description="upper bound on it; 0: none; with both 0, eq. 7 as printed"
     )
     exclude: bool = Field(True, description="leave out pairs whose margin is far from their batch's mean")
     exclude_k: float = Field(2.0, gt=0, description="how many standard deviations are far")
@@ -99,21 +97,18 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """FedPDPO over ``layout``."""
     fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: entry.part in PERSONAL)
 
-    def scale(private: State) -> float:
-        return float(str(private.values.get("scale", 1.0)))
-
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         objective = settings.goal(settings.weight(trainer.round.number, rounds))
-        memory = {"scale": scale(private)} if settings.reward_head else {}
+        memory = {"scale": private.number("scale", 1.0)} if settings.reward_head else {}
         model, trainable = fedavg.start(trainer, private, download), fedavg.trainable(trainer.round)
         personal = [name for name in trainable if layout[name].part in PERSONAL]
-        factors = [name for name in trainable if layout[name].part not in PERSONAL]
+        shared = [name for name in trainable if layout[name].part not in PERSONAL]
         if personal:
             changes = {"objective": objective, "memory": memory, **settings.personal_phase()}
             first = fedavg.phase(trainer, download, "personal", train=personal, **changes)
             fitted = trainer.train(model, first)
             model, memory = fitted.tensors, dict(fitted.memory)
-        second = fedavg.phase(trainer, download, train=factors, objective=objective, memory=memory)
+        second = fedavg.phase(trainer, download, train=shared, objective=objective, memory=memory)
         result = trainer.train(model, second)
         state = fedavg.keep(private, result.tensors).update(values=dict(result.memory))
         return fedavg.upload(trainer, result.tensors, result.loss), state
@@ -125,5 +120,5 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         SOURCE,
         fedavg.exchange(work=work),
         adapt=partial(fedavg.adapt, objective=last, rates=rates),
-        reward_weight=lambda private, number: settings.weight(number, rounds) * scale(private),
+        reward_weight=lambda private, number: settings.weight(number, rounds) * private.number("scale", 1.0),
     )

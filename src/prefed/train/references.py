@@ -60,6 +60,8 @@ class ReferenceLogprobs:
         """Put the numbers of ``blocks`` into ``cache``; each block goes through the model by itself."""
         backbone = self._model.backbone
         backbone.load(backbone.reference)
+        # Only the log-probabilities are stored. But with a reward head the policy is scored with its rewards,
+        # which packs the batch in another way. The reference is packed like the policy, for equal bits.
         rewards = backbone.reward is not None
         values = [self._model.outputs(block, rewards=rewards)[:, :2] for block in blocks]
         cache.put(np.concatenate(blocks), np.concatenate(values))

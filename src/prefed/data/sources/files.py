@@ -56,7 +56,8 @@ def data_files(path: Path) -> list[Path]:
     Raises:
         DataError: there is no file, or none of a known kind.
     """
-    known = ".jsonl, .json, .csv (each also .gz) and .parquet"
+    text = ", ".join(suffix for suffix, kind in _KINDS.items() if kind != "parquet")
+    known = f"{text} (each also .gz) and .parquet"
     if path.is_file():
         if file_kind(path) is None:
             raise DataError(f"{path}: cannot tell how to read this file; known are {known}")
