@@ -214,7 +214,7 @@ def test_evaluate_makes_deleted_data_again_and_refuses_other_data(place, tmp_pat
 @pytest.mark.parametrize(("method", "client"), [("feddpo", None), ("local", "right")])
 @pytest.mark.parametrize("merge", [False, True])
 def test_an_export_gives_the_same_log_probabilities(place, tmp_path, method, client, merge):
-    """What PEFT, or transformers alone, makes of the folder against the bench's packed passes."""
+    """What PEFT, or transformers alone, makes of the folder against the scores of prefed's own trainer."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

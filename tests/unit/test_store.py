@@ -294,7 +294,7 @@ def test_damage_is_named(tmp_path, file, damage, words):
 
 
 def earlier(path, *lacks):
-    """Take out of a commit what an earlier version did not write; what it commit."""
+    """Remove keys that an earlier version did not write from a commit. Returns the commit as it was."""
     commit = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in commit.items() if name not in lacks}))
     return commit

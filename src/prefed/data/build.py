@@ -106,7 +106,7 @@ def _build(
     )
     try:
         table = read_rows(config, writer, errors, counts)
-        table, left_out = _deduplicate(config, table, writer)
+        table, repeated = _deduplicate(config, table, writer)
         assignment = assign_clients(config.partition, table, key.at("partition"))
         splits = split_clients(config, assignment, table, writer.column("pairs"), key)
         flipped = _flipped(config, assignment, splits.ids)
@@ -122,7 +122,7 @@ def _build(
         cut=writer.truncated,
         prefixes=counts.prefixes,
         kept=len(splits.rows),
-        **(Counter(left_out) + Counter(splits.counts)),
+        **(Counter(repeated) + Counter(splits.counts)),
     )
     _write(folder, splits, flipped, fingerprint, row_counts, inputs)
 

@@ -8,11 +8,11 @@ Algorithm 1 with option II, in every round, K local steps of rate η::
              sends φ_i and Δc_i = c_i⁺ − c_i;  c_i ← c_i⁺ stays with the client
     server   φ ← the mean of the φ_i,  c ← c + Σ_{i∈S} p_i Δc_i,  p_i = n_i / Σ_{all clients} n, or 1/N
 
-A robust merge rule makes φ of the φ_i, and is applied to the Δc_i by itself (:meth:`Aggregator.robust_steps`):
+A robust merge rule makes φ of the φ_i. It is applied to the Δc_i too (:meth:`Aggregator.robust_steps`):
 
 - ``median`` and ``trimmed_mean`` make one step of the Δc_i, and c moves by it times Σ_{i∈S} p_i.
 - ``krum`` and ``multi_krum`` choose some of the Δc_i. Their p_i are scaled up to the sum Σ_{i∈S} p_i.
-- ``norm_clip`` shortens each Δc_i to the median of their lengths, and keeps the p_i.
+- ``norm_clip`` shortens each Δc_i that is longer than their median length, and keeps the p_i.
 """
 
 from __future__ import annotations

@@ -86,14 +86,14 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     rows = {EVERYBODY: np.arange(len(owners))}
     if groups is not None:
         rows = {clients[k]: np.flatnonzero(owners == k) for k in np.unique(owners)}
-    left_out = {
+    skipped_pairs = {
         "pairs are of no client of the run": strangers,
         "pairs have two equal responses": counts.identical,
         "pairs are ties": counts.ties,
         "pairs are malformed": errors.count,
         "pairs are too long": writer.too_long,
     }
-    notes = [f"left out: {count:,} {why}" for why, count in left_out.items() if count]
+    notes = [f"left out: {count:,} {why}" for why, count in skipped_pairs.items() if count]
     return NewPairs(tokens, rows, groups is None, (*notes, *_trained_on(run, tokens)))
 
 

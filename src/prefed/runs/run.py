@@ -32,8 +32,8 @@ class RunResult:
     Attributes:
         summary: what ``summary.json`` holds.
         server: the server's state after the last round.
-        adapter: the folder of the shared adapter; ``None`` if the method shares no model, or one that
-            no adapter can hold.
+        adapter: the folder of the shared adapter. ``None`` if the method shares no model, or if no adapter
+            can hold the model.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class RunResult:
 
 
 def default_out(experiment: Experiment, name: str = "") -> Path:
-    """``runs/NAME-METHOD-seedSEED``, the run directory where none is named."""
+    """The default run directory, ``runs/NAME-METHOD-seedSEED``."""
     stem = [name] if name and name != experiment.method.name else []
     return Path("runs", "-".join([*stem, experiment.method.name, f"seed{experiment.seed}"]))
 
@@ -63,25 +63,26 @@ def run(
 ) -> RunResult:
     """Run an experiment to its end.
 
-    A run that was killed or interrupted at any moment can be resumed. It then ends with the same numbers as
-    one that was not.
+    A run that was killed or interrupted at any moment can be resumed. It then ends with the same numbers as a
+    run without interruption.
 
     Args:
-        experiment: what to run; relative paths are taken from the working folder.
-        out: the run directory, new or empty; left out, see :func:`default_out`. It is removed again if the
+        experiment: the experiment. Its relative paths start at the working folder.
+        out: the run directory, new or empty; by default :func:`default_out`. It is removed again if the
             experiment fails before its first round.
-        resume: go on with the run in ``out``, which must be there: ``resume=out.exists()`` starts a new run
-            or goes on with the one that is there. The experiment must be the same, but for more ``rounds``
-            and other ``engine.workers`` and ``engine.visit_timeout``.
+        resume: continue the run in ``out``, which must exist. ``resume=out.exists()`` starts a new run or
+            continues the existing one. ``rounds`` may be raised, ``engine.workers`` and
+            ``engine.visit_timeout`` may change, and data and model may have moved. All other settings must be
+            the same.
         progress: show the progress on the terminal.
-        callbacks: are told how the run goes on, in their order. An exception that one of them raises ends
-            the run; committed rounds are kept.
+        callbacks: receive the events of the run, in this order. An exception from one of them ends the run.
+            Committed rounds are kept.
 
     Raises:
-        StoreError: ``out`` is in use, not empty, damaged, or holds no run to resume, or the data or the
-            model changed.
-        OSError: a file cannot be written, as on a full disk; what was committed can be resumed.
-        ConfigError: the experiment to resume is another one.
+        StoreError: ``out`` is in use, not empty, damaged, or holds no run to resume; or the data or the model
+            changed.
+        OSError: a file cannot be written, for example on a full disk. Committed rounds can be resumed.
+        ConfigError: the run in ``out`` has other settings.
         DataError, ModelError: the data or the model cannot be used.
         WorkerError: a worker process died or took longer than ``engine.visit_timeout``.
     """
@@ -98,7 +99,7 @@ def run(
         except Exception as error:
             if isinstance(error, files.WriteError) and writer.commit is not None:
                 error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")
-            # A start that was killed or interrupted stays, for --resume; one that failed is taken back.
+            # A start that failed is removed. One that was killed or interrupted stays, for --resume.
             writer.discard()
             raise
         return _result(path, decode_state(writer.server()))
@@ -116,7 +117,7 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
 
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:
-    """Build the job, and commit round 0. A run that goes on must be of the same data and model."""
+    """Build the job, and commit round 0. A resumed run must have the same data and model."""
     cache = writer.path / "cache"
     try:
         job = build_job(experiment, cache)

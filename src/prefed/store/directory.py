@@ -1,4 +1,4 @@
-"""A run's directory before it is written to: whether it may be, and by one process alone."""
+"""Checks, creates and locks a run directory, so that one process alone writes to it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _START = {
     "checkpoint/COMMIT.json",
     "checkpoint/server@000000.safetensors",
 }
-"""What a start leaves that came to no round."""
+"""The files of a run that was started and has no round yet."""
 
 
 def refuse_foreign(run: Path, resume: bool) -> None:
-    """Refuse a directory that holds something else than what was asked for. Nothing in it is changed.
+    """Refuse a directory that does not fit ``resume``. Nothing in it is changed.
 
     Raises:
         StoreError: it holds a run and ``resume`` is off, no run and ``resume`` is on, a run without its
@@ -32,8 +32,8 @@ def refuse_foreign(run: Path, resume: bool) -> None:
     """
     names = _contents(run)
     begun = bool(names & {"checkpoint/LOCK", "checkpoint/COMMIT.json"})
-    # A process killed as it began leaves an empty checkpoint/. Later the lock says that the experiment
-    # beside it is a run's and not somebody's only copy.
+    # A process that is killed at its start leaves an empty checkpoint/. Once there is a lock file, config.toml
+    # belongs to a run. Without one it may be the only copy of a user's file.
     if (begun and names <= _START) or (not names and ((run / "checkpoint").is_dir() or not resume)):
         return
     if begun and resume:
@@ -54,11 +54,12 @@ def refuse_foreign(run: Path, resume: bool) -> None:
 
 
 def make(run: Path) -> bool:
-    """Create the directory, and keep its private folder for its owner. Gives whether it was not there."""
+    """Create the directory with its private folder. Returns whether the directory is new."""
     new = not run.exists()
     try:
         if new:
-            # In one step with its checkpoint/, by which --resume knows a run that was killed as it began.
+            # The directory appears together with its checkpoint/. By that --resume recognises a run that was
+            # killed at its start.
             temporary = run.with_name(run.name + files.TEMPORARY)
             (temporary / "checkpoint").mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):
@@ -75,7 +76,7 @@ def take_back(run: Path) -> None:
     shutil.rmtree(run / "cache", ignore_errors=True)
     for name in ("config.toml", "checkpoint/server@000000.safetensors", "checkpoint/LOCK"):
         files.remove(run / name)
-    # A folder goes only if it is empty: anything else in it is somebody's.
+    # Only empty folders are removed: other files may be a user's.
     with contextlib.suppress(OSError):
         for folder in (run / "checkpoint" / "clients", run / "checkpoint", run):
             folder.rmdir()
@@ -84,7 +85,7 @@ def take_back(run: Path) -> None:
 def lock(run: Path) -> int:
     """Hold the directory's lock file until the returned handle is closed.
 
-    The system releases the lock when the process ends, however it ends.
+    The system also releases the lock when the process ends, for whatever reason.
 
     Raises:
         StoreError: another process holds it, or the file system has no locks.
@@ -109,7 +110,7 @@ def lock(run: Path) -> int:
 
 
 def _near(path: Path) -> str:
-    """The runs beside ``path`` with a similar name, or else the first few: part of a message."""
+    """Part of a message: the runs beside ``path`` with a similar name, or else the first five."""
     folder = path.parent
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     runs = [entry.name for entry in entries if entry != path and (entry / "checkpoint").is_dir()]
@@ -118,7 +119,7 @@ def _near(path: Path) -> str:
 
 
 def _contents(run: Path) -> set[str]:
-    """What lies in a directory, apart from the folders that opening it for a run creates."""
+    """The names in a run directory, without the folders that :func:`make` creates."""
     names: set[str] = set()
     for folder, prefix in ((run, ""), (run / "checkpoint", "checkpoint/")):
         if folder.is_dir():

@@ -30,18 +30,18 @@ class RunWriter:
     """A run directory to write to, for one process at a time.
 
     Attributes:
-        states: clients' private states; those that were accepted are committed with the round.
-        commit: the last; ``None`` before the first.
-        last: the record of the last committed round, the only one in memory.
+        states: the clients' private states. The accepted ones are committed with the round.
+        commit: the last commit; ``None`` before the first one.
+        last: the record of the last committed round. Earlier records are not kept in memory.
 
     Args:
-        path: the run directory; created if it is not there. What is private in it is its owner's to read.
-        resume: go on with the run in ``path``, which must hold one, or what a start that was killed left of
-            it. Without it ``path`` must be empty, or hold no more than a start that failed left there.
+        path: the run directory. It is created if it does not exist. Only its owner can read its private files.
+        resume: continue the run in ``path``. There must be a run, or the rest of a start that was killed.
+            Without ``resume``, ``path`` must be empty, or hold only the rest of a start that failed.
 
     Raises:
-        StoreError: ``path`` is in use by another process, not empty, no run, or damaged; (from its methods) a
-            file is damaged.
+        StoreError: another process uses ``path``; ``path`` is not empty, holds no run, or is damaged. The
+            methods raise it if a file is damaged.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -55,7 +55,7 @@ class RunWriter:
         self._new = directory.make(self.path)
         self._lock: int | None = directory.lock(self.path)
         try:
-            # Another process may have begun a run there before this one had the lock.
+            # Another process may have begun a run after the first check and before the lock.
             directory.refuse_foreign(self.path, resume)
             self.commit: Commit | None = read_commit(self._folder)
             self._recover()
@@ -70,7 +70,7 @@ class RunWriter:
         self.close()
 
     def close(self) -> None:
-        """Let another process have the directory. What is not committed is lost."""
+        """Release the directory for other processes. Whatever is not committed is lost."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -89,20 +89,20 @@ class RunWriter:
             raise damaged(path, error) from error
 
     def write_config(self, text: str) -> None:
-        """Put the resolved experiment in place."""
+        """Write the resolved experiment into ``config.toml``."""
         files.write(self.path / "config.toml", text.encode())
 
     def begin(self, server: bytes, fingerprint: Mapping[str, str], settings: str | None = None) -> None:
-        """Commit round 0: the server's first state and what the run is made of.
+        """Commit round 0: the server's first state, and the digests of data and model.
 
-        On a resumed run nothing is written: its fingerprint is compared.
+        For a resumed run nothing is written. Its fingerprint is compared instead.
 
         Args:
-            fingerprint: digests of what the run is made of.
+            fingerprint: digests of the run's data and model.
             settings: the digest of its settings, for :attr:`Commit.settings`.
 
         Raises:
-            StoreError: the run in this directory was made of something else.
+            StoreError: the run in this directory has another fingerprint.
         """
         self._settings = settings
         if self.commit is None:
@@ -118,14 +118,14 @@ class RunWriter:
             )
 
     def forget(self) -> None:
-        """Undo the start of a run that has no round yet: another may begin in its place."""
+        """Undo the start of a run that has no round yet, so that another run can begin in its place."""
         if self.commit is not None and self.round == 0:
             files.remove(self._folder / "COMMIT.json")
             files.remove(path_of(self._folder, "server", 0))
             self.commit = None
 
     def discard(self) -> None:
-        """Undo a start that failed: take back a directory that this writer has created."""
+        """Undo a start that failed: remove the directory if this writer created it."""
         if self.commit is None and self._new:
             directory.take_back(self.path)
 
@@ -142,10 +142,10 @@ class RunWriter:
         self.last = content
 
     def write_summary(self, summary: Mapping[str, Any], personal: Mapping[str, Any] | None = None) -> None:
-        """Put ``summary.json`` in place, which everybody may read.
+        """Write ``summary.json``, which everybody may read.
 
-        ``personal`` holds figures from private states, every digit of them. They go to
-        ``checkpoint/personal.json``, which its owner alone may read.
+        ``personal`` holds figures from private states, with all digits. They go to
+        ``checkpoint/personal.json``, which only its owner may read.
         """
         if personal:
             text = json.dumps(plain(personal), indent=1, allow_nan=False)
@@ -154,7 +154,7 @@ class RunWriter:
         files.write(self.path / "summary.json", text.encode() + b"\n")
 
     def reopen(self) -> None:
-        """Take back ``summary.json`` and what was written with it: the run goes on."""
+        """Remove ``summary.json`` and ``checkpoint/personal.json``, because the run goes on."""
         files.remove(self.path / "summary.json")
         files.remove(self._folder / "personal.json")
 
@@ -166,7 +166,7 @@ class RunWriter:
         server: bytes,
         record: Mapping[str, Any] | None,
     ) -> None:
-        """Write all that round ``number`` leaves, make it count, and only then delete what it replaced."""
+        """Write the files of round ``number``, commit them, and then delete the files that they replace."""
         files.write(path_of(self._folder, "server", number), server, mode=0o600)
         versions, clients = self.states.prepare(number)
         if record is not None:
@@ -182,7 +182,7 @@ class RunWriter:
             files.remove(path_of(self._folder, "server", before.round))
 
     def _recover(self) -> None:
-        """Remove what a killed process left, and learn which version each client has."""
+        """Remove the rest of a killed process, and find the version of each client's state."""
         for folder in (self.path, self._folder, self.states.folder):
             for path in folder.glob(f"*{files.TEMPORARY}"):
                 files.remove(path)
@@ -192,7 +192,7 @@ class RunWriter:
                 f"{self.path} is damaged: rounds were run, and {self._folder / 'COMMIT.json'} is missing; "
                 "put it back, or start a new run with another --out"
             )
-        # Before anything older goes: the commit's own name may not be safe yet.
+        # The name of the commit may not be on disk yet. It must be before older files are deleted.
         files.sync(self._folder)
         server = {"server": self.round} if self.commit else {}
         keep_versions(self.path, self._folder, server, "the server's")
