@@ -32,8 +32,8 @@ def refuse_foreign(run: Path, resume: bool) -> None:
     """
     names = _contents(run)
     begun = bool(names & {"checkpoint/LOCK", "checkpoint/COMMIT.json"})
-    # A process that is killed at its start leaves an empty checkpoint/. Once there is a lock file, config.toml
-    # belongs to a run. Without one it may be the only copy of a user's file.
+    # A process that is killed at its start leaves an empty checkpoint/. With a lock file, config.toml
+    # belongs to a run. Otherwise config.toml may be the only copy of a user's file.
     if (begun and names <= _START) or (not names and ((run / "checkpoint").is_dir() or not resume)):
         return
     if begun and resume:

@@ -35,7 +35,7 @@ class RunWriter:
         last: the record of the last committed round. Earlier records are not kept in memory.
 
     Args:
-        path: the run directory. It is created if it does not exist. Only its owner can read its private files.
+        path: the run directory. It is created if it does not exist. Its private files are only for its owner.
         resume: continue the run in ``path``. There must be a run, or the rest of a start that was killed.
             Without ``resume``, ``path`` must be empty, or hold only the rest of a start that failed.
 
