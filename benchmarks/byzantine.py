@@ -194,9 +194,9 @@ def fill(cell: Cell) -> None:
         with backend:
             ServerRounds(job, writer, backend, Callback()).run()
         assert writer.last is not None
-        found = writer.last["evaluation"]["reward_accuracy"]["per_client"]
+        accuracies = writer.last["evaluation"]["reward_accuracy"]["per_client"]
         totals = writer.commit.totals if writer.commit else {}
-    honest = {client: value for client, value in found.items() if client not in liars}
+    honest = {client: value for client, value in accuracies.items() if client not in liars}
     figures = {
         "mean": statistics.mean(honest.values()),
         "honest": honest,

@@ -35,10 +35,10 @@ class Spent:
 
         def call(what: Any) -> str:
             start = time.thread_time()
-            found = work(what)
+            result = work(what)
             self.ms += 1e3 * (time.thread_time() - start)
             self.size += size(what)
-            return found
+            return result
 
         return call
 
@@ -99,10 +99,10 @@ def commit_of(folder: Path, clients: int, cohort: int) -> tuple[float, float, in
         commit = store.commit
     files.sync = sync
     path = folder / "store/checkpoint"
-    held = {name: value for name, value in vars(commit).items() if name not in ("digests", "settings")}
+    content = {name: value for name, value in vars(commit).items() if name not in ("digests", "settings")}
 
     def plain() -> None:
-        files.write(path / "plain.json", json.dumps({"format": 1, **held}, indent=1).encode())
+        files.write(path / "plain.json", json.dumps({"format": 1, **content}, indent=1).encode())
 
     def best(work: Callable[[], object]) -> float:
         return min(cpu_ms(work) for _ in range(5))

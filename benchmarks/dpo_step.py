@@ -113,15 +113,15 @@ def needed_flops(config: Any, pairs: Pairs, rows: np.ndarray) -> float:
     inner = getattr(config, "intermediate_size", None) or 4 * d
     total = 0.0
     for p, c, r in pairs.lengths[rows].astype(int):
-        tokens, kept = p + c + r - 2, c + r - 1
+        tokens, scored = p + c + r - 2, c + r - 1
         seen = p * (p + 1) / 2 + (c - 1) * p + c * (c - 1) / 2 + (r - 1) * p + r * (r - 1) / 2
         for layer in range(layers):
             last = layer == layers - 1
-            rest = kept if last else tokens
+            rest = scored if last else tokens
             linear = 2 * (3 * d * d * tokens + (d * d + 2 * d * inner) * rest)
             back = linear - (2 * 3 * d * d * tokens if layer == 0 else 0)
             total += linear + back + 3 * 4 * d * seen
-        total += 2 * 2 * kept * d * vocab
+        total += 2 * 2 * scored * d * vocab
     return total
 
 

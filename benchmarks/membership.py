@@ -67,9 +67,14 @@ def main() -> None:
     print("|---" * (3 + 2 * len(SCORES)) + "|", flush=True)
     for cell in args.cells:
         pairs, steps = map(int, cell.split("x"))
-        found = [figures for seed in range(args.seeds) for figures in clients(args, pairs, steps, seed)]
-        cells = [f"{statistics.mean(v):.2f} ± {statistics.pstdev(v):.2f}" for v in zip(*found, strict=True)]
-        print(f"| {pairs} | {steps} | {len(found)} | {' | '.join(cells)} |", flush=True)
+        figures_of_clients = [
+            figures for seed in range(args.seeds) for figures in clients(args, pairs, steps, seed)
+        ]
+        cells = [
+            f"{statistics.mean(v):.2f} ± {statistics.pstdev(v):.2f}"
+            for v in zip(*figures_of_clients, strict=True)
+        ]
+        print(f"| {pairs} | {steps} | {len(figures_of_clients)} | {' | '.join(cells)} |", flush=True)
 
 
 def clients(args: argparse.Namespace, pairs: int, steps: int, seed: int) -> Iterator[list[float]]:
@@ -110,10 +115,10 @@ def attack(job: Job, client: str, states: ClientStates, others: int, goal: Objec
     rows = np.concatenate([data.train, data.validation[:others]])
     scores = np.array([score(job, client, int(row), before, after, update, goal) for row in rows])
     member = np.arange(len(rows)) < len(data.train)
-    found = []
+    areas = []
     for column in scores.T:
-        found += [auc(column[member], column[~member]), float((column[member] > 0).mean())]
-    return found
+        areas += [auc(column[member], column[~member]), float((column[member] > 0).mean())]
+    return areas
 
 
 def score(

@@ -63,8 +63,8 @@ def read(path: Path, pairs: int) -> list[dict[str, str]]:
     rows = []
     for source in dict.fromkeys(part for part in (path, beside) if part.exists()):
         with gzip.open(source, "rt", encoding="utf-8") as lines:
-            found = (json.loads(line) for line in lines)
-            rows += [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in found]
+            records = (json.loads(line) for line in lines)
+            rows += [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in records]
     numbered = (
         {**row, "prompt": f"{copied}.{row['prompt']}" if copied else row["prompt"]}
         for copied in itertools.count()

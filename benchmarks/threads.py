@@ -104,14 +104,14 @@ def main() -> None:
         make_tiny(folder / "model", synthetic.corpus(Key(7), 100), Key(7), **shape)
         synthetic.write(folder, synthetic.generate(Key(7), clients=4, train=16, test=2))
         for title, processes in (("idle", 0), (f"beside {cores} computing processes", cores)):
-            found: dict[str, list[tuple[float, float]]] = {}
+            runs_of: dict[str, list[tuple[float, float]]] = {}
             with other_work(processes):
                 for _ in range(args.repeats):
                     for setting, (threads, more) in settings(cores).items():
                         figures = round_seconds(folder, threads, more, args.rounds)
-                        found.setdefault(setting, []).append(figures)
+                        runs_of.setdefault(setting, []).append(figures)
             print(f"{title}, seconds a round")
-            for setting, runs in found.items():
+            for setting, runs in runs_of.items():
                 cpu, wall = (statistics.median(clock) for clock in zip(*runs, strict=True))
                 print(f"  {setting:36} CPU {cpu:6.3f}  wall {wall:6.3f}", flush=True)
 

@@ -57,13 +57,13 @@ def main() -> None:
     compared = [split(**json.loads(line)) for line in lines[: round(args.share * len(lines))]]
     rows = [row for row in compared if row is not None]
     test = rows[: args.test]
-    held = {row["prompt"] for row in test}
-    train = [row for row in rows[args.test :] if row["prompt"] not in held]
-    for role, kept in (("train", train), ("test", test)):
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+    test_prompts = {row["prompt"] for row in test}
+    train = [row for row in rows[args.test :] if row["prompt"] not in test_prompts]
+    for role, pairs in (("train", train), ("test", test)):
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in pairs)
         path = args.out / f"hh_harmless.{role}.jsonl.gz"
         files.write(path, gzip.compress(text.encode(), mtime=0))
-        print(f"{path}: {len(kept)} pairs")
+        print(f"{path}: {len(pairs)} pairs")
 
 
 if __name__ == "__main__":

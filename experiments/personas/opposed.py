@@ -25,20 +25,20 @@ HERE = Path(__file__).resolve().parent
 
 def by_persona(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Persona → its rows, in the order of the file."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    rows_of: dict[str, list[dict[str, Any]]] = {}
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     for line in filter(str.strip, data.decode("utf-8").split("\n")):
         row = json.loads(line)
-        found.setdefault(row["persona"], []).append(row)
-    return found
+        rows_of.setdefault(row["persona"], []).append(row)
+    return rows_of
 
 
 def both(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the persona's client, and those of its reverse."""
-    kept = [{key: row[key] for key in ("prompt", "chosen", "rejected", "persona")} for row in rows]
-    return [{**row, "client": row["persona"]} for row in kept] + [
+    pairs = [{key: row[key] for key in ("prompt", "chosen", "rejected", "persona")} for row in rows]
+    return [{**row, "client": row["persona"]} for row in pairs] + [
         {**row, "chosen": row["rejected"], "rejected": row["chosen"], "client": f"not-{row['persona']}"}
-        for row in kept
+        for row in pairs
     ]
 
 

@@ -61,15 +61,15 @@ def rows(path):
 
 @pytest.mark.parametrize("method", ["feddpo", "local", "fedpdpo", "fedper"])
 def test_evaluate_gives_again_what_the_run_found(place, method):
-    found, before = json.loads(prefed_("evaluate", place / method, "--json")), summary(place / method)
+    figures, before = json.loads(prefed_("evaluate", place / method, "--json")), summary(place / method)
     names = [*ACCURACIES, *(["shared_accuracy"] if method != "feddpo" else [])]
     for name in names:
-        assert found[name] == before[name]
+        assert figures[name] == before[name]
     for name in ("margin", "dpo_loss"):
-        assert found[name]["mean"] == pytest.approx(before[name], abs=1e-6)
-    assert found["dpo_loss"]["worst"] == max(found["dpo_loss"]["per_client"].values())
-    assert found["margin"]["worst"] == min(found["margin"]["per_client"].values())
-    assert found["clients"] == {"left": {"pairs": 4}, "right": {"pairs": 4}}
+        assert figures[name]["mean"] == pytest.approx(before[name], abs=1e-6)
+    assert figures["dpo_loss"]["worst"] == max(figures["dpo_loss"]["per_client"].values())
+    assert figures["margin"]["worst"] == min(figures["margin"]["per_client"].values())
+    assert figures["clients"] == {"left": {"pairs": 4}, "right": {"pairs": 4}}
 
 
 def test_evaluate_prints_every_client(place):
@@ -96,11 +96,14 @@ def test_evaluate_prints_a_reward_heads_figures_beside(place):
 
 def test_clients_that_never_took_part_are_judged_apart(place):
     """With 0 steps a newcomer's model is the published one, which is what its export holds."""
-    found, before = json.loads(prefed_("evaluate", place / "newcomer", "--json")), summary(place / "newcomer")
-    assert set(found["unseen_accuracy"]) == {"0", "2"}
+    figures, before = (
+        json.loads(prefed_("evaluate", place / "newcomer", "--json")),
+        summary(place / "newcomer"),
+    )
+    assert set(figures["unseen_accuracy"]) == {"0", "2"}
     for name in ("unseen_accuracy", *ACCURACIES):
-        assert found[name] == before[name]
-    assert set(found["preference_accuracy"]["per_client"]) == {"left"}
+        assert figures[name] == before[name]
+    assert set(figures["preference_accuracy"]["per_client"]) == {"left"}
     text = prefed_("evaluate", place / "newcomer", "--client", "right")
     assert "clients that never took part" in text
     assert re.search(r"2 +1 +\d\.\d\d\d", text)
@@ -118,17 +121,17 @@ def test_models_that_diverged_are_told_of(place, tmp_path):
     run_experiment(Experiment.model_validate(tree), tmp_path / "run")
     assert summary(tmp_path / "run")["not_finite"] == {"left": 4, "right": 4}
     assert "not_finite" not in summary(place / "local")
-    said = "4 of 4 pairs of client 'left' have no finite log-probability, and so it is with 1 more"
-    assert said in prefed_("evaluate", tmp_path / "run")
-    assert said in prefed_("evaluate", tmp_path / "run", "--test", place / "test.jsonl")
+    message = "4 of 4 pairs of client 'left' have no finite log-probability, and so it is with 1 more"
+    assert message in prefed_("evaluate", tmp_path / "run")
+    assert message in prefed_("evaluate", tmp_path / "run", "--test", place / "test.jsonl")
     prefed_("report", tmp_path / "run")
 
 
 def test_evaluate_other_pairs_of_the_run(place):
-    found = json.loads(
+    figures = json.loads(
         prefed_("evaluate", place / "feddpo", "--split", "train", "--client", "left", "--json")
     )
-    assert found["clients"] == {"left": {"pairs": 8}}
+    assert figures["clients"] == {"left": {"pairs": 8}}
     assert "no client has a pair in its validation split" in prefed_(
         "evaluate", place / "feddpo", "--split", "validation", code=1
     )
@@ -140,20 +143,22 @@ def test_evaluate_a_file_gives_each_client_its_own_rows(place, tmp_path):
     with gzip.open(tmp_path / "other.jsonl.gz", "wt") as file:
         for row in [*strangers, *rows(place / "test.jsonl")]:
             file.write(json.dumps(row) + "\n")
-    found = json.loads(prefed_("evaluate", place / "local", "--test", tmp_path / "other.jsonl.gz", "--json"))
+    figures = json.loads(
+        prefed_("evaluate", place / "local", "--test", tmp_path / "other.jsonl.gz", "--json")
+    )
     for name in ("preference_accuracy", "baseline_accuracy"):
-        assert found[name] == summary(place / "local")[name]
-    assert found["notes"] == ["left out: 2 pairs are of no client of the run"]
+        assert figures[name] == summary(place / "local")[name]
+    assert figures["notes"] == ["left out: 2 pairs are of no client of the run"]
 
 
 def test_evaluate_a_file_for_everyone(place, opened):
     """One shared model is judged once on all rows: half of them agree with each worker, so its accuracy is
     the mean of its accuracies on the two halves. Models of their own are judged one by one."""
     file = place / "test.jsonl"
-    found = json.loads(prefed_("evaluate", place / "feddpo", "--test", file, "--everyone", "--json"))
-    assert found["clients"] == {"everybody": {"pairs": 8}}
+    figures = json.loads(prefed_("evaluate", place / "feddpo", "--test", file, "--everyone", "--json"))
+    assert figures["clients"] == {"everybody": {"pairs": 8}}
     own = evaluate(opened).figures["preference_accuracy"]["mean"]
-    assert found["preference_accuracy"]["mean"] == pytest.approx(own)
+    assert figures["preference_accuracy"]["mean"] == pytest.approx(own)
     alone = json.loads(prefed_("evaluate", place / "local", "--test", file, "--everyone", "--json"))
     assert set(alone["clients"]) == {"left", "right"}
     assert alone["clients"]["left"] == {"pairs": 8}
@@ -164,8 +169,10 @@ def test_a_client_called_everybody_is_one_client(place, tmp_path):
     tree = small_experiment(place)
     tree["data"]["partition"]["groups"] = {"everybody": ["left"], "right": ["right"]}
     run_experiment(Experiment.model_validate(tree), tmp_path / "run")
-    held = rows(place / "test.jsonl")
-    some = [row for row in held if row["worker"] == "right"] + [r for r in held if r["worker"] == "left"][:1]
+    test_rows = rows(place / "test.jsonl")
+    some = [row for row in test_rows if row["worker"] == "right"] + [
+        r for r in test_rows if r["worker"] == "left"
+    ][:1]
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     words = ("evaluate", tmp_path / "run", "--test", tmp_path / "some.jsonl", "--json")
     assert json.loads(prefed_(*words))["clients"] == {"everybody": {"pairs": 1}, "right": {"pairs": 4}}
@@ -203,8 +210,8 @@ def test_evaluate_makes_deleted_data_again_and_refuses_other_data(place, tmp_pat
     shutil.rmtree(tmp_path / "run/cache")
     config = (tmp_path / "run/config.toml").read_text()
     (tmp_path / "run/config.toml").write_text(config.replace(str(place / "t"), str(tmp_path / "t")))
-    found = json.loads(prefed_("evaluate", tmp_path / "run", "--json"))
-    assert found["preference_accuracy"] == summary(place / "feddpo")["preference_accuracy"]
+    figures = json.loads(prefed_("evaluate", tmp_path / "run", "--json"))
+    assert figures["preference_accuracy"] == summary(place / "feddpo")["preference_accuracy"]
     shutil.rmtree(tmp_path / "run/cache")
     with (tmp_path / "test.jsonl").open("a") as file:
         file.write('{"prompt": "a", "chosen": "b", "rejected": "c", "worker": "left"}\n')
@@ -231,9 +238,9 @@ def test_an_export_gives_the_same_log_probabilities(place, tmp_path, method, cli
     else:
         base = AutoModelForCausalLM.from_pretrained(place / "model")
         model = PeftModel.from_pretrained(base, tmp_path / "it")
-    found = logprobs(model.eval(), run.trainers.dataset.tokens, data)
-    assert np.abs(found - expected.policy).max() < 1e-5 * np.abs(found).max()
-    assert np.abs(found - expected.reference).max() > 1e-3
+    values = logprobs(model.eval(), run.trainers.dataset.tokens, data)
+    assert np.abs(values - expected.policy).max() < 1e-5 * np.abs(values).max()
+    assert np.abs(values - expected.reference).max() > 1e-3
     assert AutoTokenizer.from_pretrained(tmp_path / "it")("up").input_ids
 
 
@@ -248,8 +255,8 @@ def test_an_export_of_more_than_an_adapter_loads_with_one_call(place, tmp_path):
     run = load_run(place / "fedpdpo", data=True)
     data = run.trainers.dataset.clients["left"].test
     expected = run.trainers.pair_trainer.score(run.model("left"), data).policy
-    found = logprobs(load_client(tmp_path / "it").model, run.trainers.dataset.tokens, data)
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
+    values = logprobs(load_client(tmp_path / "it").model, run.trainers.dataset.tokens, data)
+    assert np.abs(values - expected).max() < 1e-5 * np.abs(values).max()
     refused = prefed_("export", place / "fedpdpo", "--client", "left", "--merge", code=1)
     assert "a bottleneck cannot be merged" in refused
 
@@ -262,8 +269,8 @@ def test_a_personal_head_merges_into_a_plain_model(place, tmp_path):
     data = run.trainers.dataset.clients["right"].test
     expected = run.trainers.pair_trainer.score(run.model("right"), data).policy
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "it").eval()
-    found = logprobs(model, run.trainers.dataset.tokens, data)
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
+    values = logprobs(model, run.trainers.dataset.tokens, data)
+    assert np.abs(values - expected).max() < 1e-5 * np.abs(values).max()
 
 
 def test_an_export_needs_neither_cache_nor_data(place, tmp_path):
@@ -289,7 +296,7 @@ def test_generate_takes_the_likeliest_tokens_of_both_models(place, opened):
     from transformers import AutoModelForCausalLM
 
     words = ("--prompt", "Case 3:", "--temperature", 0, "--max-tokens", 12, "--json")
-    (found,) = json.loads(prefed_("generate", place / "feddpo", *words))
+    (responses,) = json.loads(prefed_("generate", place / "feddpo", *words))
     plain = AutoModelForCausalLM.from_pretrained(place / "model").eval()
     tuned = AutoModelForCausalLM.from_pretrained(place / "model")
     tuned = PeftModel.from_pretrained(tuned, place / "feddpo/adapters/shared").eval()
@@ -302,8 +309,8 @@ def test_generate_takes_the_likeliest_tokens_of_both_models(place, opened):
                 ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
             if ids[0, -1] == tokenizer.eos_token_id:
                 break
-        assert found[name] == tokenizer.decode(ids[0, start.shape[1] :], skip_special_tokens=True)
-    assert found["base"] != found["aligned"]
+        assert responses[name] == tokenizer.decode(ids[0, start.shape[1] :], skip_special_tokens=True)
+    assert responses["base"] != responses["aligned"]
 
 
 def test_generate_draws_by_the_seed_alone(place):
@@ -376,14 +383,14 @@ def test_compare_writes_a_table_and_a_plot(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("out", "said"),
+    ("out", "message"),
     [("x.html", "x.html: a plot's name ends in .png, .svg or .pdf"), ("a.png", "a.png is a folder")],
 )
-def test_compare_looks_at_the_plots_name_before_it_prints(place, tmp_path, out, said):
+def test_compare_looks_at_the_plots_name_before_it_prints(place, tmp_path, out, message):
     (tmp_path / "a.png").mkdir()
     result = CliRunner().invoke(app, ["compare", str(place / "feddpo"), str(place / "local"), "--out", out])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"error: {said}")
+    assert result.stderr.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["export"], ["generate", "--prompt", "a"]])
@@ -437,15 +444,15 @@ def test_a_run_of_an_earlier_version_is_judged_and_exported(place, tmp_path):
         ("checkpoint/COMMIT.json", ("digests", "settings")),
         ("cache/data/clients.json", ("digests",)),
     ):
-        held = json.loads((tmp_path / "run" / path).read_text())
+        content = json.loads((tmp_path / "run" / path).read_text())
         (tmp_path / "run" / path).write_text(
-            json.dumps({n: v for n, v in held.items() if n not in (*names, "digest")})
+            json.dumps({n: v for n, v in content.items() if n not in (*names, "digest")})
         )
     for path in (tmp_path / "run/cache/reference").iterdir():
         np.fromfile(path, np.float32).reshape(-1, 3)[:, :2].copy().tofile(path)
-    found = json.loads(prefed_("evaluate", tmp_path / "run", "--json"))
+    figures = json.loads(prefed_("evaluate", tmp_path / "run", "--json"))
     for name in ACCURACIES:
-        assert found[name] == summary(place / "local")[name]
+        assert figures[name] == summary(place / "local")[name]
     prefed_("export", tmp_path / "run", "--client", "left")
 
 

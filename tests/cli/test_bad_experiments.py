@@ -118,12 +118,12 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("override", "said"), VALUES.values(), ids=VALUES)
-def test_a_value_that_cannot_be(place: Path, override: str, said: str) -> None:
+@pytest.mark.parametrize(("override", "expected"), VALUES.values(), ids=VALUES)
+def test_a_value_that_cannot_be(place: Path, override: str, expected: str) -> None:
     """The message has the option as it was given, the key and what would do."""
     message = refused("run", "exp.toml", "--set", override, "--out", "out")
     assert message.startswith((f"error: --set {override}: ", f"error: exp.toml with --set {override}: "))
-    assert said in message
+    assert expected in message
     assert not (place / "out").exists()
 
 
@@ -150,10 +150,10 @@ CONFLICTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "said"), CONFLICTS.values(), ids=CONFLICTS)
-def test_settings_that_do_not_go_together(place: Path, overrides: list[str], said: str) -> None:
+@pytest.mark.parametrize(("overrides", "expected"), CONFLICTS.values(), ids=CONFLICTS)
+def test_settings_that_do_not_go_together(place: Path, overrides: list[str], expected: str) -> None:
     words = [word for override in overrides for word in ("--set", override)]
-    assert said in refused("run", "exp.toml", *words, "--out", "out")
+    assert expected in refused("run", "exp.toml", *words, "--out", "out")
     assert not (place / "out").exists()
 
 
@@ -171,10 +171,10 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "said"), CONTENTS.values(), ids=CONTENTS)
-def test_a_file_that_is_no_experiment(place: Path, content: bytes, said: str) -> None:
+@pytest.mark.parametrize(("content", "expected"), CONTENTS.values(), ids=CONTENTS)
+def test_a_file_that_is_no_experiment(place: Path, content: bytes, expected: str) -> None:
     (place / "exp.toml").write_bytes(content)
-    assert said in refused("data", "exp.toml")
+    assert expected in refused("data", "exp.toml")
 
 
 @pytest.mark.parametrize("content", ["\ufeff" + FILE, FILE.replace("\n", "\r\n")], ids=["BOM", "CRLF"])
@@ -248,14 +248,14 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("prepare", "words", "said"), DIRECTORIES.values(), ids=DIRECTORIES)
+@pytest.mark.parametrize(("prepare", "words", "expected"), DIRECTORIES.values(), ids=DIRECTORIES)
 def test_a_directory_that_will_not_do(
-    place: Path, prepare: Callable[[Path], object], words: list[str], said: str
+    place: Path, prepare: Callable[[Path], object], words: list[str], expected: str
 ) -> None:
     write_run(place / "run")
     (place / "run/checkpoint").mkdir()
     prepare(place / "run")
-    assert said in refused(*words)
+    assert expected in refused(*words)
 
 
 USAGE = {
@@ -271,8 +271,8 @@ USAGE = {
 }
 
 
-@pytest.mark.parametrize(("words", "said"), USAGE.values(), ids=USAGE)
-def test_a_command_that_is_none(place: Path, words: list[str], said: str) -> None:
+@pytest.mark.parametrize(("words", "expected"), USAGE.values(), ids=USAGE)
+def test_a_command_that_is_none(place: Path, words: list[str], expected: str) -> None:
     """What the command line's own grammar refuses ends with 2."""
-    assert said in refused(*words, code=2)
+    assert expected in refused(*words, code=2)
     assert [path.name for path in place.iterdir()] == ["exp.toml"]

@@ -62,8 +62,8 @@ def test_the_printed_lines_load_the_model_that_was_judged(place, tmp_path, metho
     expected = run.trainers.pair_trainer.score(
         run.model(client) if client else run.published_model, data
     ).policy
-    found = logprobs(loaded["model"].eval(), run.trainers.dataset.tokens, data)
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(found).max()
+    values = logprobs(loaded["model"].eval(), run.trainers.dataset.tokens, data)
+    assert np.abs(values - expected).max() < 1e-5 * np.abs(values).max()
 
 
 @pytest.mark.parametrize("method", ["fedpdpo", "fedper"])
@@ -91,7 +91,7 @@ def test_a_revision_is_in_the_printed_lines(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("out", "said"),
+    ("out", "message"),
     [
         ("run", "run holds the run; choose another --out"),
         (".", "holds the run; choose another --out"),
@@ -103,7 +103,7 @@ def test_a_revision_is_in_the_printed_lines(place, tmp_path):
     ],
 )
 @pytest.mark.parametrize("force", [True, False])
-def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, out, said, force):
+def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, out, message, force):
     """Run, base model and other people's folders are as they were, --force or not."""
     for name in ("feddpo", "model"):
         shutil.copytree(place / name, tmp_path / ("run" if name == "feddpo" else name))
@@ -114,7 +114,7 @@ def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, out, said, f
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     words = ["--force"] if force else []
     refused = prefed_("export", tmp_path / "run", "--out", tmp_path / out, *words, code=1)
-    assert said in refused
+    assert message in refused
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -148,9 +148,9 @@ def test_an_export_may_be_read_by_whom_the_umask_allows(place, tmp_path, words):
 
 def test_equal_adapters_are_equal_files(place, tmp_path):
     """The modules are in alphabetical order, whatever order a set of them has in this process."""
-    held = json.loads((place / "feddpo/adapters/shared/adapter_config.json").read_text())
-    assert len(held["target_modules"]) > 1
-    assert held["target_modules"] == sorted(held["target_modules"])
+    config = json.loads((place / "feddpo/adapters/shared/adapter_config.json").read_text())
+    assert len(config["target_modules"]) > 1
+    assert config["target_modules"] == sorted(config["target_modules"])
 
 
 def test_what_killed_exports_left_is_removed_by_the_next(tmp_path):
@@ -163,13 +163,13 @@ def test_what_killed_exports_left_is_removed_by_the_next(tmp_path):
     (tmp_path / f"it.{gone.pid}.old/config.json").write_text("old")
     with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "it"):
         raise KeyboardInterrupt
-    kept = {"it", "it.1.partial", "it.x.partial", "it.more"}
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    names = {"it", "it.1.partial", "it.x.partial", "it.more"}
+    assert {path.name for path in tmp_path.iterdir()} == names
     assert (tmp_path / "it/config.json").read_text() == "old"
     (tmp_path / f"it.{gone.pid}.old").mkdir()
     with atomic_folder(tmp_path / "it") as partial:
         (partial / "config.json").write_text("new")
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert {path.name for path in tmp_path.iterdir()} == names
     assert (tmp_path / "it/config.json").read_text() == "new"
 
 

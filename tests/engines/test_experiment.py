@@ -91,7 +91,7 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
     job, data = build_job(judged, folder), build_data(judged, folder / "data")
     (client,) = job.evaluation_clients
 
-    def kept(*, training):
+    def cached_rows(*, training):
         (path,) = (
             path
             for path in (folder / "reference").glob("reference-*.f32")
@@ -100,8 +100,8 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
         values = PairScoreCache(len(data.tokens), folder / "reference", path.stem)
         return {row for row in range(len(data.tokens)) if not values.missing(np.array([row]))}
 
-    assert kept(training=False) == set(data.clients[client].test.tolist())
-    trained = kept(training=True)
+    assert cached_rows(training=False) == set(data.clients[client].test.tolist())
+    trained = cached_rows(training=True)
     for own in data.clients.values():
         assert 8 <= len(trained & set(own.train.tolist())) <= 16
         assert not trained & set(own.test.tolist())
@@ -125,8 +125,8 @@ def test_a_run_leaves_what_it_returns(place, tmp_path):
 
     base = AutoModelForCausalLM.from_pretrained(place / "model")
     loaded = PeftModel.from_pretrained(base, result.adapter).state_dict()
-    found = [value for name, value in loaded.items() if "lora_B" in name]
-    sums = sorted(float(value.abs().sum()) for value in found)
+    factors = [value for name, value in loaded.items() if "lora_B" in name]
+    sums = sorted(float(value.abs().sum()) for value in factors)
     ours = result.server.tensors["model"]
     assert sums == pytest.approx(sorted(float(ours[n].abs().sum()) for n in ours if n.endswith("/B")))
     assert sums[0] > 0
@@ -171,8 +171,8 @@ def test_local_only_shares_no_model(place, tmp_path):
     assert result.adapter is None
     assert result.summary["parameters"]["communicated"] == 0
     assert result.summary["shared_accuracy"] == result.summary["baseline_accuracy"]
-    kept = [RunReader(tmp_path / "run").client(client) for client in ("w0", "w1", "w2")]
-    assert any(state is not None for state in kept)
+    states = [RunReader(tmp_path / "run").client(client) for client in ("w0", "w1", "w2")]
+    assert any(state is not None for state in states)
 
 
 @pytest.mark.parametrize("method", ["feddpo", "centralized", "fedrep", "fedsdg", "perfedavg"])
@@ -385,23 +385,23 @@ def test_a_start_that_came_to_no_round_is_started_again(place, tmp_path):
 
 class Hears(Callback):
     def __init__(self):
-        self.said = []
+        self.messages = []
 
     def on_warning(self, text):
-        self.said.append(text)
+        self.messages.append(text)
 
 
-@pytest.mark.parametrize(("method", "told"), [("scaffold", True), ("feddpo", False)])
-def test_a_loss_that_does_not_move_is_warned_of(place, tmp_path, method, told):
+@pytest.mark.parametrize(("method", "warned"), [("scaffold", True), ("feddpo", False)])
+def test_a_loss_that_does_not_move_is_warned_of(place, tmp_path, method, warned):
     """At a rate that AdamW trains at, SCAFFOLD's plain SGD stays at log 2 = 0.6931, where DPO starts. The
     run's page says so too."""
     hears = Hears()
     result = run(experiment(place, method), tmp_path / "run", callbacks=[hears])
     page = unescape(render(read_run(result.path)))
-    if told:
-        (said,) = hears.said
-        assert said.startswith("the training loss hardly moved, from 0.6931 in the first round")
-        assert "T" + said[1:] in page
+    if warned:
+        (warning,) = hears.messages
+        assert warning.startswith("the training loss hardly moved, from 0.6931 in the first round")
+        assert "T" + warning[1:] in page
     else:
-        assert hears.said == []
+        assert hears.messages == []
         assert "hardly moved" not in page

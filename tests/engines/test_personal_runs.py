@@ -81,12 +81,12 @@ def test_the_shared_model_of_fedsdg_is_the_base_with_the_shared_lora_alone(place
     base = AutoModelForCausalLM.from_pretrained(place / "model")
     adapted = PeftModel.from_pretrained(base, place / branch / "adapters/shared").eval()
     tolerance = 1e-6 * np.abs(want).max()
-    for found in (
+    for values in (
         opened.trainers.pair_trainer.score(opened.published_model, rows).policy,
         opened.trainers.pair_trainer.score(opened.published_model, rows).policy,
         logprobs(adapted, opened.trainers.dataset.tokens, rows),
     ):
-        assert np.abs(found - want).max() < tolerance
+        assert np.abs(values - want).max() < tolerance
     start = opened.backbone.initial.replace(opened.server.tensors["model"])
     assert np.abs(opened.trainers.pair_trainer.score(start, rows).policy - want).max() > 20 * tolerance
 
@@ -166,8 +166,8 @@ def test_the_summary_has_the_gates_that_private_states_hold(place, branch):
     assert sorted(logits) == ["0", "1"]
     assert all(abs(a) > 1e-3 for a in logits.values())
     gates = {block: 1 / (1 + math.exp(-a)) for block, a in logits.items()}
-    told = {"gate": {client: {block: round(m, 2) for block, m in gates.items()}}}
-    assert summary_of(place / branch)["personal"] == told
+    expected = {"gate": {client: {block: round(m, 2) for block, m in gates.items()}}}
+    assert summary_of(place / branch)["personal"] == expected
     whole = place / branch / "checkpoint/personal.json"
     assert json.loads(whole.read_text()) == {"gate": {client: pytest.approx(gates)}}
     assert whole.stat().st_mode & 0o777 == 0o600
@@ -175,17 +175,17 @@ def test_the_summary_has_the_gates_that_private_states_hold(place, branch):
 
 def test_the_summary_has_fedalas_weights(place):
     """One weight for all of a block's factors, which is what each of its elements has."""
-    told = json.loads((place / "fedala/checkpoint/personal.json").read_text())["weight"]
-    assert sorted(told) == list(CLIENTS)
-    shown = {client: {b: round(w, 2) for b, w in blocks.items()} for client, blocks in told.items()}
+    exact = json.loads((place / "fedala/checkpoint/personal.json").read_text())["weight"]
+    assert sorted(exact) == list(CLIENTS)
+    shown = {client: {b: round(w, 2) for b, w in blocks.items()} for client, blocks in exact.items()}
     assert summary_of(place / "fedala")["personal"]["weight"] == shown
     seen = RunReader(place / "fedala")
     for client in CLIENTS:
         weights = seen.client(client).tensors["weights"]
         for name in weights:
             block = name.split("/")[1]
-            assert torch.equal(weights[name], torch.full_like(weights[name], told[client][block]))
-    assert {value for blocks in told.values() for value in blocks.values()} != {1.0}
+            assert torch.equal(weights[name], torch.full_like(weights[name], exact[client][block]))
+    assert {value for blocks in exact.values() for value in blocks.values()} != {1.0}
 
 
 def test_methods_with_nothing_to_tell_of_blocks_tell_nothing(place):
@@ -195,7 +195,7 @@ def test_methods_with_nothing_to_tell_of_blocks_tell_nothing(place):
 
 def test_a_run_ends_with_what_is_personal_in_it(place):
     """On the terminal and on the page: gates and weights by block, the reward head's figures."""
-    for name, said in (
+    for name, pattern in (
         ("products", r"gates: mean 0\.\d\d in block 0, 0\.\d\d in block 1"),
         ("fedala", r"weights of the shared model: mean \d\.\d\d in block 0"),
         ("fedpdpo", r"right on [\d.]+% of pairs, agrees with the policy on [\d.]+%; mean margin"),
@@ -203,7 +203,7 @@ def test_a_run_ends_with_what_is_personal_in_it(place):
         console = Console(width=160, record=True, file=StringIO())
         print_result(summary_of(place / name), console)
         text = console.export_text()
-        assert re.search(said, text)
+        assert re.search(pattern, text)
         assert ("reward head" in text) == (name == "fedpdpo")
         page = render(read_run(place / name))
         assert ("Which layers each client personalises" in page) == (name != "fedpdpo")

@@ -166,10 +166,10 @@ def test_paths_start_from_the_file_or_else_from_where_one_is(tmp_path, monkeypat
     here.write_text("")
     (here.parent / "pairs.jsonl").write_text("")
     monkeypatch.chdir(here.parent)
-    found = Experiment.load(file, ["data.test=mine.jsonl"])
-    assert found.data.train.path == str(beside)
-    assert found.data.test.path == str(here)
-    assert found.model.name == "distilbert/distilgpt2"
+    experiment = Experiment.load(file, ["data.test=mine.jsonl"])
+    assert experiment.data.train.path == str(beside)
+    assert experiment.data.test.path == str(here)
+    assert experiment.model.name == "distilbert/distilgpt2"
     assert Experiment.load(file, ["data.train=pairs.jsonl"]).data.train.path == str(
         here.parent / "pairs.jsonl"
     )
@@ -180,7 +180,7 @@ def test_paths_start_from_the_file_or_else_from_where_one_is(tmp_path, monkeypat
         str(here),
         str(here.parent / "pairs.jsonl"),
     ]
-    assert Experiment.parse(to_toml(found)) == found
+    assert Experiment.parse(to_toml(experiment)) == experiment
 
 
 @pytest.mark.parametrize(("fraction", "clients", "size"), [(0.1, 53, 5), (0.001, 10, 1), (1.0, 7, 7)])

@@ -121,9 +121,9 @@ def test_a_page_of_zeros_is_computed_anew(tmp_path):
     PairScoreCache(3, tmp_path).put(rows, np.full((3, 2), -1.5, np.float32))
     again = PairScoreCache(3, tmp_path)
     assert not again.missing(rows)
-    held = np.fromfile(tmp_path / "reference.f32", np.float32).reshape(3, 3)
-    held[2] = 0
-    held.tofile(tmp_path / "reference.f32")
+    values = np.fromfile(tmp_path / "reference.f32", np.float32).reshape(3, 3)
+    values[2] = 0
+    values.tofile(tmp_path / "reference.f32")
     again = PairScoreCache(3, tmp_path)
     assert again.missing(rows)
     assert not again.missing(rows[:2])
@@ -141,11 +141,11 @@ def test_a_flipped_bit_in_a_kept_value_is_computed_anew(tmp_path):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        found = PairScoreCache(3, tmp_path)
-        assert [row for row in rows if found.missing(rows[row : row + 1])] == [bit // 96]
+        cache = PairScoreCache(3, tmp_path)
+        assert [row for row in rows if cache.missing(rows[row : row + 1])] == [bit // 96]
     path.write_bytes(data[12:24] + data[:12] + data[24:])
-    found = PairScoreCache(3, tmp_path)
-    assert [found.missing(rows[row : row + 1]) for row in rows] == [True, True, False]
+    cache = PairScoreCache(3, tmp_path)
+    assert [cache.missing(rows[row : row + 1]) for row in rows] == [True, True, False]
     path.write_bytes(data)
     np.testing.assert_array_equal(PairScoreCache(3, tmp_path).get(rows), values)
 
@@ -153,9 +153,9 @@ def test_a_flipped_bit_in_a_kept_value_is_computed_anew(tmp_path):
 def test_values_of_an_earlier_version_are_computed_anew(tmp_path):
     """It kept two floats a record and no check: 8 bytes in the place of 12."""
     np.full((3, 2), -1.5, np.float32).tofile(tmp_path / "reference.f32")
-    found, rows = PairScoreCache(3, tmp_path), np.arange(3)
-    assert all(found.missing(rows[row : row + 1]) for row in rows)
-    found.put(rows, np.full((3, 2), -2.5, np.float32))
+    cache, rows = PairScoreCache(3, tmp_path), np.arange(3)
+    assert all(cache.missing(rows[row : row + 1]) for row in rows)
+    cache.put(rows, np.full((3, 2), -2.5, np.float32))
     assert not PairScoreCache(3, tmp_path).missing(rows)
     assert (tmp_path / "reference.f32").stat().st_size == 36
 

@@ -162,9 +162,9 @@ def test_what_anybody_is_tested_on_nobody_trains_on_when_asked(build, limit):
     }
     left = sum(len(texts) for roles in expected.values() for texts in roles.values())
     dataset = build(rows, duplicates="drop_tested", limit=limit, **given)
-    found = prompts(dataset)
+    prompts_of = prompts(dataset)
     assert (row_counts.leaks, dataset.row_counts.leaks) == (0, 120 - left)
-    for name, roles in found.items():
+    for name, roles in prompts_of.items():
         assert roles["test"] == expected[name]["test"]
         assert roles["validation"] == expected[name]["validation"]
         assert set(roles["train"]) <= set(expected[name]["train"])
@@ -344,8 +344,8 @@ def test_row_counts_add_up(build):
         pairs(1)[0],
     ]
     counts = build(rows, invalid="drop").row_counts
-    found = (counts.read, counts.invalid, counts.identical, counts.too_long, counts.duplicates, counts.kept)
-    assert found == (14, 1, 1, 1, 1, 10)
+    numbers = (counts.read, counts.invalid, counts.identical, counts.too_long, counts.duplicates, counts.kept)
+    assert numbers == (14, 1, 1, 1, 1, 10)
 
 
 def test_clients_are_a_mapping(build):

@@ -38,11 +38,11 @@ def name_of(path: Path) -> str:
 
 def blocks(path: Path, language: str) -> Iterator[tuple[str, str]]:
     """The fenced blocks of one language, each with its title."""
-    for found in FENCE.finditer(path.read_text("utf-8")):
-        kind, _, rest = found["info"].partition(" ")
+    for block in FENCE.finditer(path.read_text("utf-8")):
+        kind, _, rest = block["info"].partition(" ")
         if kind == language:
             title = re.search(r'title="([^"]*)"', rest)
-            yield (title[1] if title else ""), found["body"]
+            yield (title[1] if title else ""), block["body"]
 
 
 def nav(entries: Any) -> Iterator[str]:
@@ -56,12 +56,12 @@ def nav(entries: Any) -> Iterator[str]:
 
 def anchors(path: Path) -> set[str]:
     """The ids of a page's headings, as Python-Markdown makes them."""
-    found = set()
+    ids = set()
     for line in FENCE.sub("", path.read_text("utf-8")).splitlines():
         if heading := re.match(r"#+ (.*)", line):
             text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading[1])
-            found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()))
-    return found
+            ids.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()))
+    return ids
 
 
 def hook(name: str) -> ModuleType:
@@ -144,16 +144,16 @@ def records(record: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
     yield record
     for field in record.model_fields.values():
-        for found in inside(field.annotation):
-            yield from records(found)
+        for inner in inside(field.annotation):
+            yield from records(inner)
 
 
 def test_every_settings_record_is_described() -> None:
     """The experiment file's page asks for the table of every record that an experiment holds."""
     page = (DOCS / "experiment-file.md").read_text("utf-8")
     asked = set(re.findall(r"<!-- settings: \S+:(\w+)", page))
-    held = {record.__name__ for record in records(Experiment)} - {"MethodConfig"}
-    assert held | {TrainingSettings.__name__, LocalSettings.__name__} == asked
+    names = {record.__name__ for record in records(Experiment)} - {"MethodConfig"}
+    assert names | {TrainingSettings.__name__, LocalSettings.__name__} == asked
 
 
 def test_every_key_of_every_record_has_a_meaning() -> None:
@@ -263,7 +263,7 @@ def test_the_worked_method_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
     checks: dict[str, Any] = {}
     exec(compile(test, "test_lgfedavg.py", "exec"), checks)
-    found = [check for name, check in checks.items() if name.startswith("test_")]
-    assert len(found) == 2
-    for check in found:
+    functions = [check for name, check in checks.items() if name.startswith("test_")]
+    assert len(functions) == 2
+    for check in functions:
         check()

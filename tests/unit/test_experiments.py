@@ -228,26 +228,26 @@ def place(tmp_path_factory):
             "domain": f"ask{k % 3}_train",
         }
 
-    found = {"imdb": write("imdb", imdb, 33), "imdb-test": write("imdb-test", imdb, 12)}
-    found["code"] = write("code", code, 36)
+    paths = {"imdb": write("imdb", imdb, 33), "imdb-test": write("imdb-test", imdb, 12)}
+    paths["code"] = write("code", code, 36)
     for name, make in (("webgpt", webgpt), ("pydpo", plain), ("uf", plain), ("shp", shp)):
-        found[name] = write(name, make)
-    found["pydpo-test"], found["uf-test"] = write("pydpo-test", plain, 6), write("uf-test", plain, 6)
-    found["shp-test"] = write("shp-test", shp, 9)
-    texts = [Path(found[name]).read_text() for name in ("imdb", "code", "shp")]
-    found["model"] = str(
+        paths[name] = write(name, make)
+    paths["pydpo-test"], paths["uf-test"] = write("pydpo-test", plain, 6), write("uf-test", plain, 6)
+    paths["shp-test"] = write("shp-test", shp, 9)
+    texts = [Path(paths[name]).read_text() for name in ("imdb", "code", "shp")]
+    paths["model"] = str(
         make_tiny(
             *(folder / "model", texts, Key(0)), layers=3, width=16, heads=2, vocabulary=280, steps=1, batch=2
         )
     )
-    tokenizer = AutoTokenizer.from_pretrained(found["model"])
+    tokenizer = AutoTokenizer.from_pretrained(paths["model"])
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=len(tokenizer), n_positions=128, n_embd=16, n_layer=1, n_head=2, num_labels=1
     )
     GPT2ForSequenceClassification(config).save_pretrained(folder / "reward")
     tokenizer.save_pretrained(folder / "reward")
-    return {**found, "reward": str(folder / "reward")}
+    return {**paths, "reward": str(folder / "reward")}
 
 
 def local(place, name):
@@ -402,19 +402,19 @@ def test_personas_are_joined_to_pairs(prepared):
         assert row["margin"] == pytest.approx(2 * start + (int(k) + int(j)) / 1000 - 1, abs=1e-9)
         assert row["prompt"].startswith("\n\nHuman: ")
         assert row["prompt"].endswith("\n\nAssistant:")
-    said = [row[which] for row in train + test for which in ("chosen", "rejected")]
-    assert len(set(said)) == len(said) == 44
+    responses = [row[which] for row in train + test for which in ("chosen", "rejected")]
+    assert len(set(responses)) == len(responses) == 44
 
 
 def test_personas_are_drawn_alike_each_time(prepared, tmp_path):
     script("personas/prepare.py", prepared / "evals", "--persona", "risk-averse", "--out", tmp_path)
     before = [row for row in rows(prepared / "personas.test.jsonl.gz") if row["persona"] == "risk-averse"]
     assert rows(tmp_path / "personas.test.jsonl.gz") == before
-    said = script("personas/prepare.py", prepared / "evals", "--persona", "nobody", fails=True)
-    assert f"{prepared / 'evals' / 'nobody.jsonl'}: no such file" in said
+    message = script("personas/prepare.py", prepared / "evals", "--persona", "nobody", fails=True)
+    assert f"{prepared / 'evals' / 'nobody.jsonl'}: no such file" in message
     jsonl(tmp_path / "odd.jsonl", [{"statement": "x", "answer_matching_behavior": " Maybe"}])
-    said = script("personas/prepare.py", tmp_path, "--persona", "odd", "--out", tmp_path, fails=True)
-    assert f"{tmp_path / 'odd.jsonl'}, row 1: no statement" in said
+    message = script("personas/prepare.py", tmp_path, "--persona", "odd", "--out", tmp_path, fails=True)
+    assert f"{tmp_path / 'odd.jsonl'}, row 1: no statement" in message
 
 
 def test_opposed_clients_hold_the_same_pairs_swapped(prepared, place, tmp_path):
@@ -442,10 +442,10 @@ def test_opposed_clients_hold_the_same_pairs_swapped(prepared, place, tmp_path):
         f"{start}{persona}" for start in ("", "not-") for persona in ("risk-averse", "risk-seeking")
     }
     # A shared model ranks a pair one way for both: each pair is right for exactly one of the two clients.
-    found = result.summary["preference_accuracy"]["per_client"]
-    assert found["risk-averse"] + found["not-risk-averse"] == pytest.approx(1)
-    said = script("personas/opposed.py", *pair, "--out", tmp_path, "--pairs", 10, fails=True)
-    assert "risk-averse has 9 pairs, and 50 are asked for" in said
+    accuracies = result.summary["preference_accuracy"]["per_client"]
+    assert accuracies["risk-averse"] + accuracies["not-risk-averse"] == pytest.approx(1)
+    message = script("personas/opposed.py", *pair, "--out", tmp_path, "--pairs", 10, fails=True)
+    assert "risk-averse has 9 pairs, and 50 are asked for" in message
 
 
 def test_harmless_comparisons_are_split_at_the_last_shared_turn(tmp_path):

@@ -95,12 +95,12 @@ def room(module: str) -> str:
 def rooms() -> dict[str, dict[str, set[str]]]:
     """Room → room it imports → the modules that do."""
     known = {room(name) for name, _ in modules()}
-    found: dict[str, dict[str, set[str]]] = {name: {} for name in known}
+    imports: dict[str, dict[str, set[str]]] = {name: {} for name in known}
     for name, path in modules():
         for target in imported(name, ast.parse(path.read_text("utf-8"))):
             if target.split(".")[0] == "prefed" and room(target) in known and room(target) != room(name):
-                found[room(name)].setdefault(room(target), set()).add(name)
-    return found
+                imports[room(name)].setdefault(room(target), set()).add(name)
+    return imports
 
 
 def test_rooms_are_what_the_rule_names() -> None:
@@ -137,13 +137,13 @@ def test_no_circles_of_files() -> None:
     graph: dict[str, set[str]] = {}
     for name, path in modules():
         own = name.removesuffix(".__init__")
-        found = set()
+        targets = set()
         for target in imported(name, ast.parse(path.read_text("utf-8"))):
             nearest = target if target in known else target.rpartition(".")[0]
             # A package's __init__ hands out what its files define.
             if nearest in known and nearest != own and not own.startswith(f"{nearest}."):
-                found.add(nearest)
-        graph[own] = found
+                targets.add(nearest)
+        graph[own] = targets
     del graph["prefed"]
     TopologicalSorter(graph).prepare()
 
@@ -201,13 +201,13 @@ def test_nothing_is_pickled() -> None:
     """Neither by its name nor through a library that pickles unless told otherwise."""
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
     pickling = re.compile(r"(?<![\w.])torch\.(load|save)\(|allow_pickle\s*=\s*True")
-    found = []
+    offenders = []
     for name, path in modules():
         text = path.read_text("utf-8")
         tops = {target.split(".")[0] for target in imported(name, ast.parse(text))}
         if tops & banned or pickling.search(text):
-            found.append(name)
-    assert found == []
+            offenders.append(name)
+    assert offenders == []
 
 
 def text_files() -> Iterator[Path]:
@@ -225,14 +225,14 @@ def text_files() -> Iterator[Path]:
 def test_what_lies_beside_the_repository_is_named_in_one_place() -> None:
     beside = "../" + "shared"
     allowed = {ROOT / "tests" / "conftest.py"}
-    found = [
+    matches = [
         str(path.relative_to(ROOT))
         for path in text_files()
         if path not in allowed
         and path.relative_to(ROOT).parts[0] != "benchmarks"
         and beside in path.read_text("utf-8", errors="ignore")
     ]
-    assert found == []
+    assert matches == []
 
 
 def test_tested_versions_are_named_for_every_dependency() -> None:

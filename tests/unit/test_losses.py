@@ -245,10 +245,10 @@ def test_needs_are_told_truly(name: str) -> None:
 @given(st.floats(-50, 50), st.floats(0, 0.49))
 def test_robust_is_dpo_in_the_mean(delta: float, epsilon: float) -> None:
     """(1−ε) robust(Δ) + ε robust(−Δ) = DPO(Δ): unbiased under labels flipped with probability ε."""
-    kept = OBJECTIVES["robust"](pairs([delta], [0.0]), {"label_smoothing": epsilon})[0]
+    robust = OBJECTIVES["robust"](pairs([delta], [0.0]), {"label_smoothing": epsilon})[0]
     flipped = OBJECTIVES["robust"](pairs([0.0], [delta]), {"label_smoothing": epsilon})[0]
     clean = OBJECTIVES["dpo"](pairs([delta], [0.0]))[0]
-    torch.testing.assert_close((1 - epsilon) * kept + epsilon * flipped, clean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close((1 - epsilon) * robust + epsilon * flipped, clean, rtol=1e-9, atol=1e-9)
 
 
 @given(st.floats(0.01, 0.49), st.floats(-4, 4))

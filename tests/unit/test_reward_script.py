@@ -40,9 +40,9 @@ def test_a_reward_model_of_the_personas_is_one_that_ppo_takes(
     monkeypatch.setattr(sys, "argv", ["reward.py", *files, "--model", str(tmp_path / "model"), "--out", out])
     monkeypatch.syspath_prepend(FOLDER)
     runpy.run_path(str(FOLDER / "reward.py"), run_name="__main__")
-    said = re.search(r"orders ([01]\.[0-9]+) of the test pairs", capsys.readouterr().out)
-    assert said is not None
-    assert float(said[1]) in (0, 0.25, 0.5, 0.75, 1)
+    match = re.search(r"orders ([01]\.[0-9]+) of the test pairs", capsys.readouterr().out)
+    assert match is not None
+    assert float(match[1]) in (0, 0.25, 0.5, 0.75, 1)
     model = RewardModel(out, torch.device("cpu"))
     records = [Record(row["prompt"], row["chosen"], row["rejected"]) for row in PAIRS[14:]]
     scores = model.score([half for record in records for half in model.encode(record)])
