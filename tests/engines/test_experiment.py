@@ -261,7 +261,8 @@ def test_the_settings_that_a_run_was_begun_with_are_in_its_commit(place, tmp_pat
 
 
 def test_a_run_whose_data_and_model_moved_goes_on_and_notes_their_place(place, tmp_path):
-    """Its ``config.toml`` names the new places; other data at a new place are refused."""
+    """Its ``config.toml`` names the new places. Other data at a new place are refused, after the last round
+    too, and then the file stays as it was."""
     run(experiment(place, rounds=1), tmp_path / "run")
     run(experiment(place), tmp_path / "whole")
     moved = shutil.copytree(place, tmp_path / "moved")
@@ -272,9 +273,11 @@ def test_a_run_whose_data_and_model_moved_goes_on_and_notes_their_place(place, t
     assert left(tmp_path / "run") == left(tmp_path / "whole")
     with (moved / "train.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "More?", "chosen": " a", "rejected": " b", "worker": "w0"}) + "\n")
-    shutil.rmtree(tmp_path / "run/cache")
-    with pytest.raises(StoreError, match="its data changed since it began"):
-        run(experiment(moved, rounds=4), tmp_path / "run", resume=True)
+    for rounds in (3, 4):
+        shutil.rmtree(tmp_path / "run/cache")
+        with pytest.raises(StoreError, match="its data changed since it began"):
+            run(experiment(moved, rounds=rounds), tmp_path / "run", resume=True)
+        assert tomllib.loads((tmp_path / "run/config.toml").read_text()) == experiment(place).tables()
 
 
 def test_settings_that_are_no_experiment_are_named(place, tmp_path):

@@ -29,7 +29,7 @@ _REMEDY = "put a copy of it back, or start a new run with another --out"
 
 
 def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
-    """Check an experiment against the run in a directory, and write ``config.toml``.
+    """Check an experiment against the run in a directory, and write ``config.toml`` if there is none.
 
     Before the first round, another experiment replaces the one in the directory.
 
@@ -56,10 +56,20 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
         writer.write_config(to_toml(experiment))
         return experiment
     _check_settings(stored, experiment, writer)
+    return experiment
+
+
+def moved(experiment: Experiment, writer: RunWriter) -> bool:
+    """Whether data or model of the run lie elsewhere than its ``config.toml`` says."""
+    return any(is_place(name) for name in differing(writer.config() or {}, experiment.tables()))
+
+
+def update_config(experiment: Experiment, writer: RunWriter) -> None:
+    """Write what a resumed run may change into ``config.toml``, once its fingerprint is compared."""
+    config = writer.config() or {}
     updated = _updated(config, experiment.tables())
     if updated != config:
         writer.write_config(tomli_w.dumps(updated))
-    return experiment
 
 
 def reset_run(writer: RunWriter, *, keep_cache: bool = False) -> None:

@@ -17,7 +17,7 @@ from prefed.engines import BACKENDS, Backend, BackendSettings, Job, JobFactory, 
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.build import build_job
-from prefed.runs.resume import reconcile, reset_run, settings_digest
+from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.summary import published_model, read_profiles, summarize
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state, encode
@@ -94,7 +94,8 @@ def run(
     with RunWriter(path, resume=resume) as writer:
         try:
             experiment = reconcile(experiment, writer)
-            if not (writer.round == experiment.rounds and (path / "summary.json").exists()):
+            finished = writer.round == experiment.rounds and (path / "summary.json").exists()
+            if not finished or moved(experiment, writer):
                 _run_rounds(experiment, writer, Callbacks(callbacks))
         except Exception as error:
             if isinstance(error, files.WriteError) and writer.commit is not None:
@@ -128,6 +129,7 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
         job = build_job(experiment, cache)
     server = encode(job.method.init_server(job.trainers.initial))
     writer.begin(server, job.trainers.fingerprint, settings_digest(experiment.tables()))
+    update_config(experiment, writer)
     writer.reopen()
     return job
 
