@@ -42,6 +42,7 @@ from prefed.core import (
     Upload,
 )
 from prefed.engines import BACKENDS, BackendSettings, InProcess, Job, JobFactory, ServerRounds
+from prefed.merge import BadUpload
 from prefed.store import RunWriter
 from prefed.wire import encode
 from quadratic import Quadratic, QuadraticTrainer
@@ -210,6 +211,9 @@ def toy_method(options: Mapping[str, Any]) -> Method:
         return trainer.upload({}, {"score": loss}), private
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+        for upload in uploads:
+            if faults.get(upload.client) == "unmerged":
+                raise BadUpload(upload.client, "not to be merged")
         total = sum(upload.weight for upload in uploads)
         mean = sum(
             (u.tensors["model"] * (u.weight / total) for u in uploads[1:]),

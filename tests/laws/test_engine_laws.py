@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
-from prefed.engines import BACKENDS, Task
+from prefed.core import Callback
+from prefed.engines import BACKENDS, ServerRounds, Task
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state, encode
 
@@ -142,3 +143,43 @@ def test_a_private_state_counts_once_it_is_accepted(name, tmp_path):
         assert visits_after(()) == [None, None]
         assert visits_after(clients[:1]) == [1, None]
         assert visits_after(clients) == [2, 1]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_valid_upload_that_is_not_merged_leaves_the_private_state_as_it_was(name, tmp_path):
+    """Law: of uploads that are valid, those that the merge refuses move no private state."""
+    toy.run(tmp_path / "run", rounds=3, cohort=6, faults={"Client 1/ü": "unmerged"}, backend=name)
+    reader = RunReader(tmp_path / "run")
+    for record in reader.rounds():
+        assert [drop["client"] for drop in record["dropped"]] == ["Client 1/ü"]
+    visits = [reader.client(f"Client {number}/ü").values.get("visits", 0) for number in range(6)]
+    assert visits == [3, 0, 3, 3, 3, 3]
+
+
+class InterruptAt(Callback):
+    def __init__(self, task):
+        self.left = task
+
+    def on_task_end(self, what, done, of):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_round_that_was_left_is_done_anew(name, tmp_path):
+    """Law: interrupted after any task and run again on the same writer and backend, a run ends as one that
+    was not. The interrupt is after a merged exchange too, and while workers are busy."""
+    options = {"rounds": 3, "clients": 4, "cohort": 4}
+    text = toy.text(**options)
+    toy.run(tmp_path / "whole", **options)
+    for task in range(1, 28) if name == "in_process" else (2, 9, 13, 15):
+        job, path = toy.build(text), tmp_path / str(task)
+        with RunWriter(path) as writer, toy.registered(name, text, job, writer.states) as backend:
+            writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
+            rounds = ServerRounds(job, writer, backend, InterruptAt(task))
+            try:
+                rounds.run()
+            except KeyboardInterrupt:
+                rounds.run()
+        assert toy.outcome(path) == toy.outcome(tmp_path / "whole"), f"after task {task}"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from prefed import files
 from prefed.core import State
-from prefed.store import RunReader, RunWriter, StoreError, client_file
+from prefed.store import RunReader, RunWriter, StoreError, client_file, writer
 from prefed.wire import encode
 
 
@@ -431,3 +431,44 @@ def test_a_link_in_a_run_directory_is_not_written_through(tmp_path):
             store.write_config("seed = 1")
             store.finish_round(b"", {"round": 1}, {})
         assert mine.read_text() == "mine"
+
+
+def test_after_a_failed_commit_the_writer_refuses_another(tmp_path, monkeypatch):
+    """A line too many is in the log by then: opening the directory again removes it."""
+    play(tmp_path / "whole", 2)
+    with RunWriter(tmp_path / "run") as store:
+        store.write_config("seed = 1\n")
+        store.begin(state(0), {"data": "x"})
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write_commit", lambda *arguments: (_ for _ in ()).throw(OSError("full")))
+            with pytest.raises(OSError, match="full"):
+                store.finish_round(state(1), {"round": 1}, {})
+        for again in (store.begin_round, lambda: store.finish_round(state(1), {"round": 1}, {})):
+            with pytest.raises(StoreError, match="open the run directory again"):
+                again()
+    play(tmp_path / "run", 2, resume=True)
+    assert content(tmp_path / "run") == content(tmp_path / "whole")
+
+
+def test_a_round_begins_from_what_is_committed(tmp_path):
+    """What an abandoned round staged and accepted is gone, in memory and on the disk."""
+    play(tmp_path / "run", 1)
+    with RunWriter(tmp_path / "run", resume=True) as store:
+        store.begin(state(0), {"data": "x"})
+        before = content(tmp_path / "run")
+        for client in ("both", "new"):
+            store.states.stage(client, state(9))
+        store.states.accept(["both", "new"])
+        store.states.stage("odd", state(9))
+        assert store.states.read("new") == state(9)
+        store.begin_round()
+        assert content(tmp_path / "run") == before
+        assert [store.states.read(client) for client in ("both", "new")] == [state(1), None]
+        store.states.accept(["odd"])
+        assert store.states.read("odd") == state(1)
+
+
+def test_the_commit_is_its_owners_to_read(tmp_path):
+    """It holds digests of private states."""
+    play(tmp_path / "run", 1)
+    assert (tmp_path / "run/checkpoint/COMMIT.json").stat().st_mode & 0o777 == 0o600

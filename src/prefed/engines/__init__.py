@@ -1,10 +1,10 @@
 """Engines run any method: rounds of tasks, and backends that get the tasks done."""
 
 from prefed.engines.backend import Backend, BackendSettings
-from prefed.engines.backends import BACKENDS, InProcess, WorkerProcesses
+from prefed.engines.backends import BACKENDS, InProcess, WorkerProcesses, backend_name
 from prefed.engines.backends.worker import WorkerError
 from prefed.engines.job import Job, JobFactory, TrainerFactory
-from prefed.engines.rounds import ServerRounds
+from prefed.engines.rounds import RoundError, ServerRounds
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
 __all__ = [
@@ -15,11 +15,13 @@ __all__ = [
     "InProcess",
     "Job",
     "JobFactory",
+    "RoundError",
     "ServerRounds",
     "Task",
     "TaskResult",
     "TrainerFactory",
     "WorkerError",
     "WorkerProcesses",
+    "backend_name",
     "run_task",
 ]

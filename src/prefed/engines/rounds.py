@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,17 +12,26 @@ from prefed.core import Callback, Download, Exchange, Round, State, Upload
 from prefed.engines.aggregation import aggregate
 from prefed.engines.backend import Backend, peak_memory_mb
 from prefed.engines.job import Job
-from prefed.engines.tasks import Task
-from prefed.engines.validation import printable_reason, read_upload
+from prefed.engines.tasks import Task, TaskResult
+from prefed.engines.validation import printable_reason, read_figures, read_upload
 from prefed.metrics import (
     ACCURACY_METRICS,
     MEAN_METRICS,
+    FederatedMetric,
     divergence_warning,
     federated_metrics,
     not_finite_counts,
 )
 from prefed.store import RunWriter
 from prefed.wire import decode_state, encode
+
+ROUND_METRICS = ("preference_accuracy", "reward_accuracy")
+"""The metrics whose means a round's record holds beside its evaluation."""
+NO_ANSWER = "no answer"
+
+
+class RoundError(RuntimeError):
+    """A round cannot be finished, because clients do not answer. The run can be resumed."""
 
 
 @dataclass
@@ -68,6 +76,10 @@ class ServerRounds:
     Attributes:
         writer: of a run that has begun; it goes on after the last committed round.
         callback: is told of every step. What it raises ends the run; committed rounds are kept.
+
+    Raises:
+        RoundError: (from :meth:`run`) no client answered in an exchange, or no client's figures can be used
+            in the evaluation after the last round.
     """
 
     job: Job
@@ -89,6 +101,7 @@ class ServerRounds:
     def _round(self, server: State, number: int) -> State:
         started, job = time.perf_counter(), self.job
         now, tally, evaluation = job.round(number), _Tally(), None
+        self.writer.begin_round()
         cohort = job.sample(now)
         for exchange in job.method.exchanges:
             if exchange.due(number):
@@ -99,6 +112,30 @@ class ServerRounds:
         self._commit(server, cohort, evaluation, tally, time.perf_counter() - started)
         return server
 
+    def _ask(
+        self, what: str, number: int, clients: Sequence[str], task: Callable[[str], Task]
+    ) -> Iterator[TaskResult]:
+        """Ask each client once, and give the first result of each that answers.
+
+        A result of a client that is not asked, or that has answered, is ignored.
+        """
+        waiting, done = set[str](), 0
+
+        def tasks() -> Iterator[Task]:
+            for client in clients:
+                waiting.add(client)
+                yield task(client)
+
+        for result in self.backend.run(tasks()):
+            if result.client not in waiting:
+                who = printable_reason(repr(result.client))
+                self._warn(number, f"ignored a result of {who}, from whom none is awaited in {what!r}")
+                continue
+            waiting.remove(result.client)
+            done += 1
+            yield result
+            self.callback.on_task_end(what, done, len(clients))
+
     def _exchange(
         self, server: State, exchange: Exchange, clients: Sequence[str], now: Round, tally: _Tally
     ) -> State:
@@ -108,15 +145,15 @@ class ServerRounds:
         self.backend.accept(upload.client for upload in merged.uploads)
         for client, reason in sorted([*invalid, *merged.dropped]):
             text = tally.drop(exchange, client, reason)
-            self._warn(now, f"dropped an upload of {client!r}: {text}")
+            self._warn(now.number, f"dropped an upload of {client!r}: {text}")
         if merged.uploads:
             tally.add(exchange, merged.uploads, merged.server)
         else:
-            self._warn(now, f"{merged.reason}; the server keeps its state")
+            self._warn(now.number, f"{merged.reason}; the server keeps its state")
         return merged.server
 
-    def _warn(self, now: Round, text: str) -> None:
-        self.callback.on_warning(f"round {now.number}: {text}")
+    def _warn(self, number: int, text: str) -> None:
+        self.callback.on_warning(f"round {number}: {text}")
 
     def _collect(
         self,
@@ -132,17 +169,20 @@ class ServerRounds:
 
         Returns:
             The valid uploads, sorted by client, so that their order of arrival makes no difference. And
-            client and reason of those that are not valid or were withheld.
+            client and reason of those that are not valid, were withheld or did not come.
+
+        Raises:
+            RoundError: no client answered.
         """
-        uploads, dropped = [], []
+        uploads, dropped, silent = [], [], set(clients)
 
-        def tasks() -> Iterator[Task]:
-            for client in clients:
-                message = encode(send(client))
-                tally.bytes_down += len(message)
-                yield Task("visit", client, now.number, exchange.name, message)
+        def task(client: str) -> Task:
+            message = encode(send(client))
+            tally.bytes_down += len(message)
+            return Task("visit", client, now.number, exchange.name, message)
 
-        for done, result in enumerate(self.backend.run(tasks()), 1):
+        for result in self._ask(exchange.name, now.number, clients, task):
+            silent.remove(result.client)
             tally.bytes_up += len(result.message)
             upload, reason = None, result.withheld
             if not reason:
@@ -151,10 +191,15 @@ class ServerRounds:
                 dropped.append((result.client, reason))
             else:
                 uploads.append(upload)
-            self.callback.on_task_end(exchange.name, done, len(clients))
+        if len(silent) == len(clients):
+            raise RoundError(
+                f"round {now.number}: none of {len(clients)} clients answered in {exchange.name!r}; whole "
+                "rounds are kept: resume the run once clients can be reached"
+            )
+        dropped += [(client, NO_ANSWER) for client in silent]
         return sorted(uploads, key=lambda upload: upload.client), dropped
 
-    def _evaluate(self, publish: Callable[[str], Download], number: int) -> dict[str, Any]:
+    def _evaluate(self, publish: Callable[[str], Download], number: int) -> dict[str, Any] | None:
         """Evaluate clients on their own pairs, each with the model that it would use.
 
         Returns:
@@ -162,29 +207,66 @@ class ServerRounds:
             :class:`~prefed.metrics.FederatedMetric`, and the means over clients of its other figures. For
             a personal method ``shared_accuracy``, of the published model alone. ``unseen_accuracy``, one for
             each number of local steps, where there are newcomers. ``split``. ``clients`` and ``left_out``:
-            how many were evaluated, and how many have no pair in the split. ``not_finite``: client → pairs
+            how many were evaluated, and how many have no pair in the split. ``not_evaluated``: client → why
+            no figures of it can be used, where there are such clients. ``not_finite``: client → pairs
             without a finite log-probability, where there are any. Clients with fewer pairs than ``[privacy]
             minimum_pairs`` count in means alone.
+
+            ``None`` if there are no figures of a client that may be listed.
+
+        Raises:
+            RoundError: there are none after the last round, which the summary needs.
         """
-        job, figures = self.job, dict[str, dict[str, float]]()
+        job, answers = self.job, dict[str, dict[str, float]]()
         clients = (*job.evaluation_clients, *job.newcomers)
-        tasks = (Task("evaluate", client, number, "", encode(publish(client))) for client in clients)
-        for done, result in enumerate(self.backend.run(tasks), 1):
-            figures[result.client] = json.loads(result.message)
-            self.callback.on_task_end("evaluation", done, len(clients))
-        unseen = {client: figures.pop(client) for client in job.newcomers}
+        reasons = dict.fromkeys(clients, NO_ANSWER)
+
+        def task(client: str) -> Task:
+            return Task("evaluate", client, number, "", encode(publish(client)))
+
+        for result in self._ask("evaluation", number, clients, task):
+            own, reason = read_figures(job, result.message, result.client)
+            if result.withheld or reason:
+                reasons[result.client] = printable_reason(result.withheld or reason)
+            else:
+                answers[result.client] = own
+                del reasons[result.client]
+        for client, reason in reasons.items():
+            self._warn(number, f"{client!r} is not evaluated: {reason}")
         pairs = {client: int(getattr(sizes, job.split)) for client, sizes in job.trainers.clients.items()}
-        metrics = federated_metrics(figures, pairs, job.privacy)
+        figures, metrics = self._metrics(answers, job.evaluation_clients, pairs)
+        _, unseen = self._metrics(answers, job.newcomers, pairs)
+        if not metrics:
+            text = "no client's figures can be used, and there is no evaluation"
+            if number == job.rounds:
+                raise RoundError(
+                    f"round {number}: {text} after the last round; the others are kept: resume the run"
+                )
+            self._warn(number, text)
+            return None
         evaluation: dict[str, Any] = {name: metrics[name] for name in ACCURACY_METRICS if name in metrics}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
         if unseen:
-            evaluation["unseen_accuracy"] = federated_metrics(unseen, pairs, job.privacy)
+            evaluation["unseen_accuracy"] = unseen
+        elif job.newcomers:
+            self._warn(number, "no newcomer's figures can be used, and there is no unseen_accuracy")
+        if reasons:
+            evaluation["not_evaluated"] = reasons
         broken = not_finite_counts(figures)
         if broken:
             evaluation["not_finite"] = broken
-            self.callback.on_warning(f"round {number}: {divergence_warning(broken, pairs)}")
+            self._warn(number, divergence_warning(broken, pairs))
         left_out = sum(not count for count in pairs.values())
         return evaluation | {"split": job.split, "clients": len(figures), "left_out": left_out}
+
+    def _metrics(
+        self, answers: Mapping[str, Mapping[str, float]], clients: Sequence[str], pairs: Mapping[str, int]
+    ) -> tuple[Mapping[str, Mapping[str, float]], Mapping[str, FederatedMetric]]:
+        """The figures of ``clients`` that answered, and their metrics if one of them may be listed."""
+        figures = {client: answers[client] for client in clients if client in answers}
+        if not any(self.job.privacy.may_report(pairs[client]) for client in figures):
+            return figures, {}
+        return figures, federated_metrics(figures, pairs, self.job.privacy)
 
     def _commit(
         self,
@@ -197,7 +279,7 @@ class ServerRounds:
         """Commit the next round, with its record and the run's totals."""
         record: dict[str, Any] = {"round": self.writer.round + 1, "loss": tally.figures.get("loss")}
         if evaluation is not None:
-            record |= {name: evaluation[name]["mean"] for name in ACCURACY_METRICS[:2]}
+            record |= {name: evaluation[name]["mean"] for name in ROUND_METRICS}
             record["evaluation"] = evaluation
         record |= {"bytes_up": tally.bytes_up, "bytes_down": tally.bytes_down, "seconds": seconds}
         record |= {"cohort": list(cohort), "dropped": tally.dropped}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -10,12 +12,15 @@ from prefed.core import Exchange, Layout, Owner, Ownership, Round, Tensors, Uplo
 from prefed.core.text import printable
 from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
+from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS, REWARD_METRICS
 from prefed.wire import WireError, decode_upload, upload_limits
 
 MAX_REASON = 300
 """Characters of a reason for which an upload is dropped."""
 MAX_NAMES = 5
 """How many names a reason lists."""
+MAX_FIGURE = 1e100
+"""The largest figure of an evaluation. Sums over any number of clients stay finite."""
 
 
 def _expected_groups(
@@ -53,6 +58,60 @@ def read_upload(
     except Exception as error:
         return None, f"cannot be read: {type(error).__name__}: {error}"
     return (None, reason) if reason else (upload, "")
+
+
+def read_figures(job: Job, message: bytes, client: str) -> tuple[dict[str, float], str]:
+    """The figures that a client answers to an evaluation, if they are valid; else none, and the reason.
+
+    They must be exactly those that an evaluation of this client has, and ``not_finite`` where its model
+    diverged. Then a figure that is no share of pairs may be NaN. The message comes from outside: nothing in
+    it raises an exception here, and the reason quotes no free text of it.
+    """
+    names = _expected_figures(job, client)
+    most = 64 * (len(names) + 2)
+    if len(message) > most:
+        return {}, f"has {len(message):,} bytes, and at most {most:,} are expected"
+    try:
+        content = json.loads(message)
+    except (ValueError, RecursionError) as error:
+        return {}, f"cannot be read: {type(error).__name__}"
+    if not isinstance(content, dict):
+        return {}, f"holds a {type(content).__name__}, not an object"
+    count = content.pop("not_finite", None) if client not in job.unseen else None
+    reason = _difference("figures", "an evaluation", content, names)
+    if reason:
+        return {}, reason
+    figures: dict[str, float] = {}
+    for name in names:
+        value = content[name]
+        if not _is_number(value):
+            return {}, f"holds under {name!r} a {type(value).__name__}, not a number"
+        if name not in MEAN_METRICS:
+            if not 0 <= value <= 1:
+                return {}, f"holds under {name!r} a number that is no share of pairs"
+        elif not abs(value) <= MAX_FIGURE:
+            # A reward head may diverge alone.
+            diverged = count is not None or name in REWARD_METRICS
+            if not diverged or isinstance(value, int) or math.isfinite(value):
+                return {}, f"holds under {name!r} a number that is not finite, or beyond {MAX_FIGURE:g}"
+            value = math.nan
+        figures[name] = float(value)
+    if count is None:
+        return figures, ""
+    pairs = getattr(job.trainers.clients[client], job.split)
+    if not _is_number(count) or not 1 <= count <= pairs:
+        return {}, f"holds under 'not_finite' what is no number of its {pairs} pairs"
+    return figures | {"not_finite": float(count)}, ""
+
+
+def _expected_figures(job: Job, client: str) -> list[str]:
+    """The names of the figures that an evaluation of ``client`` has, apart from ``not_finite``."""
+    if client in job.unseen:
+        return [str(steps) for steps in job.unseen_steps]
+    rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
+    absent = set() if rewards else {*REWARD_METRICS}
+    absent |= set() if job.method.personal else {"shared_accuracy"}
+    return [name for name in (*ACCURACY_METRICS, *MEAN_METRICS) if name not in absent]
 
 
 def validate_upload(

@@ -9,11 +9,12 @@ from prefed.metrics.clients import (
     spread,
 )
 from prefed.metrics.messages import divergence_warning, flat_loss_warning, small_clients_note
-from prefed.metrics.pairs import ACCURACY_METRICS, MEAN_METRICS, PairScores, client_metrics
+from prefed.metrics.pairs import ACCURACY_METRICS, MEAN_METRICS, REWARD_METRICS, PairScores, client_metrics
 
 __all__ = [
     "ACCURACY_METRICS",
     "MEAN_METRICS",
+    "REWARD_METRICS",
     "FederatedMetric",
     "PairScores",
     "Spread",

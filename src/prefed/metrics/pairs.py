@@ -20,6 +20,8 @@ ACCURACY_METRICS = (
 """Metrics that are shares of a client's pairs. A run records every client's value."""
 MEAN_METRICS = ("margin", "explicit_margin", "dpo_loss")
 """The other metrics. A run records only their mean over clients."""
+REWARD_METRICS = ("combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin")
+"""The metrics that only a model with an explicit reward head has."""
 LOWER_IS_BETTER = frozenset({"dpo_loss"})
 """The metrics of which the highest value is the worst."""
 

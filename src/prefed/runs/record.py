@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -142,9 +143,12 @@ def read_run(path: str | Path) -> RunRecord:
     fingerprint: Mapping[str, str] = {}
     if (path / "checkpoint/COMMIT.json").exists():
         try:
-            checkpoint = RunReader(path)
+            # For whoever is not its owner the checkpoint is as good as missing.
+            with suppress(PermissionError):
+                checkpoint = RunReader(path)
         except StoreError as error:
             raise RunError(str(error)) from error
+    if checkpoint is not None:
         done, fingerprint = checkpoint.commit.round, checkpoint.commit.fingerprint
     if not (path / "summary.json").exists():
         stood = "before its first round" if not done else f"after round {done}"

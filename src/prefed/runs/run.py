@@ -13,7 +13,7 @@ from prefed import files
 from prefed.config import Experiment, to_toml
 from prefed.core import Callback, Callbacks, State
 from prefed.data import DataMismatchError
-from prefed.engines import BACKENDS, Backend, BackendSettings, Job, JobFactory, ServerRounds
+from prefed.engines import BACKENDS, Backend, BackendSettings, Job, JobFactory, ServerRounds, backend_name
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.build import build_job
@@ -84,6 +84,7 @@ def run(
         OSError: a file cannot be written, for example on a full disk. Committed rounds can be resumed.
         ConfigError: the run in ``out`` has other settings.
         DataError, ModelError: the data or the model cannot be used.
+        RoundError: no client answered in a round, or none could be evaluated after the last.
         WorkerError: a worker process died or took longer than ``engine.visit_timeout``.
     """
     path = Path(out) if out is not None else default_out(experiment)
@@ -139,7 +140,7 @@ def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
     order = {"experiment": to_toml(experiment), "folder": str((writer.path / "cache").resolve())}
     factory = JobFactory("prefed.runs.build:build_worker_job", json.dumps(order))
     settings = BackendSettings(engine.workers, engine.threads or 1, engine.visit_timeout)
-    make = BACKENDS["processes" if engine.workers else "in_process"]
+    make = BACKENDS[backend_name(engine.name, engine.workers)]
     return make(job, factory, writer.states, settings)
 
 

@@ -32,7 +32,8 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
     last, totals, evaluation = writer.last, writer.commit.totals, writer.last["evaluation"]
     layout, ownership = job.trainers.initial.layout, job.method.ownership
     moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
-    names = (*ACCURACY_METRICS, "unseen_accuracy", *MEAN_METRICS, "split", "left_out", "not_finite")
+    counts = ("split", "left_out", "not_evaluated", "not_finite")
+    names = (*ACCURACY_METRICS, "unseen_accuracy", *MEAN_METRICS, *counts)
     return {
         "method": job.method.name,
         "rounds": writer.round,

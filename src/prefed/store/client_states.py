@@ -60,6 +60,14 @@ class ClientStateFiles:
                 files.remove(self._staged_path(name))
         self._staged = {}
 
+    def rollback(self) -> None:
+        """Drop every state that is staged or accepted and not committed."""
+        for name in self._staged:
+            files.remove(self._staged_path(name))
+        for name in self._accepted:
+            files.remove(path_of(self.folder, name, self._commit.round + 1))
+        self._staged, self._accepted = {}, {}
+
     def recover(self, run: Path, commit: Commit | None) -> None:
         """Learn which states count, and remove all other ones.
 

@@ -90,9 +90,13 @@ def read_commit(folder: Path) -> Commit | None:
 
 
 def write_commit(folder: Path, commit: Commit) -> None:
-    """Replace ``COMMIT.json``. This one step makes a round count."""
+    """Replace ``COMMIT.json``. This one step makes a round count.
+
+    Its owner alone may read it: digests tell whether two private states are equal.
+    """
     content = vars(commit) | {"digests": vars(commit.digests)}
-    files.write(folder / "COMMIT.json", files.dumps_with_digest({"format": FORMAT, **content}, indent=1))
+    data = files.dumps_with_digest({"format": FORMAT, **content}, indent=1)
+    files.write(folder / "COMMIT.json", data, mode=0o600)
 
 
 def client_file(client: str) -> str:

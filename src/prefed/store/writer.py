@@ -41,7 +41,7 @@ class RunWriter:
 
     Raises:
         StoreError: another process uses ``path``; ``path`` is not empty, holds no run, or is damaged. The
-            methods raise it if a file is damaged.
+            methods raise it if a file is damaged, or if an earlier commit failed.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -50,6 +50,7 @@ class RunWriter:
         self.states = ClientStateFiles(self._folder / "clients")
         self._log = files.Hasher()
         self._settings: str | None = None
+        self._committing = False
         self.last: dict[str, Any] | None = None
         directory.refuse_foreign(self.path, resume)
         self._new = directory.make(self.path)
@@ -134,6 +135,15 @@ class RunWriter:
         digest = self.commit.digests.server if self.commit else None
         return read_state(path_of(self._folder, "server", self.round), digest)
 
+    def begin_round(self) -> None:
+        """Drop what a round left that was not committed, in this process.
+
+        Raises:
+            StoreError: a commit failed.
+        """
+        self._check()
+        self.states.rollback()
+
     def finish_round(self, server: bytes, record: Mapping[str, Any], totals: Mapping[str, float]) -> None:
         """Commit the next round: ``server``, every accepted state, the round's record and the totals."""
         assert self.commit is not None, "begin() comes first"
@@ -167,6 +177,8 @@ class RunWriter:
         record: Mapping[str, Any] | None,
     ) -> None:
         """Write the files of round ``number``, commit them, and then delete the files that they replace."""
+        self._check()
+        self._committing = True
         files.write(path_of(self._folder, "server", number), server, mode=0o600)
         versions, clients = self.states.prepare(number)
         if record is not None:
@@ -180,6 +192,14 @@ class RunWriter:
         self.states.finish(commit)
         if before is not None:
             files.remove(path_of(self._folder, "server", before.round))
+        self._committing = False
+
+    def _check(self) -> None:
+        """Refuse to go on after a commit that failed: which of its files are on the disk is not known."""
+        if self._committing:
+            raise StoreError(
+                f"the last commit of {self.path} failed; open the run directory again, which repairs it"
+            )
 
     def _recover(self) -> None:
         """Remove the rest of a killed process, and find the version of each client's state."""

@@ -11,7 +11,7 @@ from prefed.engines.backends.processes import WorkerProcesses
 from prefed.engines.job import Job, JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
-__all__ = ["BACKENDS", "InProcess", "WorkerProcesses"]
+__all__ = ["BACKENDS", "InProcess", "WorkerProcesses", "backend_name"]
 
 
 class InProcess:
@@ -54,3 +54,17 @@ BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings]
 }
 """Every backend by name: a job, how another process builds it, this machine's store of private states, and
 settings → a backend. ``tests/laws/test_engine_laws.py`` holds each of them to the same laws."""
+
+
+def backend_name(engine: str, workers: int) -> str:
+    """The backend of :data:`BACKENDS` that ``[engine] name`` and ``workers`` ask for.
+
+    ``"local"`` is this process alone, or with any workers its worker processes. Every other engine has its
+    backend's name.
+
+    >>> backend_name("local", 0), backend_name("local", 2)
+    ('in_process', 'processes')
+    """
+    if engine != "local":
+        return engine
+    return "processes" if workers else "in_process"

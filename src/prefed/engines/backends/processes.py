@@ -6,7 +6,7 @@ state comes back with the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
 from prefed.engines.backend import BackendSettings
@@ -30,15 +30,11 @@ class WorkerProcesses:
         self._factory = factory
         self._settings = settings
         self._workers: list[Worker] = []
+        self._busy: dict[Connection, Worker] = {}
 
     def __enter__(self) -> WorkerProcesses:
         try:
-            for _ in range(self._settings.workers):
-                self._workers.append(Worker())
-            for worker in self._workers:
-                worker.send(**vars(self._factory), threads=self._settings.threads)
-            for worker in self._workers:
-                worker.receive()
+            self._start()
         except BaseException:
             self._stop()
             raise
@@ -49,18 +45,21 @@ class WorkerProcesses:
 
     def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
         """The results, as they come."""
-        source, busy = iter(tasks), dict[Connection, Worker]()
+        self._replace_busy()
+        source, busy = iter(tasks), self._busy
         idle = list(self._workers)
         while True:
             while idle and (task := next(source, None)) is not None:
                 worker = idle.pop()
+                before = self.states.read(task.client)
                 busy[worker.pipe] = worker
-                worker.give(task, self.states.read(task.client), self._settings.timeout)
+                worker.give(task, before, self._settings.timeout)
             if not busy:
                 return
             for pipe in wait(list(busy)):
-                worker = busy.pop(pipe)  # type: ignore[call-overload]
+                worker = busy[pipe]  # type: ignore[index]
                 fields = worker.receive()
+                del busy[worker.pipe]
                 state: bytes | None = fields.pop("state")
                 result = TaskResult(**fields)
                 if state is not None:
@@ -76,7 +75,33 @@ class WorkerProcesses:
         """The peak of each process, added up, in MiB."""
         return sum(worker.memory_mb for worker in self._workers)
 
+    def _start(self) -> None:
+        """Start as many workers as are missing."""
+        new: list[Worker] = []
+        while len(self._workers) < self._settings.workers:
+            new.append(Worker())
+            self._workers.append(new[-1])
+        for worker in new:
+            worker.send(**vars(self._factory), threads=self._settings.threads)
+        for worker in new:
+            worker.receive()
+
+    def _replace_busy(self) -> None:
+        """Start others in the place of workers that still do a task of a run that was left early."""
+        if self._busy:
+            busy, self._busy = [*self._busy.values()], {}
+            self._workers = [worker for worker in self._workers if worker not in busy]
+            _end(busy)
+            self._start()
+
     def _stop(self) -> None:
-        for worker in self._workers:
-            worker.stop()
-        self._workers = []
+        workers, self._workers, self._busy = self._workers, [], {}
+        _end(workers)
+
+
+def _end(workers: Sequence[Worker]) -> None:
+    """End processes. All are killed before any is waited for, which Ctrl-C may interrupt."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.stop()

@@ -48,7 +48,8 @@ class Worker:
         memory_mb: its peak resident memory so far, in MiB.
 
     Raises:
-        WorkerError: (from every method but :meth:`stop`) the process died, failed, or took too long.
+        WorkerError: (from every method but :meth:`kill` and :meth:`stop`) the process died, failed, or took
+            too long.
     """
 
     def __init__(self) -> None:
@@ -117,8 +118,12 @@ class Worker:
             self._alarm.join()
             self._alarm = None
 
+    def kill(self) -> None:
+        """End the process, whatever it does, and do not wait for its end."""
+        self._process.kill()
+
     def stop(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, and wait for its end."""
         self._disarm()
         with self._process, self.pipe:
             self._process.kill()
