@@ -177,7 +177,9 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
     Raises:
         ConfigError: the file is not valid, is a table and no cell was named, or has no such cell.
     """
-    if not path.exists() or (cell is None and not {"rows", "extends"} & read_toml(path).keys()):
+    if not path.exists() or not {"rows", "extends"} & read_toml(path).keys():
+        if cell is not None and path.exists():
+            raise ConfigError(f"{path} is one experiment, not a table; leave out --cell {cell}")
         return Experiment.load(path, overrides)
     cells = load_table(path).cells(path)
     if cell is None:
