@@ -32,7 +32,6 @@ def sweep(
 ) -> None:
     """Carry out the cells of a table, or go on with them, and print the results beside the paper's."""
     from prefed.runs.sweep import Sweep, sweep_cells
-    from prefed.runs.sweep_check import check_cells
 
     cells = [cell for table in tables for cell in sweep_cells(table, out, overrides or [])]
     order: dict[Path, list[str]] = {}
@@ -41,8 +40,11 @@ def sweep(
     if len(order) < len(tables):
         raise ValueError("two tables have one file name; give each an --out of its own")
     cells = _select(cells, only or [])
-    check_cells(cells)
+    # Errors in the tables are found before the data's libraries are imported.
     from prefed.report.sweep import keep
+    from prefed.runs.sweep_check import check_cells
+
+    check_cells(cells)
 
     def done(cell: SweepCell, outcome: dict[str, Any]) -> None:
         keep(cell, order[cell.folder], outcome)

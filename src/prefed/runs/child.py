@@ -14,7 +14,6 @@ from typing import Any
 
 from prefed import files
 from prefed.config import Experiment, to_toml
-from prefed.runs.resume import differing, is_place
 
 ACCURACIES = (
     "preference_accuracy",
@@ -102,6 +101,9 @@ class SweepRun:
         config = self.out / "config.toml"
         if not config.exists():
             return
+        # Imported here: it needs PyTorch, which takes seconds, and an invalid table is found before.
+        from prefed.runs.resume import differing, is_place
+
         stored = Experiment.parse(config.read_text("utf-8"))
         listed = [
             f"{name} is {before!r}, not {after!r}"

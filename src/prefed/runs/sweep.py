@@ -54,7 +54,7 @@ class SweepCell:
     def count(self) -> tuple[int, int]:
         """How many runs the cell has, without rates beyond the table's, and how many are finished."""
         first, *others = self.table.seeds
-        rates = list(dict.fromkeys(self.definition.rates)) or [None]
+        rates: list[float | None] = [*dict.fromkeys(self.definition.rates)] or [None]
         finished = sum(self.run_of(first, lr).finished for lr in rates)
         finished += sum(any(self.run_of(seed, lr).finished for lr in rates) for seed in others)
         return len(rates) + len(others), finished
