@@ -11,8 +11,9 @@ import pytest
 from jinja2 import UndefinedError
 
 from finished import write_run
-from prefed.report import drawing, plots, read_run
+from prefed.report import drawing, plots
 from prefed.report.page import _environment, render, write_page
+from prefed.runs.record import read_run
 
 
 @pytest.fixture(scope="module")

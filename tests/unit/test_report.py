@@ -13,7 +13,7 @@ from rich.console import Console
 from finished import CLIENTS, write_run
 from prefed.core import Privacy
 from prefed.metrics import federated_metric, federated_metrics, spread
-from prefed.report import RunError, drawing, plots, read_run
+from prefed.report import drawing, plots
 from prefed.report.comparison import (
     comparison_table,
     differences,
@@ -24,6 +24,7 @@ from prefed.report.comparison import (
 from prefed.report.page import render
 from prefed.report.result import print_result
 from prefed.report.tables import clients_table
+from prefed.runs.record import RunError, read_run
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,14 @@ def test_a_record_reads_what_a_run_left(run):
     assert run.curve("margin") == ([1, 2], [0.25, 0.5])
     assert run.own_figures == ("margin",)
     assert run.pairs("ann") == 4
+
+
+def test_a_figure_that_the_run_lacks_is_named_with_those_that_it_has(run):
+    with pytest.raises(KeyError, match="no figure 'zz'; it has baseline_accuracy, preference_accuracy"):
+        run.spread("zz")
+    with pytest.raises(KeyError, match=r"no figure 'nonsense'; it has .*preference_accuracy.*margin.*loss"):
+        run.curve("nonsense")
+    assert run.curve("shared_accuracy") == ([], [])
 
 
 def test_rounds_without_an_evaluation_or_a_loss_are_gaps(tmp_path):

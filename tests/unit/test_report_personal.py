@@ -8,9 +8,10 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.metrics import federated_metric
-from prefed.report import drawing, plots, read_run
+from prefed.report import drawing, plots
 from prefed.report.comparison import reward_table
 from prefed.report.page import render
+from prefed.runs.record import read_run
 
 GATES = {"gate": {"ann": {"0": 0.25, "1": 0.5, "11": 1.0}, "cyd": {"0": 0.75, "1": 0.25, "11": 0.0}}}
 HEAD = {

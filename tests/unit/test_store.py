@@ -147,7 +147,7 @@ def test_a_crash_while_repairing_is_repaired(tmp_path, monkeypatch):
 
 def test_a_full_directory_is_refused_with_advice(tmp_path):
     play(tmp_path / "run", 1)
-    with pytest.raises(StoreError, match=r"not empty; --resume goes on .* another --out"):
+    with pytest.raises(StoreError, match=r"not empty; resume .*--resume, or resume=True.* another --out"):
         RunWriter(tmp_path / "run")
 
 
@@ -178,7 +178,7 @@ def test_a_start_that_failed_may_be_started_again(tmp_path):
 
 def test_resuming_nothing_is_refused_with_the_runs_beside_it(tmp_path):
     """A mistyped directory, one that is empty, and one among runs of other names; nothing is made there."""
-    with pytest.raises(StoreError, match=r"mine holds no run to resume; without --resume a new one starts"):
+    with pytest.raises(StoreError, match=r"mine holds no run to resume; without --resume \(resume=True\)"):
         RunWriter(tmp_path / "mine", resume=True)
     play(tmp_path / "ward-a", 1)
     (tmp_path / "ward").mkdir()

@@ -9,6 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +21,7 @@ from prefed.report.sweep import _rate, keep
 from prefed.runs import child as module
 from prefed.runs.child import code_version, commits, run_in_process
 from prefed.runs.sweep import Sweep, next_rate, sweep_cells
+from prefed.runs.sweep_check import check_cells
 from preferences import jsonl
 
 ADAPTIVE = (1e-3, 3e-3, 9e-3)
@@ -151,7 +154,12 @@ def test_a_table_is_made_cell_by_cell(tmp_path):
     _, lines = make(toy, toy_cells(tmp_path))
     first = [f"local-lr{lr}-seed1" for lr in ("0.001", "0.003", "0.009", "0.03")]
     assert toy.calls == [*first, *(f"local-lr0.009-seed{seed} test" for seed in (1, 2, 3))]
-    assert lines[-2:] == ["toy local lr 0.03: validation 0.698", "toy local is done, 1 of 1 cells"]
+    assert lines[0] == "1 cell, 5 runs or more, 0 finished already"
+    log = tmp_path / "toy/local-lr0.001-seed1.log"
+    assert lines[1] == f"local-lr0.001-seed1 begins, log: {log}"
+    assert "toy local lr 0.03: validation 0.698" in lines
+    assert f"local-lr0.009-seed1 is evaluated, log: {tmp_path / 'toy/local-lr0.009-seed1.log'}" in lines
+    assert lines[-1] == "toy local is done, 1 of 1 cells"
     table = (tmp_path / "toy.md").read_text().splitlines()
     assert table[0].split(" | ")[3:] == [
         *("accuracy", "worst client", "reward accuracy", "worst client", "MB sent", "commit |")
@@ -175,7 +183,8 @@ def test_a_table_takes_up_what_is_finished(tmp_path):
     before = (tmp_path / "toy.md").read_text()
     assert "with the reward head | reward head alone" in before
     toy.calls.clear()
-    make(toy, cells)
+    _, lines = make(toy, cells)
+    assert lines[0] == "1 cell, 5 runs or more, 5 finished already"
     assert toy.calls == []
     runs = tmp_path / "toy"
     (runs / "local-lr0.001-seed1/summary.json").unlink()
@@ -210,6 +219,9 @@ def test_a_paper_s_figure_stands_in_the_table(tmp_path):
     assert "| `local` | 3e-3 | 1e-3 to 9e-3 | 87.41±0.20 | 0.800" in table[3]
     assert {line.count("|") for line in table[:4]} == {table[0].count("|")}
     assert table[-1] == "paper: a paper: percent"
+    path.write_text(path.read_text().replace('source = "a paper"\nfigures = "percent"', ""))
+    make(Toy(peak(3e-3)), sweep_cells(path, tmp_path))
+    assert "paper: " not in (tmp_path / "toy.md").read_text()
     assert cell.definition.paper == ""
 
 
@@ -243,7 +255,7 @@ def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
 
     cells = toy_cells(tmp_path, "feddpo", "local")
     sweep, lines = make(Breaks(peak(3e-3)), cells)
-    assert sweep.failed == ["toy feddpo: no room"]
+    assert sweep.failed == ["toy feddpo"]
     assert "FAILED toy feddpo: no room" in lines
     assert [each["method"] for each in json.loads((tmp_path / "toy.json").read_text())] == ["local"]
     sweep, _ = make(Toy(peak(3e-3)), cells[:1], ["feddpo", "local"])
@@ -278,6 +290,42 @@ def test_a_process_that_fails_says_why(tmp_path):
         asyncio.run(run_in_process(run))
     assert "name = 'model'" in run.beside("log").read_text()
     assert not run.finished
+
+
+def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
+    """Also where the parent is killed and can tell nobody."""
+    pid = tmp_path / "pid"
+    forever = f"""
+        import sys, types, os, time, pathlib
+        def main():
+            pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)
+        sys.modules["prefed.cli"] = types.SimpleNamespace(main=main)
+    """
+    parent = f"""
+        import asyncio, pathlib
+        from types import SimpleNamespace
+        from prefed.runs import child
+        child.START = {dedent(forever)!r} + child.START
+        run = SimpleNamespace(out="x", beside=lambda ending: pathlib.Path({str(tmp_path / "log")!r}))
+        asyncio.run(child._command(run, "run"))
+    """
+    with subprocess.Popen([sys.executable, "-c", dedent(parent)]) as process:
+        until = time.monotonic() + 60
+        while not (pid.exists() and pid.read_text()) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        process.kill()
+    number = int(pid.read_text())
+    while alive(number) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(number)
+
+
+def alive(pid):
+    """Whether a process is there that is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(tmp_path, monkeypatch):
@@ -344,12 +392,28 @@ def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
         assert result.exit_code == 1, result.output
         return result.stderr
 
-    assert "no cell is called 'locl'; did you mean 'local'?" in error("--only", "locl")
-    assert "there is no pairs.jsonl; say with --set where it lies" in error("--only", "lo*")
+    assert f"{table}: no cell is called 'locl'; did you mean 'local'?" in error("--only", "locl")
+    message = error("--only", "lo*")
+    assert f"there is no pairs.jsonl ({table}, cell local; looked in {tmp_path} and " in message
+    assert "); say with --set where it lies" in message
+    assert "no/such/model (" in error("--set", "model.name=no/such/model")
+    for override in ("seed=3", "method.lr=3"):
+        assert f"--set {override}: seeds and rates are the table's: change" in error("--set", override)
+    data = jsonl(tmp_path / "there.jsonl", ROWS)
+    assert "cell local: rates are chosen on validation pairs" in error("--set", f"data.train={data}")
+    split = jsonl(tmp_path / "split.jsonl", [{**row, "split": "validation"} for row in ROWS])
+    check_cells(sweep_cells(table, tmp_path, [f"data.train={split}"]))
     assert "--set method.lrr=1: method.lrr: no such key; did you mean 'lr'?" in error("--set", "method.lrr=1")
-    table.write_text(table.read_text().replace("further = 2", "farther = 2"))
+    text = table.read_text()
+    table.write_text(text.replace('"feddpo"', '"feddqo"'))
+    wrong = error()
+    assert f"{table}, cell feddpo: method: no method is called" in wrong
+    assert "--set" not in wrong
+    table.write_text(text.replace("further = 2", "farther = 2"))
     assert "farther: no such key; did you mean 'further'?" in error()
     assert not (tmp_path / "out").exists()
+    table.unlink()
+    assert "toy.toml: no such file; `prefed init METHOD" in error()
 
 
 def test_a_sweep_stops_with_its_runs_and_goes_on(shared_model, tmp_path):

@@ -191,7 +191,9 @@ def test_a_table_is_run_by_its_cells(table, tmp_path):
             command, path, "--cell", "few/share"
         )
     single = HERE / "personas/base.toml"
-    assert "base.toml is one experiment, not a table" in error("run", single, "--cell", "few/shared")
+    for command in ("run", "data"):
+        message = error(command, single, "--cell", "few/shared")
+        assert "base.toml is one experiment, not a table; leave out --cell few/shared" in message
     assert "base.toml is one experiment, not a table" in error("sweep", single)
     assert "no such file" in error("run", tmp_path / "none.toml", "--cell", "few/shared")
 

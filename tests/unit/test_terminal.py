@@ -9,15 +9,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from finished import write_run
+from prefed import Callback, Experiment, run
 from prefed.cli import app
 from prefed.cli.errors import user_errors
 from prefed.cli.generate import print_responses
 from prefed.data.statistics import dataset_statistics
-from prefed.report import read_run
 from prefed.report.comparison import comparison_table, differences_table
 from prefed.report.dataset import print_dataset_statistics
 from prefed.report.result import print_result
 from prefed.report.tables import clients_table
+from prefed.runs.record import read_run
 from prefed.trackers.terminal import stdout_console
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
@@ -142,3 +143,12 @@ def test_what_a_model_writes_steers_no_terminal(capsys):
     assert "\\x1b[2Jthree" in output
     assert "two" in output
     assert "\\t" not in output
+
+
+@pytest.mark.parametrize("callbacks", [Callback(), Callback, [Callback]])
+def test_callbacks_that_are_no_list_of_instances_are_refused_before_anything_is_loaded(callbacks, tmp_path):
+    data = {"train": "none.jsonl", "partition": {"by": "column", "column": "who"}}
+    experiment = Experiment(data=data, model={"name": "none"}, method={"name": "feddpo"})
+    with pytest.raises(TypeError, match=r"a list of instances of prefed\.Callback"):
+        run(experiment, tmp_path / "run", callbacks=callbacks)
+    assert not (tmp_path / "run").exists()

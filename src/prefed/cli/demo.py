@@ -62,9 +62,9 @@ def demo(
     from prefed.core import Key
     from prefed.data import synthetic
     from prefed.models.notices import silence_transformers
-    from prefed.report import read_run
     from prefed.report.page import write_page
     from prefed.report.result import print_result
+    from prefed.runs.record import read_run
     from prefed.runs.run import run
     from prefed.trackers.terminal import stdout_console
 

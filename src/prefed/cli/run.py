@@ -39,6 +39,7 @@ def run(
         from prefed.report.result import print_result
         from prefed.runs.run import default_out
         from prefed.runs.run import run as run_experiment
+        from prefed.store.directory import refuse_foreign
         from prefed.trackers.terminal import Terminal, stdout_console
 
         silence_transformers()
@@ -48,6 +49,7 @@ def run(
         if path.is_file():
             raise ValueError(f"{path} is a file, not a folder; choose another --out")
         paths.append(path)
+        refuse_foreign(path, resume)
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
         result = run_experiment(experiment, path, resume=resume, callbacks=[Terminal(console)])

@@ -40,8 +40,11 @@ def sweep(
     if len(order) < len(tables):
         raise ValueError("two tables have one file name; give each an --out of its own")
     cells = _select(cells, only or [])
-    _check(cells)
+    # Errors in the tables are found before the data's libraries are imported.
     from prefed.report.sweep import keep
+    from prefed.runs.sweep_check import check_cells
+
+    check_cells(cells)
 
     def done(cell: SweepCell, outcome: dict[str, Any]) -> None:
         keep(cell, order[cell.folder], outcome)
@@ -71,29 +74,10 @@ def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(pattern, names) or f" (cells: {', '.join(names)})"
-            raise ValueError(f"no cell is called {pattern!r}{hint}")
+            files = ", ".join(dict.fromkeys(str(cell.definition.path) for cell in cells))
+            raise ValueError(f"{files}: no cell is called {pattern!r}{hint}")
     return [
         cell
         for cell in cells
         if not only or any(fnmatchcase(cell.definition.name, pattern) for pattern in only)
     ]
-
-
-def _check(cells: list[SweepCell]) -> None:
-    """See that every cell is valid, fits what is there already, and has its files."""
-    from prefed.data.sources.hub import looks_like_hub_name
-
-    missing: dict[str, None] = {}
-    for cell in cells:
-        run = cell.first()
-        run.check()
-        paths = [source.path for _, _, source in run.experiment.data.sources()]
-        reward = getattr(run.experiment.method.settings, "reward_model", None)
-        for path in [*paths, *([reward] if reward else [])]:
-            if not looks_like_hub_name(path) and not Path(path).exists():
-                missing[path] = None
-    if missing:
-        raise ValueError(
-            f"there is no {', '.join(missing)}; say with --set where it lies, or prepare it as the README "
-            "beside the experiment says"
-        )

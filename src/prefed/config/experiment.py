@@ -194,8 +194,6 @@ class Experiment(StrictModel):
                 not allowed. The message names the place, the problem and a remedy.
         """
         path = Path(path)
-        if not path.exists():
-            raise ConfigError(f"{path}: no such file; `prefed init METHOD --out {path}` writes one")
         tables = read_toml(path)
         make_absolute(tables, (path.parent, Path()))
         return cls.from_tables(tables, str(path), override(tables, overrides, path.parent))

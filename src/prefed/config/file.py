@@ -21,6 +21,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; `prefed init METHOD --out {path}` writes one") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:

@@ -134,14 +134,21 @@ class Cell:
     paper: str
     clients: Mapping[str, Any]
 
-    def experiment(self, *overrides: str) -> Experiment:
+    def experiment(self, *overrides: str, own: Sequence[str] = ()) -> Experiment:
         """The experiment, after ``KEY=VALUE`` overrides as :meth:`Experiment.load` takes them.
+
+        Args:
+            own: those of the overrides that are not the user's: no message calls them ``--set``.
 
         Raises:
             ConfigError: it is not valid; the message names the table and the cell.
         """
         tree, where = deepcopy(dict(self.tree)), f"{self.path}, cell {self.name}"
-        origins = override(tree, overrides, self.path.parent)
+        origins = {
+            keys: origin
+            for keys, origin in override(tree, overrides, self.path.parent).items()
+            if origin.removeprefix("--set ") not in own
+        }
         method = tree.get("method", {})
         for table, key in _rates(tree):
             if "lr" not in method:
@@ -177,7 +184,9 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
     Raises:
         ConfigError: the file is not valid, is a table and no cell was named, or has no such cell.
     """
-    if not path.exists() or (cell is None and not {"rows", "extends"} & read_toml(path).keys()):
+    if not {"rows", "extends"} & read_toml(path).keys():
+        if cell is not None:
+            raise ConfigError(f"{path} is one experiment, not a table; leave out --cell {cell}")
         return Experiment.load(path, overrides)
     cells = load_table(path).cells(path)
     if cell is None:

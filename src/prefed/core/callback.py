@@ -35,9 +35,15 @@ class Callback:
 
 
 class Callbacks(Callback):
-    """Several callbacks as one, called in the order given."""
+    """Several callbacks as one, called in the order given.
+
+    Raises:
+        TypeError: they are not a list, or one of them is no instance of :class:`Callback`.
+    """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
+        if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
+            raise TypeError("callbacks: give a list of instances of prefed.Callback, as in callbacks=[X()]")
         self._callbacks = tuple(callbacks)
 
     def on_run_begin(self, done: int, rounds: int) -> None:

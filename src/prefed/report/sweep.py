@@ -42,8 +42,9 @@ def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
     own = [each for each in rows if not _rate_was_chosen(each)]
     parts = [_best_rate_table(best)] if best else []
     parts += [_own_rate_table(own)] if own else []
-    if any("paper" in each for each in rows):
-        parts.append(f"paper: {': '.join(filter(None, (cell.table.source, cell.table.figures)))}\n")
+    about = ": ".join(filter(None, (cell.table.source, cell.table.figures)))
+    if about and any("paper" in each for each in rows):
+        parts.append(f"paper: {about}\n")
     files.write(file.with_suffix(".md"), "\n".join(parts).encode())
 
 

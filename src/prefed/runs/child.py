@@ -14,7 +14,6 @@ from typing import Any
 
 from prefed import files
 from prefed.config import Experiment, to_toml
-from prefed.runs.resume import differing, is_place
 
 ACCURACIES = (
     "preference_accuracy",
@@ -27,6 +26,31 @@ ACCURACIES = (
 """The figures that are kept of a run on test pairs."""
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of prefed itself."""
+START = """
+import os, sys, threading
+
+def end_with_the_parent():
+    os.read(0, 1)  # nothing is ever written there: this returns when the parent is gone
+    os._exit(1)
+
+threading.Thread(target=end_with_the_parent, daemon=True).start()
+sys.argv[0] = "prefed"
+from prefed.cli import main
+main()
+"""
+"""The program of a child process: a ``prefed`` command that ends when its standard input closes."""
+
+
+class CommandError(RuntimeError):
+    """A command of a run failed.
+
+    Attributes:
+        log: the file with all that the command printed.
+    """
+
+    def __init__(self, message: str, log: Path) -> None:
+        super().__init__(message)
+        self.log = log
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,9 @@ class SweepRun:
         config = self.out / "config.toml"
         if not config.exists():
             return
+        # Imported here: it needs PyTorch, which takes seconds, and an invalid table is found before.
+        from prefed.runs.resume import differing, is_place
+
         stored = Experiment.parse(config.read_text("utf-8"))
         listed = [
             f"{name} is {before!r}, not {after!r}"
@@ -118,7 +145,7 @@ async def run_in_process(run: SweepRun) -> None:
     into the run directory.
 
     Raises:
-        RuntimeError: a command failed; the message has the last line that it printed.
+        CommandError: a command failed; the message has the last line that it printed.
     """
     note, experiment = run.beside("begun"), run.beside("toml")
     run.out.parent.mkdir(parents=True, exist_ok=True)
@@ -150,18 +177,24 @@ async def _command(run: SweepRun, *words: str) -> bytes:
     log = run.beside("log")
     with log.open("wb") as errors:
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "prefed.cli", *words),
+            *(sys.executable, "-c", START, *words),
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         try:
-            output, _ = await child.communicate()
+            # Not communicate(): it may close the child's standard input.
+            assert child.stdout is not None
+            output = await child.stdout.read()
+            await child.wait()
         finally:
             if child.returncode is None:
                 child.terminate()
                 await child.wait()
     if child.returncode:
         last = log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
-        raise RuntimeError(f"{run.out} ended with status {child.returncode}: {last} (all of it in {log})")
+        raise CommandError(
+            f"{run.out} ended with status {child.returncode}: {last} (all of it in {log})", log
+        )
     return output

@@ -14,6 +14,7 @@ from prefed.core.text import did_you_mean
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job
 from prefed.models import Backbone
+from prefed.models.notices import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.runs.record import RunError, RunRecord, read_run
 from prefed.runs.resume import settings_digest
@@ -107,6 +108,9 @@ class LoadedRun:
 def load_run(path: str | Path, *, data: bool = False) -> LoadedRun:
     """Load a finished run's base model and states.
 
+    Transformers' progress bars and notices stay off the terminal, as in the commands, unless
+    ``TRANSFORMERS_VERBOSITY`` is in the environment.
+
     Args:
         data: the caller needs the run's pairs. The tokens in the run directory are used; where they were
             deleted, they are made again from the sources. With ``False`` a run without its tokens is loaded
@@ -117,6 +121,7 @@ def load_run(path: str | Path, *, data: bool = False) -> LoadedRun:
         ModelError, DataError: the base model or the data cannot be loaded.
     """
     record = read_run(path)
+    silence_transformers()
     try:
         reader = RunReader(path)
     except StoreError as error:

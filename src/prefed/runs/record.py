@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,9 @@ from prefed.metrics import FederatedMetric, Spread, small_clients_note, spread
 from prefed.runs.figures import USUAL, Figure, Profile, figures_of, profiles_of
 from prefed.runs.schema import read_config, read_rounds, read_summary
 from prefed.store import RunReader, StoreError
+
+_ROUND = ("loss", "bytes_up", "bytes_down", "seconds")
+"""Numbers that every round's record has."""
 
 
 class RunError(ValueError):
@@ -88,7 +91,13 @@ class RunRecord:
         return None if value is None else int(value)
 
     def spread(self, name: str) -> Spread:
-        """The spread of a figure over clients, after the last round."""
+        """The spread of a figure over clients, after the last round.
+
+        Raises:
+            KeyError: the run has no such figure; the message lists those that it has.
+        """
+        if name not in self.figures:
+            raise _no_figure(name, self.figures)
         return spread(self.summary[name])
 
     def curve(self, name: str, of: str = "mean") -> tuple[list[int], list[float]]:
@@ -98,7 +107,14 @@ class RunRecord:
             name: a figure of every client, a figure of the evaluation such as ``margin``, or a number of
                 the round's record.
             of: ``"mean"``, ``"worst"`` or ``"worst_decile"`` of a figure of every client.
+
+        Raises:
+            KeyError: the run has no such figure; the message lists those that it has. A usual figure that
+                the run did not measure gives no points.
         """
+        names = dict.fromkeys(key for r in self.rounds for key in (*r.get("evaluation", {}), *r))
+        if name not in {*names, *self.figures, *_ROUND, *USUAL}:
+            raise _no_figure(name, [key for key in names if key not in ("round", "evaluation")])
         points: list[tuple[int, float]] = []
         for record in self.rounds:
             figure = record.get("evaluation", {}).get(name, record.get(name))
@@ -110,7 +126,7 @@ class RunRecord:
     @cached_property
     def own_figures(self) -> tuple[str, ...]:
         """Names of the numbers that the method or the merge rule added to the rounds' records."""
-        usual = {"round", "loss", "bytes_up", "bytes_down", "seconds", *USUAL}
+        usual = {"round", *_ROUND, *USUAL}
         names: dict[str, None] = {}
         for record in self.rounds:
             for name, value in {**record, **record.get("evaluation", {})}.items():
@@ -162,6 +178,10 @@ def read_run(path: str | Path) -> RunRecord:
     except (ValueError, StoreError) as error:
         raise RunError(str(error)) from error
     return RunRecord(path, settings, rounds, summary, fingerprint)
+
+
+def _no_figure(name: str, names: Iterable[str]) -> KeyError:
+    return KeyError(f"the run has no figure {name!r}; it has {', '.join(names)}")
 
 
 def _runs(folder: Path) -> list[str]:

@@ -79,6 +79,7 @@ def run(
             Committed rounds are kept.
 
     Raises:
+        TypeError: ``callbacks`` is no list of :class:`~prefed.core.Callback` instances.
         StoreError: ``out`` is in use, not empty, damaged, or holds no run to resume; or the data or the model
             changed.
         OSError: a file cannot be written, for example on a full disk. Committed rounds can be resumed.
@@ -88,16 +89,17 @@ def run(
         WorkerError: a worker process died or took longer than ``engine.visit_timeout``.
     """
     path = Path(out) if out is not None else default_out(experiment)
+    callback = Callbacks(callbacks)
     if progress:
         from prefed.trackers.terminal import Terminal
 
-        callbacks = [Terminal(), *callbacks]
+        callback = Callbacks([Terminal(), callback])
     with RunWriter(path, resume=resume) as writer:
         try:
             experiment = reconcile(experiment, writer)
             finished = writer.round == experiment.rounds and (path / "summary.json").exists()
             if not finished or moved(experiment, writer):
-                _run_rounds(experiment, writer, Callbacks(callbacks))
+                _run_rounds(experiment, writer, callback)
         except Exception as error:
             if isinstance(error, files.WriteError) and writer.commit is not None:
                 error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")

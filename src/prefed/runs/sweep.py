@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from prefed.config.table import Cell, Table, load_table
-from prefed.runs.child import ACCURACIES, SweepRun, commits, run_in_process
+from prefed.core.text import pluralize
+from prefed.runs.child import ACCURACIES, CommandError, SweepRun, commits, run_in_process
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,24 @@ class SweepCell:
         Raises:
             ConfigError: its settings are not valid.
         """
-        values, name = ["engine.threads=1", *self.overrides, f"seed={seed}"], self.definition.name
+        name, first, last = self.definition.name, "engine.threads=1", [f"seed={seed}"]
         if lr is not None:
-            values += [f"method.lr={lr!r}", "evaluate.split=validation"]
+            last += [f"method.lr={lr!r}", "evaluate.split=validation"]
             name += f"-lr{lr:g}"
-        return SweepRun(self.definition.experiment(*values), self.folder / f"{name}-seed{seed}", test)
+        experiment = self.definition.experiment(first, *self.overrides, *last, own=(first, *last))
+        return SweepRun(experiment, self.folder / f"{name}-seed{seed}", test)
 
     def first(self) -> SweepRun:
         """The run to begin with."""
         return self.run_of(self.table.seeds[0], *self.definition.rates[:1])
+
+    def count(self) -> tuple[int, int]:
+        """How many runs the cell has, without rates beyond the table's, and how many are finished."""
+        first, *others = self.table.seeds
+        rates: list[float | None] = [*dict.fromkeys(self.definition.rates)] or [None]
+        finished = sum(self.run_of(first, lr).finished for lr in rates)
+        finished += sum(any(self.run_of(seed, lr).finished for lr in rates) for seed in others)
+        return len(rates) + len(others), finished
 
     def best_rate_outcome(self, validation: Mapping[float, float]) -> dict[str, Any]:
         """What the table keeps of the cell, once the runs of its best rate are evaluated.
@@ -174,7 +184,7 @@ class Sweep:
     Attributes:
         done: takes each cell that is finished, with what the table keeps of it.
         tell: takes a line about each thing that has happened.
-        failed: what went wrong, a line each.
+        failed: the cells that failed, each with the log of the run that ended it if there is one.
     """
 
     jobs: int
@@ -185,6 +195,11 @@ class Sweep:
 
     async def carry_out(self, cells: Sequence[SweepCell]) -> None:
         """Carry out all runs that are not finished. A cell that fails is left out, and the others go on."""
+        counts = [cell.count() for cell in cells]
+        runs, finished = (sum(each) for each in zip(*counts, strict=True))
+        further = " or more" if any(cell.definition.rates and cell.table.further for cell in cells) else ""
+        listed = (pluralize(len(cells), "cell", "cells"), pluralize(runs, "run", "runs") + further)
+        self.tell(f"{', '.join(listed)}, {finished} finished already")
         cell_slots, run_slots = asyncio.Semaphore(self.jobs), asyncio.Semaphore(self.jobs)
         count = 0
 
@@ -197,8 +212,9 @@ class Sweep:
                     reason = error
                     while isinstance(reason, ExceptionGroup):
                         reason = reason.exceptions[0]
-                    self.failed.append(f"{cell.name}: {reason}")
-                    self.tell(f"FAILED {self.failed[-1]}")
+                    log = f": {reason.log}" if isinstance(reason, CommandError) else ""
+                    self.failed.append(f"{cell.name}{log}")
+                    self.tell(f"FAILED {cell.name}: {reason}")
                     return
             self.done(cell, outcome)
             count += 1
@@ -213,6 +229,8 @@ class Sweep:
             async with run_slots:
                 run.check()
                 if not run.ready:
+                    doing = "is evaluated" if run.finished else "begins"
+                    self.tell(f"{run.out.relative_to(cell.folder)} {doing}, log: {run.beside('log')}")
                     await self.do(run)
 
         async def all_seeds(lr: float | None) -> None:

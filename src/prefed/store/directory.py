@@ -40,7 +40,8 @@ def refuse_foreign(run: Path, resume: bool) -> None:
         return
     if begun:
         raise StoreError(
-            f"{run} is not empty; --resume goes on with the run in it, another --out starts a new one"
+            f"{run} is not empty; resume the run in it (--resume, or resume=True), "
+            "or choose another --out for a new one"
         )
     if {"rounds.jsonl", "summary.json"} & names:
         raise StoreError(
@@ -48,7 +49,9 @@ def refuse_foreign(run: Path, resume: bool) -> None:
             "put it back, or start a new run with another --out"
         )
     if not names:
-        raise StoreError(f"{run} holds no run to resume{_near(run)}; without --resume a new one starts there")
+        raise StoreError(
+            f"{run} holds no run to resume{_near(run)}; without --resume (resume=True) a new one starts there"
+        )
     near = _near(run) if resume else ""
     raise StoreError(f"{run} is not empty and holds no run, but {min(names)!r}{near}; choose another --out")
 
