@@ -30,7 +30,8 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
         for path in _missing(cell):
             where = f"{cell.definition.path}, cell {cell.definition.name}"
             if not Path(path).is_absolute():
-                where += f"; looked in {cell.definition.path.parent.resolve()} and {Path.cwd()}"
+                folders = dict.fromkeys((cell.definition.path.parent.resolve(), Path.cwd()))
+                where += f"; looked in {' and '.join(map(str, folders))}"
             missing.setdefault(path, f"{path} ({where})")
     if missing:
         raise ValueError(
