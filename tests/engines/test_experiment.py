@@ -328,7 +328,7 @@ def test_what_is_private_in_a_run_is_its_owners_to_read(place, tmp_path):
     public = {"", "checkpoint", "adapters"}
     for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
         name = path.relative_to(tmp_path / "run").as_posix()
-        private = name.startswith(("cache", "checkpoint/clients", "checkpoint/server@"))
+        private = name.startswith(("cache", "checkpoint/clients", "checkpoint/server@", "checkpoint/COMMIT"))
         assert (path.stat().st_mode & 0o077 == 0) == private, name
         assert not path.is_dir() or private or name in {*public, ".", "adapters/shared"}
 
