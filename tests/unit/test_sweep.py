@@ -292,6 +292,15 @@ def test_a_process_that_fails_says_why(tmp_path):
     assert not run.finished
 
 
+def test_a_command_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
+    """A ``json.py`` or ``typer.py`` beside the user's data is theirs, and no library's."""
+    for name in ("json", "typer"):
+        (tmp_path / f"{name}.py").write_text("import os\nos._exit(99)\n")
+    monkeypatch.chdir(tmp_path)
+    run = module.SweepRun(None, tmp_path / "run")
+    assert b"feddpo" in asyncio.run(module._command(run, "methods"))
+
+
 def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
     """Also where the parent is killed and can tell nobody."""
     pid = tmp_path / "pid"

@@ -177,7 +177,8 @@ async def _command(run: SweepRun, *words: str) -> bytes:
     log = run.beside("log")
     with log.open("wb") as errors:
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", START, *words),
+            # -P: nothing in the working directory is imported in a library's place.
+            *(sys.executable, "-P", "-c", START, *words),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,

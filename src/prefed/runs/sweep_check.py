@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from prefed.config import ConfigError
+from prefed.config import ConfigError, Experiment
 from prefed.data import DataConfig, DataError
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources.files import data_files, read_rows
@@ -23,11 +23,13 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
         ValueError: a run directory holds a run of other settings, or a file or folder is missing.
     """
     missing: dict[str, str] = {}
+    experiments: list[Experiment] = []
     for cell in cells:
         _check_overrides(cell)
         run = cell.first()
         run.check()
-        for path in _missing(cell):
+        experiments.append(run.experiment)
+        for path in _missing(cell, run.experiment):
             where = f"{cell.definition.path}, cell {cell.definition.name}"
             if not Path(path).is_absolute():
                 folders = dict.fromkeys((cell.definition.path.parent.resolve(), Path.cwd()))
@@ -38,8 +40,8 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
             f"there is no {', '.join(missing.values())}; say with --set where it lies, or prepare it as the "
             "README beside the experiment says"
         )
-    for cell in cells:
-        if cell.definition.rates and not _may_have_validation_pairs(cell.first().experiment.data):
+    for cell, experiment in zip(cells, experiments, strict=True):
+        if cell.definition.rates and not _may_have_validation_pairs(experiment.data):
             raise ConfigError(
                 f"{cell.definition.path}, cell {cell.definition.name}: rates are chosen on validation pairs, "
                 "and there are none: set data.validation or data.validation_fraction in the base"
@@ -53,9 +55,8 @@ def _check_overrides(cell: SweepCell) -> None:
             raise ConfigError(f"--set {override}: seeds and rates are the table's: change them there")
 
 
-def _missing(cell: SweepCell) -> Iterator[str]:
-    """The files and folders that the cell names and that are not there."""
-    experiment = cell.first().experiment
+def _missing(cell: SweepCell, experiment: Experiment) -> Iterator[str]:
+    """The files and folders that the cell's experiment names and that are not there."""
     reward = getattr(experiment.method.settings, "reward_model", None)
     for path in [*(source.path for _, _, source in experiment.data.sources()), *([reward] if reward else [])]:
         if not looks_like_hub_name(path) and not Path(path).exists():
