@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from prefed.core.key import Key
 from prefed.core.ownership import Ownership
 from prefed.core.phase import Objective, Phase, PhaseResult
 from prefed.core.privacy import NO_MINIMUM, Privacy
-from prefed.core.state import Download, State, Upload
+from prefed.core.state import Download, Plain, State, Upload
 from prefed.core.tensors import Layout, Tensors
 
 POOLED = "pooled"
@@ -25,6 +25,7 @@ class Round:
         number: 1 for the first round.
         rounds: how many rounds the run has.
         weights: client → number of training pairs n_i, over all clients that train.
+        held_out: client → number of validation pairs, over those of these clients that have any.
     """
 
     number: int
@@ -32,6 +33,7 @@ class Round:
     key: Key
     weights: Mapping[str, float]
     privacy: Privacy = NO_MINIMUM
+    held_out: Mapping[str, float] = field(default_factory=dict)
 
 
 class ClientTrainer(Protocol):
@@ -97,14 +99,17 @@ class Exchange:
         merge: server state, uploads sorted by client id, round → the server's next state.
         to: the round's sampled cohort, or every client.
         due: round number → whether the exchange takes place in that round.
-        scalars: names of the numbers in an upload of this exchange, each a mean over the client's training
-            pairs; see :meth:`numbers`.
+        scalars: names of the numbers in an upload of this exchange, each a mean over the client's pairs; see
+            :meth:`numbers`.
+        over: the pairs that each of ``scalars`` is a mean over. A client without validation pairs takes its
+            training pairs in their place, as :meth:`ClientTrainer.loss` does.
         groups: client id and round → the groups of tensors in this client's upload of this round, each with
             its layout. An upload that does not hold exactly these groups and numbers is not merged.
             ``None``: all of the method's shared tensors, in the group ``"model"``.
         late: how many rounds ago the client may have started. With 0, an upload of an earlier round is
             refused.
-        figures: server state after the merge → the method's own figures for the round log.
+        figures: server state after the merge → what the method itself tells the round log: numbers, or names
+            such as the members of a cluster.
     """
 
     name: str
@@ -114,16 +119,34 @@ class Exchange:
     to: Literal["cohort", "all"] = "cohort"
     due: Callable[[int], bool] = lambda number: True
     scalars: frozenset[str] = frozenset({"loss"})
+    over: Literal["train", "validation"] = "train"
     groups: Callable[[str, Round], Mapping[str, Layout]] | None = None
     late: int = 0
-    figures: Callable[[State], Mapping[str, float]] = lambda state: {}
+    figures: Callable[[State], Mapping[str, Plain]] = lambda state: {}
 
     def numbers(self, client: str, now: Round) -> frozenset[str]:
         """Names of the numbers in ``client``'s upload of round ``now``.
 
-        All of ``scalars``, or none if the client has fewer training pairs than ``[privacy] minimum_pairs``.
+        All of ``scalars``, or none if they are means over fewer pairs than ``[privacy] minimum_pairs``.
         """
-        return self.scalars if now.privacy.may_report(now.weights[client]) else frozenset()
+        pairs = now.weights[client]
+        if self.over == "validation":
+            pairs = now.held_out.get(client) or pairs
+        return self.scalars if now.privacy.may_report(pairs) else frozenset()
+
+
+def lay_over(untouched: Tensors, published: Download) -> Mapping[str, Tensors]:
+    """The one model ``"shared"``: the untouched model with every published group put in.
+
+    Raises:
+        ValueError: two groups hold one tensor, so that they are no parts of one model.
+    """
+    names = [name for group in published.tensors.values() for name in group]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            "the published groups hold tensors of equal names; the method must say which models they are"
+        )
+    return {"shared": untouched.replace(*published.tensors.values())}
 
 
 @dataclass(frozen=True)
@@ -137,11 +160,17 @@ class Method:
         init_server: initial tensors (full layout) → the server's first state.
         init_client: initial tensors and client id → that client's first private state.
         exchanges: in the order in which a round runs them.
+        reads: what its models give a pair: ``"policy"``, log-probabilities of both responses; ``"choice"``,
+            the two letters' logits with which a selector says which response is better.
         publish: server state and client id → what the client needs to use its model.
+        shared_models: the untouched model (full layout) and what was published → name → the models (full
+            layout) that have nothing of any client's own. Several selectors vote.
         predict: a client's trainer, its private state and what was published → the tensors (full layout) with
             which the client predicts.
         adapt: a newcomer's trainer, what was published and a number of local steps, at least 1 → the tensors
             (full layout) with which the newcomer then predicts. ``None`` if no step can be taken.
+        newcomer: a newcomer's trainer and what was published → the tensors (full layout) with which it
+            predicts before any step. ``None``: the shared model.
         pooled: all training pairs belong to one client (centralised training).
         personal: a client's model differs from the published one.
         reward_weight: a client's private state and a round's number → the weight of an explicit reward head's
@@ -160,6 +189,9 @@ class Method:
     publish: Callable[[State, str], Download]
     predict: Callable[[ClientTrainer, State, Download], Tensors]
     adapt: Callable[[ClientTrainer, Download, int], Tensors] | None = None
+    newcomer: Callable[[ClientTrainer, Download], Tensors] | None = None
+    reads: Literal["policy", "choice"] = "policy"
+    shared_models: Callable[[Tensors, Download], Mapping[str, Tensors]] = lay_over
     pooled: bool = False
     personal: bool = False
     reward_weight: Callable[[State, int], float] = lambda private, number: 1.0

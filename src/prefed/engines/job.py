@@ -187,7 +187,13 @@ class Job:
 
     def round(self, number: int) -> Round:
         """Round ``number``, 1 for the first."""
-        return Round(number, self.rounds, Key(self.seed).at("round", number), self.weights, self.privacy)
+        key = Key(self.seed).at("round", number)
+        return Round(number, self.rounds, key, self.weights, self.privacy, self._held_out)
+
+    @cached_property
+    def _held_out(self) -> Mapping[str, float]:
+        sizes = ((client, self.trainers.clients.get(client)) for client in self.members)
+        return {client: float(size.validation) for client, size in sizes if size and size.validation}
 
     def sample(self, now: Round) -> tuple[str, ...]:
         """The round's cohort, sorted: a function of the seed and the round alone."""
@@ -208,11 +214,21 @@ class Job:
 
         Where nothing was published, this is the base model. Personal tensors that start at random, such as
         a small LoRA, are no part of a shared model.
+
+        Raises:
+            ValueError: several models were published.
         """
-        model = self.trainers.initial if self.untouched is None else self.untouched
-        for group in published.tensors.values():
-            model = model.replace(group)
-        return model
+        models = self.shared_models(published)
+        if len(models) != 1:
+            raise ValueError(
+                f"{self.method.name} publishes {len(models)} models, no single one: {', '.join(models)}"
+            )
+        return next(iter(models.values()))
+
+    def shared_models(self, published: Download) -> Mapping[str, Tensors]:
+        """Name → each model (full layout) that was published, with nothing of any client's own."""
+        untouched = self.trainers.initial if self.untouched is None else self.untouched
+        return self.method.shared_models(untouched, published)
 
     def client_model(self, client: str, private: State, published: Download, number: int) -> Tensors:
         """The tensors (full layout) with which ``client`` predicts after round ``number``."""

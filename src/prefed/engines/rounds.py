@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from prefed.core import Callback, Download, Exchange, Round, State, Upload
+from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
 from prefed.engines.aggregation import aggregate
 from prefed.engines.backend import Backend, peak_memory_mb
 from prefed.engines.job import Job
@@ -50,7 +50,7 @@ class _Tally:
     bytes_down: int = 0
     communicated: int = 0
     dropped: list[dict[str, str]] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, Plain] = field(default_factory=dict)
 
     def drop(self, exchange: Exchange, client: str, reason: str) -> str:
         """Keep why an upload was not merged; the reason as it may be printed."""
@@ -63,7 +63,8 @@ class _Tally:
         sizes = (sum(group.layout.size for group in upload.tensors.values()) for upload in uploads)
         self.communicated = max(self.communicated, *sizes)
         means = ((name, _weighted_mean(uploads, name)) for name in sorted(exchange.scalars))
-        for name, value in [*means, *exchange.figures(merged).items()]:
+        figures: list[tuple[str, Plain]] = [*means, *exchange.figures(merged).items()]
+        for name, value in figures:
             if value is not None:
                 # Where two exchanges have a figure of one name, the later one carries its exchange's name.
                 self.figures[f"{exchange.name}_{name}" if name in self.figures else name] = value
