@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prefed.core import Key
-from prefed.data import DataError, Message, Record, Template, TokenSet, TokenWriter
+from prefed.data import DataError, Message, PolicyEncoder, Record, Template, TokenSet, TokenWriter
 from prefed.data.errors import ErrorCollector, RowLocation
 from prefed.data.synthetic import corpus
 from prefed.data.writer import tokenizer_digest
@@ -20,15 +20,8 @@ def write(
 ):
     made = made or tokenizer()
     folder.mkdir(exist_ok=True)
-    writer = TokenWriter(
-        folder,
-        made,
-        Template(made),
-        max_length=max_length,
-        too_long=too_long,
-        errors=errors or ErrorCollector(),
-        **options,
-    )
+    encoder = PolicyEncoder(made, Template(made), max_length=max_length, too_long=too_long)
+    writer = TokenWriter(folder, encoder, errors=errors or ErrorCollector(), **options)
     try:
         for row, record in enumerate(records, 1):
             writer.add(record, RowLocation("x.jsonl", row), record.category)

@@ -22,7 +22,7 @@ from prefed.config.file import Origins, make_absolute, override, parse_toml, rea
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
-from prefed.data import DataConfig
+from prefed.data import DataConfig, SelectorConfig
 from prefed.merge import MergeConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 from prefed.models import ModelConfig
@@ -172,6 +172,10 @@ class Experiment(StrictModel):
     model: ModelConfig = Field(description="which causal language model is aligned, and how")
     cohort: CohortConfig = Field(default_factory=CohortConfig, description="the clients of a round")
     method: MethodConfig = Field(description="the method and its settings")
+    selector: SelectorConfig = Field(
+        default_factory=lambda: SelectorConfig(),
+        description="how selectors are asked which response is better, for methods that train selectors",
+    )
     merge: MergeConfig = Field(default_factory=lambda: MergeConfig(), description="how uploads merge")
     evaluate: EvaluateConfig = Field(
         default_factory=lambda: EvaluateConfig(), description="how clients' models are evaluated"
@@ -226,8 +230,13 @@ class Experiment(StrictModel):
             raise ConfigError(explain(error, cls, tables, where, origins)) from None
 
     def tables(self) -> dict[str, Any]:
-        """Nested tables with every default filled in, without the keys that are ``None``."""
-        return self.model_dump(mode="json", exclude_none=True)
+        """Nested tables with every default filled in, without the keys that are ``None``.
+
+        ``[selector]`` is left out where it has its defaults and the method has no selectors. Runs store a
+        digest of these tables, and earlier versions had no such table.
+        """
+        unread = self.method.kind.reads == "policy" and self.selector == SelectorConfig()
+        return self.model_dump(mode="json", exclude_none=True, exclude={"selector"} if unread else None)
 
 
 def to_toml(experiment: Experiment) -> str:

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
-    from prefed.data.build import build_dataset
-    from prefed.data.config import Columns, DataConfig, Partition, Source
+    from prefed.data.build import build_dataset, make_encoder
+    from prefed.data.choices import ChoiceEncoder, ChoiceTemplate, write_choices
+    from prefed.data.config import Columns, DataConfig, Partition, SelectorConfig, Source
     from prefed.data.dataset import ClientData, ClientSizes, FederatedDataset, RowCounts
+    from prefed.data.encoding import Encoder, PolicyEncoder
     from prefed.data.errors import DataError, DataMismatchError
     from prefed.data.record import Message, Prompt, Record
     from prefed.data.sources import FORMATS
@@ -17,25 +19,32 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMATS",
+    "ChoiceEncoder",
+    "ChoiceTemplate",
     "ClientData",
     "ClientSizes",
     "Columns",
     "DataConfig",
     "DataError",
     "DataMismatchError",
+    "Encoder",
     "FederatedDataset",
     "Message",
     "Pair",
     "Partition",
+    "PolicyEncoder",
     "Prompt",
     "Record",
     "RowCounts",
+    "SelectorConfig",
     "Source",
     "Template",
     "TokenSet",
     "TokenWriter",
     "build_dataset",
     "dialogue",
+    "make_encoder",
+    "write_choices",
 ]
 
 __getattr__ = attach(__name__, __file__)

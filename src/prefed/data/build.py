@@ -18,8 +18,10 @@ from prefed import files
 from prefed.core.key import Key
 from prefed.core.text import did_you_mean
 from prefed.data.assign import ROLES, Assignment, RowTable, assign_clients, natural_partition
-from prefed.data.config import DataConfig
+from prefed.data.choices import ChoiceEncoder
+from prefed.data.config import DataConfig, SelectorConfig
 from prefed.data.dataset import CLIENTS, FederatedDataset, RowCounts, read_manifest
+from prefed.data.encoding import Encoder, PolicyEncoder
 from prefed.data.errors import DataError, DataMismatchError, ErrorCollector
 from prefed.data.read import read_rows
 from prefed.data.sources import ReadCounts, source_digests
@@ -29,16 +31,19 @@ from prefed.data.tokens import MANIFEST
 from prefed.data.writer import TokenWriter, tokenizer_digest
 
 
-def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path) -> FederatedDataset:
+def build_dataset(
+    config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path, selector: SelectorConfig | None = None
+) -> FederatedDataset:
     """Read, tokenise, partition and split the data into ``folder``, or open the dataset that is there.
 
     Sources are streamed to disk; memory holds some 50 bytes per row. The folder is either complete or absent.
 
     Args:
         config: the ``[data]`` table. Relative paths start from the working folder.
-        tokenizer: a transformers tokenizer with an end-of-text token.
+        tokenizer: a transformers tokenizer. For a policy it has an end-of-text token.
         key: the randomness of partition, splits and limits.
         folder: holds tokens, texts and the clients' rows. It is made here.
+        selector: the pairs become a selector's questions as this says; ``None``: they are a policy's.
 
     Raises:
         DataError: rows cannot be used (the message names file and row), or the data cannot be divided as
@@ -46,7 +51,7 @@ def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Pa
         DataMismatchError: the folder holds a dataset that was built from other inputs.
     """
     folder = Path(folder)
-    inputs = _inputs(config, tokenizer, key)
+    inputs = _inputs(config, tokenizer, key, selector)
     if (folder / CLIENTS).exists():
         before = read_manifest(folder)["inputs"]
         changed = sorted(n for n in inputs.keys() | before.keys() if inputs.get(n) != before.get(n))
@@ -60,7 +65,7 @@ def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Pa
     shutil.rmtree(partial, ignore_errors=True)
     files.private_folder(partial)
     try:
-        _build(config, tokenizer, key, partial, inputs)
+        _build(config, make_encoder(config, tokenizer, selector), key, partial, inputs)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
@@ -72,7 +77,22 @@ def build_dataset(config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Pa
     return FederatedDataset.open(folder)
 
 
-def _inputs(config: DataConfig, tokenizer: Tokenizer, key: Key) -> dict[str, Any]:
+def make_encoder(config: DataConfig, tokenizer: Tokenizer, selector: SelectorConfig | None) -> Encoder:
+    """What makes token ids of the pairs: a selector's questions, or a policy's pairs with ``None``.
+
+    Raises:
+        DataError: the tokenizer lacks an end-of-text token, a chat template, or tokens for a
+            selector's letters.
+    """
+    if selector is not None:
+        return ChoiceEncoder(tokenizer, selector, max_length=config.max_length)
+    template = Template(tokenizer, config.template)
+    return PolicyEncoder(tokenizer, template, max_length=config.max_length, too_long=config.too_long)
+
+
+def _inputs(
+    config: DataConfig, tokenizer: Tokenizer, key: Key, selector: SelectorConfig | None
+) -> dict[str, Any]:
     """Everything that decides the result. Sources are described by their content, not by their path."""
     settings = config.model_dump(mode="json", exclude={"train", "validation", "test"})
     sources = []
@@ -84,26 +104,17 @@ def _inputs(config: DataConfig, tokenizer: Tokenizer, key: Key) -> dict[str, Any
         "source files": sources,
         "tokenizer": tokenizer_digest(tokenizer),
         "seed": [key.seed, *key.path],
+        **({} if selector is None else {"selector": selector.model_dump(mode="json")}),
     }
 
 
-def _build(
-    config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path, inputs: Mapping[str, Any]
-) -> None:
+def _build(config: DataConfig, encoder: Encoder, key: Key, folder: Path, inputs: Mapping[str, Any]) -> None:
     counts = ReadCounts()
     errors = ErrorCollector(
         hint='Repair them, or leave such rows out with invalid = "drop".',
         count_only=config.invalid == "drop",
     )
-    writer = TokenWriter(
-        folder,
-        tokenizer,
-        Template(tokenizer, config.template),
-        max_length=config.max_length,
-        too_long=config.too_long,
-        errors=errors,
-        codes=2,
-    )
+    writer = TokenWriter(folder, encoder, errors=errors, codes=2)
     try:
         table = read_rows(config, writer, errors, counts)
         table, repeated = _deduplicate(config, table, writer)
@@ -116,10 +127,11 @@ def _build(
     row_counts = RowCounts(
         read=counts.read,
         invalid=errors.count,
-        identical=counts.identical,
+        identical=counts.identical + writer.identical,
         ties=counts.ties,
         too_long=writer.too_long,
         cut=writer.truncated,
+        shortened=writer.shortened,
         prefixes=counts.prefixes,
         kept=len(splits.rows),
         **(Counter(repeated) + Counter(splits.counts)),
@@ -200,7 +212,8 @@ def _write(
     clients = {
         "ids": splits.ids,
         "flipped": sorted(flipped),
-        "report": row_counts.model_dump(),
+        # A policy's responses are never shortened, and this file says nothing of it.
+        "report": row_counts.model_dump(exclude=None if row_counts.shortened else {"shortened"}),
         "fingerprint": digest.hexdigest(),
         "inputs": inputs,
         "digests": {path.name: files.file_digest(path) for path in sorted(folder.iterdir())},

@@ -1,4 +1,4 @@
-"""The ``[data]`` table: the sources of preference pairs, and their partition into clients."""
+"""The ``[data]`` table: the sources of preference pairs, and their partition into clients; ``[selector]``."""
 
 from __future__ import annotations
 
@@ -179,6 +179,22 @@ class Conflict(StrictModel):
 Partition: TypeAlias = Annotated[
     Iid | ByColumn | Dirichlet | Margin | BySource | Conflict, Field(discriminator="by")
 ]
+
+
+class SelectorConfig(StrictModel):
+    """The ``[selector]`` table: how a selector is asked which of two responses is better.
+
+    Attributes:
+        template: the words around the texts. ``summary`` and ``answer`` are those of FedBiscuit's figure 4;
+            ``summary`` shows the fields subreddit, title and post of a record. ``general`` is a short one for
+            any pair.
+        too_long: what happens to a pair that is longer than ``data.max_length``. ``shorten`` cuts the ends of
+            both responses to a common number of tokens, at least 8, and then the beginning of the prompt.
+            ``drop`` leaves it out and counts it, ``error`` refuses it.
+    """
+
+    template: Literal["general", "summary", "answer"] = "general"
+    too_long: Literal["shorten", "drop", "error"] = "shorten"
 
 
 class DataConfig(StrictModel):

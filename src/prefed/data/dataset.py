@@ -44,8 +44,9 @@ class RowCounts(StrictModel):
         invalid: left out as malformed or blank (with ``invalid = "drop"``).
         identical: left out because both responses are the same.
         ties: left out because the source prefers neither response.
-        too_long: left out because a response is longer than the limit.
+        too_long: left out because a response, or a selector's question, is longer than the limit.
         cut: prompts whose beginning was cut off so that they fit.
+        shortened: pairs of a selector whose responses were cut at their ends so that they fit.
         prefixes: pairs whose responses repeated the prompt; the repetition was removed.
         duplicates: left out as repeats.
         leaks: left out of training (or validation) because the pair is also a test pair.
@@ -61,6 +62,7 @@ class RowCounts(StrictModel):
     ties: int = 0
     too_long: int = 0
     cut: int = 0
+    shortened: int = 0
     prefixes: int = 0
     duplicates: int = 0
     leaks: int = 0

@@ -42,7 +42,12 @@ def column_path(folder: Path, column: str) -> Path:
 class Pair(NamedTuple):
     """The token ids of one pair, each ``int32 [length]``.
 
-    The model reads the prompt followed by a response. Each response ends with the end-of-text token.
+    A policy reads the prompt followed by a response. Each response ends with the end-of-text token.
+
+    A selector reads a prompt that holds the question, followed by both responses. Here the two branches are
+    no responses but the two orders in which these are shown. Take the response that comes first in
+    alphabetical order. ``chosen`` shows it as A and ends with the letter A; ``rejected`` shows it as B and
+    ends with the letter B. So the last token of either branch says that this response is the better one.
     """
 
     prompt: Ids
@@ -57,7 +62,8 @@ class TokenSet:
     :meth:`prefed.data.FederatedDataset.open` checks their contents.
 
     Attributes:
-        lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
+        letters: token ids of the letters A and B that a selector answers with; ``None`` for a policy's pairs.
+        lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected, or of a selector's two branches.
         margins: ``float32 [n]``, NaN where the source gives none.
         prompts: ``uint64 [n]``, equal where the prompts are.
         pairs: ``uint64 [n]``, equal where the prompt and the set of the two responses are equal.
@@ -66,6 +72,7 @@ class TokenSet:
         flipped: ``uint8 [n]``, 1 where chosen and rejected are swapped relative to the source.
         orientations: ``uint8 [n]``, 1 where chosen comes before rejected in alphabetical order. Two rows with
             equal ``pairs`` and different orientations contradict each other.
+        rows: ``int32 [n]``, the row of the source that a pair was read from, from 1.
         fingerprint: SHA-256 over all tokens, texts and flips. Equal fingerprints mean equal data.
 
     Raises:
@@ -85,6 +92,8 @@ class TokenSet:
         self._length = int(manifest["pairs"])
         self.fingerprint: str = manifest["fingerprint"]
         self.category_names: tuple[str, ...] = tuple(manifest["categories"])
+        letters = manifest.get("letters")
+        self.letters: tuple[int, int] | None = None if letters is None else (letters[0], letters[1])
         self.lengths: NDArray[np.int32] = self._column("lengths", 3).reshape(-1, 3)
         self.margins: NDArray[np.float32] = self._column("margins")
         self.prompts: NDArray[np.uint64] = self._column("prompts")
@@ -94,8 +103,8 @@ class TokenSet:
         self.orientations: NDArray[np.uint8] = self._column("orientations")
         self._offsets: NDArray[np.int64] = self._column("offsets")
         self._lines: NDArray[np.int64] = self._column("lines")
-        for name in ("sources", "rows"):
-            self._column(name)
+        self.rows: NDArray[np.int32] = self._column("rows")
+        self._column("sources")
         self._check_size(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
         self._check_size(RECORDS, int(self._lines[-1]) if self._length else 0)
         # Neither is mapped: pages of a mapped file count as memory of the process once they are touched.
@@ -108,8 +117,9 @@ class TokenSet:
         """A set without pairs, for a dataset whose pairs are not on this machine."""
         tokens = cls.__new__(cls)
         tokens._length, tokens.fingerprint, tokens.category_names = 0, "", ()
+        tokens.letters = None
         tokens.lengths = np.empty((0, 3), np.int32)
-        for name in ("margins", "prompts", "pairs", "categories", "flipped", "orientations"):
+        for name in ("margins", "prompts", "pairs", "categories", "flipped", "orientations", "rows"):
             setattr(tokens, name, np.empty(0, COLUMNS[name]))
         return tokens
 
@@ -153,7 +163,8 @@ class TokenSet:
             os.pread(self._ids.fileno(), 4 * (stop - start), 4 * start), dtype="<i4"
         ).astype(np.int32)
         prompt, chosen, rejected = (int(n) for n in self.lengths[index])
-        if self.flipped[index]:
+        # A selector's branches stay: a flip changes which of the two responses is chosen, no text.
+        if self.flipped[index] and self.letters is None:
             return Pair(ids[:prompt], ids[prompt + rejected :], ids[prompt : prompt + rejected])
         return Pair(ids[:prompt], ids[prompt : prompt + chosen], ids[prompt + chosen :])
 

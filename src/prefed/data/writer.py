@@ -7,15 +7,15 @@ import json
 import math
 from array import array
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefed import files
-from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
+from prefed.data.encoding import Encoder, TooLong
+from prefed.data.errors import ErrorCollector, RowError, RowLocation
 from prefed.data.record import Record
-from prefed.data.templates import Template, Tokenizer, start_tokens
 from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, column_path
 
 _BATCH = 256
@@ -24,47 +24,19 @@ _BATCH = 256
 class TokenWriter:
     """Tokenises records one by one and writes them to a folder.
 
-    A prompt and its responses are tokenised separately. The model reads the prompt's tokens followed by those
-    of a response. The prompt begins with the beginning-of-text token if the tokenizer adds one. Each response
-    ends with the end-of-text token. A prompt that is too long is truncated at its beginning, but it keeps its
-    beginning-of-text token. A response is never truncated.
-
     Args:
         folder: an existing, empty folder.
-        tokenizer: a transformers tokenizer.
-        template: renders conversations for it.
-        max_length: tokens of the prompt and the longer response together.
-        too_long: what happens to a pair whose longer response leaves no room for a token of the prompt.
-        errors: takes rows that the chat template refuses.
+        encoder: makes the token ids: those of a policy's pairs
+            (:class:`~prefed.data.encoding.PolicyEncoder`), or of a selector's
+            (:class:`~prefed.data.choices.ChoiceEncoder`).
+        errors: takes rows that cannot be rendered.
         codes: the number of integers that :meth:`add` takes with each record.
-
-    Raises:
-        DataError: the tokenizer has no end-of-text token.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer,
-        template: Template,
-        *,
-        max_length: int,
-        too_long: Literal["drop", "error"],
-        errors: ErrorCollector,
-        codes: int = 0,
-    ) -> None:
-        if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-text token; set its eos_token")
-        self._tokenizer, self._template = tokenizer, template
-        self._max_length = max_length
+    def __init__(self, folder: Path, encoder: Encoder, *, errors: ErrorCollector, codes: int = 0) -> None:
+        self._encoder = encoder
         self._errors = errors
-        self._long = ErrorCollector(
-            hint='A response is never cut: raise max_length, or leave such pairs out with too_long = "drop".',
-            count_only=too_long == "drop",
-        )
-        self._end: int = tokenizer.eos_token_id
-        self._start = start_tokens(tokenizer)
-        self._empty = self._end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self._long = ErrorCollector(hint=encoder.hint, count_only=not encoder.refuses)
         self._folder = folder
         self._ids = (folder / IDS).open("wb")
         self._records = (folder / RECORDS).open("wb")
@@ -80,6 +52,10 @@ class TokenWriter:
         self._files: dict[str, int] = {}
         self.truncated = 0
         """The number of prompts that were truncated."""
+        self.shortened = 0
+        """The number of pairs with a response that was truncated."""
+        self.identical = 0
+        """The number of pairs left out since both responses are the same to the model."""
         self.shortest = 0
         """The smallest ``max_length`` that one of the pairs left out for their length would need."""
         self.codes: tuple[array[int], ...] = tuple(array("i") for _ in range(codes))
@@ -105,68 +81,25 @@ class TokenWriter:
         Raises:
             DataError: too many rows cannot be used.
         """
-        texts: list[str] = []
-        ready = []
-        for entry in self._pending:
-            record, location, *_ = entry
-            try:
-                texts.extend(self._template.pair(record.prompt, record.chosen, record.rejected))
-            except RowError as error:
-                self._errors.add(location, str(error))
-                continue
-            ready.append(entry)
-        self._pending = []
-        if not ready:
-            return
-        tokens = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            padding=False,
-            truncation=False,
-            verbose=False,
-        )["input_ids"]
-        for k, (record, location, category, codes) in enumerate(ready):
-            pair = self._fit(record, location, *(list(ids) for ids in tokens[3 * k : 3 * k + 3]))
-            if pair is not None:
-                self._write(record, location, category, pair)
+        pending, self._pending = self._pending, []
+        outcomes = self._encoder.encode([record for record, *_ in pending])
+        for (record, location, category, codes), outcome in zip(pending, outcomes, strict=True):
+            if outcome is None:
+                self.identical += 1
+            elif isinstance(outcome, RowError):
+                self._errors.add(location, str(outcome))
+            elif isinstance(outcome, TooLong):
+                self.shortest = min(self.shortest or outcome.needed, outcome.needed)
+                self._long.add(location, outcome.problem)
+            else:
+                self.truncated += outcome.cut
+                self.shortened += outcome.shortened
+                self._write(record, location, category, (outcome.prompt, *outcome.branches))
                 for column, code in zip(self.codes, codes, strict=True):
                     column.append(code)
         for name, values in self._batch.items():
             self._columns[name].write(np.array(values, dtype=COLUMNS[name]).tobytes())
             values.clear()
-
-    def _fit(
-        self,
-        record: Record,
-        location: RowLocation,
-        prompt: list[int],
-        chosen: list[int],
-        rejected: list[int],
-    ) -> tuple[list[int], list[int], list[int]] | None:
-        """The pair with special tokens, within ``max_length``; ``None`` if a response is too long."""
-        head: list[int] = [] if self._template.chat and not isinstance(record.prompt, str) else self._start
-        if not head and prompt[:1] == [self._tokenizer.bos_token_id]:
-            head, prompt = prompt[:1], prompt[1:]
-        if not head and not prompt:
-            head = [self._empty]
-        chosen, rejected = (
-            ids if ids[-1:] == [self._end] else [*ids, self._end] for ids in (chosen, rejected)
-        )
-        room = self._max_length - max(len(chosen), len(rejected))
-        if room < 1:
-            which = "chosen" if len(chosen) >= len(rejected) else "rejected"
-            needed = self._max_length - room + 1
-            self.shortest = min(self.shortest or needed, needed)
-            self._long.add(
-                location, f"{which} has {self._max_length - room} tokens and max_length is {self._max_length}"
-            )
-            return None
-        if len(head) + len(prompt) > room:
-            self.truncated += 1
-            head = head[:room]
-            prompt = prompt[len(prompt) - (room - len(head)) :]
-        return [*head, *prompt], chosen, rejected
 
     def _write(
         self,
@@ -214,29 +147,33 @@ class TokenWriter:
             flipped: ``bool [n]``, rows whose chosen and rejected are swapped.
 
         Raises:
-            DataError: pairs were too long and ``too_long`` is ``error``.
+            DataError: pairs were too long and the encoder refuses them.
         """
         self.flush()
         self._long.raise_if_any()
         self.close()
         paths = {name: column_path(self._folder, name) for name in COLUMNS}
         if flipped is not None and flipped.any():
-            lengths = self.column("lengths").reshape(-1, 3)
-            lengths[flipped] = lengths[flipped][:, [0, 2, 1]]
-            lengths.tofile(paths["lengths"])
+            # The branches of a choice are in alphabetical order, whichever is chosen.
+            if self._encoder.letters is None:
+                lengths = self.column("lengths").reshape(-1, 3)
+                lengths[flipped] = lengths[flipped][:, [0, 2, 1]]
+                lengths.tofile(paths["lengths"])
             flipped.astype(np.uint8).tofile(paths["flipped"])
             (self.column("orientations") ^ flipped).tofile(paths["orientations"])
         self._hash.update(paths["flipped"].read_bytes())
         for path in (*paths.values(), self._folder / IDS, self._folder / RECORDS):
             files.sync(path)
         fingerprint = self._hash.hexdigest()
-        manifest = {
+        manifest: dict[str, Any] = {
             "version": VERSION,
             "pairs": len(self),
             "fingerprint": fingerprint,
             "categories": list(self._categories),
             "files": list(self._files),
         }
+        if self._encoder.letters is not None:
+            manifest["letters"] = list(self._encoder.letters)
         (self._folder / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False), encoding="utf-8")
         return fingerprint
 

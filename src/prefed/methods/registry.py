@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from prefed.core import Layout, Method
 from prefed.merge import Aggregator
@@ -43,6 +43,7 @@ class MethodKind:
             more: :func:`prefed.merge.lora.needs`.
         build: ``(settings, layout, aggregator, rounds) -> Method``.
         personal: with default settings and merge rules, each client ends with a model of its own.
+        reads: what its models give a pair, see :class:`~prefed.core.Method`; pairs are tokenised for it.
     """
 
     name: str
@@ -52,10 +53,19 @@ class MethodKind:
     needs: Callable[[Any], frozenset[str]]
     build: Callable[[Any, Layout, Aggregator, int], Method]
     personal: bool = False
+    reads: Literal["policy", "choice"] = "policy"
 
 
-def _kind(name: str, title: str, module: ModuleType, personal: bool = False) -> MethodKind:
-    return MethodKind(name, title, module.SOURCE, module.Settings, module.needs, module.build, personal)
+def _kind(
+    name: str,
+    title: str,
+    module: ModuleType,
+    personal: bool = False,
+    reads: Literal["policy", "choice"] = "policy",
+) -> MethodKind:
+    return MethodKind(
+        name, title, module.SOURCE, module.Settings, module.needs, module.build, personal, reads
+    )
 
 
 METHODS: Mapping[str, MethodKind] = MappingProxyType(

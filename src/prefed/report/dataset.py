@@ -25,6 +25,7 @@ _LEFT_OUT = {
     "limited": "left out: over the limit",
     "dropped": "clients left out: nothing to train on",
     "cut": "prompts that lost their beginning",
+    "shortened": "pairs whose responses lost their end",
     "prefixes": "responses that repeated the prompt",
 }
 """Counts of :class:`~prefed.data.dataset.RowCounts`, and their texts."""

@@ -10,7 +10,7 @@ import torch
 from prefed import files
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key, Owner
-from prefed.data import FederatedDataset, build_dataset
+from prefed.data import FederatedDataset, SelectorConfig, build_dataset
 from prefed.engines import Job
 from prefed.merge import Aggregator, TooFewUploads, lora
 from prefed.merge.robust import check_upload_count
@@ -32,7 +32,13 @@ def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
     tokenizer = load_pretrained(
         AutoTokenizer, "[model] name", model.name, "tokenizer", revision=model.revision
     )
-    return build_dataset(experiment.data, tokenizer, Key(experiment.seed).at("data"), folder)
+    key = Key(experiment.seed).at("data")
+    return build_dataset(experiment.data, tokenizer, key, folder, selector_settings(experiment))
+
+
+def selector_settings(experiment: Experiment) -> SelectorConfig | None:
+    """How the method's selectors are asked; ``None`` where its models are policies."""
+    return experiment.selector if experiment.method.kind.reads == "choice" else None
 
 
 def build_job(experiment: Experiment, folder: Path) -> Job:

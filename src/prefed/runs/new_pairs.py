@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.data import DataError, Source, Template, TokenSet, TokenWriter
+from prefed.data import DataError, Source, TokenSet, TokenWriter, make_encoder
 from prefed.data.assign import partition_value
 from prefed.data.config import ByColumn, Partition
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, read_records
+from prefed.runs.build import selector_settings
 from prefed.runs.loaded import LoadedRun
 
 EVERYBODY = "everybody"
@@ -52,15 +53,8 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     groups = None if everyone else _groups(config.partition, clients)
     hint = "Repair them, or judge every client on all rows with --everyone." if groups else "Repair them."
     errors, counts = ErrorCollector(hint=hint, count_only=config.invalid == "drop"), ReadCounts()
-    writer = TokenWriter(
-        folder,
-        run.backbone.tokenizer,
-        Template(run.backbone.tokenizer, config.template),
-        max_length=config.max_length,
-        too_long=config.too_long,
-        errors=errors,
-        codes=1,
-    )
+    encoder = make_encoder(config, run.backbone.tokenizer, selector_settings(run.experiment))
+    writer = TokenWriter(folder, encoder, errors=errors, codes=1)
     strangers = 0
     try:
         for record, location in read_records(Source(path=file), config, "test", None, errors, counts):
@@ -88,7 +82,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
         rows = {clients[k]: np.flatnonzero(owners == k) for k in np.unique(owners)}
     skipped_pairs = {
         "pairs are of no client of the run": strangers,
-        "pairs have two equal responses": counts.identical,
+        "pairs have two equal responses": counts.identical + writer.identical,
         "pairs are ties": counts.ties,
         "pairs are malformed": errors.count,
         "pairs are too long": writer.too_long,

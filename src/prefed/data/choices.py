@@ -1,0 +1,284 @@
+"""A selector's questions: which of two responses is better, asked in both orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prefed import files
+from prefed.data.config import SelectorConfig
+from prefed.data.encoding import Encoded, Outcome, TooLong, token_ids
+from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
+from prefed.data.record import Prompt, Record
+from prefed.data.templates import Tokenizer, dialogue, start_tokens
+from prefed.data.tokens import MANIFEST, TokenSet
+from prefed.data.writer import TokenWriter
+
+SHORTEST = 8
+"""No response is cut to fewer tokens."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The words around the texts.
+
+    Attributes:
+        head: what comes before the query, with ``fields`` of the record in braces.
+        query: the field that is the query; ``None`` for the record's prompt.
+        fields: the fields of :attr:`Record.extra <prefed.data.Record>` that are needed.
+        responses: both responses, each after its label.
+        tail: what comes after them. The letter follows after a blank.
+    """
+
+    head: str
+    responses: str
+    tail: str
+    query: str | None = None
+    fields: tuple[str, ...] = ()
+
+
+WORDINGS = {
+    "general": Wording("Query: ", "\nA: {}\nB: {}", "\nBetter:"),
+    "summary": Wording(
+        "Below is a forum post followed by two summaries. Pick a more precise and concise one that "
+        "summarizes the most important points in the given forum post, without including unimportant or "
+        "irrelevant details. State your choice with a single capital letter, i.e., “A” if SUMMARY A is "
+        "better, “B” if SUMMARY B is better.\n\n### SUBREDDIT: r/{subreddit}\n### TITLE: {title}\n### POST: ",
+        "\n### SUMMARY A: {}\n### SUMMARY B: {}",
+        "\n### YOUR CHOICE:",
+        query="post",
+        fields=("subreddit", "title", "post"),
+    ),
+    "answer": Wording(
+        "Below is a query followed by two responses. Pick a helpful response that is precise, concise, and "
+        "casual. State your choice with a single capital letter, i.e., “A” if RESPONSE A is better, “B” if "
+        "RESPONSE B is better.\n\n### QUERY: ",
+        "\n### RESPONSE A: {}\n### RESPONSE B: {}",
+        "\n### YOUR CHOICE:",
+    ),
+}
+"""The wording of each ``[selector] template``. Source: FedBiscuit (ICLR 2025), figure 4, but ``general``."""
+
+
+class ChoiceTemplate:
+    """Renders a selector's question for one tokenizer.
+
+    Blanks around a text are left out. A prompt that is one turn of a user is this turn's text. A longer
+    conversation takes the Human/Assistant form.
+
+    Attributes:
+        letters: the token ids of the letters A and B where they end a question.
+
+    Raises:
+        DataError: the tokenizer does not end the two in two single tokens after an equal beginning.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, kind: Literal["general", "summary", "answer"] = "general"
+    ) -> None:
+        self._wording, self._kind = WORDINGS[kind], kind
+        self.letters = _letters(tokenizer, self._wording.tail)
+
+    def question(self, record: Record) -> tuple[str, str]:
+        """The question up to the query, and the query.
+
+        Raises:
+            RowError: the record lacks a field of the template.
+        """
+        wording = self._wording
+        missing = [name for name in wording.fields if record.extra.get(name) is None]
+        if missing:
+            raise RowError(
+                f"no {' and no '.join(missing)}, which a selector's {self._kind} template shows; "
+                'set [selector] template = "general"'
+            )
+        fields = {name: str(record.extra[name]).strip() for name in wording.fields}
+        query = _plain(record.prompt) if wording.query is None else fields[wording.query]
+        return wording.head.format(**fields), query.strip()
+
+    def branches(self, first: str, second: str) -> tuple[str, str]:
+        """The question's continuations that say that ``first`` is better: as A, and then as B."""
+        texts = first.strip(), second.strip()
+        return self._branch(*texts, "A"), self._branch(*reversed(texts), "B")
+
+    def _branch(self, shown_as_a: str, shown_as_b: str, letter: str) -> str:
+        return f"{self._wording.responses.format(shown_as_a, shown_as_b)}{self._wording.tail} {letter}"
+
+
+class ChoiceEncoder:
+    """A selector's pairs: a question, and its two responses in both orders.
+
+    The responses are in alphabetical order, so which of them is chosen changes no token. The question and
+    each of its two continuations are tokenised separately. Each continuation ends with the letter of the
+    response that comes first. This last token is a target, which the model does not read.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        config: the ``[selector]`` table.
+        max_length: tokens that the model reads: the question and the longer continuation without its letter.
+
+    Raises:
+        DataError: the tokenizer does not end the letters in two single tokens.
+    """
+
+    hint = 'Raise max_length, or set [selector] too_long = "shorten" or "drop".'
+
+    def __init__(self, tokenizer: Tokenizer, config: SelectorConfig, *, max_length: int) -> None:
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self._template = ChoiceTemplate(tokenizer, config.template)
+        self._start = start_tokens(tokenizer)
+        self._shortens = config.too_long == "shorten"
+        self.refuses = config.too_long == "error"
+        self.letters: tuple[int, int] | None = self._template.letters
+
+    def encode(self, records: Sequence[Record]) -> list[Outcome]:
+        """What becomes of each record."""
+        texts: list[str] = []
+        parts: list[tuple[str, str, str, str] | RowError] = []
+        for record in records:
+            try:
+                head, query = self._template.question(record)
+            except RowError as error:
+                parts.append(error)
+                continue
+            first, second = (text.strip() for text in sorted((record.chosen, record.rejected)))
+            parts.append((head, query, first, second))
+            texts += [head + query, *self._template.branches(first, second)]
+        tokens = iter(token_ids(self._tokenizer, texts))
+        return [
+            part if isinstance(part, RowError) else self._fit(part, [next(tokens) for _ in range(3)])
+            for part in parts
+        ]
+
+    def _fit(self, part: tuple[str, str, str, str], tokens: list[list[int]]) -> Outcome:
+        _, _, first, second = part
+        if first == second:
+            return None
+        excess = self._excess(tokens)
+        if excess <= 0:
+            return self._encoded(tokens)
+        if self._shortens:
+            return self._shorten(*part, excess)
+        return self._too_long(self._max_length + excess)
+
+    def _shorten(self, head: str, query: str, first: str, second: str, excess: int) -> Outcome:
+        """Cut the responses' ends to a common number of tokens, then the query's beginning."""
+        one, other, asked = (self._spans(text) for text in (first, second, query))
+        needed = self._max_length + excess
+        cap, room = max(len(one), len(other)), len(asked)
+        while excess > 0:
+            if cap > SHORTEST:
+                target = _total(one, other, cap) - excess
+                cap -= 1
+                while cap > SHORTEST and _total(one, other, cap) > target:
+                    cap -= 1
+            elif room > 1:
+                room = max(1, room - excess)
+            else:
+                return self._too_long(self._max_length + excess)
+            short = _beginning(first, one, cap), _beginning(second, other, cap)
+            if short[0].strip() == short[1].strip():
+                # The two differ only in what does not fit.
+                return self._too_long(needed)
+            texts = [head + _ending(query, asked, room).lstrip(), *self._template.branches(*short)]
+            tokens = token_ids(self._tokenizer, texts)
+            excess = self._excess(tokens)
+        return self._encoded(tokens, cut=room < len(asked), shortened=short != (first, second))
+
+    def _excess(self, tokens: list[list[int]]) -> int:
+        """How many tokens too many the model would read."""
+        prompt, *branches = tokens
+        return len(self._start) + len(prompt) + max(map(len, branches)) - 1 - self._max_length
+
+    def _encoded(self, tokens: list[list[int]], *, cut: bool = False, shortened: bool = False) -> Outcome:
+        prompt, first, second = tokens
+        if (first[-1], second[-1]) != self.letters:
+            return RowError("the tokenizer joins the letter of a selector's question to the text before it")
+        return Encoded([*self._start, *prompt], (first, second), cut, shortened)
+
+    def _too_long(self, needed: int) -> TooLong:
+        return TooLong(
+            f"a selector's question has {needed} tokens and max_length is {self._max_length}", needed
+        )
+
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """Where each token of a text begins and ends in it."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise DataError(
+                "this tokenizer cannot say where a token ends in the text, so a long pair cannot be "
+                'shortened; set [selector] too_long = "drop"'
+            )
+        encoding = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+        )
+        return list(encoding["offset_mapping"])
+
+
+def write_choices(
+    folder: Path, tokenizer: Tokenizer, config: SelectorConfig, records: Iterable[Record], max_length: int
+) -> TokenSet:
+    """Write a selector's questions about ``records`` into ``folder``, e.g. about pairs to be labelled.
+
+    Row k of :attr:`TokenSet.rows` is the number of its record, from 1. Pairs that do not fit are left out, so
+    numbers may be absent. What the folder holds of an earlier call is replaced.
+
+    Args:
+        folder: it is made if it is absent.
+        records: which response is the chosen one makes no difference to the tokens.
+        max_length: tokens that the model reads, as for :class:`ChoiceEncoder`.
+
+    Raises:
+        DataError: a record lacks a field of the template, or is too long and ``too_long`` is ``error``.
+    """
+    files.private_folder(folder)
+    # A call that is killed leaves no manifest, so nothing takes its files for a whole set.
+    (folder / MANIFEST).unlink(missing_ok=True)
+    errors = ErrorCollector()
+    encoder = ChoiceEncoder(tokenizer, config, max_length=max_length)
+    writer = TokenWriter(folder, encoder, errors=errors)
+    try:
+        for number, record in enumerate(records, 1):
+            writer.add(record, RowLocation("the pairs to be judged", number))
+        writer.flush()
+        errors.raise_if_any()
+        writer.finish()
+    finally:
+        writer.close()
+    return TokenSet(folder)
+
+
+def _letters(tokenizer: Tokenizer, tail: str) -> tuple[int, int]:
+    """The last token of the tail with either letter."""
+    a, b = token_ids(tokenizer, [f"{tail} A", f"{tail} B"])
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if not a or not b or a[:-1] != b[:-1] or a[-1] == b[-1] or unknown in (a[-1], b[-1]):
+        raise DataError(
+            f'the tokenizer does not end "{tail.strip()} A" and "{tail.strip()} B" in two different tokens '
+            f"after the same beginning (it makes {a} and {b} of them), so a selector has no letter to answer "
+            "with; take a model with another tokenizer"
+        )
+    return a[-1], b[-1]
+
+
+def _plain(prompt: Prompt) -> str:
+    """A prompt as plain text."""
+    if isinstance(prompt, str):
+        return prompt
+    return prompt[0].content if [turn.role for turn in prompt] == ["user"] else dialogue(prompt)
+
+
+def _total(one: Sequence[object], other: Sequence[object], cap: int) -> int:
+    return min(len(one), cap) + min(len(other), cap)
+
+
+def _beginning(text: str, spans: Sequence[tuple[int, int]], count: int) -> str:
+    """The first ``count`` tokens of a text, less a character that the next token shares."""
+    return text if count >= len(spans) else text[: min(spans[count - 1][1], spans[count][0])]
+
+
+def _ending(text: str, spans: Sequence[tuple[int, int]], count: int) -> str:
+    """The last ``count`` tokens of a text, less a character that the token before shares."""
+    first = len(spans) - count
+    return text if first <= 0 else text[max(spans[first - 1][1], spans[first][0]) :]

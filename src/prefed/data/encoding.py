@@ -1,0 +1,151 @@
+"""How a record becomes the token ids that a model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from prefed.data.errors import DataError, RowError
+from prefed.data.record import Record
+from prefed.data.templates import Template, Tokenizer, start_tokens
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The token ids of a record.
+
+    Attributes:
+        prompt: begins with the beginning-of-text token if the tokenizer adds one.
+        branches: the two continuations of the prompt.
+        cut: the prompt's beginning was cut off so that it fits.
+        shortened: a response was cut at its end so that it fits.
+    """
+
+    prompt: list[int]
+    branches: tuple[list[int], list[int]]
+    cut: bool = False
+    shortened: bool = False
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """Why a record does not fit, and the ``max_length`` with which it would."""
+
+    problem: str
+    needed: int
+
+
+Outcome: TypeAlias = Encoded | TooLong | RowError | None
+"""What becomes of a record. ``None`` where both responses are the same to the model."""
+
+
+class Encoder(Protocol):
+    """Makes token ids of records.
+
+    Attributes:
+        letters: the token ids of the letters A and B, where the branches are the two orders of a selector's
+            question; ``None`` where they are the chosen and the rejected response.
+        refuses: a record that is too long is an error. Otherwise it is left out and counted.
+        hint: the last line of that error: a remedy.
+    """
+
+    letters: tuple[int, int] | None
+    refuses: bool
+    hint: str
+
+    def encode(self, records: Sequence[Record]) -> list[Outcome]:
+        """What becomes of each record. Records that are encoded together do not change one another."""
+
+
+def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of each text, without special tokens."""
+    if not texts:
+        return []
+    tokens = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        padding=False,
+        truncation=False,
+        verbose=False,
+    )["input_ids"]
+    return [list(ids) for ids in tokens]
+
+
+class PolicyEncoder:
+    """A policy's pairs: a prompt, the chosen and the rejected response.
+
+    A prompt and its responses are tokenised separately. The model reads the prompt's tokens followed by those
+    of a response. Each response ends with the end-of-text token. A prompt that is too long is truncated at
+    its beginning, but it keeps its beginning-of-text token. A response is never truncated.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        template: renders conversations for it.
+        max_length: tokens of the prompt and the longer response together.
+        too_long: what happens to a pair whose longer response leaves no room for a token of the prompt.
+
+    Raises:
+        DataError: the tokenizer has no end-of-text token.
+    """
+
+    letters: tuple[int, int] | None = None
+    hint = 'A response is never cut: raise max_length, or leave such pairs out with too_long = "drop".'
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: Template,
+        *,
+        max_length: int,
+        too_long: Literal["drop", "error"],
+    ) -> None:
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-text token; set its eos_token")
+        self._tokenizer, self._template = tokenizer, template
+        self._max_length = max_length
+        self.refuses = too_long == "error"
+        self._end: int = tokenizer.eos_token_id
+        self._start = start_tokens(tokenizer)
+        self._empty = self._end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+    def encode(self, records: Sequence[Record]) -> list[Outcome]:
+        """What becomes of each record."""
+        texts: list[str] = []
+        refused: dict[int, RowError] = {}
+        for k, record in enumerate(records):
+            try:
+                texts.extend(self._template.pair(record.prompt, record.chosen, record.rejected))
+            except RowError as error:
+                refused[k] = error
+        tokens = iter(token_ids(self._tokenizer, texts))
+        return [
+            refused[k] if k in refused else self._fit(record, next(tokens), next(tokens), next(tokens))
+            for k, record in enumerate(records)
+        ]
+
+    def _fit(
+        self, record: Record, prompt: list[int], chosen: list[int], rejected: list[int]
+    ) -> Encoded | TooLong:
+        """The pair with special tokens, within ``max_length``."""
+        head: list[int] = [] if self._template.chat and not isinstance(record.prompt, str) else self._start
+        if not head and prompt[:1] == [self._tokenizer.bos_token_id]:
+            head, prompt = prompt[:1], prompt[1:]
+        if not head and not prompt:
+            head = [self._empty]
+        chosen, rejected = (
+            ids if ids[-1:] == [self._end] else [*ids, self._end] for ids in (chosen, rejected)
+        )
+        longest = max(len(chosen), len(rejected))
+        room = self._max_length - longest
+        if room < 1:
+            which = "chosen" if len(chosen) >= len(rejected) else "rejected"
+            return TooLong(
+                f"{which} has {longest} tokens and max_length is {self._max_length}", needed=longest + 1
+            )
+        cut = len(head) + len(prompt) > room
+        if cut:
+            head = head[:room]
+            prompt = prompt[len(prompt) - (room - len(head)) :]
+        return Encoded([*head, *prompt], (chosen, rejected), cut=cut)
