@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prefed.data.errors import DataError, DataMismatchError
     from prefed.data.record import Message, Prompt, Record
     from prefed.data.sources import FORMATS
-    from prefed.data.templates import Template, dialogue
+    from prefed.data.templates import Template, dialogue, instruction
     from prefed.data.tokens import Pair, TokenSet
     from prefed.data.writer import TokenWriter
 
@@ -43,6 +43,7 @@ __all__ = [
     "TokenWriter",
     "build_dataset",
     "dialogue",
+    "instruction",
     "make_encoder",
     "write_choices",
 ]

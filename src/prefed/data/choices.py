@@ -100,8 +100,8 @@ class ChoiceTemplate:
 
     def branches(self, first: str, second: str) -> tuple[str, str]:
         """The question's continuations that say that ``first`` is better: as A, and then as B."""
-        texts = first.strip(), second.strip()
-        return self._branch(*texts, "A"), self._branch(*reversed(texts), "B")
+        first, second = first.strip(), second.strip()
+        return self._branch(first, second, "A"), self._branch(second, first, "B")
 
     def _branch(self, shown_as_a: str, shown_as_b: str, letter: str) -> str:
         return f"{self._wording.responses.format(shown_as_a, shown_as_b)}{self._wording.tail} {letter}"

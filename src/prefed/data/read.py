@@ -115,11 +115,12 @@ class _MissingColumn:
 
 def _no_pair(config: DataConfig, writer: TokenWriter, errors: ErrorCollector, counts: ReadCounts) -> str:
     """The message where rows were read and none of them is a usable pair."""
+    text = "a response" if writer.letters is None else "a selector's question"
     reasons = {
         "two equal responses": counts.identical + writer.identical,
         "no preference": counts.ties,
         f"malformed or blank, the first {errors.first}": errors.count,
-        f"a response longer than max_length = {config.max_length} allows": writer.too_long,
+        f"{text} longer than max_length = {config.max_length} allows": writer.too_long,
     }
     lines = [f"  {count:,}: {reason}" for reason, count in reasons.items() if count]
     if writer.too_long:

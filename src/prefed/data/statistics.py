@@ -40,7 +40,7 @@ class ClientStatistics(StrictModel):
         test_elsewhere: test pairs that another client trains on.
         category_distance: Jensen–Shannon distance (base 2, between 0 and 1) between the categories of the
             client's training pairs and those of all training pairs; ``None`` without categories.
-        token_distance: the same for the tokens of the chosen responses.
+        token_distance: the same for the tokens of the chosen responses; for selectors, of both responses.
     """
 
     id: str

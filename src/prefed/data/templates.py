@@ -33,6 +33,23 @@ def dialogue(messages: Sequence[Message]) -> str:
     return "".join(names[turn.role] + turn.content for turn in messages) + "\n\nAssistant:"
 
 
+def instruction(text: str, context: str | None = None) -> str:
+    r"""An instruction as a prompt: the generation templates of FedBiscuit (ICLR 2025), figure 4.
+
+    Args:
+        context: what the instruction is about, where it does not say it itself.
+
+    >>> instruction("Name a colour.").splitlines()[-3:]
+    ['Name a colour.', '', '### Response:']
+    """
+    paired = "" if context is None else ", paired with an input that provides further context"
+    between = "" if context is None else f"### Input:\n{context}\n\n"
+    return (
+        f"Below is an instruction that describes a task{paired}. Write a response that appropriately "
+        f"completes the request.\n\n### Instruction:\n{text}\n\n{between}### Response:"
+    )
+
+
 class Template:
     """Renders prompts and responses for one tokenizer.
 

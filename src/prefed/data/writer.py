@@ -66,6 +66,11 @@ class TokenWriter:
         """The number of pairs that were left out for their length."""
         return self._long.count
 
+    @property
+    def letters(self) -> tuple[int, int] | None:
+        """The token ids of a selector's letters A and B; ``None`` for a policy's pairs."""
+        return self._encoder.letters
+
     def __len__(self) -> int:
         return self._count
 
@@ -155,7 +160,7 @@ class TokenWriter:
         paths = {name: column_path(self._folder, name) for name in COLUMNS}
         if flipped is not None and flipped.any():
             # The branches of a choice are in alphabetical order, whichever is chosen.
-            if self._encoder.letters is None:
+            if self.letters is None:
                 lengths = self.column("lengths").reshape(-1, 3)
                 lengths[flipped] = lengths[flipped][:, [0, 2, 1]]
                 lengths.tofile(paths["lengths"])
@@ -172,8 +177,8 @@ class TokenWriter:
             "categories": list(self._categories),
             "files": list(self._files),
         }
-        if self._encoder.letters is not None:
-            manifest["letters"] = list(self._encoder.letters)
+        if self.letters is not None:
+            manifest["letters"] = list(self.letters)
         (self._folder / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False), encoding="utf-8")
         return fingerprint
 

@@ -22,6 +22,7 @@ from prefed.data.sources.pairs import (
     text_at,
     value_at,
 )
+from prefed.data.templates import instruction
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Format:
     subset: str | None = None
     subset_is_folder: bool = False
     detected_by: frozenset[str] = frozenset()
+
+
+_FIELDS = ("subreddit", "title", "post")
+"""The fields of a Reddit post, which FedBiscuit's templates show."""
 
 
 def pairs_format(columns: Columns | None = None) -> Format:
@@ -106,8 +111,23 @@ def _summaries(row: Row) -> RawPair:
             **extra_columns(row, ("split",)),
             **({} if info.get("id") is None else {"post_id": str(info["id"])}),
             **({} if confidence is None else {"confidence": int(confidence)}),
+            **{name: str(info[name]) for name in _FIELDS if info.get("post") and info.get(name)},
         },
     )
+
+
+def _summaries_instruction(row: Row) -> RawPair:
+    """A comparison of summaries whose prompt is FedBiscuit's instruction (figure 4)."""
+    pair = _summaries(row)
+    missing = [name for name in _FIELDS if name not in pair.extra]
+    if missing:
+        raise RowError(f"info has no {' and no '.join(missing)}, which the instruction shows")
+    subreddit, title, post = (pair.extra[name] for name in _FIELDS)
+    pair.prompt = instruction(
+        "Summarize the following Reddit post in a paragraph of 50 words or less.",
+        f"SUBREDDIT: r/{subreddit}\nTITLE: {title}\nPOST: {post}",
+    )
+    return pair
 
 
 def _post(info: Mapping[str, Any]) -> str:
@@ -213,6 +233,7 @@ _ALL = (
         subset="comparisons",
         detected_by=_columns("info summaries choice"),
     ),
+    Format("summarize-from-feedback-instruction", _summaries_instruction, subset="comparisons"),
     Format(
         "imdb-dpo",
         _imdb,
@@ -242,7 +263,10 @@ _ALL = (
     Format("safe-rlhf-safer", _safe("safer")),
 )
 FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in _ALL})
-"""Formats by name. ``safe-rlhf`` prefers the more helpful response, ``safe-rlhf-safer`` the safer one."""
+"""Formats by name. ``safe-rlhf`` prefers the more helpful response, ``safe-rlhf-safer`` the safer one.
+
+``summarize-from-feedback-instruction`` has FedBiscuit's generation template (figure 4) as its prompt.
+"""
 
 
 def get_format(name: str) -> Format:
