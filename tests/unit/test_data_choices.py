@@ -241,6 +241,12 @@ def test_the_rule_for_long_pairs(tmp_path, lengths, room, rest):
     )
 
 
+def test_a_character_is_not_cut_in_two(tmp_path):
+    """Of 18 tokens each response gets 9: nine letters, or four characters of two bytes."""
+    tokens = write(tmp_path, [Record("Q", "z" * 20, "ä" * 10)], max_length=AROUND + 1 + 18)
+    assert texts(tokens, 0)[1] == "\nA: zzzzzzzzz\nB: ääää\nBetter: A"
+
+
 @given(st.tuples(text, text, text), st.integers(17, 90), st.sampled_from([tokenizer(), merging(), llama()]))
 def test_shortened_pairs_fit_and_are_cut_between_characters(triple, room, made):
     """Every kind of character and tokenizer: nothing is too long, and each text is a part of its own."""
@@ -264,11 +270,11 @@ def test_shortened_pairs_fit_and_are_cut_between_characters(triple, room, made):
     assert second.startswith(b)
 
 
-def built(tmp_path, rows, config, **options):
+def built(tmp_path, rows, config, made=None, **options):
     path = jsonl(tmp_path / "rows.jsonl", rows)
     options = {"partition": {"by": "iid", "clients": 1}, "test_fraction": 0.0, **options}
     folder = tmp_path / f"data{len(list(tmp_path.iterdir()))}"
-    return build_dataset(DataConfig(train=str(path), **options), tokenizer(), Key(0), folder, config)
+    return build_dataset(DataConfig(train=str(path), **options), made or tokenizer(), Key(0), folder, config)
 
 
 def test_long_pairs_are_counted_or_refused(tmp_path):
@@ -372,14 +378,18 @@ def test_mirrored_copies_are_never_trained_and_validated_on(tmp_path):
 
 
 def test_a_flip_turns_the_orientation_alone(tmp_path):
+    """Here "A: n" is one token, so that the two orders of "no" and "yes" differ in length."""
+    made = unsplit(("A", ":"), ("A:", "Ġ"), ("A:Ġ", "n"))
     config = {"by": "column", "column": "who"}
     rows = pairs(8, who=lambda k: "ab"[k % 2])
-    plain = built(tmp_path, rows, GENERAL, partition=config)
-    flipped = built(tmp_path, rows, GENERAL, partition=config, flip=["b"])
+    plain = built(tmp_path, rows, GENERAL, made, partition=config)
+    flipped = built(tmp_path, rows, GENERAL, made, partition=config, flip=["b"])
     assert plain.tokens.orientations.tolist() == [0] * 8
     assert flipped.tokens.orientations.tolist() == [0, 1] * 4
     for row in range(8):
-        assert texts(plain.tokens, row) == texts(flipped.tokens, row)
+        before, after = plain.tokens.pair(row), flipped.tokens.pair(row)
+        assert len(before[1]) < len(before[2])
+        assert all(np.array_equal(*parts) for parts in zip(before, after, strict=True))
     assert np.array_equal(plain.tokens.lengths, flipped.tokens.lengths)
     assert flipped.tokens.record(1) == plain.tokens.record(1).swapped()
     assert plain.fingerprint != flipped.fingerprint
