@@ -25,6 +25,8 @@ TOKENIZER = SHARED / "models" / "tiny-lm"
 class Pairs:
     """Tokenised pairs in memory, with the face of a ``TokenSet``."""
 
+    letters: tuple[int, int] | None = None
+
     def __init__(self, pairs: list[Pair]) -> None:
         self._pairs = pairs
         self.lengths = np.array([[len(p.prompt), len(p.chosen), len(p.rejected)] for p in pairs], np.int32)

@@ -43,6 +43,8 @@ _SMALL: dict[str, Any] = {
 class Pairs:
     """Random pairs of unequal lengths in memory, with the face of a ``TokenSet``."""
 
+    letters: tuple[int, int] | None = None
+
     def __init__(self, count: int, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
         self._pairs = [
@@ -61,6 +63,22 @@ class Pairs:
 
     def pair(self, row: int) -> Pair:
         return self._pairs[row]
+
+
+class Choices(Pairs):
+    """Random choices: a prompt, and two branches that end with the letters A and B (1 and 2)."""
+
+    letters = (1, 2)
+
+    def __init__(self, count: int, seed: int = 0, orientations: list[int] | None = None) -> None:
+        super().__init__(count, seed)
+        self._pairs = [
+            Pair(p.prompt, np.append(p.chosen, np.int32(1)), np.append(p.rejected, np.int32(2)))
+            for p in self._pairs
+        ]
+        self.lengths = self.lengths + np.array([0, 1, 1], np.int32)
+        draw = np.random.default_rng(seed + 1)
+        self.orientations = np.array(orientations or draw.integers(0, 2, count), np.uint8)
 
 
 def causal(family: str) -> Any:
@@ -105,4 +123,4 @@ def away(layout: Layout, initial: Tensors, scale: float = 0.05, seed: int = 3) -
     return Tensors(layout, initial.flat + scale * noise)
 
 
-__all__ = ["FAMILIES", "VOCABULARY", "Pair", "Pairs", "away", "backbone", "causal"]
+__all__ = ["FAMILIES", "VOCABULARY", "Choices", "Pair", "Pairs", "away", "backbone", "causal"]

@@ -31,6 +31,8 @@ PLAIN = {"kl": 0.0, "trace": 1.0, "entropy": 0.0, "value": 0.0, "scaled": 0.0, "
 class Tokens:
     """Random pairs of a few tokens; token 0 ends a response."""
 
+    letters = None
+
     def __init__(self, size: int, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
 

@@ -20,7 +20,7 @@ CONTEXT = 64
 class Tokens:
     """Two short pairs and one of which prompt and rejected response have ``longest`` tokens together."""
 
-    fingerprint = "tokens"
+    fingerprint, letters = "tokens", None
 
     def __init__(self, longest: int) -> None:
         self.lengths = np.array([[5, 3, 2], [4, 1, 6], [longest - 4, 2, 4]], np.int32)

@@ -10,6 +10,7 @@ from typing import Any
 
 from prefed.core.text import did_you_mean
 from prefed.losses.batch import LossOutput, PairBatch
+from prefed.losses.choice import ChoiceBatch, choice
 from prefed.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
 from prefed.losses.pdpo import pdpo
 from prefed.losses.reference_free import orpo, sft, simpo
@@ -109,7 +110,7 @@ class PairLoss(ObjectiveSpec):
         super().__post_init__()
         object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
 
-    def __call__(self, batch: PairBatch, settings: Mapping[str, float] | None = None) -> LossOutput:
+    def __call__(self, batch: PairBatch | ChoiceBatch, settings: Mapping[str, float] | None = None) -> LossOutput:
         """Losses per pair ``[B]`` and detached scalar figures.
 
         Args:
@@ -187,6 +188,10 @@ See :mod:`prefed.losses.ppo`. Its settings: ``kl``, the weight of log π_old −
 ``scaled``: 1 divides advantages by their standard deviation over the visit; ``sums``: 0 is the mean over a
 batch's tokens, 1 the sum over a pair's tokens, averaged over pairs.
 """
+
+
+CHOICE = _entry(choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False)
+"""The objective of selectors. It is not in :data:`OBJECTIVES`: it reads choices, not log-probabilities."""
 
 
 def objective(name: str) -> PairLoss:

@@ -1,5 +1,6 @@
 """Metrics of models on preference pairs, per client and over clients."""
 
+from prefed.metrics.choices import ChoiceScores, choice_metrics, majority
 from prefed.metrics.clients import (
     FederatedMetric,
     Spread,
@@ -9,20 +10,33 @@ from prefed.metrics.clients import (
     spread,
 )
 from prefed.metrics.messages import divergence_warning, flat_loss_warning, small_clients_note
-from prefed.metrics.pairs import ACCURACY_METRICS, MEAN_METRICS, REWARD_METRICS, PairScores, client_metrics
+from prefed.metrics.pairs import (
+    ACCURACY_METRICS,
+    CHOICE_METRICS,
+    MEAN_METRICS,
+    POLICY_METRICS,
+    REWARD_METRICS,
+    PairScores,
+    client_metrics,
+)
 
 __all__ = [
     "ACCURACY_METRICS",
+    "CHOICE_METRICS",
     "MEAN_METRICS",
+    "POLICY_METRICS",
     "REWARD_METRICS",
+    "ChoiceScores",
     "FederatedMetric",
     "PairScores",
     "Spread",
+    "choice_metrics",
     "client_metrics",
     "divergence_warning",
     "federated_metric",
     "federated_metrics",
     "flat_loss_warning",
+    "majority",
     "not_finite_counts",
     "small_clients_note",
     "spread",

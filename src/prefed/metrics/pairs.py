@@ -16,13 +16,18 @@ ACCURACY_METRICS = (
     "explicit_accuracy",
     "agreement",
     "shared_accuracy",
+    "majority_accuracy",
 )
 """Metrics that are shares of a client's pairs. A run records every client's value."""
-MEAN_METRICS = ("margin", "explicit_margin", "dpo_loss")
+MEAN_METRICS = ("margin", "explicit_margin", "dpo_loss", "choice_loss")
 """The other metrics. A run records only their mean over clients."""
 REWARD_METRICS = ("combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin")
 """The metrics that only a model with an explicit reward head has."""
-LOWER_IS_BETTER = frozenset({"dpo_loss"})
+CHOICE_METRICS = ("majority_accuracy", "choice_loss")
+"""The metrics that only selectors have; the first where several of them vote."""
+POLICY_METRICS = ("normalized_accuracy", "dpo_loss")
+"""The metrics that selectors have not, beside :data:`REWARD_METRICS`."""
+LOWER_IS_BETTER = frozenset({"dpo_loss", "choice_loss"})
 """The metrics of which the highest value is the worst."""
 
 

@@ -134,7 +134,7 @@ def evaluate_file(
             rows = {client: rows[client] for client in names if client in rows}
         if not rows:
             raise ValueError(f"{file}: none of its rows belongs to {', '.join(names or ())}")
-        check_lengths(run.backbone, new.tokens.lengths)
+        check_lengths(run.backbone, new.tokens)
         pair_trainer = PairTrainer(
             run.backbone,
             new.tokens,

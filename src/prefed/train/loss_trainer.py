@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
-from prefed.losses import PairBatch, PairLoss
+from prefed.losses import ChoiceBatch, PairBatch, PairLoss
 from prefed.losses import objective as find_loss
 from prefed.train.packed import PackedForward
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
@@ -30,7 +30,7 @@ class LossTrainer:
         self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, rollout_cache: RolloutCache
     ) -> PhaseResult:
         """Run ``phase`` from ``tensors``; see :meth:`prefed.train.PairTrainer.train`."""
-        loss, key = find_loss(phase.objective.name), key.at("phase", phase.name)
+        loss, key = self._find(phase.objective), key.at("phase", phase.name)
         plan = list(batches(rows, phase, key))
         used = rows[np.isin(rows, np.concatenate(plan))]
         if loss.needs_reference:
@@ -63,7 +63,7 @@ class LossTrainer:
         self, tensors: Tensors, objective: Objective, rows: Rows, batch: Rows, names: Iterable[str], key: Key
     ) -> tuple[Tensors, float]:
         """Gradient in the tensors ``names``, and value, of the mean loss over ``batch``, some of ``rows``."""
-        loss, backbone = find_loss(objective.name), self._model.backbone
+        loss, backbone = self._find(objective), self._model.backbone
         if loss.needs_reference:
             self._references.fill_training(batch, rows)
         backbone.load(tensors)
@@ -75,7 +75,7 @@ class LossTrainer:
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean loss over ``rows`` as one batch, without dropout."""
-        loss = find_loss(objective.name)
+        loss = self._find(objective)
         if loss.needs_reference:
             self._references.fill_scoring(rows)
         self._model.backbone.load(tensors)
@@ -84,9 +84,13 @@ class LossTrainer:
         values, _ = loss(batch, {**loss.memory, **objective.settings})
         return float(values.mean())
 
+    def _find(self, objective: Objective) -> PairLoss:
+        return find_loss(objective.name)
+
     def _batch(
         self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairScoreCache
-    ) -> PairBatch:
+    ) -> PairBatch | ChoiceBatch:
+        """What ``loss`` reads of ``rows``, whose ``outputs`` the model's forward gave."""
         tokens, device = self._model.tokens, outputs.device
         lengths = torch.from_numpy(tokens.lengths[rows, 1:].astype(np.int64)).to(device)
         reference = torch.from_numpy(references.get(rows)).to(device) if loss.needs_reference else None

@@ -51,10 +51,16 @@ def _attention(
     lengths = [segment.length for segment in packing.segments]
     parts = zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True)
     for segment, (q, k, v) in zip(packing.segments, parts, strict=True):
-        first = segment.prompt - 1 if packing_tail and not packing.whole else 0
-        result = by_parts(attend, packing, segment, q[:, :, first:], k, v)
-        if packing_tail == "fill":
-            result = F.pad(result, (0, 0, first, 0))
+        if packing_tail and packing.ends:
+            result = _at_ends(attend, packing, segment, q, k, v)
+            if packing_tail == "fill":
+                rows = zip(torch.split(result, 1, 2), (segment.ends[0], segment.rejected - 1), strict=True)
+                result = torch.cat([F.pad(row, (0, 0, before, 0)) for row, before in rows], 2)
+        else:
+            first = segment.prompt - 1 if packing_tail and not packing.whole else 0
+            result = by_parts(attend, packing, segment, q[:, :, first:], k, v)
+            if packing_tail == "fill":
+                result = F.pad(result, (0, 0, first, 0))
         results.append(result.transpose(1, 2))
     return torch.cat(results, 1), None
 
@@ -64,6 +70,13 @@ def _at_once(
 ) -> torch.Tensor:
     """One call for a pair, with a mask; ``q`` holds the pair's last rows."""
     return attend(q, k, v, attn_mask=packing.mask(segment, q.dtype)[-q.shape[2] :])
+
+
+def _at_ends(
+    attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """One call for the last positions of a pair's two branches."""
+    return attend(q[:, :, segment.ends], k, v, attn_mask=packing.ends_mask(segment, q.dtype))
 
 
 def _by_parts(
@@ -202,7 +215,7 @@ class PackedForward:
         ``rejected=False`` leaves the rejected responses out; their columns are 0.
         """
         packing = self._pack(pairs, rejected, rewards)
-        return top_outputs(self.backbone, packing, trunk_hidden(self.backbone, packing))
+        return self._read(packing, trunk_hidden(self.backbone, packing))
 
     def features(
         self, pairs: Sequence[Pair], *, rejected: bool = True, rewards: bool = False
@@ -221,7 +234,10 @@ class PackedForward:
     ) -> torch.Tensor:
         """The result of a call, from the ``features`` of the same pairs."""
         packing = self._pack(pairs, rejected, rewards)
-        return top_outputs(self.backbone, packing, torch.cat(list(features)))
+        return self._read(packing, torch.cat(list(features)))
 
     def _pack(self, pairs: Sequence[Pair], rejected: bool, rewards: bool) -> Packing:
         return Packing.of(pairs, rejected=rejected, whole=rewards, device=self.backbone.device)
+
+    def _read(self, packing: Packing, hidden: torch.Tensor) -> torch.Tensor:
+        return top_outputs(self.backbone, packing, hidden)

@@ -25,6 +25,11 @@ class Segment:
         """Tokens of the stretch."""
         return self.prompt + self.chosen + self.rejected
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Within the stretch, the last position of either response."""
+        return self.prompt + self.chosen - 1, self.length - 1
+
 
 @dataclass
 class Packing:
@@ -32,7 +37,8 @@ class Packing:
 
     A pair occupies ``prompt, chosen[:-1], rejected[:-1]``. The last token of a response predicts nothing, so
     it is only a target. With ``whole`` the last tokens are there too, because the reward head reads every
-    hidden state. Positions restart at the prompt's length for the second response, and attention lets neither
+    hidden state. With ``ends`` the last token of a response is its only target: a selector's pair is a prompt
+    with two branches, and each branch ends with a letter. Positions restart at the prompt's length for the second response, and attention lets neither
     response see the other.
 
     Attributes:
@@ -46,6 +52,7 @@ class Packing:
         response: ``[M]`` 2 · pair for a token of the chosen response, 2 · pair + 1 for one of the rejected.
         counts: number of ``rows`` of each pair.
         whole: every token is a row.
+        ends: the rows are the last positions of both responses, two of each pair.
         hidden: the last block's output at ``rows``, while a forward pass hands it over.
 
     >>> pair = Pair(*(np.array(ids, np.int32) for ids in ([5, 6], [7, 0], [8, 9, 0])))
@@ -65,6 +72,7 @@ class Packing:
     response: torch.Tensor
     counts: tuple[int, ...]
     whole: bool = False
+    ends: bool = False
     hidden: torch.Tensor | None = None
     _masks: dict[tuple[Segment | tuple[int, int], torch.dtype], torch.Tensor] = field(default_factory=dict)
 
@@ -74,9 +82,14 @@ class Packing:
         *,
         rejected: bool = True,
         whole: bool = False,
+        ends: bool = False,
         device: torch.device | str = "cpu",
     ) -> Packing:
-        """Pack ``pairs``; with ``rejected=False`` only the chosen responses."""
+        """Pack ``pairs``; with ``rejected=False`` only the chosen responses.
+
+        Raises:
+            ValueError: with ``ends``, a response is nothing but its target.
+        """
         ids, positions, segments, counts = [], [], [], []
         rows, pick, targets, response = [], [], [], []
         start = known = 0
@@ -88,6 +101,17 @@ class Packing:
             ids += [prompt, chosen[:c], other[:r]]
             positions += [np.arange(p + c), np.arange(p, p + r)]
             segments.append(Segment(p, c, r))
+            if ends:
+                if not min(c, r):
+                    raise ValueError(f"pair {number} of the batch has a branch without a token before its letter")
+                rows.append(start + np.array(segments[-1].ends))
+                pick.append(known + np.arange(2))
+                targets.append(np.array([chosen[-1], other[-1]]))
+                response.append(2 * number + np.arange(2))
+                start += p + c + r
+                known += 2
+                counts.append(2)
+                continue
             skipped = 0 if whole else p - 1
             count = p + c + r - skipped
             rows.append(np.arange(start + skipped, start + p + c + r))
@@ -116,6 +140,7 @@ class Packing:
             tensor(response),
             tuple(counts),
             whole,
+            ends,
         )
 
     def pooling(self, completion: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,3 +185,11 @@ class Packing:
             shape, device = (count, prompt + count), self.ids.device
             self._masks[key] = torch.full(shape, -torch.inf, dtype=dtype, device=device).triu_(prompt + 1)
         return self._masks[key]
+
+    def ends_mask(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask ``[2, L]`` of the last positions of a pair's two branches."""
+        mask = torch.zeros(2, segment.length, dtype=dtype, device=self.ids.device)
+        response = segment.prompt + segment.chosen
+        mask[0, response:] = -torch.inf
+        mask[1, segment.prompt : response] = -torch.inf
+        return mask

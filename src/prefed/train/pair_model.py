@@ -10,6 +10,7 @@ import torch
 
 from prefed.data import Pair, TokenSet
 from prefed.models import Backbone
+from prefed.train.choices import Letters, PackedChoices, PaddedChoices
 from prefed.train.packed import PackedForward, enable_packing
 from prefed.train.padded import PaddedForward
 from prefed.train.pair_cache import Rows
@@ -32,18 +33,21 @@ class PairModel:
         fast: use packed batches where the model's family allows them.
 
     Attributes:
-        forward: pairs → log-probabilities, see :func:`choose_forward`.
+        forward: pairs → log-probabilities, or log-odds of choices; see :func:`choose_forward`.
     """
 
     def __init__(self, backbone: Backbone, tokens: TokenSet, *, max_tokens: int, fast: bool) -> None:
         self.backbone, self.tokens, self.max_tokens = backbone, tokens, max_tokens
-        lengths = tokens.lengths
-        longest = int((lengths[:, 0] + lengths[:, 1:].max(1)).max()) if len(tokens) else 0
-        self.forward = choose_forward(backbone, fast=fast, longest=longest)
+        longest = longest_sequence(tokens)
+        self.forward = choose_forward(backbone, fast=fast, longest=longest, letters=tokens.letters)
 
     def pairs(self, rows: Rows) -> list[Pair]:
         """Token ids of ``rows``."""
         return [self.tokens.pair(int(row)) for row in rows]
+
+    def signs(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """``[n]`` +1 where the response that is first in alphabetical order is the chosen one, else −1."""
+        return np.where(self.tokens.orientations[rows] == 1, 1, -1).astype(np.float32)
 
     def groups(self, rows: Rows, *, rejected: bool = True) -> list[Rows]:
         """Consecutive groups of ``rows`` of at most ``max_tokens`` tokens each; a longer pair is a group."""
@@ -79,19 +83,36 @@ class PairModel:
         return features
 
 
-def choose_forward(backbone: Backbone, *, fast: bool, longest: int) -> PackedForward | PaddedForward:
+def longest_sequence(tokens: TokenSet, rows: Rows | None = None) -> int:
+    """Tokens of the longest prompt with a response, or with a branch of a choice.
+
+    The letter at the end of a branch does not count: it is no input.
+
+    Args:
+        rows: only these pairs; ``None``: all.
+    """
+    lengths = tokens.lengths if rows is None else tokens.lengths[rows]
+    if not len(lengths):
+        return 0
+    return int((lengths[:, 0] + lengths[:, 1:].max(1)).max()) - (tokens.letters is not None)
+
+
+def choose_forward(
+    backbone: Backbone, *, fast: bool, longest: int, letters: Letters | None = None
+) -> PackedForward | PaddedForward:
     """The packed path where the model's family allows it, else the plain one. The log says why, once.
 
     Args:
         fast: ``False`` asks for the plain path.
         longest: tokens of the longest prompt with response.
+        letters: the pairs are choices between these two letters.
     """
-    if not fast:
-        return PaddedForward(backbone)
-    if obstacle := _obstacle(backbone, longest):
+    obstacle = _obstacle(backbone, longest) if fast else ""
+    if obstacle:
         _log.warning("training takes the plain path: %s", obstacle)
-        return PaddedForward(backbone)
-    return PackedForward(backbone)
+    if fast and not obstacle:
+        return PackedForward(backbone) if letters is None else PackedChoices(backbone, letters)
+    return PaddedForward(backbone) if letters is None else PaddedChoices(backbone, letters)
 
 
 def _obstacle(backbone: Backbone, longest: int) -> str:

@@ -6,11 +6,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from prefed.core import Key, Objective, Owner, Ownership, Phase, PhaseResult, Tensors
 from prefed.data import TokenSet
 from prefed.losses import PPO
-from prefed.metrics import PairScores
+from prefed.metrics import ChoiceScores, PairScores
 from prefed.models import Backbone
+from prefed.train.choice_trainer import ChoiceTrainer
 from prefed.train.loss_trainer import LossTrainer
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import PairModel
@@ -39,12 +43,13 @@ class ObjectiveTrainer(Protocol):
 class PairTrainer:
     """Trains and scores any client's tensors on a frozen backbone.
 
-    Every method raises ``ValueError`` if it is given no rows.
+    Where the pairs are choices between two letters (``tokens.letters``), the tensors are a selector's, and its
+    only objective is :data:`prefed.losses.CHOICE`. Every method raises ``ValueError`` if it is given no rows.
 
     Args:
         backbone: the model; this trainer becomes its only user.
         tokens: all pairs; a client is a set of rows.
-        cache: folder for the reference's log-probabilities; ``None`` keeps them in memory.
+        cache: folder for the numbers of the untouched model; ``None`` keeps them in memory.
         name: tells apart the caches of different models and data in one folder.
         max_tokens: tokens of one forward pass; larger batches are split, with equal results.
         fast: use packed batches where the model's family allows them.
@@ -68,10 +73,13 @@ class PairTrainer:
         self.backbone = backbone
         self.model = PairModel(backbone, tokens, max_tokens=max_tokens, fast=fast)
         self.references = ReferenceLogprobs(self.model, cache, name)
-        self.trainers: Mapping[str, ObjectiveTrainer] = {
-            PPO.name: PPOTrainer(self.model, rewards, cache, f"{name}-tokens"),
-        }
-        self._loss_trainer = LossTrainer(self.model, self.references)
+        self.trainers: Mapping[str, ObjectiveTrainer] = {}
+        self._loss_trainer: LossTrainer
+        if tokens.letters is None:
+            self.trainers = {PPO.name: PPOTrainer(self.model, rewards, cache, f"{name}-tokens")}
+            self._loss_trainer = LossTrainer(self.model, self.references)
+        else:
+            self._loss_trainer = ChoiceTrainer(self.model, self.references)
 
     def _trainer(self, objective: Objective) -> ObjectiveTrainer:
         return self.trainers.get(objective.name, self._loss_trainer)
@@ -119,10 +127,18 @@ class PairTrainer:
             batch = key.at("batches").numpy().choice(rows, batch_size, replace=False)
         return self._trainer(objective).gradient(tensors, objective, rows, batch, names, key)
 
-    def score(self, tensors: Tensors, rows: Rows) -> PairScores:
-        """Log-probabilities of ``rows`` under ``tensors`` and under the reference, without dropout."""
+    def score(self, tensors: Tensors, rows: Rows) -> PairScores | ChoiceScores:
+        """What ``tensors`` and the untouched model give to ``rows``, without dropout.
+
+        They are log-probabilities, or log-odds where the pairs are choices.
+        """
         self.references.fill_scoring(_not_empty(rows))
         self.backbone.load(tensors)
+        if self.model.tokens.letters is not None:
+            signs = self.model.signs(rows)[:, None]
+            return ChoiceScores(
+                orders=signs * self.model.outputs(rows), baseline=signs * self.references.scoring.get(rows)
+            )
         has_rewards = self.backbone.reward is not None
         outputs = self.model.outputs(rows, rewards=has_rewards)
         return PairScores(
@@ -131,6 +147,19 @@ class PairTrainer:
             lengths=self.model.tokens.lengths[rows, 1:],
             rewards=outputs[:, 2:] if has_rewards else None,
         )
+
+    def choice_scores(self, tensors: Tensors, rows: Rows) -> npt.NDArray[np.float32]:
+        """``[n]`` log-odds, the mean of both presentation orders, that a pair's first response is better.
+
+        The first is the one that comes first in alphabetical order, whichever of the two is the chosen one.
+
+        Raises:
+            ValueError: the pairs are no choices.
+        """
+        if self.model.tokens.letters is None:
+            raise ValueError("these pairs are a policy's: only a selector's pairs end with a letter to choose")
+        self.backbone.load(tensors)
+        return self.model.outputs(_not_empty(rows)).mean(1)
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean loss over ``rows`` as one batch, without dropout."""

@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of whole responses, computed once per pair."""
+"""The reference's two numbers of every pair, computed once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefed.train.pair_model import PairModel
 
 
 class ReferenceLogprobs:
-    """log π_ref of both responses of every pair.
+    """log π_ref of both responses of every pair; of a choice, the untouched model's log-odds in both orders.
 
     The last digits of a log-probability depend on the pairs that go through the model with it. Scoring and
     training group pairs differently, so each has a cache of its own.
@@ -60,7 +60,7 @@ class ReferenceLogprobs:
         """Put the numbers of ``blocks`` into ``cache``; each block goes through the model by itself."""
         backbone = self._model.backbone
         backbone.load(backbone.reference)
-        # Only the log-probabilities are stored. But with a reward head the policy is scored with its rewards,
+        # Only the first two numbers are stored. But with a reward head the policy is scored with its rewards,
         # which packs the batch in another way. The reference is packed like the policy, for equal bits.
         rewards = backbone.reward is not None
         values = [self._model.outputs(block, rewards=rewards)[:, :2] for block in blocks]

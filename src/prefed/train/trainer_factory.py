@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from prefed.core import POOLED, Key, Ownership, Round, Tensors
-from prefed.data import ClientData, ClientSizes, FederatedDataset
-from prefed.metrics import PairScores
+from prefed.data import ClientData, ClientSizes, FederatedDataset, TokenSet
+from prefed.metrics import ChoiceScores, PairScores
 from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
 from prefed.train.client_trainer import ClientPairTrainer
+from prefed.train.pair_cache import Rows
+from prefed.train.pair_model import longest_sequence
 from prefed.train.pair_trainer import PairTrainer
 from prefed.train.rewards import Rewards
 
@@ -55,12 +56,13 @@ class PairTrainerFactory:
         rows = [
             split for data in dataset.clients.values() for split in (data.train, data.validation, data.test)
         ]
-        check_lengths(backbone, dataset.tokens.lengths[np.concatenate(rows)])
+        check_lengths(backbone, dataset.tokens, np.concatenate(rows))
         rewards = None
         if reward_model is not None:
             rewards = Rewards(reward_model, dataset.tokens, cache, backbone.device)
         self._model = _digest(backbone)
-        name = f"reference-{self._model[:12]}-{dataset.tokens.fingerprint[:12]}"
+        kind = "reference" if dataset.tokens.letters is None else "choices"
+        name = f"{kind}-{self._model[:12]}-{dataset.tokens.fingerprint[:12]}"
         self.pair_trainer = PairTrainer(
             backbone,
             dataset.tokens,
@@ -101,8 +103,8 @@ class PairTrainerFactory:
 
     def score(
         self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]
-    ) -> PairScores:
-        """Log-probabilities of a client's pairs of one split under ``tensors`` (full layout)."""
+    ) -> PairScores | ChoiceScores:
+        """What ``tensors`` (full layout) give to a client's pairs of one split."""
         return self.pair_trainer.score(tensors, getattr(self._data(client), split))
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:
@@ -110,25 +112,26 @@ class PairTrainerFactory:
         save_adapter(self.backbone, tensors, folder)
 
 
-def check_lengths(backbone: Backbone, lengths: npt.NDArray[np.int32]) -> None:
+def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None) -> None:
     """Check that the longest pair is within the model's context.
 
     A model with rotary positions has positions beyond its context, but they are untrained: that is a warning.
 
     Args:
-        lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected.
+        rows: only these pairs; ``None``: all.
 
     Raises:
         ModelError: the pair is longer, and the model has no further positions.
     """
     config = backbone.causal.config
     window = getattr(config, "max_position_embeddings", None)
-    longest = int((lengths[:, 0] + lengths[:, 1:].max(axis=1)).max(initial=0))
+    longest = longest_sequence(tokens, rows)
     if window is None or longest <= window:
         return
+    what = "response" if tokens.letters is None else "two responses"
     message = (
         f"[model] name = {backbone.config.name!r} has a context of {window} tokens, and the longest prompt "
-        f"with its response has {longest}: set [data] max_length = {window}, or shorten such pairs"
+        f"with its {what} has {longest}: set [data] max_length = {window}, or shorten such pairs"
     )
     if not hasattr(config, "rope_parameters"):
         raise ModelError(message)
