@@ -41,7 +41,7 @@ class PackedChoices(PackedForward):
         assert self.backbone.final is not None
         final = self.backbone.final.norm(hidden)
         weight = self.backbone.causal.get_output_embeddings().weight[self._letters].to(final.dtype)
-        return _log_odds(final.float() @ weight.float().t(), packing.targets, self._letters)
+        return log_odds(final.float() @ weight.float().t(), packing.targets, self._letters)
 
 
 class PaddedChoices(PaddedForward):
@@ -61,12 +61,12 @@ class PaddedChoices(PaddedForward):
         logits = self.backbone.causal(input_ids=ids, attention_mask=attention, use_cache=False).logits
         last = logits[torch.arange(len(ids), device=ids.device), attention.sum(1) - 1]
         targets = [int(branch[-1]) for pair in pairs for branch in (pair.chosen, pair.rejected)]
-        return _log_odds(
+        return log_odds(
             last[:, self._letters].float(), torch.tensor(targets, device=ids.device), self._letters
         )
 
 
-def _log_odds(logits: torch.Tensor, targets: torch.Tensor, letters: torch.Tensor) -> torch.Tensor:
+def log_odds(logits: torch.Tensor, targets: torch.Tensor, letters: torch.Tensor) -> torch.Tensor:
     """``[2B, 2]`` logits of A and B, and the ``[2B]`` letters that name the first response → ``[B, 2]``."""
     margin = logits[:, 0] - logits[:, 1]
     return torch.where(targets == letters[0], margin, -margin).view(-1, 2)
