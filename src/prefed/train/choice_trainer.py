@@ -11,7 +11,10 @@ from prefed.train.pair_cache import PairScoreCache, Rows
 
 
 class ChoiceTrainer(LossTrainer):
-    """Trains on :data:`prefed.losses.CHOICE`."""
+    """Trains on :data:`prefed.losses.CHOICE`.
+
+    Every other objective is refused with ``ValueError``.
+    """
 
     def _find(self, objective: Objective) -> PairLoss:
         if objective.name != CHOICE.name:
