@@ -213,7 +213,9 @@ def main() -> None:
     print(f"{args.shape}, {batch} pairs in both orders, at most {args.max_length} tokens, {args.steps} steps")
     p, x, y = pairs.lengths.T.astype(int)
     padded = [
-        2 * batch * max((p + x)[batch * k : batch * (k + 1)].max(), (p + y)[batch * k : batch * (k + 1)].max())
+        2
+        * batch
+        * max((p + x)[batch * k : batch * (k + 1)].max(), (p + y)[batch * k : batch * (k + 1)].max())
         for k in range(args.steps + 2)
     ]
     packed = (p + x + y - 2).sum() / len(padded)

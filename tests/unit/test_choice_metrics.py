@@ -25,9 +25,7 @@ def test_four_pairs_by_hand() -> None:
     Softplus of the negated log-odds, with l = ln(1 + e): ln(1 + e⁻²) + ln 2; l + l; ln(1 + e⁻³) + ln(1 + e³);
     2 ln(1 + e⁻²).
     """
-    figures = choice_metrics(
-        scores([[2, 0], [-1, -1], [3, -3], [2, 2]], [[1, 1], [2, 0], [-1, -1], [4, -4]])
-    )
+    figures = choice_metrics(scores([[2, 0], [-1, -1], [3, -3], [2, 2]], [[1, 1], [2, 0], [-1, -1], [4, -4]]))
     two, three = math.log1p(math.exp(-2)), math.log1p(math.exp(-3))
     losses = two + math.log(2) + 2 * math.log(1 + math.e) + three + math.log1p(math.exp(3)) + 2 * two
     assert figures == {
@@ -40,9 +38,8 @@ def test_four_pairs_by_hand() -> None:
 
 
 def test_one_presentation_order_is_not_enough() -> None:
-    """A selector that likes letter A: log-odds of the first response are +5 + s in order 1, −5 + s in order 2.
-    With s = 1 for a chosen pair and −1 for a rejected one both are right and wrong by s, whatever A gets;
-    order 1 alone would call both right."""
+    """A selector gives letter A 5 nats too many: its log-odds are s + 5 in order 1 and s − 5 in order 2. With
+    s = 1 and s = −1 one of two pairs is right. Order 1 alone would call both right, order 2 alone none."""
     figures = choice_metrics(scores([[6, -4], [4, -6]]))
     assert figures["preference_accuracy"] == 0.5
     assert figures["margin"] == 0

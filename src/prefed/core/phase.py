@@ -15,7 +15,7 @@ from prefed.core.tensors import Tensors
 class Objective:
     """A loss by name with its settings, e.g. ``Objective("dpo", {"beta": 0.1})``.
 
-    The names are those of :data:`prefed.losses.OBJECTIVES`.
+    The names are those of :data:`prefed.losses.OBJECTIVES`, ``"ppo"``, and for selectors ``"choice"``.
     """
 
     name: str

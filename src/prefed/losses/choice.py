@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefed.core.lazy import F, torch
+from prefed.core.lazy import F
 from prefed.losses.batch import LossOutput
 
 if TYPE_CHECKING:

@@ -110,7 +110,9 @@ class PairLoss(ObjectiveSpec):
         super().__post_init__()
         object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
 
-    def __call__(self, batch: PairBatch | ChoiceBatch, settings: Mapping[str, float] | None = None) -> LossOutput:
+    def __call__(
+        self, batch: PairBatch | ChoiceBatch, settings: Mapping[str, float] | None = None
+    ) -> LossOutput:
         """Losses per pair ``[B]`` and detached scalar figures.
 
         Args:

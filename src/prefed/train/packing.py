@@ -103,7 +103,9 @@ class Packing:
             segments.append(Segment(p, c, r))
             if ends:
                 if not min(c, r):
-                    raise ValueError(f"pair {number} of the batch has a branch without a token before its letter")
+                    raise ValueError(
+                        f"pair {number} of the batch has a branch without a token before its letter"
+                    )
                 rows.append(start + np.array(segments[-1].ends))
                 pick.append(known + np.arange(2))
                 targets.append(np.array([chosen[-1], other[-1]]))

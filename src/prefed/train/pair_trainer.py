@@ -157,9 +157,12 @@ class PairTrainer:
             ValueError: the pairs are no choices.
         """
         if self.model.tokens.letters is None:
-            raise ValueError("these pairs are a policy's: only a selector's pairs end with a letter to choose")
+            raise ValueError(
+                "these pairs are a policy's: only a selector's pairs end with a letter to choose"
+            )
         self.backbone.load(tensors)
-        return self.model.outputs(_not_empty(rows)).mean(1)
+        scores: npt.NDArray[np.float32] = self.model.outputs(_not_empty(rows)).mean(1)
+        return scores
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean loss over ``rows`` as one batch, without dropout."""
