@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/selector_step.py --shape distilgpt2
 
-A step is collate, forward, backward, clip and AdamW on a batch of pairs, each in both presentation orders, on
-the same token ids, LoRA 8/16 on the same modules, dropout 0, fp32. The peers are written here as anybody would:
+A step is collate, forward, backward, clip and AdamW on a batch of pairs, each in both presentation orders,
+on the same token ids, LoRA 8/16 on the same modules, dropout 0, fp32. The peers are written here as anybody
+would:
 
-- ``plain``: both orders as rows of a padded batch through PEFT's model, full logits, cross-entropy over the two
-  letters at the last position;
+- ``plain``: both orders as rows of a padded batch through PEFT's model, full logits, cross-entropy over the
+  two letters at the last position;
 - ``plain, labels``: ``model(**inputs, labels=labels)``, transformers' own loss at the letter.
 
 The rungs of a ladder lead from there to the trainer, one measure at a time. The first is its own modules and
@@ -121,6 +122,7 @@ class PaddedTwo(PaddedChoices):
     """Rung: padded batches, and the head's two rows at the last positions alone."""
 
     def __call__(self, pairs: Sequence[Pair], **options: bool) -> torch.Tensor:
+        """Log-odds ``[B, 2]``."""
         inputs = [Pair(prompt, first[:-1], second[:-1]) for prompt, first, second in pairs]
         ids, attention, _ = pad(inputs)
         hidden = self.backbone.trunk(input_ids=ids, attention_mask=attention, use_cache=False)[0]
@@ -131,7 +133,10 @@ class PaddedTwo(PaddedChoices):
 
 
 class PackedTwo(PackedChoices):
-    """Rungs: packed, with the last block at all rows of the branches; each order has its own prompt or not."""
+    """Rungs: packed, with the last block at all rows of the branches.
+
+    Both orders share the prompt, or each has its own.
+    """
 
     def __init__(self, backbone: Backbone, letters: tuple[int, int], *, share: bool) -> None:
         super().__init__(backbone, letters)

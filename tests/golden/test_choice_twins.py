@@ -164,7 +164,7 @@ def test_loss_by_hand() -> None:
 
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30), st.booleans()), min_size=1, max_size=6))
 def test_gradient_of_the_loss_in_closed_form(pairs: list[tuple[float, float, bool]]) -> None:
-    """d/dx of −log σ(s x) is −s σ(−s x); each order has half of a pair's loss, each pair a part of the mean."""
+    """d/dx of −log σ(s x) is −s σ(−s x); an order has half of a pair's loss, a pair 1/n of the mean."""
     orders = torch.tensor([pair[:2] for pair in pairs], dtype=torch.float64, requires_grad=True)
     sign = torch.tensor([1.0 if pair[2] else -1.0 for pair in pairs], dtype=torch.float64)
     choice(ChoiceBatch(orders, sign))[0].mean().backward()
@@ -207,5 +207,5 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="choice"):
         policy.loss(model.initial, CHOICE, ROWS[:3])
     one = np.ones(1, np.int32)
-    with pytest.raises(ValueError, match="pair 0 .* before its letter"):
+    with pytest.raises(ValueError, match=r"pair 0 .* before its letter"):
         trainer.model.forward([Pair(one, one, one)])

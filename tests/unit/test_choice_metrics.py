@@ -46,13 +46,13 @@ def test_one_presentation_order_is_not_enough() -> None:
 
 
 def test_a_selector_that_always_names_a_letter_is_wrong_on_every_pair() -> None:
-    """Its log-odds in the two orders are +c and −c, a tie; ties counted for A would make it right."""
+    """Its log-odds in the two orders are +c and −c, a tie. Ties counted for A would make it right."""
     figures = choice_metrics(scores([[3, -3], [-3, 3]]), [scores([[3, -3], [-3, 3]])])
     assert figures["preference_accuracy"] == figures["baseline_accuracy"] == figures["majority_accuracy"] == 0
 
 
 def test_majority_by_hand() -> None:
-    """Four selectors, five pairs: 3 to 1; 1 to 3 though the sum is 97; 2 to 2 with sum 3; with sum −3; with 0."""
+    """Four selectors, five pairs: 3 to 1; 1 to 3 though the sum is 97; 2 to 2 with sums 3, −3 and 0."""
     jury = [
         scores([[a, a] for a in column])
         for column in ([1, 100, 5, 1, 1], [1, -1, 1, 1, 1], [1, -1, -1, -4, -1], [-100, -1, -2, -1, -1])
@@ -64,7 +64,7 @@ def test_majority_by_hand() -> None:
 
 
 def test_a_selector_without_finite_log_odds_has_no_vote() -> None:
-    """Pair 1: NaN, +, + is 2 to 0. Pair 2: NaN, +1, −2 is even, the sum −1. An own NaN is wrong and counted."""
+    """Pair 1: NaN, +, + is 2 to 0. Pair 2: NaN, +1, −2 is even, the sum −1. An own NaN is wrong."""
     broken = scores([[math.nan, 1], [math.inf, -math.inf], [1, 1]])
     jury = [broken, scores([[1, 1], [1, 1], [1, 1]]), scores([[1, 1], [-2, -2], [1, 1]])]
     figures = choice_metrics(broken, jury)
@@ -76,7 +76,7 @@ def test_a_selector_without_finite_log_odds_has_no_vote() -> None:
 
 @given(arrays(np.float32, (3, 5, 2), elements=st.floats(-8, 8, width=32)))
 def test_swapped_responses_turn_each_pair_that_is_no_tie(orders: np.ndarray) -> None:
-    """Accuracy and its mirror add up to the share of pairs without a tie, for one selector and for the vote."""
+    """Accuracy and its mirror add up to the share of pairs without a tie, for one selector and the vote."""
     jury = [scores(each.tolist()) for each in orders]
     mirrored = [scores((-each).tolist()) for each in orders]
     ours, theirs = choice_metrics(jury[0], jury), choice_metrics(mirrored[0], mirrored)

@@ -40,11 +40,12 @@ class ChoiceBatch:
 def choice(batch: ChoiceBatch) -> LossOutput:
     """Cross-entropy over the two letters, the mean over both orders: FedBiscuit (ICLR 2025), eq. 3.
 
-    A softmax over two logits is σ of their difference, so the loss of an order is −log σ(log-odds of the chosen
-    response). Figures: ``accuracy``, the share of pairs whose mean log-odds favour the chosen response (a tie
-    counts as wrong), and ``margin``, the mean of these.
+    A softmax over two logits is σ of their difference. So the loss of an order is −log σ(log-odds of the
+    chosen response). Figures: ``accuracy``, the share of pairs whose mean log-odds favour the chosen response
+    (a tie counts as wrong), and ``margin``, the mean of these.
 
-    >>> loss, figures = choice(ChoiceBatch(torch.tensor([[0.0, 0.0], [-2.0, 0.0]]), torch.tensor([1.0, -1.0])))
+    >>> orders = torch.tensor([[0.0, 0.0], [-2.0, 0.0]])
+    >>> loss, figures = choice(ChoiceBatch(orders, torch.tensor([1.0, -1.0])))
     >>> loss, figures["accuracy"].item(), figures["margin"].item()
     (tensor([0.6931, 0.4100]), 0.5, 0.5)
     """

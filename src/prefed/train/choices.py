@@ -1,9 +1,9 @@
 """A selector's pairs through the model: the two letters' logits, at the last position of each branch alone.
 
-The prompt of a selector's pair is the instruction with the query. Branch 1 shows the pair's first response as A
-and the second as B, branch 2 shows them the other way round, and each branch ends with the letter that says "the
-first is better". The forward passes give what a loss on choices reads: the log-odds of that letter against the
-other one.
+The prompt of a selector's pair is the instruction with the query. Branch 1 shows the pair's first response
+as A and the second as B. Branch 2 shows them the other way round. Each branch ends with the letter that says
+"the first is better". The forward passes give what a loss on choices reads: the log-odds of that letter
+against the other one.
 """
 
 from __future__ import annotations

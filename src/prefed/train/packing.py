@@ -38,8 +38,8 @@ class Packing:
     A pair occupies ``prompt, chosen[:-1], rejected[:-1]``. The last token of a response predicts nothing, so
     it is only a target. With ``whole`` the last tokens are there too, because the reward head reads every
     hidden state. With ``ends`` the last token of a response is its only target: a selector's pair is a prompt
-    with two branches, and each branch ends with a letter. Positions restart at the prompt's length for the second response, and attention lets neither
-    response see the other.
+    with two branches, and each branch ends with a letter. Positions restart at the prompt's length for the
+    second response, and attention lets neither response see the other.
 
     Attributes:
         ids: ``[1, T]``.

@@ -43,8 +43,9 @@ class ObjectiveTrainer(Protocol):
 class PairTrainer:
     """Trains and scores any client's tensors on a frozen backbone.
 
-    Where the pairs are choices between two letters (``tokens.letters``), the tensors are a selector's, and its
-    only objective is :data:`prefed.losses.CHOICE`. Every method raises ``ValueError`` if it is given no rows.
+    Where the pairs are choices between two letters (``tokens.letters``), the tensors are a selector's, and
+    its only objective is :data:`prefed.losses.CHOICE`. Every method raises ``ValueError`` if it is given no
+    rows.
 
     Args:
         backbone: the model; this trainer becomes its only user.
