@@ -44,6 +44,7 @@ def choice(batch: ChoiceBatch) -> LossOutput:
     chosen response). Figures: ``accuracy``, the share of pairs whose mean log-odds favour the chosen response
     (a tie counts as wrong), and ``margin``, the mean of these.
 
+    >>> import torch
     >>> orders = torch.tensor([[0.0, 0.0], [-2.0, 0.0]])
     >>> loss, figures = choice(ChoiceBatch(orders, torch.tensor([1.0, -1.0])))
     >>> loss, figures["accuracy"].item(), figures["margin"].item()
