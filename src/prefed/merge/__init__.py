@@ -9,6 +9,7 @@ from prefed.merge.attention import (
     similarity_attention,
 )
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
+from prefed.merge.groups import merge_groups
 from prefed.merge.uploads import (
     BadUpload,
     TooFewUploads,
@@ -33,6 +34,7 @@ __all__ = [
     "distance_attention",
     "largest_alpha",
     "mean_squared_distance",
+    "merge_groups",
     "similarity_attention",
     "sort_uploads",
     "update_norm",

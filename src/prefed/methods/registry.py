@@ -14,6 +14,8 @@ from prefed.methods import (
     ditto,
     fedala,
     fedamp,
+    fedbis,
+    fedbiscuit,
     fedbn,
     feddpo,
     fedpdpo,
@@ -90,6 +92,8 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
             _kind("pfedme", "averaging over Moreau envelopes of the clients' losses", pfedme, personal=True),
             _kind("fedala", "each client weighs what it takes over, layer by layer", fedala, personal=True),
             _kind("fedbn", "FedDPO with norms of one's own", fedbn, personal=True),
+            _kind("fedbis", "averaging of a selector, which judges pairs", fedbis, reads="choice"),
+            _kind("fedbiscuit", "a selector for each cluster of clients", fedbiscuit, reads="choice"),
         )
     }
 )

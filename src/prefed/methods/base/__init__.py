@@ -2,14 +2,17 @@
 
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.ppo import VALUE, BaselineSettings, lora_parts
+from prefed.methods.base.selector import CHOICE, SelectorSettings
 from prefed.methods.base.settings import LocalSettings, PersonalSettings, TrainingSettings, TwoPhaseSettings
 
 __all__ = [
+    "CHOICE",
     "VALUE",
     "BaselineSettings",
     "FedAvgBase",
     "LocalSettings",
     "PersonalSettings",
+    "SelectorSettings",
     "TrainingSettings",
     "TwoPhaseSettings",
     "lora_parts",

@@ -1,0 +1,134 @@
+"""Balanced clusters: each client is given one of U models, by the losses that it has under all of them.
+
+Sizes of clusters differ by at most 1 (FedBiscuit, section 5, eq. 5). Nothing here depends on the order in
+which clients are given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from prefed.core.lazy import np
+
+MOST = 10.0
+"""The highest loss of a client that counts. Without it one inflated loss would buy a place in any cluster."""
+MOST_CLIENTS = 2000
+"""With more clients the greedy rule is not compared with the exact one, which takes seconds and more."""
+
+Losses: TypeAlias = Mapping[str, Sequence[float]]
+"""Client → its loss under each of the U models, in nats, from 0 to :data:`MOST`."""
+
+
+def cut(loss: float) -> float:
+    """``loss`` in the range from 0 to :data:`MOST`; one that is NaN is the highest.
+
+    >>> cut(0.7), cut(-3.0), cut(1e30), cut(math.nan)
+    (0.7, 0.0, 10.0, 10.0)
+    """
+    return MOST if math.isnan(loss) else min(max(float(loss), 0.0), MOST)
+
+
+def greedy(losses: Losses) -> dict[str, int]:
+    """Client → its cluster, by FedBiscuit's rule (section 5.1, step 2.1).
+
+    Each client chooses the cluster in which it loses least. The cluster that most clients chose is filled
+    first: it takes ⌈clients / clusters⌉ of those who are left, the ones that would lose most elsewhere. The
+    rest choose again among the other clusters.
+
+    A client's regret is its least loss in another open cluster minus its own. Ties go to the client whose id
+    comes first, and to the lowest cluster.
+
+    With two clusters no balanced assignment has a lower cost.
+
+    >>> greedy({"a": (0.1, 0.9), "b": (0.2, 0.3), "c": (0.4, 0.8), "d": (0.5, 0.4)})
+    {'a': 0, 'b': 1, 'c': 0, 'd': 1}
+    """
+    waiting, clusters = sorted(losses), dict[str, int]()
+    open_clusters = list(range(_clusters(losses)))
+    while waiting:
+        choices = {client: min(open_clusters, key=losses[client].__getitem__) for client in waiting}
+        votes = Counter(choices.values())
+        fullest = max(open_clusters, key=lambda cluster: (votes[cluster], -cluster))
+        others = [cluster for cluster in open_clusters if cluster != fullest]
+
+        def regret(client: str, own: int = fullest, others: Sequence[int] = others) -> float:
+            elsewhere = min((losses[client][cluster] for cluster in others), default=MOST)
+            return elsewhere - losses[client][own]
+
+        # Sorting keeps the order of ids among equals.
+        takers = sorted((c for c in waiting if choices[c] == fullest), key=regret, reverse=True)
+        cap = math.ceil(len(waiting) / len(open_clusters))
+        clusters |= dict.fromkeys(takers[:cap], fullest)
+        waiting = [client for client in waiting if client not in clusters]
+        open_clusters = others
+    return {client: clusters[client] for client in sorted(clusters)}
+
+
+def exact(losses: Losses) -> dict[str, int]:
+    """Client → its cluster, with the least possible sum of losses over all balanced assignments.
+
+    Every cluster has ⌊n / U⌋ slots that must be filled, and where n is no multiple of U one more that may
+    be. Slots that stay empty are taken by fillers, which cost nothing there and must not be elsewhere. So one
+    linear assignment covers every pattern of sizes.
+
+    >>> exact({"a": (0.1, 0.9), "b": (0.2, 0.3), "c": (0.4, 0.8), "d": (0.5, 0.4)})
+    {'a': 0, 'b': 1, 'c': 0, 'd': 1}
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    clients, count = sorted(losses), _clusters(losses)
+    if not clients:
+        return {}
+    each, more = divmod(len(clients), count)
+    slots = np.concatenate([np.repeat(np.arange(count), each), np.arange(count if more else 0)])
+    costs = np.array([losses[client] for client in clients], dtype=np.float64)[:, slots]
+    fillers = np.full((len(slots) - len(clients), len(slots)), np.inf)
+    fillers[:, each * count :] = 0.0
+    rows, columns = linear_sum_assignment(np.concatenate([costs, fillers]))
+    return {
+        clients[row]: int(slots[column])
+        for row, column in zip(rows, columns, strict=True)
+        if row < len(clients)
+    }
+
+
+def cost(losses: Losses, clusters: Mapping[str, int]) -> float:
+    """The sum over clients of the loss in their clusters, exact to the last bit in any order.
+
+    >>> cost({"a": (0.25, 1.0), "b": (0.5, 0.75)}, {"a": 0, "b": 1})
+    1.0
+    """
+    return math.fsum(losses[client][cluster] for client, cluster in clusters.items())
+
+
+def gap(losses: Losses) -> float | None:
+    """What :func:`greedy` costs more than :func:`exact`; ``None`` for more clients than :data:`MOST_CLIENTS`."""
+    if len(losses) > MOST_CLIENTS:
+        return None
+    return max(0.0, cost(losses, greedy(losses)) - cost(losses, exact(losses)))
+
+
+def place(clients: Sequence[str], clusters: Mapping[str, int], count: int) -> dict[str, int]:
+    """``clusters`` and, for each of ``clients`` without one, the cluster that has fewest members then.
+
+    Ties go to the lowest cluster, and clients are taken in the order of their ids.
+
+    >>> place(["d", "c"], {"a": 1, "b": 0}, 3)
+    {'a': 1, 'b': 0, 'c': 2, 'd': 0}
+    """
+    placed = dict(clusters)
+    for client in sorted(set(clients) - set(clusters)):
+        sizes = Counter(placed.values())
+        placed[client] = min(range(count), key=lambda cluster: sizes[cluster])
+    return placed
+
+
+def _clusters(losses: Losses) -> int:
+    """U, which all clients agree on."""
+    counts = {len(own) for own in losses.values()}
+    if len(counts) > 1:
+        raise ValueError(f"clients have losses under different numbers of models: {sorted(counts)}")
+    return counts.pop() if counts else 0

@@ -1,0 +1,78 @@
+"""Several models in one round: each upload goes into the one that the server names for its client."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from prefed.core import Round, State, Upload
+from prefed.merge import rules
+from prefed.merge.aggregator import Aggregator
+from prefed.merge.uploads import BadUpload, TooFewUploads, check_update_sizes, update_norm
+
+SENT = "model"
+"""The group in which every client sends its tensors, whichever of the server's groups they belong to."""
+
+
+def merge_groups(
+    aggregator: Aggregator,
+    state: State,
+    uploads: Sequence[Upload],
+    groups: Mapping[str, str],
+    now: Round,
+    names: Collection[str],
+) -> tuple[State, dict[str, str]]:
+    """Merge each upload into the server's group of its client. A group without uploads keeps its tensors.
+
+    Args:
+        aggregator: merges the uploads of one group.
+        uploads: at least one, each with its tensors in the group :data:`SENT`.
+        groups: client → the server's group. It is the server's own account: nothing in an upload decides it.
+        names: the tensors that are merged.
+
+    Returns:
+        The server's next state; and each group that has too few uploads for the merge rule, with the reason.
+        Such a group keeps its tensors.
+
+    Raises:
+        TooFewUploads: this holds for every group that has uploads.
+        BadUpload: an upload does not fit its group, or its update is out of all proportion to the others'.
+    """
+    members: dict[str, list[Upload]] = {}
+    for upload in uploads:
+        group = groups[upload.client]
+        members.setdefault(group, []).append(replace(upload, tensors={group: upload.tensors[SENT]}))
+    _check_sizes(aggregator, state, uploads, groups, {name: len(own) for name, own in members.items()})
+    short: dict[str, str] = {}
+    for group in sorted(members):
+        try:
+            state = aggregator.merge(state, members[group], now, group, names=names)
+        except TooFewUploads as error:
+            short[group] = str(error)
+    if len(short) == len(members):
+        raise TooFewUploads("; ".join(f"{group}: {reason}" for group, reason in short.items()))
+    return state, short
+
+
+def _check_sizes(
+    aggregator: Aggregator,
+    state: State,
+    uploads: Sequence[Upload],
+    groups: Mapping[str, str],
+    sizes: Mapping[str, int],
+) -> None:
+    """As :meth:`Aggregator.with_size_check`, over all uploads, each as a step from its own group's tensors."""
+    steps, lengths = [], {}
+    for upload in uploads:
+        own = state.tensors[groups[upload.client]]
+        step = upload.tensors[SENT] - own.select(upload.tensors[SENT])
+        steps.append(replace(upload, tensors={SENT: step}))
+        lengths[upload.client] = update_norm(step)
+    longest = max(sorted(lengths), key=lengths.__getitem__)
+    origin = {SENT: state.tensors[groups[longest]]}
+    try:
+        check_update_sizes(steps, origin, aggregator.config.max_ratio, {SENT})
+    except BadUpload as error:
+        # Otherwise one client could stop its group's every round by an upload that is refused.
+        if rules.can_merge(aggregator.config, sizes[groups[error.client]] - 1):
+            raise

@@ -1,0 +1,72 @@
+"""FedBis: federated averaging of a selector, a small judge of preferences (FedBiscuit, arXiv:2407.03038).
+
+A selector reads a prompt and two responses, A and B, and answers with one letter. Section 4 and appendix A, in
+round r::
+
+    server   samples a cohort S and broadcasts φ
+    client   φ_i ← φ; K local steps on the cross-entropy of the two letters, both orders of each pair   eqs. 3, 7
+    server   φ ← Σ_{i∈S} p_i φ_i,  p_i = n_i / Σ_{m∈S} n_m
+         or  φ ← (M/A) Σ_{i∈S} p_i φ_i,  p_i = n_i / Σ_m n_m, of A = |S| out of M clients                 eq. 8
+
+The server then labels responses to prompts of its own with φ, and aligns a model on these pairs (section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from prefed.core import Layout, Method, Round, State, Upload
+from prefed.merge import Aggregator
+from prefed.methods.base import FedAvgBase, SelectorSettings, lora_parts
+
+SOURCE = "FedBis (arXiv:2407.03038), section 4"
+
+
+class Settings(SelectorSettings):
+    """Settings of FedBis. The paper (tables 3 and 4): the defaults, 500 rounds, 5 of 53 or 10 of 200 clients."""
+
+    mean: Literal["normalised", "eq8"] = Field(
+        "normalised",
+        description="how uploads merge: normalised, by their pairs; eq8, the paper's equation to the letter, whose "
+        "weights are 1 in sum only on average over cohorts",
+    )
+
+
+needs = lora_parts
+
+
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
+    """FedBis over ``layout``.
+
+    Raises:
+        ValueError: equation 8 is asked for, and ``[merge]`` asks for another mean.
+    """
+    config = aggregator.config
+    usual = (config.rule, config.weights, config.optimizer.name) == ("mean", "samples", "none")
+    if settings.mean == "eq8" and not (usual and config.lora not in ("fedex", "flexlora")):
+        raise ValueError(
+            "mean = 'eq8' is a sum with weights of its own: leave rule 'mean', weights 'samples' and optimizer 'none' "
+            "in [merge], and lora neither 'fedex' nor 'flexlora'; or take mean = 'normalised'"
+        )
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
+
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+        merged = fedavg.merge(server, uploads, now)
+        if settings.mean == "normalised":
+            return merged
+        # Eq. 8 is the normalised mean times the sum of its weights.
+        masses = sum(upload.weight for upload in uploads) / sum(now.weights.values())
+        factor = len(now.weights) / len(uploads) * masses
+        model = merged.tensors["model"]
+        scaled = model.select(fedavg.share(model, now)) * factor
+        return merged.update({"model": model.replace(scaled)}, {"factor": factor})
+
+    def figures(server: State) -> dict[str, float]:
+        factor = server.values.get("factor")
+        return {**fedavg.figures(server), **({"factor": factor} if isinstance(factor, float) else {})}
+
+    train = fedavg.exchange(merge=merge, figures=figures)
+    return fedavg.method("fedbis", SOURCE, train, reads="choice")
