@@ -66,8 +66,8 @@ def test_the_greedy_rule_is_never_below_the_exact_one(losses):
 
 
 def test_with_three_clusters_the_greedy_rule_can_lose():
-    """a and b choose 0. a stays, with regret 0.5 against 0.4, although b's third choice costs 5 and a's 0.6: then
-    c keeps b from 1. The greedy sum is 0 + 5 + 0; with b in 0 and a in 2 it is 0.6."""
+    """a and b choose 0. a stays, with regret 0.5 against 0.4, although b's third choice costs 5 and a's 0.6:
+    then c keeps b from 1. The greedy sum is 0 + 5 + 0; with b in 0 and a in 2 it is 0.6."""
     losses = {"a": (0.0, 0.5, 0.6), "b": (0.0, 0.4, 5.0), "c": (9.0, 0.0, 9.0)}
     assert greedy(losses) == {"a": 0, "b": 2, "c": 1}
     assert exact(losses) == {"a": 2, "b": 0, "c": 1}
@@ -96,7 +96,7 @@ def test_ties_go_to_the_first_id_and_the_lowest_cluster():
 @settings(max_examples=60, deadline=None)
 @given(tables(most_clients=8, least=2), st.one_of(st.floats(MOST), st.just(math.nan)), st.data())
 def test_an_inflated_loss_buys_no_more_than_the_highest_one(losses, lie, data):
-    """Whatever a client claims, the assignment is the one that it would have with the highest loss that counts."""
+    """Whatever a client claims, the assignment is that of the highest loss that counts."""
     liar = data.draw(st.sampled_from(sorted(losses)))
     where = data.draw(st.integers(0, len(losses[liar]) - 1))
 
@@ -109,7 +109,7 @@ def test_an_inflated_loss_buys_no_more_than_the_highest_one(losses, lie, data):
 
 
 def test_an_honest_regret_of_ten_stands_against_any_claim():
-    """Both choose cluster 0, which has one place: equal regrets, so the first id has it, whatever b claims."""
+    """Both choose cluster 0, which has one place: equal regrets, so the first id has it."""
     losses = {"a": (0.0, cut(10.0)), "b": (0.0, cut(1e30))}
     assert greedy(losses) == {"a": 0, "b": 1}
 

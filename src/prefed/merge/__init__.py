@@ -9,7 +9,7 @@ from prefed.merge.attention import (
     similarity_attention,
 )
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
-from prefed.merge.groups import merge_groups
+from prefed.merge.groups import by_mass, merge_groups
 from prefed.merge.uploads import (
     BadUpload,
     TooFewUploads,
@@ -29,6 +29,7 @@ __all__ = [
     "TooFewUploads",
     "WeightFunction",
     "alignment_weights",
+    "by_mass",
     "check_update_sizes",
     "check_upload",
     "distance_attention",

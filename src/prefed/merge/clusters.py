@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
+from prefed.core import Plain
 from prefed.core.lazy import np
 
 MOST = 10.0
@@ -105,13 +106,13 @@ def cost(losses: Losses, clusters: Mapping[str, int]) -> float:
 
 
 def gap(losses: Losses) -> float | None:
-    """What :func:`greedy` costs more than :func:`exact`; ``None`` for more clients than :data:`MOST_CLIENTS`."""
+    """The cost of :func:`greedy` above that of :func:`exact`; ``None`` beyond :data:`MOST_CLIENTS`."""
     if len(losses) > MOST_CLIENTS:
         return None
     return max(0.0, cost(losses, greedy(losses)) - cost(losses, exact(losses)))
 
 
-def place(clients: Sequence[str], clusters: Mapping[str, int], count: int) -> dict[str, int]:
+def place(clients: Collection[str], clusters: Mapping[str, int], count: int) -> dict[str, int]:
     """``clusters`` and, for each of ``clients`` without one, the cluster that has fewest members then.
 
     Ties go to the lowest cluster, and clients are taken in the order of their ids.
@@ -124,6 +125,47 @@ def place(clients: Sequence[str], clusters: Mapping[str, int], count: int) -> di
         sizes = Counter(placed.values())
         placed[client] = min(range(count), key=lambda cluster: sizes[cluster])
     return placed
+
+
+def regroup(
+    reports: Losses, before: Mapping[str, int], clients: Collection[str], count: int, rule: str
+) -> dict[str, Plain]:
+    """Group the clients that report their losses. The others keep their cluster, or are placed.
+
+    Args:
+        reports: losses as clients tell them; they are cut here.
+        before: client → its cluster so far.
+        clients: all clients, those without a report included.
+        count: how many clusters.
+        rule: ``"greedy"`` or ``"exact"``.
+
+    Returns:
+        ``clusters``, client → cluster; ``moved``, the clients whose cluster changed; ``selector_losses``, the
+        means of the losses over those who report, none if nobody does; ``balance_gap``, see :func:`gap`.
+
+    >>> regroup({"a": (0.5, 0.25), "b": (0.5, 0.75)}, {"a": 0, "c": 1}, ["a", "b", "c", "d"], 2, "greedy")[
+    ...     "clusters"
+    ... ]
+    {'a': 1, 'b': 0, 'c': 1, 'd': 0}
+    """
+    losses = {client: tuple(map(cut, reports[client])) for client in sorted(reports)}
+    assigned = greedy(losses) if rule == "greedy" else exact(losses)
+    after = place(clients, {**before, **assigned}, count)
+    return {
+        "clusters": {client: after[client] for client in sorted(after)},
+        "moved": [client for client in sorted(before) if after[client] != before[client]],
+        "selector_losses": [math.fsum(own) / len(losses) for own in zip(*losses.values(), strict=True)],
+        "balance_gap": gap(losses),
+    }
+
+
+def members(clusters: Mapping[str, int], count: int) -> list[Plain]:
+    """The ids of each cluster's clients, sorted.
+
+    >>> members({"b": 1, "c": 0, "a": 1}, 3)
+    [['c'], ['a', 'b'], []]
+    """
+    return [[client for client in sorted(clusters) if clusters[client] == u] for u in range(count)]
 
 
 def _clusters(losses: Losses) -> int:

@@ -14,6 +14,25 @@ SENT = "model"
 """The group in which every client sends its tensors, whichever of the server's groups they belong to."""
 
 
+def by_mass(aggregator: Aggregator, setting: str) -> Aggregator:
+    """``aggregator`` with weights ``"mass"``: FedBiscuit's eq. 6.
+
+    Args:
+        setting: what asks for it, for the error.
+
+    Raises:
+        ValueError: ``[merge]`` asks for other weights, or for a rule that has no place for these.
+    """
+    config = aggregator.config
+    if config.weights == "uniform" or config.rule not in ("mean", "norm_clip"):
+        what = "weights 'uniform'" if config.weights == "uniform" else f"rule {config.rule!r}"
+        raise ValueError(
+            f"{setting} moves a model by each client's share of all pairs, and {what} in [merge] leaves no "
+            "place for that: set it to 'normalised'"
+        )
+    return replace(aggregator, config=config.model_copy(update={"weights": "mass"}))
+
+
 def merge_groups(
     aggregator: Aggregator,
     state: State,
@@ -61,7 +80,7 @@ def _check_sizes(
     groups: Mapping[str, str],
     sizes: Mapping[str, int],
 ) -> None:
-    """As :meth:`Aggregator.with_size_check`, over all uploads, each as a step from its own group's tensors."""
+    """As :meth:`Aggregator.with_size_check` over all uploads, each as a step from its own group's tensors."""
     steps, lengths = [], {}
     for upload in uploads:
         own = state.tensors[groups[upload.client]]

@@ -1,12 +1,12 @@
 """FedBis: federated averaging of a selector, a small judge of preferences (FedBiscuit, arXiv:2407.03038).
 
-A selector reads a prompt and two responses, A and B, and answers with one letter. Section 4 and appendix A, in
-round r::
+A selector reads a prompt and two responses, A and B, and answers with one letter. In a round (section 4 and
+appendix A)::
 
     server   samples a cohort S and broadcasts φ
-    client   φ_i ← φ; K local steps on the cross-entropy of the two letters, both orders of each pair   eqs. 3, 7
+    client   φ_i ← φ; K local steps on the cross-entropy of the letters, both orders of each pair   eqs. 3, 7
     server   φ ← Σ_{i∈S} p_i φ_i,  p_i = n_i / Σ_{m∈S} n_m
-         or  φ ← (M/A) Σ_{i∈S} p_i φ_i,  p_i = n_i / Σ_m n_m, of A = |S| out of M clients                 eq. 8
+         or  φ ← (M/A) Σ_{i∈S} p_i φ_i,  p_i = n_i / Σ_m n_m, of A = |S| out of M clients           eq. 8
 
 The server then labels responses to prompts of its own with φ, and aligns a model on these pairs (section 4).
 """
@@ -26,12 +26,12 @@ SOURCE = "FedBis (arXiv:2407.03038), section 4"
 
 
 class Settings(SelectorSettings):
-    """Settings of FedBis. The paper (tables 3 and 4): the defaults, 500 rounds, 5 of 53 or 10 of 200 clients."""
+    """Settings of FedBis. Tables 3 and 4 of the paper: these defaults, 500 rounds, cohorts of 5 or 10."""
 
     mean: Literal["normalised", "eq8"] = Field(
         "normalised",
-        description="how uploads merge: normalised, by their pairs; eq8, the paper's equation to the letter, whose "
-        "weights are 1 in sum only on average over cohorts",
+        description="how uploads merge: normalised, their mean by pairs; eq8, the paper's equation to the "
+        "letter, whose weights have sum 1 only on average over cohorts",
     )
 
 
@@ -48,8 +48,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     usual = (config.rule, config.weights, config.optimizer.name) == ("mean", "samples", "none")
     if settings.mean == "eq8" and not (usual and config.lora not in ("fedex", "flexlora")):
         raise ValueError(
-            "mean = 'eq8' is a sum with weights of its own: leave rule 'mean', weights 'samples' and optimizer 'none' "
-            "in [merge], and lora neither 'fedex' nor 'flexlora'; or take mean = 'normalised'"
+            "mean = 'eq8' has weights of its own: leave rule 'mean', weights 'samples', optimizer 'none' in "
+            "[merge], and lora neither 'fedex' nor 'flexlora'; or set mean = 'normalised'"
         )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 

@@ -2,7 +2,7 @@
 
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.ppo import VALUE, BaselineSettings, lora_parts
-from prefed.methods.base.selector import CHOICE, SelectorSettings
+from prefed.methods.base.selector import CHOICE, Selectors, SelectorSettings
 from prefed.methods.base.settings import LocalSettings, PersonalSettings, TrainingSettings, TwoPhaseSettings
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "LocalSettings",
     "PersonalSettings",
     "SelectorSettings",
+    "Selectors",
     "TrainingSettings",
     "TwoPhaseSettings",
     "lora_parts",
