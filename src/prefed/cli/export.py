@@ -19,6 +19,10 @@ def export(
     client: Annotated[
         str | None, typer.Option(metavar="ID", help="A client's own model; left out: the one that all share.")
     ] = None,
+    selector: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="One of several selectors, 0 for the first."),
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="A whole model with the adapter in its weights, not an adapter.")
     ] = False,
@@ -34,9 +38,12 @@ def export(
     from prefed.runs.record import read_run
     from prefed.store import client_file
 
+    if client is not None and selector is not None:
+        raise ValueError("give --client or --selector, not both")
     record = read_run(run)
+    name = "shared" if selector is None else f"selector-{selector}"
     path = out or run / ("merged" if merge else "adapters") / (
-        "shared" if client is None else f"client-{client_file(client)}"
+        name if client is None else f"client-{client_file(client)}"
     )
     _check(path, record, replace=force or out is None)
     from prefed.core import Owner
@@ -47,7 +54,10 @@ def export(
     silence_transformers()
     loaded_run = load_run(run)
     backbone = loaded_run.backbone
-    tensors = loaded_run.published_model if client is None else loaded_run.model(client)
+    if client is not None:
+        tensors = loaded_run.model(client)
+    else:
+        tensors = loaded_run.published_model if selector is None else loaded_run.selector(name)
     # In the model that all share, personal parts are untouched and change nothing.
     names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
     more = sorted({tensors.layout[name].part for name in names} - IN_ADAPTER)

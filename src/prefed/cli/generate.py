@@ -43,6 +43,11 @@ def generate(
 
     silence_transformers()
     loaded_run = load_run(run)
+    if loaded_run.method.reads == "choice":
+        raise ValueError(
+            f"{loaded_run.method.name} trains selectors, which say which of two responses is better and do "
+            "not write: `prefed align` makes a model that does"
+        )
     backbone = loaded_run.backbone
     aligned = loaded_run.published_model if client is None else loaded_run.model(client)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)

@@ -54,8 +54,9 @@ def run(
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
         result = run_experiment(experiment, path, resume=resume, callbacks=[Terminal(console)])
         print_result(result.summary, console)
+        adapters = ", ".join(map(str, result.adapters)) or "none: see `prefed export`"
         for line in (
-            f"adapter: {result.adapter or 'none: see `prefed export`'}",
+            f"{'adapters' if len(result.adapters) > 1 else 'adapter'}: {adapters}",
             f"summary: {path / 'summary.json'}",
             f"report: prefed report {shlex.quote(str(path))}",
         ):

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, cast
 
 from prefed.core import Download, State, Tensors
 from prefed.engines.job import Job
-from prefed.metrics import PairScores, client_metrics
+from prefed.metrics import ChoiceScores, PairScores, choice_metrics, client_metrics
 
-Score: TypeAlias = Callable[[Tensors], PairScores]
-"""A model (full layout) → the log-probabilities that it gives to the pairs of an evaluation."""
+Scores: TypeAlias = PairScores | ChoiceScores
+Score: TypeAlias = Callable[[Tensors], Scores]
+"""A model (full layout) → what it gives to the pairs of an evaluation."""
+
+
+def pair_figures(
+    job: Job, scores: Scores, weight: float = 1.0, jury: Sequence[Scores] = ()
+) -> dict[str, float]:
+    """The figures of a model, by what the models of the job's method read.
+
+    Args:
+        weight: as :func:`~prefed.metrics.client_metrics` takes it.
+        jury: scores of the models that vote, as :func:`~prefed.metrics.choice_metrics` takes them.
+    """
+    if job.method.reads == "choice":
+        return choice_metrics(cast("ChoiceScores", scores), cast("Sequence[ChoiceScores]", jury))
+    return client_metrics(cast("PairScores", scores), job.beta, weight)
 
 
 def evaluate_client(
@@ -19,7 +34,9 @@ def evaluate_client(
     """The figures of the model with which a client predicts.
 
     They are what :func:`~prefed.metrics.client_metrics` gives, and for a personal method also
-    ``shared_accuracy``, the preference accuracy of the published model alone.
+    ``shared_accuracy``, the preference accuracy of the published model alone. For a method whose models read
+    choices they are what :func:`~prefed.metrics.choice_metrics` gives; where it publishes several models,
+    these are the jury.
 
     Args:
         number: the round after which it is evaluated.
@@ -27,10 +44,15 @@ def evaluate_client(
     """
     score = score or _own_pairs(job, client)
     model = job.client_model(client, private, published, number)
-    weight = job.method.reward_weight(private, number)
-    figures = client_metrics(score(model), job.beta, weight)
+    if job.jury:
+        models = job.shared_models(published).values()
+        jury = [(each, score(each)) for each in models]
+        # Usually the client's own is one of them.
+        own = next((scores for each, scores in jury if each.equal(model)), None)
+        return pair_figures(job, own or score(model), jury=[scores for _, scores in jury])
+    figures = pair_figures(job, score(model), job.method.reward_weight(private, number))
     if job.method.personal:
-        shared = client_metrics(score(job.shared(published)), job.beta)
+        shared = pair_figures(job, score(job.shared(published)))
         figures["shared_accuracy"] = shared["preference_accuracy"]
     return figures
 
@@ -39,16 +61,18 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
     """Number of local steps → preference accuracy of a client that never took part.
 
     Before its first step, or without a pair to train on, the client has the published model alone: personal
-    tensors that start at random are noise.
+    tensors that start at random are noise. Of several published models the method gives it one.
     """
-    adapt, accuracies, score = job.method.adapt, {}, _own_pairs(job, client)
+    method, accuracies, score = job.method, {}, _own_pairs(job, client)
     trainer = job.trainer(client, number, "predict")
     for steps in job.unseen_steps:
-        if adapt is not None and steps and trainer.size:
-            model = adapt(trainer, published, steps)
+        if method.adapt is not None and steps and trainer.size:
+            model = method.adapt(trainer, published, steps)
+        elif method.newcomer is not None:
+            model = method.newcomer(trainer, published)
         else:
             model = job.shared(published)
-        accuracies[str(steps)] = client_metrics(score(model), job.beta)["preference_accuracy"]
+        accuracies[str(steps)] = pair_figures(job, score(model))["preference_accuracy"]
     return accuracies
 
 

@@ -25,7 +25,7 @@ from prefed.core import (
     State,
     Tensors,
 )
-from prefed.metrics import PairScores
+from prefed.metrics import ChoiceScores, PairScores
 
 
 class Sizes(Protocol):
@@ -62,8 +62,10 @@ class TrainerFactory(Protocol):
     def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
         """A client's turn in a round; the client :data:`POOLED` holds the pairs of all clients."""
 
-    def score(self, client: str, tensors: Tensors, split: Literal["validation", "test"]) -> PairScores:
-        """The log-probabilities that a model (full layout) gives to a client's pairs of one split."""
+    def score(
+        self, client: str, tensors: Tensors, split: Literal["validation", "test"]
+    ) -> PairScores | ChoiceScores:
+        """What a model (full layout) gives to a client's pairs of one split: see ``reads`` of a method."""
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:
         """Write ``tensors`` (full layout) as an adapter folder that PEFT loads."""
@@ -229,6 +231,15 @@ class Job:
         """Name → each model (full layout) that was published, with nothing of any client's own."""
         untouched = self.trainers.initial if self.untouched is None else self.untouched
         return self.method.shared_models(untouched, published)
+
+    @cached_property
+    def jury(self) -> tuple[str, ...]:
+        """The names of the published models that vote on a pair; none where the method publishes only one."""
+        if self.method.reads != "choice":
+            return ()
+        first = self.method.publish(self.method.init_server(self.trainers.initial), self.members[0])
+        names = tuple(self.shared_models(first))
+        return names if len(names) > 1 else ()
 
     def client_model(self, client: str, private: State, published: Download, number: int) -> Tensors:
         """The tensors (full layout) with which ``client`` predicts after round ``number``."""

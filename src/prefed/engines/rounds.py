@@ -204,7 +204,8 @@ class ServerRounds:
         """Evaluate clients on their own pairs, each with the model that it would use.
 
         Returns:
-            The shares that :func:`~prefed.metrics.client_metrics` gives, each as an
+            The shares that :func:`~prefed.metrics.client_metrics` or
+            :func:`~prefed.metrics.choice_metrics` gives, each as an
             :class:`~prefed.metrics.FederatedMetric`, and the means over clients of its other figures. For
             a personal method ``shared_accuracy``, of the published model alone. ``unseen_accuracy``, one for
             each number of local steps, where there are newcomers. ``split``. ``clients`` and ``left_out``:

@@ -12,7 +12,7 @@ from prefed.core import Exchange, Layout, Owner, Ownership, Round, Tensors, Uplo
 from prefed.core.text import printable
 from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
-from prefed.metrics import ACCURACY_METRICS, CHOICE_METRICS, MEAN_METRICS, REWARD_METRICS
+from prefed.metrics import ACCURACY_METRICS, CHOICE_METRICS, MEAN_METRICS, POLICY_METRICS, REWARD_METRICS
 from prefed.wire import WireError, decode_upload, upload_limits
 
 MAX_REASON = 300
@@ -109,8 +109,12 @@ def _expected_figures(job: Job, client: str) -> list[str]:
     if client in job.unseen:
         return [str(steps) for steps in job.unseen_steps]
     rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
-    absent = {*CHOICE_METRICS} if rewards else {*CHOICE_METRICS, *REWARD_METRICS}
-    absent |= set() if job.method.personal else {"shared_accuracy"}
+    choices = job.method.reads == "choice"
+    absent = {*POLICY_METRICS} if choices else {*CHOICE_METRICS}
+    absent |= set() if rewards and not choices else {*REWARD_METRICS}
+    # Several published models are a jury, and no shared model.
+    absent |= set() if job.method.personal and not job.jury else {"shared_accuracy"}
+    absent |= set() if job.jury else {"majority_accuracy"}
     return [name for name in (*ACCURACY_METRICS, *MEAN_METRICS) if name not in absent]
 
 

@@ -37,6 +37,7 @@ NUMBERS = {
     "margin": "mean gain in likelihood of the chosen over that of the rejected response, in nats.",
     "explicit_margin": "mean of what the reward head gives the chosen response less the rejected one.",
     "dpo_loss": "mean of DPO's loss, −log of the sigmoid of beta times the margin.",
+    "choice_loss": "mean cross-entropy over the two letters of a selector, both orders of each pair.",
 }
 """Figures of an evaluation that are no shares, and what they mean."""
 

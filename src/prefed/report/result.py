@@ -96,8 +96,10 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
         if len(rewarded) > 1:
             title = f"{name}: with the reward head"
             console.print(clients_table(title, rewarded, evaluation.pairs.get))
-        margin, loss = evaluation.figures["margin"], evaluation.figures["dpo_loss"]
-        console.print(f"mean margin {margin['mean']:.3f} nats, mean DPO loss {loss['mean']:.4f}")
+        margin = f"mean margin {evaluation.figures['margin']['mean']:.3f} nats"
+        for loss, name_of_loss in (("dpo_loss", "DPO loss"), ("choice_loss", "cross-entropy")):
+            if loss in evaluation.figures:
+                console.print(f"{margin}, mean {name_of_loss} {evaluation.figures[loss]['mean']:.4f}")
         if "explicit_margin" in evaluation.figures:
             explicit = evaluation.figures["explicit_margin"]["mean"]
             console.print(f"mean margin of the reward head {explicit:.3f}")

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
+from prefed.engines.evaluation import evaluate_client, evaluate_newcomer, pair_figures
 from prefed.metrics import (
     FederatedMetric,
-    client_metrics,
     divergence_warning,
     federated_metrics,
     not_finite_counts,
@@ -34,8 +33,7 @@ class Evaluation:
     Attributes:
         what: the pairs, e.g. ``"test pairs"``.
         pairs: client → pairs it was evaluated on.
-        figures: as :func:`prefed.metrics.client_metrics` names them, over clients; for a method whose
-            clients have models of their own also ``shared_accuracy``, of the published model alone.
+        figures: as :func:`prefed.engines.evaluation.evaluate_client` names them, over clients.
         unseen: number of local steps → preference accuracy of the clients that never took part.
         notes: what a reader should know, a sentence each.
     """
@@ -126,7 +124,8 @@ def evaluate_file(
     names = [run.check(client) for client in clients] if clients else None
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as folder:
         new = read_pairs(run, file, Path(folder), everyone=everyone)
-        rows, common = dict(new.rows), new.common and not (run.method.personal or names)
+        own_models = run.method.personal or bool(run.job.jury)
+        rows, common = dict(new.rows), new.common and not (own_models or names)
         if new.common and not common:
             participants = [client for client in run.clients if client not in run.job.unseen]
             rows = dict.fromkeys(names or participants, rows[EVERYBODY])
@@ -145,7 +144,7 @@ def evaluate_file(
         for client, own in rows.items():
             score = partial(pair_trainer.score, rows=own)
             if common:
-                figures[client] = client_metrics(score(run.published_model), run.job.beta)
+                figures[client] = pair_figures(run.job, score(run.published_model))
             else:
                 private, published = run.private_state(client), run.method.publish(run.server, client)
                 last = run.reader.commit.round

@@ -21,6 +21,7 @@ USUAL = (
     "combined_accuracy",
     "explicit_accuracy",
     "agreement",
+    "majority_accuracy",
 )
 """Usual figures, in the order in which they are shown. Other figures follow in the run's own order."""
 
@@ -72,6 +73,10 @@ def _words(name: str, personal: bool) -> tuple[str, str]:
         "reward_accuracy": (
             "reward",
             "share of pairs whose chosen response gained more likelihood over the untouched model",
+        ),
+        "majority_accuracy": (
+            "majority",
+            "share of pairs whose chosen response more selectors score higher than lower",
         ),
         "normalized_accuracy": ("per token", f"{likelier}, token for token"),
         "combined_accuracy": (

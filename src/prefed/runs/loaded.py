@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,16 +93,47 @@ class LoadedRun:
         """The one model (full layout) that the server publishes to everybody.
 
         Raises:
-            RunError: the method shares no model, or publishes different models to different clients.
+            RunError: the method shares no model or several, or publishes different models to different
+                clients.
         """
-        models = [model for model, _ in published_models(self.job, self.server)]
+        models = self.published_models
         if not models:
             raise RunError(f"{self.method.name} shares no model: name a client with --client")
-        if not all(model.equal(models[0]) for model in models):
+        if len(models) > 1:
+            raise RunError(
+                f"{self.method.name} shares {len(models)} selectors and no single model: name one with --selector, "
+                "or a client with --client"
+            )
+        return next(iter(models.values()))
+
+    def selector(self, name: str) -> Tensors:
+        """The selector (full layout) of that name, e.g. ``"selector-0"``.
+
+        Raises:
+            RunError: the run has none of that name.
+        """
+        names = self.job.jury
+        if name not in names:
+            known = f"its selectors are {', '.join(names)}" if names else "it shares no several selectors"
+            raise RunError(f"{self.record.path} has no {name}: {known}")
+        return self.published_models[name]
+
+    @cached_property
+    def published_models(self) -> Mapping[str, Tensors]:
+        """Name → model (full layout) that the server publishes to everybody; empty if the method shares none.
+
+        The one name is ``"shared"``; several models are selectors that vote.
+
+        Raises:
+            RunError: the method publishes different models to different clients.
+        """
+        published = [models for models, _ in published_models(self.job, self.server)]
+        first = published[0] if published else {}
+        if not all(models[name].equal(first[name]) for models in published for name in first):
             raise RunError(
                 f"{self.method.name} gives each client a model of its own: name a client with --client"
             )
-        return models[0]
+        return first
 
 
 def load_run(path: str | Path, *, data: bool = False) -> LoadedRun:

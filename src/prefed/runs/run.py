@@ -18,11 +18,12 @@ from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.build import build_job
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
-from prefed.runs.summary import published_model, read_profiles, summarize
+from prefed.runs.summary import mean_models, read_profiles, summarize
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state, encode
 
-ADAPTER = Path("adapters", "shared")
+ADAPTERS = "adapters"
+SHARED = "shared"
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,16 @@ class RunResult:
     Attributes:
         summary: what ``summary.json`` holds.
         server: the server's state after the last round.
-        adapter: the folder of the shared adapter. ``None`` if the method shares no model, or if no adapter
-            can hold the model.
+        adapter: the folder of the shared adapter. ``None`` if the method shares no model or several, or if no
+            adapter can hold the model.
+        adapters: the folders of all shared adapters: that one, or one for each selector.
     """
 
     path: Path
     summary: Mapping[str, Any]
     server: State
     adapter: Path | None
+    adapters: tuple[Path, ...] = ()
 
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
@@ -116,7 +119,7 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
         profiles = read_profiles(job, backend.states)
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
-    _save_adapter(job, server, writer.path, callback)
+    _save_adapters(job, server, writer.path, callback)
     writer.write_summary(summarize(job, writer, profiles), profiles)
 
 
@@ -146,16 +149,18 @@ def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
     return make(job, factory, writer.states, settings)
 
 
-def _save_adapter(job: Job, server: State, path: Path, callback: Callback) -> None:
-    shared = published_model(job, server)
-    if shared is not None:
+def _save_adapters(job: Job, server: State, path: Path, callback: Callback) -> None:
+    for name, model in mean_models(job, server).items():
         try:
-            job.trainers.save_adapter(shared, path / ADAPTER)
+            job.trainers.save_adapter(model, path / ADAPTERS / name)
         except ModelError as error:
             callback.on_warning(f"no adapter is saved: {error}")
+            return
 
 
 def _result(path: Path, server: State) -> RunResult:
     summary = json.loads((path / "summary.json").read_text("utf-8"))
-    adapter = path / ADAPTER
-    return RunResult(path, summary, server, adapter if adapter.exists() else None)
+    shared = path / ADAPTERS / SHARED
+    adapters = tuple(path / ADAPTERS / name for name in summary.get("selectors", [SHARED]))
+    adapters = tuple(adapter for adapter in adapters if adapter.exists())
+    return RunResult(path, summary, server, shared if shared in adapters else None, adapters)

@@ -1,8 +1,9 @@
-"""What ``summary.json`` holds, and the model that a finished run shares."""
+"""What ``summary.json`` holds, and the models that a finished run shares."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
     return {
         "method": job.method.name,
         "rounds": writer.round,
+        **({"selectors": list(job.jury)} if job.jury else {}),
         "seed": job.seed,
         **{name: evaluation[name] for name in names if name in evaluation},
         "loss": last["loss"],
@@ -101,33 +103,38 @@ def _public(job: Job, profiles: Profiles) -> Profiles:
     }
 
 
-def published_models(job: Job, server: State) -> list[tuple[Tensors, int]]:
-    """The models (full layout) that the server publishes, each with the number of clients that get it.
+def published_models(job: Job, server: State) -> list[tuple[Mapping[str, Tensors], int]]:
+    """What the server publishes: name → model (full layout), each with the number of clients that get them.
 
-    The list is empty if the method shares no model. Two models of the list may be equal.
+    A name is ``"shared"``, or those of several models that vote. The list is empty if the method shares no
+    model. Two entries of the list may be equal.
     """
-    models: dict[tuple[int, ...], tuple[Tensors, int]] = {}
+    models: dict[tuple[int, ...], tuple[Mapping[str, Tensors], int]] = {}
     for client in job.trainers.clients:
         published = job.method.publish(server, client)
         if not published.tensors:
             return []
-        # Usually all clients get the one model in the server's state: it is counted, not copied.
+        # Usually all clients get what is in the server's state: it is counted, not copied.
         place = tuple(group.flat.data_ptr() for group in published.tensors.values())
-        model, count = models[place] if place in models else (job.shared(published), 0)
-        models[place] = (model, count + 1)
+        own, count = models[place] if place in models else (job.shared_models(published), 0)
+        models[place] = (own, count + 1)
     return list(models.values())
 
 
-def published_model(job: Job, server: State) -> Tensors | None:
-    """The model (full layout) that the server publishes; the clients' mean where each gets another.
+def mean_models(job: Job, server: State) -> dict[str, Tensors]:
+    """Name → model (full layout) that the server publishes; the clients' mean where each gets another.
 
-    ``None`` if the method shares no model.
+    It is empty if the method shares no model.
     """
     models = published_models(job, server)
     if len(models) < 2:
-        return models[0][0] if models else None
-    total = torch.zeros_like(job.trainers.initial.flat, dtype=torch.float64)
+        return dict(models[0][0]) if models else {}
+    return {name: _mean([(own[name], count) for own, count in models]) for name in models[0][0]}
+
+
+def _mean(models: Sequence[tuple[Tensors, int]]) -> Tensors:
+    first = models[0][0]
+    total = torch.zeros_like(first.flat, dtype=torch.float64)
     for model, count in models:
         total += model.flat.double() * count
-    mean = total / len(job.trainers.clients)
-    return Tensors(job.trainers.initial.layout, mean.to(job.trainers.initial.flat.dtype))
+    return Tensors(first.layout, (total / sum(count for _, count in models)).to(first.flat.dtype))

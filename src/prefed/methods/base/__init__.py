@@ -2,11 +2,10 @@
 
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.ppo import VALUE, BaselineSettings, lora_parts
-from prefed.methods.base.selector import CHOICE, Selectors, SelectorSettings
+from prefed.methods.base.selector import Selectors, SelectorSettings
 from prefed.methods.base.settings import LocalSettings, PersonalSettings, TrainingSettings, TwoPhaseSettings
 
 __all__ = [
-    "CHOICE",
     "VALUE",
     "BaselineSettings",
     "FedAvgBase",

@@ -9,12 +9,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from prefed.core import ClientTrainer, Download, Objective, Owner, State, Tensors
+from prefed.losses import CHOICE
 from prefed.merge.clusters import cut
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.settings import TrainingSettings
 
-CHOICE = Objective("choice")
-"""Cross-entropy over the two letters, mean over both orders of a pair (FedBiscuit, eq. 3)."""
+GOAL = Objective(CHOICE.name)
+"""The loss that clients minimise, and by which they are grouped."""
 
 
 class SelectorSettings(TrainingSettings):
@@ -56,7 +57,7 @@ class SelectorSettings(TrainingSettings):
 
     def goal(self) -> Objective:
         """The loss that clients minimise."""
-        return CHOICE
+        return GOAL
 
     def batches(self) -> tuple[int, int]:
         """Pairs in a batch, and batches that make an optimiser step."""
@@ -112,7 +113,7 @@ class Selectors:
         """The client's mean loss under each selector, cut as :func:`prefed.merge.clusters.cut` says."""
         start = self.fedavg.start
         models = (start(trainer, private, self.one(download, u)) for u in range(self.count))
-        return [cut(trainer.loss(model, CHOICE, split)) for model in models]
+        return [cut(trainer.loss(model, GOAL, split)) for model in models]
 
     def predict(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
         """A client predicts with its own selector."""
