@@ -90,6 +90,15 @@ class Scores:
     lengths: np.ndarray
     rewards: np.ndarray | None = None
 
+    @property
+    def orders(self) -> np.ndarray:
+        """As a selector gives them, the same in both orders."""
+        return np.repeat(self.policy[:, :1] - self.policy[:, 1:], 2, axis=1)
+
+    @property
+    def baseline(self) -> np.ndarray:
+        return np.repeat(self.reference[:, :1] - self.reference[:, 1:], 2, axis=1)
+
 
 class MemoryStates:
     """Clients' private states in memory."""

@@ -101,8 +101,8 @@ class LoadedRun:
             raise RunError(f"{self.method.name} shares no model: name a client with --client")
         if len(models) > 1:
             raise RunError(
-                f"{self.method.name} shares {len(models)} selectors and no single model: name one with --selector, "
-                "or a client with --client"
+                f"{self.method.name} shares {len(models)} selectors and no single model: name one with "
+                "--selector, or a client with --client"
             )
         return next(iter(models.values()))
 
@@ -114,7 +114,7 @@ class LoadedRun:
         """
         names = self.job.jury
         if name not in names:
-            known = f"its selectors are {', '.join(names)}" if names else "it shares no several selectors"
+            known = f"its selectors are {', '.join(names)}" if names else "it has one model, named 'shared'"
             raise RunError(f"{self.record.path} has no {name}: {known}")
         return self.published_models[name]
 
