@@ -42,7 +42,8 @@ from prefed.core import (
     Upload,
 )
 from prefed.engines import BACKENDS, BackendSettings, InProcess, Job, JobFactory, ServerRounds
-from prefed.merge import BadUpload
+from prefed.merge import Aggregator, BadUpload, MergeConfig
+from prefed.methods import METHODS
 from prefed.store import RunWriter
 from prefed.wire import encode
 from quadratic import Quadratic, QuadraticTrainer
@@ -70,6 +71,8 @@ DEFAULTS: dict[str, Any] = {
     "evaluation_cohort": None,
     "order": 1,
     "minimum_pairs": 0,
+    "method": None,
+    "settings": {},
 }
 
 
@@ -266,6 +269,13 @@ def toy_method(options: Mapping[str, Any]) -> Method:
     )
 
 
+def real_method(options: Mapping[str, Any]) -> Method:
+    """The registered method ``options["method"]``, with ``options["settings"]`` and small steps."""
+    kind = METHODS[options["method"]]
+    chosen = kind.Settings(**{"lr": 0.05, "local_steps": 2, "batch_size": 2, **options["settings"]})
+    return kind.build(chosen, LAYOUT, Aggregator(MergeConfig(), LAYOUT, 2.0), options["rounds"])
+
+
 def misbehave(upload: Upload, tensors: Tensors, fault: str | None) -> Upload:
     """What a client with this fault sends instead."""
     model = upload.tensors["model"]
@@ -307,7 +317,7 @@ def build(text: str) -> Job:
     chosen = json.loads(text)
     return Job(
         trainers=ToyTrainers(chosen),
-        method=toy_method(chosen),
+        method=real_method(chosen) if chosen["method"] else toy_method(chosen),
         seed=chosen["seed"],
         rounds=chosen["rounds"],
         cohort=chosen["cohort"],

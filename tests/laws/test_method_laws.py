@@ -12,6 +12,8 @@ from quadratic import Run, crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
+OWN = {"fedbiscuit": {"selectors": 2, "warmup_rounds": 1, "regroup_every": 1}}
+"""Settings with which three rounds have all that a method does."""
 problems = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 10**6),
@@ -31,8 +33,11 @@ def make(name: str, problem: dict, merge: MergeConfig | None = None, **own: obje
     common = {key: value for key, value in common.items() if value is not None}
     if name in ("scaffold", "perfedavg"):
         common["optimizer"] = "sgd"
+    if kind.reads == "choice":
+        common = {"local_epochs": None if "local_steps" in common else 1, **common}
+        common["batch_size"] *= 2
     aggregator = Aggregator(merge or MergeConfig(), start(problem, merge, name).layout, 2.0)
-    return kind.build(kind.Settings(**common, **own), aggregator.layout, aggregator, 3)
+    return kind.build(kind.Settings(**common, **OWN.get(name, {}), **own), aggregator.layout, aggregator, 3)
 
 
 def start(problem: dict, merge: MergeConfig | None = None, name: str = "feddpo") -> Tensors:

@@ -39,6 +39,7 @@ RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
 PINNED = {
     *("feddpo", "fedsft", "fedprox", "scaffold", "centralized", "local"),
     *("fedpdpo", "fedper", "fedrep", "perfedavg", "fedamp", "fedsdg", "ditto", "pfedme", "fedala", "fedbn"),
+    *("fedbis", "fedbiscuit"),
 }
 """Methods whose private tensors are pinned here. Any other method is taken at its own ownership."""
 PRIVATE = {"bottleneck", "head", "reward", "value", "personal_lora", "gate", "norm"}
@@ -50,6 +51,7 @@ MARK = struct.unpack("<d", MARK_BYTES)[0]
 PPO = {"objective": "ppo"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in METHODS},
+    "fedbiscuit": ("fedbiscuit", {"selectors": 2, "warmup_rounds": 1, "regroup_every": 1}),
     "fedper, one block": ("fedper", {"shared_layers": 1}),
     "fedamp by distance": ("fedamp", {"attention": "distance", "sigma": 1e4}),
     "perfedavg with hessians": ("perfedavg", {"variant": "hf"}),

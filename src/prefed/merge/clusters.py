@@ -133,7 +133,7 @@ def regroup(
     """Group the clients that report their losses. The others keep their cluster, or are placed.
 
     Args:
-        reports: losses as clients tell them; they are cut here.
+        reports: losses as clients tell them. Honest ones are cut; here all are.
         before: client → its cluster so far.
         clients: all clients, those without a report included.
         count: how many clusters.

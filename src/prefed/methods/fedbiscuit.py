@@ -104,7 +104,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return Download(selectors.all(server))
 
     def score(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        losses = selectors.measure(trainer, private, download, "validation")
+        losses = map(clusters.cut, selectors.measure(trainer, private, download, "validation"))
         return trainer.upload({}, dict(zip(selectors.losses, losses, strict=True))), private
 
     def group(server: State, uploads: Sequence[Upload], now: Round) -> State:

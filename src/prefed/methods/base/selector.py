@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -10,7 +11,6 @@ from pydantic import Field, model_validator
 
 from prefed.core import ClientTrainer, Download, Objective, Owner, State, Tensors
 from prefed.losses import CHOICE
-from prefed.merge.clusters import cut
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.settings import TrainingSettings
 
@@ -110,10 +110,11 @@ class Selectors:
         download: Download,
         split: Literal["train", "validation"],
     ) -> list[float]:
-        """The client's mean loss under each selector, cut as :func:`prefed.merge.clusters.cut` says."""
+        """The client's mean loss under each selector; infinite where it is NaN."""
         start = self.fedavg.start
         models = (start(trainer, private, self.one(download, u)) for u in range(self.count))
-        return [cut(trainer.loss(model, GOAL, split)) for model in models]
+        losses = [trainer.loss(model, GOAL, split) for model in models]
+        return [math.inf if math.isnan(loss) else loss for loss in losses]
 
     def predict(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
         """A client predicts with its own selector."""
