@@ -1,0 +1,188 @@
+"""FedBis and FedBiscuit: settings, what they refuse, and single steps of the server."""
+
+import logging
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from prefed.core import Key, Method, Round, Tensors, Upload
+from prefed.merge import Aggregator, BadUpload, MergeConfig, TooFewUploads
+from prefed.methods import METHODS
+from quadratic import initial, simulate
+
+START = initial()
+NAMES = "abcd"
+NOW = Round(3, 9, Key(0), dict.fromkeys(NAMES, 2.0))
+
+
+def make(name: str, merge: MergeConfig | None = None, rounds: int = 9, **settings: object) -> Method:
+    kind = METHODS[name]
+    aggregator = Aggregator(merge or MergeConfig(), START.layout, 2.0)
+    return kind.build(kind.Settings(**settings), START.layout, aggregator, rounds)
+
+
+def biscuit(merge: MergeConfig | None = None, **settings: object) -> Method:
+    return make("fedbiscuit", merge, **{"selectors": 2, "warmup_rounds": 1, "regroup_every": 3, **settings})
+
+
+def sends(client: str, step: float, weight: float = 2.0, number: int = 3) -> Upload:
+    """An upload that is ``step`` away from the start in every number."""
+    moved = Tensors(START.layout, START.flat + step)
+    return Upload(client, weight, {"model": moved}, {"loss": 1.0}, number)
+
+
+def grouped(method: Method, **members: int):
+    """The server's first state with these clusters, after the warm-up."""
+    return method.init_server(START).update(values={"round": 2, "clusters": members})
+
+
+@pytest.mark.parametrize("name", ["fedbis", "fedbiscuit"])
+def test_settings_are_the_papers(name):
+    """Tables 3 and 4: AdamW with betas (0.9, 0.95) at 1e-5, 30 iterations, 32 presented orders in a batch."""
+    settings = METHODS[name].Settings()
+    phase = settings.phase("train", ["lora/0/q/A"])
+    assert (phase.optimizer.name, phase.optimizer.lr, phase.optimizer.betas) == ("adamw", 1e-5, (0.9, 0.95))
+    assert (phase.steps, phase.epochs, phase.batch_size, phase.objective.name) == (30, None, 16, "choice")
+    epochs = METHODS[name].Settings(local_epochs=2).phase("train", ["lora/0/q/A"])
+    assert (epochs.steps, epochs.epochs) == (None, 2)
+    assert METHODS[name].reads == make(name).reads == "choice"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 7}, "both orders of a pair: make 7 even"),
+        ({"local_steps": 3, "local_epochs": 2}, "exactly one of local_steps and local_epochs"),
+        ({"objective": "dpo"}, "objective"),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        METHODS["fedbis"].Settings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "merge", "settings", "message"),
+    [
+        ("fedbiscuit", {"rule": "median"}, {}, "rule 'median' in .merge. leaves no place"),
+        ("fedbiscuit", {"weights": "uniform"}, {}, "weights 'uniform' .* 'normalised'"),
+        ("fedbis", {"rule": "krum"}, {"mean": "eq8"}, "mean = 'eq8' has weights of its own"),
+        ("fedbis", {"weights": "mass"}, {"mean": "eq8"}, "mean = 'eq8' has weights of its own"),
+        ("fedbis", {"lora": "flexlora"}, {"mean": "eq8"}, "neither 'fedex' nor 'flexlora'"),
+    ],
+)
+def test_means_that_contradict_each_other_are_refused(name, merge, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, MergeConfig(**merge), **settings)
+
+
+def test_a_run_that_is_all_warm_up_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "prefed"):
+        make("fedbiscuit", rounds=151)
+        assert not caplog.messages
+        make("fedbiscuit", rounds=150)
+    assert "warm-up takes 150 rounds of 150" in caplog.text
+
+
+def test_selectors_warm_up_in_turn_and_groupings_follow():
+    """Two selectors of two rounds each: rounds 1, 2 and 3, 4; groupings before rounds 5, 8, 11."""
+    method = biscuit(warmup_rounds=2)
+    server, sent = method.init_server(START), []
+    for number in range(1, 5):
+        download = method.exchanges[1].send(server, "a")
+        sent.append(download.scalars["cluster"])
+        assert list(download.tensors) == ["model"]
+        upload = sends("a", 0.1 * number, number=number)
+        server = method.exchanges[1].merge(server, [upload], Round(number, 9, Key(0), {"a": 2.0}))
+        assert method.publish(server, "a").scalars["cluster"] == sent[-1]
+    assert sent == [0, 0, 1, 1]
+    assert [number for number in range(1, 13) if method.exchanges[0].due(number)] == [5, 8, 11]
+
+
+def test_a_cluster_with_too_few_uploads_keeps_its_selector():
+    """The median of one liar needs three uploads: cluster 0 has them, cluster 1 has one."""
+    method = biscuit(MergeConfig(rule="median"), cluster_mean="normalised")
+    server = grouped(method, a=0, b=0, c=0, d=1)
+    train = method.exchanges[1]
+    after = train.merge(server, [sends(c, s) for c, s in zip(NAMES, (0.1, 0.2, 0.4, 0.3), strict=True)], NOW)
+    torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.2)
+    assert after.tensors["selector-1"] is server.tensors["selector-1"]
+    figures = train.figures(after)
+    assert list(figures["selectors"]) == ["selector-0"]
+    assert "1 upload" in figures["too_few"]["selector-1"]
+    assert "too_few" not in train.figures(train.merge(after, [sends(c, 0.1) for c in "abc"], NOW))
+    with pytest.raises(TooFewUploads, match=r"selector-0: .*; selector-1: "):
+        train.merge(server, [sends("a", 0.1), sends("d", 0.1)], NOW)
+
+
+def test_an_upload_is_measured_against_its_own_selector_and_the_whole_cohort():
+    """Selector 1 is far from selector 0. Steps of 0.1 from each are alike. One of 1e5 is out of proportion,
+    though its cluster has no other upload. Where the rule could not do without it, the rule withstands it."""
+    method = biscuit(cluster_mean="normalised")
+    server = grouped(method, a=0, b=0, c=0, d=1)
+    far = Tensors(START.layout, START.flat + 50)
+    server = server.update({"selector-1": far})
+    train = method.exchanges[1]
+
+    def replies(step):
+        near = [sends(client, 0.1) for client in "abc"]
+        return [*near, Upload("d", 2.0, {"model": Tensors(START.layout, far.flat + step)}, {"loss": 1.0}, 3)]
+
+    assert train.merge(server, replies(0.1), NOW).values["trained"] == ["selector-0", "selector-1"]
+    with pytest.raises(BadUpload, match=r"upload of client 'd'.*times the median of the round's"):
+        train.merge(server, replies(1e5), NOW)
+    robust = biscuit(MergeConfig(rule="median"), cluster_mean="normalised")
+    huge = [sends("a", 0.1), sends("b", 0.1), sends("c", 1e6)]
+    after = robust.exchanges[1].merge(grouped(robust, a=0, b=0, c=0, d=1), huge, NOW)
+    torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.1)
+
+
+def test_each_selector_has_its_own_memory_of_the_server_optimizer():
+    """FedAvgM, momentum 0.5 at rate 1, twice an upload of start + 1. The first step is 1. Then nothing is left to
+    go, and the momentum's 0.5 is the second. The other selector and its memory do not move."""
+    merge = MergeConfig(optimizer={"name": "fedavgm", "momentum": 0.5})
+    method = biscuit(merge, cluster_mean="normalised")
+    train, server = method.exchanges[1], grouped(method, a=0, b=1)
+    for _ in range(2):
+        server = train.merge(server, [sends("a", 1.0)], NOW)
+    torch.testing.assert_close(server.tensors["selector-0"].flat, START.flat + 1.5)
+    fresh = method.init_server(START)
+    others = [name for name in fresh.tensors if name.startswith("selector-1")]
+    assert len(others) == 2
+    assert all(server.tensors[name].equal(fresh.tensors[name]) for name in others)
+
+
+def test_a_client_outside_the_map_has_the_selector_with_fewest_members():
+    method = biscuit(selectors=3)
+    server = grouped(method, a=0, b=0, c=2)
+    assert method.exchanges[1].send(server, "x").scalars["cluster"] == 1
+    assert method.publish(server, "c").scalars["cluster"] == 2
+
+
+def test_the_shared_models_are_all_selectors_and_one_download_is_one_of_them():
+    method = biscuit(selectors=3)
+    server = method.init_server(START)
+    server = server.update({f"selector-{u}": Tensors(START.layout, START.flat + u) for u in range(3)})
+    models = method.shared_models(START, method.publish(server, "a"))
+    assert list(models) == ["selector-0", "selector-1", "selector-2"]
+    assert all(model.equal(server.tensors[name]) for name, model in models.items())
+
+
+def test_losses_are_means_over_the_validation_pairs():
+    """A client with 9 training and 2 validation pairs has too few for a minimum of 4."""
+    (scores, _) = biscuit().exchanges
+    now = Round(3, 9, Key(0), {"a": 9.0}, held_out={"a": 2.0})
+    private = Round(3, 9, Key(0), {"a": 9.0}, type(now.privacy)(minimum_pairs=4), {"a": 2.0})
+    assert scores.numbers("a", now) == {"loss_0", "loss_1"}
+    assert scores.numbers("a", private) == frozenset()
+    assert scores.groups("a", now) == {}
+
+
+def test_kept_optimisers_go_on_across_clusters():
+    """``optimizer_state = "kept"`` works as in other methods, and only training has such a state."""
+    from quadratic import crowd
+
+    method = biscuit(optimizer_state="kept", local_steps=2, batch_size=2, lr=0.1)
+    run = simulate(method, crowd(3, START.layout.size), START, 4)
+    assert {state.values["optimizer.train"] for state in run.private.values()} == {8}
