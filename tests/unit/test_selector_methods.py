@@ -139,7 +139,7 @@ def test_an_upload_is_measured_against_its_own_selector_and_the_whole_cohort():
 
 
 def test_each_selector_has_its_own_memory_of_the_server_optimizer():
-    """FedAvgM, momentum 0.5 at rate 1, twice an upload of start + 1. The first step is 1. Then nothing is left,
+    """FedAvgM, momentum 0.5 at rate 1, twice an upload of start + 1. The first step is 1. Then all is done,
     and the momentum's 0.5 is the second. The other selector and its memory do not move."""
     merge = MergeConfig(optimizer={"name": "fedavgm", "momentum": 0.5})
     method = biscuit(merge, cluster_mean="normalised")
