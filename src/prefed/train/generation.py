@@ -63,6 +63,28 @@ def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
     return ids or [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
 
 
+def room_for(backbone: Backbone, length: int, how: Sampling) -> int:
+    """Tokens that a response to a prompt of ``length`` tokens may have.
+
+    Raises:
+        ValueError: the prompt fills the model's window.
+    """
+    window = getattr(backbone.causal.config, "max_position_embeddings", None)
+    room = how.max_tokens if window is None else min(how.max_tokens, window - length)
+    if room < 1:
+        raise ValueError(f"the prompt has {length} tokens and the model's window {window}: shorten it")
+    return room
+
+
+def end_tokens(backbone: Backbone) -> set[int]:
+    """The end-of-text tokens of the tokenizer and of the model's generation settings."""
+    own = getattr(backbone.causal.generation_config, "eos_token_id", None)
+    return {
+        backbone.tokenizer.eos_token_id,
+        *([] if own is None else own if isinstance(own, list) else [own]),
+    }
+
+
 def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampling, key: Key) -> str:
     """One response to a prompt.
 
@@ -75,14 +97,7 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     """
     from transformers import GenerationConfig
 
-    window = getattr(backbone.causal.config, "max_position_embeddings", None)
-    room = how.max_tokens if window is None else min(how.max_tokens, window - len(prompt))
-    if room < 1:
-        raise ValueError(f"the prompt has {len(prompt)} tokens and the model's window {window}: shorten it")
-    tokenizer = backbone.tokenizer
-    # The end-of-text tokens of the tokenizer and of the model's generation settings.
-    own = getattr(backbone.causal.generation_config, "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *([] if own is None else own if isinstance(own, list) else [own])}
+    room, tokenizer, ends = room_for(backbone, len(prompt), how), backbone.tokenizer, end_tokens(backbone)
     sampling: dict[str, float] = {}
     if how.temperature:
         sampling = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
