@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from prefed import files
 from prefed.data.encoding import Encoder, TooLong
 from prefed.data.errors import ErrorCollector, RowError, RowLocation
-from prefed.data.record import Record
+from prefed.data.record import Prompt, Record
 from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, column_path
 
 _BATCH = 256
@@ -128,9 +128,8 @@ class TokenWriter:
         columns["offsets"].append(self._offset)
         columns["lines"].append(self._line)
         columns["margins"].append(math.nan if record.margin is None else record.margin)
-        text = record.prompt if isinstance(record.prompt, str) else repr(record.prompt)
-        columns["prompts"].append(_hash64(text))
-        columns["pairs"].append(_hash64(text, *sorted((record.chosen, record.rejected))))
+        columns["prompts"].append(prompt_hash(record.prompt))
+        columns["pairs"].append(_hash64(_text(record.prompt), *sorted((record.chosen, record.rejected))))
         columns["categories"].append(
             -1 if category is None else self._categories.setdefault(category, len(self._categories))
         )
@@ -204,6 +203,15 @@ def tokenizer_digest(tokenizer: Any) -> str:
         state = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     whole = [state, tokenizer.eos_token_id, tokenizer.bos_token_id, getattr(tokenizer, "chat_template", None)]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def prompt_hash(prompt: Prompt) -> int:
+    """The value that :attr:`TokenSet.prompts` has for a prompt."""
+    return _hash64(_text(prompt))
+
+
+def _text(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else repr(prompt)
 
 
 def _hash64(*texts: str) -> int:

@@ -60,7 +60,7 @@ class PairTrainerFactory:
         rewards = None
         if reward_model is not None:
             rewards = Rewards(reward_model, dataset.tokens, cache, backbone.device)
-        self._model = _digest(backbone)
+        self._model = model_digest(backbone)
         kind = "reference" if dataset.tokens.letters is None else "choices"
         name = f"{kind}-{self._model[:12]}-{dataset.tokens.fingerprint[:12]}"
         self.pair_trainer = PairTrainer(
@@ -138,7 +138,7 @@ def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None
     _log.warning("%s; the model may not have been trained on positions beyond its context", message)
 
 
-def _digest(backbone: Backbone) -> str:
+def model_digest(backbone: Backbone) -> str:
     """SHA-256 over the architecture, a sample of every weight, and the start of the adapter."""
     config = backbone.causal.config.to_dict()
     for where in ("_name_or_path", "transformers_version"):

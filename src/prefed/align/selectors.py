@@ -1,0 +1,102 @@
+"""The selectors as judges of completions: scores of pairs, and votes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from prefed.align.errors import AlignError
+from prefed.core import Tensors
+from prefed.data import Record, SelectorConfig, write_choices
+from prefed.models import Backbone
+from prefed.train import PairTrainer
+
+Scores = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Selectors:
+    """Selectors over one base model.
+
+    Attributes:
+        models: name → a selector's tensors (full layout).
+        config: how they are asked.
+        max_length: tokens of a question.
+        max_tokens: tokens of one forward pass.
+        fast: use packed batches where the model's family allows them.
+    """
+
+    backbone: Backbone
+    models: Mapping[str, Tensors]
+    config: SelectorConfig
+    max_length: int
+    max_tokens: int = 4096
+    fast: bool = True
+
+    def chosen_by(self, labels: str | int) -> Selectors:
+        """The selectors that label: all of them, or the one with a number.
+
+        Raises:
+            AlignError: there is no such selector.
+        """
+        if isinstance(labels, str):
+            return self
+        if labels >= len(self.models):
+            raise AlignError(
+                f"[align] labels = {labels}: the run has {len(self.models)} selectors, numbered from 0"
+            )
+        name = list(self.models)[labels]
+        return Selectors(
+            self.backbone,
+            {name: self.models[name]},
+            self.config,
+            self.max_length,
+            self.max_tokens,
+            self.fast,
+        )
+
+    def scores(self, pairs: Sequence[Record], folder: Path) -> tuple[npt.NDArray[np.int64], Scores]:
+        """Judge pairs in both orders.
+
+        Args:
+            pairs: which response is the chosen one makes no difference to the model.
+            folder: takes their tokens.
+
+        Returns:
+            Numbers of the pairs that were judged, ``[n]``; a pair that is too long is left out. And for each
+            selector their symmetrised scores ``[U, n]``, the mean log-odds over both orders that the chosen
+            response is better.
+
+        Raises:
+            AlignError: a selector gives a score that is not finite.
+        """
+        tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, self.max_length)
+        asked = tokens.rows.astype(np.int64) - 1
+        if not len(tokens):
+            return asked, np.zeros((len(self.models), 0), np.float32)
+        trainer = PairTrainer(self.backbone, tokens, max_tokens=self.max_tokens, fast=self.fast)
+        sign = np.where(tokens.orientations == 1, 1, -1).astype(np.float32)
+        rows = np.arange(len(tokens))
+        scores = np.stack([sign * trainer.choice_scores(model, rows) for model in self.models.values()])
+        for name, own in zip(self.models, scores, strict=True):
+            if not np.isfinite(own).all():
+                raise AlignError(f"{name} gives scores that are not finite: it diverged; train it again")
+        return asked, scores
+
+
+def verdict(scores: Sequence[float]) -> int:
+    """Which response of a pair the selectors prefer: 1 the first, −1 the second, 0 neither.
+
+    Each selector has a vote, the sign of its score. The summed score decides an even vote. Labels are in
+    FedBiscuit (ICLR 2025), section 4.2.
+
+    >>> verdict([0.1, 0.2, -5.0]), verdict([0.1, -0.3]), verdict([0.0])
+    (1, -1, 0)
+    """
+    votes = sum((score > 0) - (score < 0) for score in scores)
+    decisive = votes or sum(scores)
+    return (decisive > 0) - (decisive < 0)
