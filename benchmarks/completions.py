@@ -91,12 +91,16 @@ def main() -> None:
             if repeat:
                 times[name].append(spent)
     ratio = statistics.median([b / a for a, b in zip(times["batched"], times["one by one"], strict=True)])
-    print(f"{args.shape}, batch {args.batch}, prompts of {args.length} tokens, {args.tokens} new tokens, T 0.7")
+    print(
+        f"{args.shape}, batch {args.batch}, prompts of {args.length} tokens, {args.tokens} new tokens, T 0.7"
+    )
     for name, values in times.items():
         seconds = statistics.median(values) / 1e3
         rate, tokens = args.batch / seconds, args.batch * args.tokens / seconds
         print(f"  {name:<12} {rate:8.2f} completions/s   {tokens:9.1f} tokens/s   {seconds:7.2f} s")
-    print(f"  ratio {ratio:.2f}x; greedy completions that agree: {sum(map(list.__eq__, greedy, peer))}/{args.batch}")
+    print(
+        f"  ratio {ratio:.2f}x; greedy completions that agree: {sum(map(list.__eq__, greedy, peer))}/{args.batch}"
+    )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ FLOORS = (
     ("losses", "merge", "models", "data", "metrics", "wire", "trackers"),
     ("methods", "train", "store"),
     ("config", "engines"),
+    ("align",),
     ("runs",),
     ("report",),
     ("cli",),
@@ -46,8 +47,10 @@ ALLOWED = {
     "store": BOTTOM | {"wire"},
     "engines": BOTTOM | {"merge", "metrics", "store", "wire"},
     "config": BOTTOM | {"data", "losses", "merge", "methods", "models"},
+    "align": BOTTOM | {"config", "data", "losses", "metrics", "models", "train", "wire"},
     "runs": BOTTOM
     | {
+        "align",
         "config",
         "data",
         "engines",

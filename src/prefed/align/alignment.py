@@ -17,6 +17,7 @@ from prefed.core import Callback, Key
 from prefed.data import DataConfig, Prompt, Template
 from prefed.models import Backbone, ModelConfig
 
+
 @dataclass(frozen=True)
 class ClientPrompts:
     """What the clients' prompts are, as far as the server's own prompts depend on them.

@@ -53,7 +53,9 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None) -> Backbone:
         try:
             causal = PeftModel.from_pretrained(causal, str(adapter)).merge_and_unload()
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-            raise AlignError(f"the adapter {adapter} does not fit the model {model.name!r}: {error}") from error
+            raise AlignError(
+                f"the adapter {adapter} does not fit the model {model.name!r}: {error}"
+            ) from error
     return make_backbone(causal, tokenizer, model, Key(seed).at("align").at("model"))
 
 

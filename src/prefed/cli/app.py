@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.align import align
 from prefed.cli.compare import compare
 from prefed.cli.data import data
 from prefed.cli.demo import demo
@@ -27,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (run, sweep, init, methods, data, demo, evaluate, compare, report, export, generate):
+for _command in (run, align, sweep, init, methods, data, demo, evaluate, compare, report, export, generate):
     app.command()(user_errors()(_command))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from prefed.config.errors import ConfigError, explain
+from prefed.config.file import override
 from prefed.core import Objective
 from prefed.core.strict import StrictModel
 from prefed.data import Source
@@ -58,7 +61,9 @@ class AlignConfig(StrictModel):
     )
     objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
     beta: float | None = Field(
-        0.1, gt=0, description="strength of the pull towards the policy at the start; left out: the objective's"
+        0.1,
+        gt=0,
+        description="strength of the pull towards the policy at the start; left out: the objective's",
     )
     objective_settings: dict[str, float] = Field(
         default_factory=dict, description="the objective's further settings"
@@ -103,3 +108,30 @@ class AlignConfig(StrictModel):
             )
         own = {} if self.beta is None else {"beta": self.beta}
         return Objective(loss.name, loss.resolve({**own, **self.objective_settings}))
+
+
+class _Tables(StrictModel):
+    """What ``--set`` may change for an alignment."""
+
+    align: AlignConfig
+
+
+def align_settings(stored: Mapping[str, Any] | None, overrides: Sequence[str], folder: Path) -> AlignConfig:
+    """The ``[align]`` table with overrides laid over it.
+
+    Args:
+        stored: the table as it is; ``None`` if there is none.
+        overrides: ``"align.KEY=VALUE"`` each.
+        folder: relative paths are looked for in the working folder, and then here.
+
+    Raises:
+        ConfigError: there are no prompts, an unknown key, or a value that is not allowed.
+    """
+    tables: dict[str, Any] = {"align": dict(stored or {})}
+    origins = override(tables, overrides, folder)
+    if "prompts" not in tables["align"]:
+        raise ConfigError(f"{folder}: there is no [align] table: name the server's prompts, --prompts FILE")
+    try:
+        return _Tables.model_validate(tables).align
+    except ValidationError as error:
+        raise ConfigError(explain(error, _Tables, tables, f"[align] of {folder}", origins)) from None

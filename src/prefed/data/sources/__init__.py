@@ -55,9 +55,7 @@ def read_records(
     setting = format_setting(source, config.columns, config.format)
     form, file = setting, None
     spellings = _SpellingCheck(source, config)
-    for count, (row, location) in enumerate(
-        read_rows(source, config.encoding, role, setting, errors)
-    ):
+    for count, (row, location) in enumerate(read_rows(source, config.encoding, role, setting, errors)):
         if config.rows is not None and count >= config.rows:
             return
         counts.read += 1

@@ -1,0 +1,161 @@
+"""The alignment of a finished run: the server's own model, with prompts and the run's selectors alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefed import files
+from prefed.align import Alignment, ClientPrompts, Selectors
+from prefed.align import align as run_stages
+from prefed.config import AlignConfig, Experiment
+from prefed.config.align import align_settings
+from prefed.core import Callback, Callbacks
+from prefed.methods import METHODS
+from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.record import RunError, RunRecord, read_run
+from prefed.store import RunReader
+from prefed.store.directory import lock
+
+FOLDER, SETTINGS = "align", "settings.json"
+
+
+def align(
+    path: str | Path,
+    config: AlignConfig | None = None,
+    *,
+    stage: str | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Align a model with the selectors of the finished run in ``path``, or go on with an alignment there.
+
+    Args:
+        config: the ``[align]`` table; left out: :func:`stored_settings`.
+        stage: a stage to do again, with all stages after it.
+        callbacks: are told how the stages go on.
+
+    Returns:
+        What ``align/summary.json`` holds; see :func:`prefed.align.align`.
+
+    Raises:
+        RunError: there is no finished run, or its method trains no selectors.
+        AlignError: a stage was done with other settings; or as :func:`prefed.align.align`.
+        ConfigError: there are no settings.
+        StoreError: another process works in the directory.
+        DataError, ModelError: prompts, selectors or model cannot be used.
+    """
+    record = read_run(path)
+    check_selectors(record)
+    if config is None:
+        config = align_settings(stored_settings(record), [], record.path)
+    with _locked(record.path), _threads(record):
+        folder = record.path / FOLDER
+        folder.mkdir(exist_ok=True)
+        settings = config.model_dump(mode="json", exclude_none=True)
+        files.write(folder / SETTINGS, json.dumps(settings, indent=1, ensure_ascii=False).encode() + b"\n")
+        return run_stages(_alignment(record, config, Callbacks(callbacks)), stage)
+
+
+def check_selectors(record: RunRecord) -> None:
+    """Refuse a run without selectors.
+
+    Raises:
+        RunError: its method trains none.
+    """
+    if METHODS[record.method].reads != "choice":
+        named = " or ".join(name for name, kind in METHODS.items() if kind.reads == "choice")
+        raise RunError(
+            f"{record.path}: {record.method} trains no selectors, and without one nobody labels completions; "
+            f"run {named} on these clients, and align with that run"
+        )
+
+
+def stored_settings(record: RunRecord) -> dict[str, Any] | None:
+    """The settings of the run's last alignment, else its ``[align]`` table; ``None`` if it has neither."""
+    path = record.path / FOLDER / SETTINGS
+    if path.exists():
+        stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return stored
+    table = record.config.get("align")
+    return None if table is None else dict(table)
+
+
+def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Alignment:
+    experiment = Experiment.from_tables(record.config, str(record.path / "config.toml"))
+    source = _Source(record.path)
+    commit = RunReader(record.path).commit
+    asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
+    return Alignment(
+        folder=record.path / FOLDER,
+        config=config,
+        seed=experiment.seed,
+        model=config.model or experiment.model,
+        data=experiment.data,
+        max_tokens=experiment.engine.max_tokens,
+        client_prompts=source.client_prompts,
+        selectors=source.selectors,
+        sources={
+            "clients": commit.fingerprint["data"],
+            "selectors": files.digest(
+                json.dumps([commit.digests.server, commit.fingerprint["model"], asked]).encode()
+            ),
+        },
+        callback=callback,
+    )
+
+
+@dataclass
+class _Source:
+    """The run, loaded when a stage needs it."""
+
+    path: Path
+
+    @cached_property
+    def run(self) -> LoadedRun:
+        return load_run(self.path, data=True)
+
+    def client_prompts(self) -> ClientPrompts:
+        tokens = self.run.trainers.dataset.tokens
+        return ClientPrompts(tokens.prompts, tokens.record(0).prompt if len(tokens) else None)
+
+    def selectors(self) -> Selectors:
+        run = self.run
+        # Every client gets all selectors, so anyone's message will do.
+        published = run.method.publish(run.server, run.job.members[0])
+        return Selectors(
+            run.backbone,
+            run.job.shared_models(published),
+            run.experiment.selector,
+            run.experiment.data.max_length,
+            run.experiment.engine.max_tokens,
+            run.experiment.model.fast,
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    handle = lock(path)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _threads(record: RunRecord) -> Iterator[None]:
+    """The run's number of threads: with another one, last digits change."""
+    before = torch.get_num_threads()
+    engine: Mapping[str, Any] = record.config.get("engine", {})
+    torch.set_num_threads(engine.get("threads") or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
