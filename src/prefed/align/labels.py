@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -35,7 +35,7 @@ class Candidates:
     texts: tuple[str, str]
 
 
-def candidates(alignment: Alignment, counts: Counter[str]) -> Iterator[Candidates]:
+def candidates(alignment: Alignment, counts: dict[str, int]) -> Iterator[Candidates]:
     """Every two completions of each prompt that differ; ``counts`` gets those that do not."""
     texts: defaultdict[int, dict[int, str]] = defaultdict(dict)
     for row in rows_in(alignment.folder / completions.FILE):
@@ -54,18 +54,17 @@ def candidates(alignment: Alignment, counts: Counter[str]) -> Iterator[Candidate
 
 
 def _work(alignment: Alignment) -> Figures:
-    counts = Counter(dict.fromkeys(("pairs", "identical", "blank"), 0))
+    counts = dict.fromkeys(("pairs", "identical", "blank", "too_long", "ties", "unanimous"), 0)
     pairs = list(candidates(alignment, counts))
     prompts = own_prompts(alignment)
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
     _judge(alignment, prompts, batches)
-    counts |= Counter({"too_long": 0, "ties": 0, "unanimous": 0})
-    labels = list(_labels(alignment, prompts, pairs, counts))
+    labels = list(_labels(alignment, prompts, pairs, counts)) if pairs else []
     if not labels:
         left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
         raise AlignError(
-            f"{alignment.folder}: no two completions of a prompt got a label ({left_out}); give more prompts, "
-            "a higher align.temperature, or a longer data.max_length"
+            f"{alignment.folder}: no two completions of a prompt got a label ({left_out}); give more "
+            "prompts, a higher align.temperature, or a longer data.max_length"
         )
     files.write(alignment.folder / FILE, dumps(labels))
     return {**counts, "labelled": len(labels)}
@@ -95,7 +94,7 @@ def _judge(alignment: Alignment, prompts: list[OwnPrompt], batches: list[list[Ca
 
 
 def _labels(
-    alignment: Alignment, prompts: list[OwnPrompt], pairs: list[Candidates], counts: Counter[str]
+    alignment: Alignment, prompts: list[OwnPrompt], pairs: list[Candidates], counts: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
     for pair, row in zip(pairs, rows_in(alignment.folder / SCORES), strict=True):
         scores = row["scores"]

@@ -69,8 +69,8 @@ def load_policy(model: ModelConfig, seed: int, folder: Path) -> Backbone:
     backbone = load_base(model, seed, adapter if adapter.exists() else None)
     if json.loads((folder / FILE).read_text("utf-8"))["model"] != model_digest(backbone):
         raise AlignError(
-            f"the model {model.name!r} is not the one that stage policy in {folder} found; put it back, or do "
-            "this stage and those after it again: --stage policy"
+            f"the model {model.name!r} is not the one that stage policy in {folder} found; put it back, or "
+            "do this stage and those after it again: --stage policy"
         )
     return backbone
 
@@ -90,9 +90,9 @@ def adapter_settings(folder: Path) -> Mapping[str, Any]:
     for name, value in _PLAIN.items():
         if settings.get(name, value) != value:
             raise AlignError(
-                f"[align] sft: the adapter in {folder} has {name} = {settings[name]!r}, and only a plain LoRA "
-                f"({name} = {value!r}) can be a part of the aligned adapter; merge it into the model and give "
-                "that as [align.model] name"
+                f"[align] sft: the adapter in {folder} has {name} = {settings[name]!r}, and only a plain "
+                f"LoRA ({name} = {value!r}) can be a part of the aligned adapter; merge it into the model "
+                "and give that as [align.model] name"
             )
     return settings
 

@@ -14,8 +14,7 @@ from prefed.align.errors import AlignError
 from prefed.align.lines import dumps, rows_in
 from prefed.align.stages import Figures, Stage
 from prefed.data import Prompt
-from prefed.data.prompts import parse_prompt, plain_prompt, read_prompts
-from prefed.data.sources import source_digests
+from prefed.data.prompts import parse_prompt, plain_prompt, prompt_digests, read_prompts
 from prefed.data.writer import prompt_hash
 from prefed.train.generation import as_prompt
 
@@ -40,7 +39,7 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
     config = alignment.config
     source = config.prompts.model_dump(mode="json", exclude={"path"}, exclude_none=True)
     return {
-        "prompts": {**source, "files": source_digests(config.prompts)},
+        "prompts": {**source, "files": prompt_digests(config.prompts)},
         "limit": config.limit,
         "raw": config.raw,
         "encoding": alignment.data.encoding,
@@ -53,7 +52,8 @@ def _work(alignment: Alignment) -> Figures:
     if not rows:
         raise AlignError(
             f"{alignment.config.prompts.path}: no prompt is left: of {counts['read']:,} there, clients hold "
-            f"{counts['clients']:,}, and {counts['duplicates']:,} are repeats; give prompts of the server's own"
+            f"{counts['clients']:,}, and {counts['duplicates']:,} are repeats; give prompts of the "
+            "server's own"
         )
     files.write(alignment.folder / FILE, dumps(rows))
     return counts

@@ -97,6 +97,6 @@ def verdict(scores: Sequence[float]) -> int:
     >>> verdict([0.1, 0.2, -5.0]), verdict([0.1, -0.3]), verdict([0.0])
     (1, -1, 0)
     """
-    votes = sum((score > 0) - (score < 0) for score in scores)
+    votes = float(sum((score > 0) - (score < 0) for score in scores))
     decisive = votes or sum(scores)
     return (decisive > 0) - (decisive < 0)

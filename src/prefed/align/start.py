@@ -19,8 +19,7 @@ from prefed.align.policy import CONFIG, FILE, FOLDER, WEIGHTS, adapter_settings,
 from prefed.align.stages import Figures, Stage
 from prefed.core import Objective, Optimizer
 from prefed.data import DataError, Record, Source
-from prefed.data.prompts import read_prompts
-from prefed.data.sources import source_digests
+from prefed.data.prompts import prompt_digests, read_prompts
 from prefed.models import Backbone, save_adapter
 from prefed.models.adapters import atomic_folder
 from prefed.train import PairTrainer
@@ -39,13 +38,12 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
         return settings
     if _is_adapter(config.sft):
         folder = Path(config.sft).expanduser()
-        digests = {
-            name: files.file_digest(folder / name) for name in (CONFIG, WEIGHTS) if (folder / name).exists()
-        }
+        present = [name for name in (CONFIG, WEIGHTS) if (folder / name).exists()]
+        digests = {name: files.file_digest(folder / name) for name in present}
         return {**settings, "adapter": digests}
     return {
         **settings,
-        "sft": source_digests(Source(path=config.sft)),
+        "sft": prompt_digests(Source(path=config.sft)),
         "sft_lr": config.sft_lr,
         "sft_epochs": config.sft_epochs,
         "batch_size": config.batch_size,

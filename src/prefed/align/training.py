@@ -20,7 +20,7 @@ from prefed.align.stages import Figures, Stage
 from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record
 from prefed.data.prompts import parse_prompt
-from prefed.metrics import client_metrics
+from prefed.metrics import PairScores, client_metrics
 from prefed.models.adapters import atomic_folder
 from prefed.train import PairTrainer
 from prefed.train.trainer_factory import model_digest
@@ -44,7 +44,7 @@ def held_out_rows(alignment: Alignment, prompts: npt.NDArray[np.int64]) -> npt.N
 def best_epoch(history: list[dict[str, Any]]) -> int:
     """The epoch with the highest agreement, the earliest of equals; without held-out pairs the last one.
 
-    >>> best_epoch([{"epoch": 1, "agreement": 0.6}, {"epoch": 2, "agreement": 0.7}, {"epoch": 3, "agreement": 0.7}])
+    >>> best_epoch([{"epoch": k, "agreement": share} for k, share in ((1, 0.6), (2, 0.7), (3, 0.7))])
     2
     """
     if history[0]["agreement"] is None:
@@ -64,8 +64,8 @@ def _work(alignment: Alignment) -> Figures:
     held_out = held_out_rows(alignment, prompts)
     if held_out.all():
         raise AlignError(
-            f"{alignment.folder / labels.FILE}: of {len(rows):,} labelled pairs none is left to train on; give "
-            "more prompts, or a longer data.max_length"
+            f"{alignment.folder / labels.FILE}: of {len(rows):,} labelled pairs none is left to train on; "
+            "give more prompts, or a longer data.max_length"
         )
     trainer = PairTrainer(
         backbone,
@@ -82,7 +82,9 @@ def _work(alignment: Alignment) -> Figures:
         policy.save_over_start(backbone, tensors, start, checkpoint)
         if not held_out.any():
             return {"agreement": None}
-        figures = client_metrics(trainer.score(tensors, np.flatnonzero(held_out)), config.beta or 0.1)
+        scores = trainer.score(tensors, np.flatnonzero(held_out))
+        assert isinstance(scores, PairScores)
+        figures = client_metrics(scores, config.beta or 0.1)
         return {"agreement": figures["reward_accuracy"], "margin": figures["margin"]}
 
     training = Training(

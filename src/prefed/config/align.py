@@ -61,9 +61,7 @@ class AlignConfig(StrictModel):
     )
     objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
     beta: float | None = Field(
-        0.1,
-        gt=0,
-        description="strength of the pull towards the policy at the start; left out: the objective's",
+        0.1, gt=0, description="strength of the pull towards the start; left out: the objective's"
     )
     objective_settings: dict[str, float] = Field(
         default_factory=dict, description="the objective's further settings"
@@ -104,7 +102,8 @@ class AlignConfig(StrictModel):
         loss = objective(self.objective)
         if loss.name not in POLICY_OBJECTIVES:
             raise ValueError(
-                f"objective {self.objective!r} is not for labelled pairs; one of {', '.join(POLICY_OBJECTIVES)}"
+                f"objective {self.objective!r} is not for labelled pairs; there are: "
+                + ", ".join(POLICY_OBJECTIVES)
             )
         own = {} if self.beta is None else {"beta": self.beta}
         return Objective(loss.name, loss.resolve({**own, **self.objective_settings}))

@@ -10,7 +10,8 @@ from typing import Any
 from prefed.data.config import Columns, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Message, Prompt
-from prefed.data.sources import format_setting, read_rows
+from prefed.data.sources import format_setting, read_rows, source_digests
+from prefed.data.sources.files import sha256_of
 from prefed.data.sources.formats import Format, detect_format
 from prefed.data.sources.pairs import extra_columns, parse_messages, split_prompt, value_at
 
@@ -45,13 +46,12 @@ def read_prompts(source: Source, encoding: str = "utf-8") -> Iterator[tuple[Prom
         encoding: of text files where the source names none.
 
     Raises:
-        DataError: the source cannot be read, has no row, or has rows without a prompt; the message names them.
+        DataError: the source cannot be read, or has no row or rows without a prompt; it names them.
     """
     errors = ErrorCollector(hint='Each row needs a prompt; or name the column: columns = {prompt = "…"}.')
     path, count = Path(source.path).expanduser(), 0
     form = None if source.columns else format_setting(source)
-    text = path.suffix.lower() == ".txt" and path.is_file()
-    rows = _lines(path, source.encoding or encoding) if text else None
+    rows = _lines(path, source.encoding or encoding) if _is_text(path) else None
     for row, location in rows or read_rows(source, encoding, "train", form, errors):
         try:
             parsed = _row(row, source.columns, form)
@@ -67,6 +67,12 @@ def read_prompts(source: Source, encoding: str = "utf-8") -> Iterator[tuple[Prom
     errors.raise_if_any()
     if not count:
         raise DataError(f"{source.path}: there is no prompt in it")
+
+
+def prompt_digests(source: Source) -> dict[str, str]:
+    """The content of a source: its file names with their SHA-256, or the hub name with its options."""
+    path = Path(source.path).expanduser()
+    return {path.name: sha256_of(path)} if _is_text(path) else source_digests(source)
 
 
 def plain_prompt(prompt: Prompt) -> str | list[dict[str, str]]:
@@ -115,6 +121,10 @@ def _check(row: PromptRow) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise RowError(f"half a surrogate pair at character {error.start + 1}") from None
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix.lower() == ".txt" and path.is_file()
 
 
 def _lines(path: Path, encoding: str) -> Iterator[tuple[Mapping[str, Any], RowLocation]]:

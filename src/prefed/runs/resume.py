@@ -153,11 +153,9 @@ def _may_change(name: str) -> bool:
     Other data or another model at a new place are found by their fingerprints. The commit has no fingerprint
     of the reward model, so its place may not change. The stages of an alignment have manifests of their own.
     """
-    return (
-        name in _CHANGEABLE
-        or name.partition(".")[0] == "align"
-        or (is_place(name) and name != "method.reward_model")
-    )
+    if name in _CHANGEABLE or name.partition(".")[0] == "align":
+        return True
+    return is_place(name) and name != "method.reward_model"
 
 
 def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

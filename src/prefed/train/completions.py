@@ -4,7 +4,8 @@ The next token of a sequence is drawn by the Gumbel-max trick. Let z be its proc
 independent Gumbel variables, one for each token: P(G_k ≤ g) = exp(−e^−g). Token k has the largest z_k + G_k
 with probability
 
-    ∫ p(g − z_k) Π_{j≠k} P(G_j ≤ g − z_j) dg = ∫ e^{z_k − g} exp(−e^−g Σ_j e^{z_j}) dg = e^{z_k} / Σ_j e^{z_j},
+    ∫ p(g − z_k) Π_{j≠k} P(G_j ≤ g − z_j) dg
+        = ∫ e^{z_k − g} exp(−e^−g Σ_j e^{z_j}) dg = e^{z_k} / Σ_j e^{z_j},
 
 where p(x) = e^−x exp(−e^−x) is the density. So the argmax is a draw from the softmax. With E exponential,
 −log E is Gumbel. A token that a warper took away has z = −∞ and is never drawn.
@@ -15,7 +16,8 @@ sequences stand beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from transformers import (
 from prefed.core import Key, Tensors
 from prefed.models import Backbone
 from prefed.train.generation import Sampling, end_tokens, room_for
+from prefed.train.packed import NAME as PACKED
 
 
 def length_batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
@@ -92,7 +95,7 @@ def complete_batch(
         pad_token_id=min(ends),
     )
     backbone.load(tensors)
-    with torch.inference_mode():
+    with _usual_attention(backbone), torch.inference_mode():
         output = backbone.causal.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -101,6 +104,23 @@ def complete_batch(
             logits_processor=_processors(how, keys),
         )
     return [_until_end(row, ends) for row in output[:, length:].tolist()]
+
+
+@contextmanager
+def _usual_attention(backbone: Backbone) -> Iterator[None]:
+    """Attention as the library has it, also in a model that was changed for packed input.
+
+    The attention of packed input makes no mask for a cache that is not full yet.
+    """
+    causal = backbone.causal
+    packed = causal.config._attn_implementation == PACKED
+    if packed:
+        causal.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if packed:
+            causal.set_attn_implementation(PACKED)
 
 
 def _processors(how: Sampling, keys: Sequence[Key]) -> LogitsProcessorList:

@@ -1,0 +1,401 @@
+"""Alignment with prompts alone: its stages, kills in any of them, and adapters that load elsewhere."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from finished import small_experiment, small_place
+from prefed.align import AlignError, Alignment, ClientPrompts, Selectors, align
+from prefed.align.selectors import verdict
+from prefed.config import AlignConfig, ConfigError, Experiment
+from prefed.config.align import align_settings
+from prefed.core import Callback, Key
+from prefed.data import DataConfig, Record, SelectorConfig
+from prefed.data.writer import prompt_hash
+from prefed.models import ModelConfig, load_backbone
+from small_models import away
+
+HELD = [f"Case {number}:" for number in range(24)]
+"""The prompts that clients hold."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny model; a file of twelve prompts, of which clients hold two and one is there twice."""
+    folder = small_place(tmp_path_factory.mktemp("place"))
+    texts = [*(f"Case {number}:" for number in range(22, 31)), "Case 30:", "A word", "Two words", "Up"]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def selectors(place):
+    """Three selectors at random places."""
+    model = ModelConfig(name=str(place / "model"), lora={"rank": 2})
+    backbone = load_backbone(model, Key(0))
+    models = {f"selector-{k}": away(backbone.layout, backbone.initial, scale=0.3, seed=k) for k in range(3)}
+    return Selectors(backbone, models, SelectorConfig(), max_length=64)
+
+
+@pytest.fixture
+def alignment(place, selectors, tmp_path):
+    config = AlignConfig(
+        prompts=str(place / "prompts.jsonl"),
+        completions=3,
+        max_new_tokens=6,
+        temperature=1.0,
+        generate=5,
+        lr=1e-3,
+        batch_size=4,
+        epochs=2,
+        held_out=0.25,
+    )
+    return Alignment(
+        folder=tmp_path / "align",
+        config=config,
+        seed=5,
+        model=ModelConfig(name=str(place / "model"), lora={"rank": 2, "dropout": 0.1}),
+        data=DataConfig(train="x.jsonl", partition={"by": "iid", "clients": 1}, max_length=64),
+        max_tokens=4096,
+        client_prompts=lambda: ClientPrompts(
+            np.array([prompt_hash(text) for text in HELD], np.uint64), HELD[0]
+        ),
+        selectors=lambda: selectors,
+        sources={"clients": "a", "selectors": "b"},
+    )
+
+
+def rows(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def content(folder):
+    """File → its bytes; a JSON file without its clocks."""
+    clocks = ("seconds", "tokens_per_second", "digest")
+
+    def unclocked(value):
+        if isinstance(value, dict):
+            return {key: unclocked(item) for key, item in value.items() if key not in clocks}
+        return value
+
+    return {
+        str(path.relative_to(folder)): unclocked(json.loads(path.read_bytes()))
+        if path.suffix == ".json"
+        else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.is_relative_to(folder / "cache")
+    }
+
+
+def plain_logits(model, texts=((5, 9, 2, 40), (7, 3, 11, 8))):
+    with torch.inference_mode():
+        return model(torch.tensor(texts)).logits
+
+
+def test_the_whole_path(alignment):
+    """13 rows: clients hold cases 22 and 23, case 30 is there twice. Ten prompts with three completions are 30,
+    with three pairs each. Labels are what the votes in scores.jsonl say, all pairs are accounted for, and no
+    prompt is a client's."""
+    summary = align(alignment)
+    counts = {name: summary["prompts"][name] for name in ("read", "clients", "duplicates", "kept")}
+    assert counts == {"read": 13, "clients": 2, "duplicates": 1, "kept": 10}
+    made = rows(alignment.folder, "completions.jsonl")
+    assert sorted((row["index"], row["sample"]) for row in made) == [
+        (i, k) for i in range(10) for k in range(3)
+    ]
+    assert {row["prompt"] for row in made}.isdisjoint(HELD)
+    assert summary["completions"]["tokens"] == sum(row["tokens"] for row in made)
+    figures = summary["labels"]
+    left_out = sum(figures[name] for name in ("identical", "blank", "too_long", "ties"))
+    assert (figures["pairs"], figures["pairs"] - left_out) == (30, figures["labelled"])
+    texts = {(row["index"], row["sample"]): row["completion"] for row in made}
+    expected = []
+    for row in rows(alignment.folder, "scores.jsonl"):
+        one, other = (texts[row["index"], sample] for sample in row["samples"])
+        first = sum(np.sign(row["scores"])) > 0
+        expected.append((one, other) if first else (other, one))
+    labels = rows(alignment.folder, "labels.jsonl")
+    assert [(row["chosen"], row["rejected"]) for row in labels] == expected
+    assert summary["train"]["pairs"] + summary["train"]["held_out"] == len(labels)
+    best = max(summary["train"]["epochs"], key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))
+    assert summary["train"]["kept"] == best["epoch"]
+    kept, adapter = (alignment.folder / name for name in (f"checkpoints/epoch-{best['epoch']}", "adapter"))
+    assert content(kept) == content(adapter)
+
+
+def test_scores_are_those_of_both_orders(alignment, selectors):
+    """The score of a pair is minus that of the pair with its responses swapped, exactly; the full head's
+    logits of plain forward passes give it too."""
+    records = [Record("Case 40:", " up we go", " down"), Record("Case 41:", " a", " down we go")]
+    asked, scores = selectors.scores(records, alignment.folder.parent / "one")
+    again, turned = selectors.scores([r.swapped() for r in records], alignment.folder.parent / "two")
+    assert asked.tolist() == again.tolist() == [0, 1]
+    assert np.array_equal(scores, -turned)
+    backbone, tokenizer = selectors.backbone, selectors.backbone.tokenizer
+    for name, own in zip(selectors.models, scores, strict=True):
+        backbone.load(selectors.models[name])
+        total = 0.0
+        for a, b, sign in ((" up we go", " down", 1), (" down", " up we go", -1)):
+            parts = ["Query: Case 40:", f"\nA: {a.strip()}\nB: {b.strip()}\nBetter: A"]
+            ids = [token for part in parts for token in tokenizer(part)["input_ids"]]
+            letters = [tokenizer(f" {letter}")["input_ids"][-1] for letter in "AB"]
+            with torch.inference_mode():
+                logits = backbone.causal(torch.tensor([ids[:-1]])).logits[0, -1, letters]
+            total += sign * float(logits[0] - logits[1]) / 2
+        assert own[0] == pytest.approx(total, abs=1e-4)
+
+
+def test_an_even_vote_goes_by_the_sum():
+    assert verdict([3.0, -1.0]) == 1
+    assert verdict([1.0, -3.0, 0.0]) == -1
+    assert verdict([2.0, -2.0]) == 0
+    assert verdict([-0.1, -0.1, 9.0]) == -1
+
+
+class Killed(BaseException):
+    """What ends a process."""
+
+
+def test_killed_at_every_write(alignment, monkeypatch):
+    """Every process is killed in the middle of its fourth write or rename: half of the bytes are there. The
+    next one goes on, until one comes through. What is then in the folder is what one process leaves."""
+    whole = replace(alignment, folder=alignment.folder.with_name("whole"))
+    align(whole)
+    left, write, rename = [0], os.write, Path.rename
+
+    def killed():
+        left[0] -= 1
+        return left[0] == 0
+
+    def half(handle, data):
+        if killed():
+            write(handle, data[: len(data) // 2])
+            raise Killed
+        return write(handle, data)
+
+    def no_rename(self, target):
+        if killed():
+            raise Killed
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setattr(os, "write", half)
+    monkeypatch.setattr(Path, "rename", no_rename)
+    processes = 0
+    while True:
+        left[0], processes = 4, processes + 1
+        # A new process has nothing in memory.
+        try:
+            align(replace(alignment))
+            break
+        except Killed:
+            continue
+    assert processes > 8
+    assert content(alignment.folder) == content(whole.folder)
+
+
+def test_a_stage_alone_and_changed_settings(alignment):
+    """Stages that are done are not done again. Another learning rate is refused until the stage is asked for;
+    then completions and labels stay as they are."""
+    align(alignment)
+    before = content(alignment.folder)
+    ran = []
+
+    class Watch(Callback):
+        def on_stage_end(self, stage, figures):
+            ran.append(stage)
+
+    def changed(**changes):
+        return replace(alignment, config=alignment.config.model_copy(update=changes), callback=Watch())
+
+    align(changed())
+    assert (ran, content(alignment.folder)) == ([], before)
+    with pytest.raises(AlignError, match=r"(?s)stage train .* lr: 0\.001 → 0\.01\n.*--stage train"):
+        align(changed(lr=0.01))
+    align(changed(lr=0.01), "train")
+    assert ran == ["train"]
+    after = content(alignment.folder)
+    assert after["labels.jsonl"] == before["labels.jsonl"]
+    assert after["adapter/adapter_model.safetensors"] != before["adapter/adapter_model.safetensors"]
+    with pytest.raises(AlignError, match=r"(?s)stage completions .* temperature: 1\.0 → 0\.5"):
+        align(changed(temperature=0.5, lr=0.01))
+    with pytest.raises(AlignError, match="selectors changed"):
+        align(replace(changed(lr=0.01), sources={"clients": "a", "selectors": "c"}))
+    with pytest.raises(AlignError, match="did you mean 'labels'"):
+        align(changed(), "label")
+    (alignment.folder / "labels.jsonl").write_text("")
+    with pytest.raises(AlignError, match=r"labels\.jsonl is not what stage labels wrote"):
+        align(changed(lr=0.01))
+    align(alignment, "prompts")
+    assert content(alignment.folder) == before
+
+
+def test_one_selector_labels_alone(alignment, selectors):
+    align(replace(alignment, config=alignment.config.model_copy(update={"labels": 1, "epochs": 1})))
+    for row in rows(alignment.folder, "labels.jsonl"):
+        assert row["votes"] == [1, 0]
+    with pytest.raises(AlignError, match=r"labels = 3: the run has 3 selectors"):
+        selectors.chosen_by(3)
+
+
+def base(place):
+    return AutoModelForCausalLM.from_pretrained(place / "model")
+
+
+def test_the_adapter_loads_elsewhere(alignment, place):
+    """Plain transformers and PEFT give the logits of the policy with the tensors of the kept epoch."""
+    summary = align(alignment)
+    loaded = PeftModel.from_pretrained(base(place), alignment.folder / "adapter").eval()
+    settings = json.loads((alignment.folder / "adapter/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(place / "model")
+    backbone = alignment.policy
+    from prefed.align.epochs import _decode
+
+    tensors, _, history = _decode((alignment.folder / "train.state").read_bytes())
+    if summary["train"]["kept"] == len(history):
+        backbone.load(tensors)
+        assert torch.allclose(plain_logits(loaded), plain_logits(backbone.causal), atol=1e-5)
+    assert not torch.allclose(plain_logits(loaded), plain_logits(base(place)), atol=1e-5)
+
+
+@pytest.mark.parametrize("start", ["adapter", "rows"])
+def test_a_fine_tuned_start_is_in_policy_reference_and_result(alignment, place, start, tmp_path):
+    """The policy's logits at the start are those of plain PEFT with the adapter of the start, and with a
+    learning rate of almost nothing so are the result's: one adapter for the base model holds both."""
+    if start == "adapter":
+        torch.manual_seed(0)
+        tuned = get_peft_model(base(place), LoraConfig(r=3, lora_alpha=5, target_modules=["c_proj"]))
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        sft = tmp_path / "sft"
+        tuned.save_pretrained(sft)
+    else:
+        sft = tmp_path / "sft.jsonl"
+        texts = [{"prompt": f"Case {k}:", "response": f" up {k}"} for k in range(6)]
+        sft.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    changes = {"sft": str(sft), "sft_lr": 0.01, "sft_epochs": 2, "lr": 1e-12, "epochs": 1}
+    alignment = replace(alignment, config=alignment.config.model_copy(update=changes))
+    summary = align(alignment)
+    assert summary["policy"]["start"] == start
+    begun = PeftModel.from_pretrained(base(place), alignment.folder / "policy").eval()
+    aligned = PeftModel.from_pretrained(base(place), alignment.folder / "adapter").eval()
+    backbone = alignment.policy
+    backbone.load(backbone.reference)
+    expected = plain_logits(begun)
+    assert not torch.allclose(expected, plain_logits(base(place)), atol=1e-2)
+    assert torch.allclose(plain_logits(backbone.causal), expected, atol=1e-4)
+    assert torch.allclose(plain_logits(aligned), expected, atol=1e-4)
+
+
+def test_more_than_a_plain_lora_is_no_start(alignment, place, tmp_path):
+    tuned = get_peft_model(base(place), LoraConfig(r=3, target_modules=["c_proj"], use_dora=True))
+    tuned.save_pretrained(tmp_path / "sft")
+    config = alignment.config.model_copy(update={"sft": str(tmp_path / "sft")})
+    with pytest.raises(AlignError, match="use_dora = True, and only a plain LoRA"):
+        align(replace(alignment, config=config))
+
+
+def test_nothing_left_is_an_error(alignment, place, tmp_path):
+    """Prompts that are all clients' own; completions that cannot differ."""
+    file = tmp_path / "own.txt"
+    file.write_text("\n".join(HELD))
+    with pytest.raises(AlignError, match="of 24 there, clients hold 24"):
+        align(replace(alignment, config=AlignConfig(prompts=str(file))))
+    shutil.rmtree(alignment.folder)
+    greedy = alignment.config.model_copy(update={"top_k": 1})
+    with pytest.raises(AlignError, match=r"no two completions .* got a label \(30 pairs, 30 identical"):
+        align(replace(alignment, config=greedy))
+
+
+def test_a_table_with_overrides(place):
+    config = align_settings({"prompts": {"path": "x.txt"}, "lr": 0.1}, ["align.lr=0.2"], place)
+    assert (config.lr, config.prompts.path) == (0.2, "x.txt")
+    assert align_settings(None, ["align.prompts.path=prompts.jsonl"], place).prompts.path == str(
+        place / "prompts.jsonl"
+    )
+    with pytest.raises(ConfigError, match=r"--set align\.tempreture=1: .* no such key; did you mean"):
+        align_settings({"prompts": "x"}, ["align.tempreture=1"], place)
+    with pytest.raises(ConfigError, match="--prompts FILE"):
+        align_settings(None, [], place)
+    with pytest.raises(ConfigError, match="objective 'sft' is not for labelled pairs"):
+        align_settings({"prompts": "x", "objective": "sft"}, [], place)
+    with pytest.raises(ConfigError, match="feddpo trains none: take one of fedbis, fedbiscuit"):
+        Experiment.from_tables({**small_experiment(place), "align": {"prompts": "x"}}, "x.toml")
+
+
+SELECTORS = {"name": "fedbiscuit", "selectors": 2, "warmup_rounds": 1, "lr": 0.02, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def experiment(place):
+    """The whole path in one file: two selectors in three rounds, then the alignment."""
+    tables = small_experiment(
+        place,
+        rounds=3,
+        method={**SELECTORS, "local_steps": 2},
+        align={
+            "prompts": str(place / "prompts.jsonl"),
+            "completions": 2,
+            "max_new_tokens": 6,
+            "temperature": 1.0,
+            "epochs": 1,
+            "lr": 1e-3,
+        },
+    )
+    tables["data"] |= {"max_length": 64, "test_fraction": 0.0, "validation_fraction": 0.25}
+    return Experiment.from_tables(tables, "whole.toml")
+
+
+@pytest.fixture(scope="module")
+def finished(experiment, tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    run(experiment, path)
+    return path
+
+
+def test_one_file_goes_the_whole_path(finished, place):
+    """The clients hold 24 prompts by their tokens' hashes, with those that they test on: cases 22 and 23 of the
+    server's 13 rows. The adapter loads elsewhere."""
+    summary = json.loads((finished / "align/summary.json").read_text())
+    assert (summary["prompts"]["clients"], summary["prompts"]["kept"]) == (2, 10)
+    assert {row["prompt"] for row in rows(finished / "align", "labels.jsonl")}.isdisjoint(HELD)
+    assert {tuple(sorted(row["votes"])) for row in rows(finished / "align", "labels.jsonl")} <= {
+        (0, 2),
+        (1, 1),
+    }
+    PeftModel.from_pretrained(base(place), finished / "align/adapter")
+
+
+def test_a_resumed_run_may_have_another_table(experiment, finished, tmp_path):
+    """The rounds stay; a changed [align] is refused by its stage, and a run without one is left alone. What is
+    asked for last is in config.toml, and the run still opens."""
+    path = tmp_path / "run"
+    shutil.copytree(finished, path)
+    before = content(path / "align")
+    run(experiment, path, resume=True)
+    assert content(path / "align") == before
+    other = experiment.model_copy(update={"align": experiment.align.model_copy(update={"lr": 2e-3})})
+    with pytest.raises(AlignError, match=r"lr: 0\.001 → 0\.002"):
+        run(other, path, resume=True)
+    align_run(path, other.align, stage="train")
+    run(other, path, resume=True)
+    assert Experiment.load(path / "config.toml").align.lr == 2e-3
+    run(experiment.model_copy(update={"align": None}), path, resume=True)
+    assert Experiment.load(path / "config.toml").align is None
+
+
+def test_a_run_without_selectors_is_refused(place, tmp_path):
+    path = tmp_path / "run"
+    run(Experiment.from_tables(small_experiment(place, rounds=1), "x.toml"), path)
+    with pytest.raises(RunError, match=r"run: feddpo trains no selectors.*run fedbis or fedbiscuit"):
+        align_run(path, AlignConfig(prompts=str(place / "prompts.jsonl")))
+    assert not (path / "align").exists()
