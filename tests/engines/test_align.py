@@ -21,6 +21,9 @@ from prefed.core import Callback, Key
 from prefed.data import DataConfig, Record, SelectorConfig
 from prefed.data.writer import prompt_hash
 from prefed.models import ModelConfig, load_backbone
+from prefed.runs.align import align as align_run
+from prefed.runs.record import RunError
+from prefed.runs.run import run
 from small_models import away
 
 HELD = [f"Case {number}:" for number in range(24)]
@@ -101,8 +104,8 @@ def plain_logits(model, texts=((5, 9, 2, 40), (7, 3, 11, 8))):
 
 
 def test_the_whole_path(alignment):
-    """13 rows: clients hold cases 22 and 23, case 30 is there twice. Ten prompts with three completions are 30,
-    with three pairs each. Labels are what the votes in scores.jsonl say, all pairs are accounted for, and no
+    """13 rows: clients hold cases 22 and 23, case 30 is there twice. Ten prompts have three completions
+    and three pairs each. Labels are what the votes in scores.jsonl say, all pairs are accounted for, and no
     prompt is a client's."""
     summary = align(alignment)
     counts = {name: summary["prompts"][name] for name in ("read", "clients", "duplicates", "kept")}
@@ -363,8 +366,8 @@ def finished(experiment, tmp_path_factory):
 
 
 def test_one_file_goes_the_whole_path(finished, place):
-    """The clients hold 24 prompts by their tokens' hashes, with those that they test on: cases 22 and 23 of the
-    server's 13 rows. The adapter loads elsewhere."""
+    """The clients hold 24 prompts by their tokens' hashes, also of those that they test on:
+    cases 22 and 23 of the server's 13 rows. The adapter loads elsewhere."""
     summary = json.loads((finished / "align/summary.json").read_text())
     assert (summary["prompts"]["clients"], summary["prompts"]["kept"]) == (2, 10)
     assert {row["prompt"] for row in rows(finished / "align", "labels.jsonl")}.isdisjoint(HELD)
@@ -376,8 +379,8 @@ def test_one_file_goes_the_whole_path(finished, place):
 
 
 def test_a_resumed_run_may_have_another_table(experiment, finished, tmp_path):
-    """The rounds stay; a changed [align] is refused by its stage, and a run without one is left alone. What is
-    asked for last is in config.toml, and the run still opens."""
+    """The rounds stay; a changed [align] is refused by its stage, and a run without one is left alone. What
+    is asked for last is in config.toml, and the run still opens."""
     path = tmp_path / "run"
     shutil.copytree(finished, path)
     before = content(path / "align")

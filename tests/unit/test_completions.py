@@ -121,7 +121,7 @@ def test_bad_batches_are_refused():
 def test_batches_hold_each_prompt_once_and_one_length_each():
     prompts = [[0] * length for length in (3, 1, 3, 3, 2, 1, 3, 3)]
     batches = length_batches(prompts, 2)
-    assert sorted(sum(batches, [])) == list(range(8))
+    assert sorted(number for batch in batches for number in batch) == list(range(8))
     assert [[len(prompts[number]) for number in batch] for batch in batches] == [
         [1, 1],
         [2],
