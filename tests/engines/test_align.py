@@ -11,10 +11,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
 from prefed.align import AlignError, Alignment, ClientPrompts, Selectors, align
 from prefed.align.selectors import verdict
+from prefed.cli import app
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Key
@@ -402,3 +404,29 @@ def test_a_run_without_selectors_is_refused(place, tmp_path):
     with pytest.raises(RunError, match=r"run: feddpo trains no selectors.*run fedbis or fedbiscuit"):
         align_run(path, AlignConfig(prompts=str(place / "prompts.jsonl")))
     assert not (path / "align").exists()
+
+
+def test_the_command(finished, place, tmp_path):
+    """A run that was aligned asks for --resume or --stage; a finished alignment has nothing left to do, and
+    another key is read by --set. The settings are those of the last time."""
+    path, runner = tmp_path / "run", CliRunner(env={"COLUMNS": "200"})
+    shutil.copytree(finished, path)
+
+    def command(*words):
+        result = runner.invoke(app, ["align", str(path), *words])
+        return result.exit_code, result.output
+
+    code, text = command()
+    assert (code, "--resume" in text, "--stage NAME" in text) == (1, True, True)
+    assert command("--resume")[0] == 0
+    code, text = command("--resume", "--set", "align.epochs=2")
+    assert (code, "epochs: 1 → 2" in text) == (1, True)
+    code, text = command("--stage", "train", "--set", "align.epochs=2")
+    assert (code, "of 2, agreement" in text) == (0, True)
+    assert "adapter:" in command("--resume")[1]
+    shutil.rmtree(path / "align")
+    other = str(place / "prompts.jsonl")
+    code, text = command("--prompts", other, "--set", "align.limit=4", "--set", "align.held_out=0")
+    assert (code, "kept 4" in text, "agreement" in text) == (0, True, False)
+    settings = json.loads((path / "align/settings.json").read_text())
+    assert (settings["limit"], settings["prompts"]["path"]) == (4, other)

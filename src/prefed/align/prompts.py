@@ -43,6 +43,7 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
         "limit": config.limit,
         "raw": config.raw,
         "encoding": alignment.data.encoding,
+        "format": alignment.data.format,
     }
 
 
@@ -62,7 +63,7 @@ def _work(alignment: Alignment) -> Figures:
 def _new_prompts(alignment: Alignment, counts: dict[str, int]) -> Iterator[dict[str, Any]]:
     config, clients = alignment.config, alignment.client_prompts()
     taken, seen = set(np.unique(clients.hashes).tolist()), set[int]()
-    for row, _ in read_prompts(config.prompts, alignment.data.encoding):
+    for row, _ in read_prompts(config.prompts, alignment.data.encoding, alignment.data.format):
         counts["read"] += 1
         prompt = row.prompt
         if isinstance(prompt, str):

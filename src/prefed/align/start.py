@@ -101,7 +101,8 @@ def _fine_tune(alignment: Alignment, sft: str) -> dict[str, Any]:
 
 def _responses(alignment: Alignment, sft: str) -> Iterator[Record]:
     example = alignment.client_prompts().example
-    for row, location in read_prompts(Source(path=sft), alignment.data.encoding):
+    data = alignment.data
+    for row, location in read_prompts(Source(path=sft), data.encoding, data.format):
         if row.response is None or not row.response.strip():
             raise AlignError(f"{location}: there is no response to fine-tune on; name the column response")
         prompt = row.prompt

@@ -12,7 +12,7 @@ from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Message, Prompt
 from prefed.data.sources import format_setting, read_rows, source_digests
 from prefed.data.sources.files import sha256_of
-from prefed.data.sources.formats import Format, detect_format
+from prefed.data.sources.formats import Format, detect_format, get_format
 from prefed.data.sources.pairs import extra_columns, parse_messages, split_prompt, value_at
 
 RESPONSES = ("response", "completion", "output", "chosen")
@@ -34,7 +34,9 @@ class PromptRow:
     extra: Mapping[str, str | float | int] = field(default_factory=dict)
 
 
-def read_prompts(source: Source, encoding: str = "utf-8") -> Iterator[tuple[PromptRow, RowLocation]]:
+def read_prompts(
+    source: Source, encoding: str = "utf-8", usual: str = "auto"
+) -> Iterator[tuple[PromptRow, RowLocation]]:
     """The prompts of a source, in its order.
 
     - A ``.txt`` file has one prompt in each line.
@@ -44,6 +46,8 @@ def read_prompts(source: Source, encoding: str = "utf-8") -> Iterator[tuple[Prom
 
     Args:
         encoding: of text files where the source names none.
+        usual: the format of preference sets where the source names none, such as ``data.format``: then their
+            prompts are worded as the clients' are.
 
     Raises:
         DataError: the source cannot be read, or has no row or rows without a prompt; it names them.
@@ -51,10 +55,11 @@ def read_prompts(source: Source, encoding: str = "utf-8") -> Iterator[tuple[Prom
     errors = ErrorCollector(hint='Each row needs a prompt; or name the column: columns = {prompt = "…"}.')
     path, count = Path(source.path).expanduser(), 0
     form = None if source.columns else format_setting(source)
+    others = None if usual == "auto" else get_format(usual)
     rows = _lines(path, source.encoding or encoding) if _is_text(path) else None
-    for row, location in rows or read_rows(source, encoding, "train", form, errors):
+    for row, location in rows or read_rows(source, encoding, "train", form or others, errors):
         try:
-            parsed = _row(row, source.columns, form)
+            parsed = _row(row, source.columns, form, others)
             if parsed is not None:
                 _check(parsed)
                 yield parsed, location
@@ -87,7 +92,9 @@ def parse_prompt(plain: Any) -> Prompt:
     return plain if isinstance(plain, str) else tuple(Message(**turn) for turn in plain)
 
 
-def _row(row: Mapping[str, Any], columns: Columns | None, form: Format | None) -> PromptRow | None:
+def _row(
+    row: Mapping[str, Any], columns: Columns | None, form: Format | None, others: Format | None
+) -> PromptRow | None:
     """``None`` where a preference set says that neither response is better."""
     if columns is not None:
         name = columns.prompt or "prompt"
@@ -95,7 +102,7 @@ def _row(row: Mapping[str, Any], columns: Columns | None, form: Format | None) -
     if form is None and "prompt" in row and row.get("rejected") is None:
         column = next((name for name in RESPONSES if row.get(name) is not None), "")
         return _plain_row(row, row["prompt"], "prompt", row.get(column), column)
-    raw = (form or detect_format(row)).to_pair(row)
+    raw = (form or others or detect_format(row)).to_pair(row)
     if raw is None:
         return None
     prompt, chosen, _, _ = split_prompt(raw)
