@@ -155,7 +155,7 @@ def test_callbacks_that_are_no_list_of_instances_are_refused_before_anything_is_
 
 
 def test_stages_of_an_alignment_in_a_pipe_and_on_a_terminal():
-    """In a pipe: a line for each tenth of the steps, and one at the end. On a terminal a bar, then one line."""
+    """In a pipe: a line for each tenth of the steps, and one at the end. A terminal has a bar."""
     figures = {"completions": 1600, "tokens": 9000, "tokens_per_second": 12.5, "seconds": 95.0}
     shown = {}
     for terminal in (False, True):

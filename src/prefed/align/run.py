@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from prefed import files
 from prefed.align import completions, labels, prompts, start, training
 from prefed.align.alignment import Alignment
-from prefed.align.stages import run_stages
+from prefed.align.stages import check_settings, run_stages
 
-SUMMARY = "summary.json"
+SETTINGS, SUMMARY = "settings.json", "summary.json"
 STAGES = (prompts.STAGE, start.STAGE, completions.STAGE, labels.STAGE, training.STAGE)
 """The stages in their order."""
 
@@ -33,13 +34,17 @@ def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
         DataError, ModelError: prompts, rows, selectors or model cannot be used.
         OSError: a file cannot be written. Stages that are done stay.
     """
+    check_settings(alignment, STAGES, again)
     (alignment.folder / "stages").mkdir(parents=True, exist_ok=True)
+    settings = alignment.config.model_dump(mode="json", exclude_none=True)
+    files.write(alignment.folder / SETTINGS, _pretty(settings))
     if again is not None:
         files.remove(alignment.folder / SUMMARY)
     figures = run_stages(alignment, STAGES, again)
     summary = {**figures, "seconds": sum(float(stage["seconds"]) for stage in figures.values())}
-    data = json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n"
-    path = alignment.folder / SUMMARY
-    if not path.exists() or path.read_bytes() != data:
-        files.write(path, data)
+    files.write(alignment.folder / SUMMARY, _pretty(summary))
     return summary
+
+
+def _pretty(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"

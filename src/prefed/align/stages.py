@@ -53,17 +53,14 @@ def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None 
     Raises:
         AlignError: a stage was begun with other settings or other inputs, or its outputs changed since.
     """
-    if again is not None:
-        names = [stage.name for stage in stages]
-        if again not in names:
-            raise AlignError(f"there is no stage {again!r}{did_you_mean(again, names)} ({', '.join(names)})")
-        for stage in reversed(stages[names.index(again) :]):
-            _forget(alignment.folder, stage)
+    kept = _kept(stages, again)
+    for stage in reversed(stages[kept:]):
+        _forget(alignment.folder, stage)
     figures: dict[str, Figures] = {}
     digests: dict[str, Any] = dict(alignment.sources)
     for stage in stages:
         wanted = {
-            "settings": json.loads(json.dumps(stage.settings(alignment))),
+            "settings": _settings(alignment, stage),
             "inputs": {name: digests[name] for name in stage.inputs},
         }
         path = _manifest(alignment.folder, stage)
@@ -85,6 +82,34 @@ def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None 
             alignment.callback.on_stage_end(stage.name, dict(figures[stage.name]))
         digests[stage.name] = before["outputs"]
     return figures
+
+
+def check_settings(alignment: Alignment, stages: Sequence[Stage], again: str | None = None) -> None:
+    """Compare the settings with those of every stage that was begun and is not to be done again.
+
+    Raises:
+        AlignError: they differ, or there is no stage ``again``.
+    """
+    for stage in stages[: _kept(stages, again)]:
+        before = _read(_manifest(alignment.folder, stage), stage)
+        if before is not None:
+            wanted = {"settings": _settings(alignment, stage), "inputs": {}}
+            _check_same(alignment.folder, stage, before, wanted)
+
+
+def _kept(stages: Sequence[Stage], again: str | None) -> int:
+    """How many stages stay if ``again`` is done again."""
+    names = [stage.name for stage in stages]
+    if again is None:
+        return len(names)
+    if again not in names:
+        raise AlignError(f"there is no stage {again!r}{did_you_mean(again, names)} ({', '.join(names)})")
+    return names.index(again)
+
+
+def _settings(alignment: Alignment, stage: Stage) -> Any:
+    """A stage's settings as JSON gives them back."""
+    return json.loads(json.dumps(stage.settings(alignment)))
 
 
 def _do(alignment: Alignment, stage: Stage) -> Figures:

@@ -16,6 +16,7 @@ import torch
 from prefed import files
 from prefed.align import Alignment, ClientPrompts, Selectors
 from prefed.align import align as run_stages
+from prefed.align.run import SETTINGS
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks
@@ -25,7 +26,7 @@ from prefed.runs.record import RunError, RunRecord, read_run
 from prefed.store import RunReader
 from prefed.store.directory import lock
 
-FOLDER, SETTINGS = "align", "settings.json"
+FOLDER = "align"
 
 
 def align(
@@ -57,10 +58,6 @@ def align(
     if config is None:
         config = align_settings(stored_settings(record), [], record.path)
     with _locked(record.path), _threads(record):
-        folder = record.path / FOLDER
-        folder.mkdir(exist_ok=True)
-        settings = config.model_dump(mode="json", exclude_none=True)
-        files.write(folder / SETTINGS, json.dumps(settings, indent=1, ensure_ascii=False).encode() + b"\n")
         return run_stages(_alignment(record, config, Callbacks(callbacks)), stage)
 
 
