@@ -1,0 +1,86 @@
+"""Do FedBiscuit's clusters find the clients' tastes? The adjusted Rand index of each grouping of a run.
+
+    python experiments/selectors/rand_index.py RUN…
+
+For each run that has clusters it prints the accuracy of each client's own cluster's selector, that of the
+vote, and for each round that grouped the clients the adjusted Rand index of clusters against tastes (Hubert
+and Arabie 1985): 1 for clusters that are the tastes, 0 on average for clusters that have nothing to do with
+them. A client's taste is in the column ``taste`` of the run's training file, which mixes.py wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mixes import read
+from scipy.special import comb
+from scipy.stats.contingency import crosstab
+
+from prefed.config import Experiment
+
+
+def adjusted_rand_index(clusters: Sequence[Sequence[str]], tastes: Mapping[str, str]) -> float:
+    """How far clusters agree with tastes, corrected for chance (Hubert and Arabie 1985, eq. 5).
+
+    >>> adjusted_rand_index([["a", "b"], ["c", "d"]], {"a": "x", "b": "x", "c": "y", "d": "y"})
+    1.0
+
+    Args:
+        clusters: the clients of each cluster.
+        tastes: client → its taste.
+
+    Returns:
+        At most 1. NaN where all clients have one taste, so that no clusters could show it.
+    """
+    of_client = [
+        (str(number), tastes[client]) for number, members in enumerate(clusters) for client in members
+    ]
+    table = crosstab(*zip(*of_client, strict=True)).count
+    together, clustered, alike = (comb(n, 2).sum() for n in (table, table.sum(axis=1), table.sum(axis=0)))
+    everyone = comb(len(of_client), 2)
+    if alike == everyone:
+        return float("nan")
+    chance = clustered * alike / everyone
+    most = (clustered + alike) / 2
+    return float((together - chance) / (most - chance)) if most > chance else 1.0
+
+
+def groupings(run: Path) -> dict[int, list[list[str]]]:
+    """Round → the clusters, for each round in whose record the clusters differ from those before."""
+    found: dict[int, list[list[str]]] = {}
+    last: list[list[str]] | None = None
+    for line in (run / "rounds.jsonl").read_text("utf-8").splitlines():
+        record = json.loads(line)
+        clusters = record.get("clusters")
+        if clusters and ("moved" in record or clusters != last):
+            found[record["round"]] = last = clusters
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories of FedBiscuit")
+    for run in parser.parse_args().runs:
+        clusters = groupings(run)
+        if not clusters:
+            print(f"{run}: no clusters in rounds.jsonl")
+            continue
+        source = Experiment.load(run / "config.toml").data.train
+        tastes = {row["client"]: row["taste"] for row in read(Path(source.path))}
+        summary = json.loads((run / "summary.json").read_text("utf-8"))
+        figures = [
+            f"{label} {summary[name]['mean']:.3f}"
+            for label, name in (("own cluster", "preference_accuracy"), ("vote", "majority_accuracy"))
+            if name in summary
+        ]
+        figures += [f"round {n}: {adjusted_rand_index(each, tastes):.2f}" for n, each in clusters.items()]
+        print(f"{run}: {', '.join(figures)}")
+
+
+if __name__ == "__main__":
+    main()
