@@ -60,21 +60,20 @@ def deal(rows: Rows, hands: int, size: int, name: str) -> list[Rows]:
     return [drawn[start : start + size] for start in range(0, len(drawn), size)]
 
 
-def clients_of(mix: str, rows: Rows, clients: int, size: int, name: str) -> Iterator[tuple[str, str, Rows]]:
-    """Each client of a mix: its id, its taste, its pairs."""
+def clients_of(mix: str, rows: Rows, clients: int, size: int, name: str) -> Iterator[tuple[str, Rows]]:
+    """The taste and the pairs of each client of a mix."""
     if mix == "like-minded":
-        for number, hand in enumerate(deal(rows, clients, size, name)):
-            yield f"client-{number:02}", "all", hand
+        for hand in deal(rows, clients, size, name):
+            yield "all", hand
     elif mix == "mixed":
         personas = by_persona(rows)
         for persona, own in personas.items():
-            for number, hand in enumerate(deal(own, clients // len(personas), size, f"{name}/{persona}"), 1):
-                yield f"{persona}-{number}", persona, hand
+            for hand in deal(own, clients // len(personas), size, f"{name}/{persona}"):
+                yield persona, hand
     else:
-        for number, hand in enumerate(deal(rows, clients // 2, size, name)):
-            yield f"client-{number:02}", "as it is", hand
-            swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in hand]
-            yield f"not-client-{number:02}", "reversed", swapped
+        for hand in deal(rows, clients // 2, size, name):
+            yield "as it is", hand
+            yield "reversed", [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in hand]
 
 
 def labeled(pairs: Rows, client: str, taste: str) -> list[dict[str, Any]]:
@@ -93,7 +92,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=20, help="of each mix (default 20)")
     parser.add_argument("--pairs", type=int, default=160, help="training pairs of a client (default 160)")
     parser.add_argument(
-        "--validation", type=int, default=40, help="validation pairs of a client (default 40)"
+        "--validation", type=int, default=25, help="validation pairs of a client (default 25)"
     )
     parser.add_argument("--test-pairs", type=int, default=50, help="test pairs of a client (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of pairs")
@@ -107,13 +106,16 @@ def main() -> None:
         parser.error(f"--clients {args.clients}: give an even number, divisible by the {personas} personas")
     args.out.mkdir(parents=True, exist_ok=True)
     for mix in MIXES:
+        # A client's id tells nothing of its taste: where selectors are equal, ids decide who is in a cluster.
+        ids = [f"client-{number:02}" for number in range(args.clients)]
+        random.Random(f"{args.seed}/{mix}/ids").shuffle(ids)
         roles: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
         own = clients_of(mix, train, args.clients, args.pairs + args.validation, f"{args.seed}/{mix}/train")
-        for client, taste, pairs in own:
+        for client, (taste, pairs) in zip(ids, own, strict=True):
             roles["train"] += labeled(pairs[: args.pairs], client, taste)
             roles["validation"] += labeled(pairs[args.pairs :], client, taste)
         own = clients_of(mix, test, args.clients, args.test_pairs, f"{args.seed}/{mix}/test")
-        for client, taste, pairs in own:
+        for client, (taste, pairs) in zip(ids, own, strict=True):
             roles["test"] += labeled(pairs, client, taste)
         for role, rows in roles.items():
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

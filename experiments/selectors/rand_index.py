@@ -49,15 +49,17 @@ def adjusted_rand_index(clusters: Sequence[Sequence[str]], tastes: Mapping[str, 
 
 
 def groupings(run: Path) -> dict[int, list[list[str]]]:
-    """Round → the clusters, for each round in whose record the clusters differ from those before."""
-    found: dict[int, list[list[str]]] = {}
-    last: list[list[str]] | None = None
-    for line in (run / "rounds.jsonl").read_text("utf-8").splitlines():
-        record = json.loads(line)
-        clusters = record.get("clusters")
-        if clusters and ("moved" in record or clusters != last):
-            found[record["round"]] = last = clusters
-    return found
+    """Round → its clusters, for each round that grouped the clients."""
+    records = map(json.loads, (run / "rounds.jsonl").read_text("utf-8").splitlines())
+    return {record["round"]: record["clusters"] for record in records if record.get("clusters")}
+
+
+def accuracies(run: Path) -> list[str]:
+    """The accuracies of a finished run that depend on its clusters."""
+    path = run / "summary.json"
+    summary = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    names = {"preference_accuracy": "own cluster", "majority_accuracy": "vote"}
+    return [f"{label} {summary[name]['mean']:.3f}" for name, label in names.items() if name in summary]
 
 
 def main() -> None:
@@ -68,18 +70,12 @@ def main() -> None:
     for run in parser.parse_args().runs:
         clusters = groupings(run)
         if not clusters:
-            print(f"{run}: no clusters in rounds.jsonl")
+            print(f"{run}: no round grouped the clients")
             continue
         source = Experiment.load(run / "config.toml").data.train
         tastes = {row["client"]: row["taste"] for row in read(Path(source.path))}
-        summary = json.loads((run / "summary.json").read_text("utf-8"))
-        figures = [
-            f"{label} {summary[name]['mean']:.3f}"
-            for label, name in (("own cluster", "preference_accuracy"), ("vote", "majority_accuracy"))
-            if name in summary
-        ]
-        figures += [f"round {n}: {adjusted_rand_index(each, tastes):.2f}" for n, each in clusters.items()]
-        print(f"{run}: {', '.join(figures)}")
+        indices = [f"round {n} {adjusted_rand_index(each, tastes):.2f}" for n, each in clusters.items()]
+        print(f"{run}: {', '.join([*accuracies(run), *indices])}")
 
 
 if __name__ == "__main__":
