@@ -1,10 +1,12 @@
-"""FedBiscuit's experiments and the mixes of tastes: what the cells say, that they run, the scripts beside them."""
+"""FedBiscuit's experiments and the mixes of tastes: what the cells say, that they run, their scripts."""
 
 import itertools
 import json
 import math
 import random
+import runpy
 from collections import Counter
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -48,9 +50,9 @@ WINS = {
 
 
 def test_one_cell_for_each_of_the_papers():
-    """Tables 1 and 2: two base models; three baselines, and three methods with three selectors (table 1) or three
-    sets of prompts (table 2). Table 6: three methods with two selectors. Selectors' cells stand a second time,
-    with 5 epochs."""
+    """Tables 1 and 2: two base models; three baselines, and three methods with three selectors (table 1) or
+    three kinds of prompts (table 2). Table 6: three methods with two selectors. Cells with selectors stand a
+    second time, with 5 epochs."""
     counts = Counter(name.split("/")[1] for name in PAPER)
     assert counts == {
         "table1-baselines": 2 * 3,
@@ -68,8 +70,8 @@ def test_one_cell_for_each_of_the_papers():
 
 
 def test_the_papers_wins_are_its_percentages():
-    """67.27% is 4408 of 6553, and so on: to 0.01, for the paper rounds some down. One is neither: 90.84%, where
-    5951 wins are 90.81%. Table 6's first column is table 1's."""
+    """67.27% is 4408 of 6553, and so on: to 0.01, for the paper rounds some down. One is neither: 90.84%,
+    where 5951 wins are 90.81%. Table 6's first column is table 1's."""
     for name, cell in PAPER.items():
         table, column, row = name.split("/")[1:]
         if table.startswith("table1") and (column, row) != ("llama-2-7b", "llama-2-7b-fedbiscuit-3"):
@@ -120,11 +122,11 @@ def test_fedbiscuit_is_set_as_the_paper_says():
             "qwen2-0.5b": "Qwen/Qwen2-0.5B",
             "qwen2-1.5b": "Qwen/Qwen2-1.5B",
         }
-        aligned, judge = (
-            ("gemma-2b", column) if table.startswith("table6") else (column, row.rpartition("-fedbis")[0])
-        )
-        assert align.model.name == names[aligned]
-        assert model.name == names["gemma-2b" if answers else judge]
+        if table.startswith("table6"):
+            aligned, selector = "gemma-2b", column
+        else:
+            aligned, selector = column, "gemma-2b" if answers else row.rpartition("-fedbis")[0]
+        assert (align.model.name, model.name) == (names[aligned], names[selector])
 
 
 # That they run, with a tiny model and small copies of the sets
@@ -145,15 +147,12 @@ def place(tmp_path_factory):
 
     def reddit_post(k):
         # Longer than the texts that other columns may have.
-        return {"id": f"t3_{k}", "subreddit": "cats", "title": f"Cat {k}", "post": f"Post {k}. " + words(300)}
+        return {"id": f"t3_{k}", "subreddit": "cats", "title": f"Cat {k}", "post": f"Post {k}. {words(260)}"}
 
     posts = [reddit_post(k) for k in range(40)]
-    for split, chosen in (("train", posts[:30]), ("valid", posts[30:32]), ("test", posts[32:])):
-        (folder / "posts").mkdir(exist_ok=True)
-        jsonl(
-            folder / f"posts/{split}.jsonl",
-            [{**row, "summary": f" Summary of {row['id']} "} for row in chosen],
-        )
+    for split, first, last in (("train", 0, 30), ("valid", 30, 32), ("test", 32, 40)):
+        summed = [{**row, "summary": f" Summary of {row['id']} "} for row in posts[first:last]]
+        write(f"posts/{split}", summed.__getitem__, last - first)
     write(
         "comparisons/train",
         lambda k: {
@@ -166,17 +165,18 @@ def place(tmp_path_factory):
         },
         60,
     )
-    write(
-        "alpaca", lambda k: {"instruction": f"Do {k}", "input": "it" if k % 2 else "", "output": words()}, 8
-    )
-    shp = lambda k: {  # noqa: E731
-        "history": f"How {k}?",
-        "human_ref_A": f"{words()} {k}",
-        "human_ref_B": f"{words()} no",
-        "labels": k % 2,
-        "score_ratio": 2.0,
-        "domain": f"ask{k % 3}_train",
-    }
+    write("alpaca", lambda k: {"instruction": f"Do {k}", "input": "it" * (k % 2), "output": words()}, 8)
+
+    def shp(k):
+        return {
+            "history": f"How {k}?",
+            "human_ref_A": f"{words()} {k}",
+            "human_ref_B": f"{words()} no",
+            "labels": k % 2,
+            "score_ratio": 2.0,
+            "domain": f"ask{k % 3}_train",
+        }
+
     write("shp/train", shp, 40)
     write("shp/validation", lambda k: shp(100 + k), 16)
     write("shp/test", lambda k: shp(200 + k // 2), 8)
@@ -192,12 +192,14 @@ def place(tmp_path_factory):
     for what, sources in copies.items():
         script("fedbiscuit/prepare.py", what, *sources, "--out", folder)
     texts = [(folder / f"{name}.jsonl").read_text() for name in ("alpaca", "comparisons/train", "shp/train")]
-    make_tiny(folder / "model", texts, Key(0), layers=2, width=16, heads=2, vocabulary=300, steps=1, batch=2)
+    size = {"layers": 2, "width": 16, "heads": 2, "vocabulary": 300, "context": 768}
+    make_tiny(folder / "model", texts, Key(0), **size, steps=1, batch=2)
     return folder
 
 
 def test_what_prepare_makes_of_reddit_posts(place):
-    """30 posts, of which 10 are in comparisons of 6 each: 20 are left, 12 (60%) to fine-tune on, 8 to align on."""
+    """30 posts, of which 10 are in comparisons of 6 each: 20 are left, 12 (60%) to fine-tune on, 8 to align
+    on."""
     tuned, prompts, tested = (rows(place / f"tldr.{name}.jsonl.gz") for name in ("sft", "prompts", "test"))
     assert (len(tuned), len(prompts), len(tested)) == (12, 8, 8)
     compared = {json.loads(line)["info"]["post"] for line in (place / "comparisons/train.jsonl").open()}
@@ -205,17 +207,15 @@ def test_what_prepare_makes_of_reddit_posts(place):
     assert not {row["prompt"] for row in prompts} & {row["prompt"] for row in tuned}
     first = tested[0]
     assert first["prompt"] == (
-        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-        "response that appropriately completes the request.\n\n### Instruction:\nSummarize the following Reddit "
-        f"post in a paragraph of 50 words or less.\n\n### Input:\nSUBREDDIT: r/cats\nTITLE: {first['title']}\n"
-        f"POST: {first['post']}\n\n### Response:"
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nSummarize the following Reddit post in a paragraph of 50 words or less.\n\n"
+        f"### Input:\nSUBREDDIT: r/cats\nTITLE: {first['title']}\nPOST: {first['post']}\n\n### Response:"
     )
     assert (first["summary"], first["subreddit"]) == ("Summary of t3_32", "cats")
-    # The response to another prompt is what fine-tuning does not read.
     assert all(row["chosen"].startswith(" Summary of t3_") for row in tuned)
-    assert all(
-        row["rejected"] == before["chosen"] for row, before in zip(tuned, [tuned[-1], *tuned], strict=False)
-    )
+    # The response to another prompt is what fine-tuning does not read.
+    assert [row["rejected"] for row in tuned[1:]] == [row["chosen"] for row in tuned[:-1]]
 
 
 def test_what_prepare_makes_of_questions(place):
@@ -237,9 +237,7 @@ def test_prepare_names_what_is_wrong(place, tmp_path):
     wrong = jsonl(tmp_path / "rows.jsonl", [{"instruction": "Do it"}])
     message = script("fedbiscuit/prepare.py", "alpaca", wrong, "--out", tmp_path, fails=True)
     assert f"{wrong}, row 1: no output; is this a row of tatsu-lab/alpaca?" in message
-    message = script(
-        "fedbiscuit/prepare.py", "reddit", place / "posts/valid.jsonl", "--out", tmp_path, fails=True
-    )
+    message = script("fedbiscuit/prepare.py", "reddit", place / "eval.jsonl", fails=True)
     assert "row 1: no history" in message
     message = script("fedbiscuit/prepare.py", "tldr", place / "comparisons", place / "shp", fails=True)
     assert "no info" in message
@@ -247,63 +245,68 @@ def test_prepare_names_what_is_wrong(place, tmp_path):
     assert "has no file whose name begins with 'train'" in message
 
 
+def run_cell(table, cell, out, *sets):
+    """The summary of a cell that the command line ran with these settings."""
+    path = EXPERIMENTS / f"{table}.toml"
+    words = [word for each in ("engine.threads=1", *sets) for word in ("--set", each)]
+    result = CliRunner().invoke(app, ["run", str(path), "--cell", cell, "--out", str(out), *words])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads((out / "summary.json").read_text())
+
+
 @pytest.mark.parametrize(
-    ("name", "sets"),
+    ("table", "cell", "sets"),
     [
         (
-            "fedbiscuit/table1/gemma-2b/qwen2-0.5b-fedbiscuit-3",
-            ["method.warmup_rounds=1", "method.regroup_every=1"],
+            "fedbiscuit/table1",
+            "gemma-2b/qwen2-0.5b-fedbiscuit-3",
+            (
+                "method.warmup_rounds=1",
+                "method.regroup_every=1",
+                "cohort.size=3",
+                "data.train.path={place}/comparisons",
+                "align.prompts={place}/tldr.prompts.jsonl.gz",
+            ),
         ),
-        ("fedbiscuit/table2/llama-2-7b/reddit-4-fedbis", []),
+        (
+            "fedbiscuit/table2",
+            "llama-2-7b/reddit-4-fedbis",
+            (
+                "cohort.size=2",
+                "data.train={place}/shp/train.jsonl",
+                "data.validation={place}/shp/validation.jsonl",
+                "data.partition.clients=4",
+                "align.prompts={place}/reddit.prompts.jsonl.gz",
+            ),
+        ),
     ],
 )
-def test_a_cell_runs_from_preferences_to_an_aligned_model(place, tmp_path, name, sets):
-    """A cell with copies of its sets, fewer rounds and fewer steps: all else is as in the file."""
-    _, table, cell = name.split("/", 2)
-    out = tmp_path / "run"
-    if table == "table1":
-        source = {"path": str(place / "comparisons"), "format": "summarize-from-feedback-instruction"}
-        sets = [
-            *sets,
-            f"data.train={{path={json.dumps(source['path'])}, format={json.dumps(source['format'])}}}",
-        ]
-        sets += [f"align.prompts={place}/tldr.prompts.jsonl.gz", "cohort.size=3"]
-    else:
-        sets = [*sets, f"data.train={place}/shp/train.jsonl", f"data.validation={place}/shp/validation.jsonl"]
-        sets += [
-            f"align.prompts={place}/reddit.prompts.jsonl.gz",
-            "data.partition.clients=4",
-            "cohort.size=2",
-        ]
-    sets += [f"model.name={place}/model", f"align.model.name={place}/model", "model.dtype=float32"]
-    sets += [f"align.sft={place}/alpaca.sft.jsonl.gz", "align.model.dtype=float32", "engine.threads=1"]
-    sets += [
-        "rounds=4",
-        "method.local_steps=1",
-        "data.max_length=768",
-        "align.max_new_tokens=4",
-        "align.epochs=1",
-    ]
-    words = [word for each in sets for word in ("--set", each)]
-    path = EXPERIMENTS / f"fedbiscuit/{table}.toml"
-    result = CliRunner().invoke(app, ["run", str(path), "--cell", cell, "--out", str(out), *words])
-    assert result.exit_code == 0, result.output
-    summary = json.loads((out / "summary.json").read_text())
+def test_a_cell_runs_from_preferences_to_an_aligned_model(place, tmp_path, table, cell, sets):
+    """A cell with copies of its sets, 4 rounds and short completions; all else is as in the file."""
+    copies = [each.format(place=place) for each in sets]
+    copies += [f"model.name={place}/model", f"align.model.name={place}/model", "data.max_length=768"]
+    copies += [f"align.sft={place}/alpaca.sft.jsonl.gz", "align.max_new_tokens=4", "align.epochs=1"]
+    summary = run_cell(table, cell, tmp_path, *copies, "rounds=4", "method.local_steps=1")
     assert math.isfinite(summary["preference_accuracy"]["mean"])
-    assert (out / "align/adapter/adapter_config.json").exists()
-    completions = [json.loads(line) for line in (out / "align/completions.jsonl").open()]
-    assert completions
+    assert (tmp_path / "align/adapter/adapter_config.json").exists()
+    prompts, completions = (
+        len((tmp_path / f"align/{name}.jsonl").read_text().splitlines())
+        for name in ("prompts", "completions")
+    )
+    assert prompts == (8 if table.endswith("table1") else 4)
+    assert completions == prompts * (2 if table.endswith("table1") else 4)
 
 
 def test_the_raw_model_is_fine_tuned_in_one_place(place, tmp_path):
-    sets = [f"data.train={place}/alpaca.sft.jsonl.gz", f"model.name={place}/model", "model.dtype=float32"]
-    words = [word for each in [*sets, "engine.threads=1", "rounds=1"] for word in ("--set", each)]
-    path, out = EXPERIMENTS / "fedbiscuit/table1-baselines.toml", tmp_path / "run"
-    words += ["--set", "data.test_fraction=0.2"]
-    result = CliRunner().invoke(app, ["run", str(path), "--cell", "gemma-2b/raw", "--out", str(out), *words])
-    assert result.exit_code == 0, result.output
-    assert list(json.loads((out / "summary.json").read_text())["clients"]) == ["client-0"]
-    assert (out / "adapters/shared/adapter_config.json").exists()
+    """Its adapter is what ``align.sft`` takes."""
+    copies = (
+        f"data.train={place}/alpaca.sft.jsonl.gz",
+        f"model.name={place}/model",
+        "data.test_fraction=0.2",
+    )
+    summary = run_cell("fedbiscuit/table1-baselines", "gemma-2b/raw", tmp_path, *copies, "rounds=1")
+    assert len(summary["clients"]) == 1
+    assert (tmp_path / "adapters/shared/adapter_config.json").exists()
 
 
 # Mixes of tastes
@@ -367,16 +370,23 @@ def test_mixes_refuses_what_cannot_be_dealt(mixed):
     assert "4 times 55 pairs are asked for, and there are 40" in message
 
 
+@cache
+def rand_index():
+    """The names that rand_index.py defines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXPERIMENTS / "selectors"))
+        return runpy.run_path(str(EXPERIMENTS / "selectors/rand_index.py"))
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=9))
 def test_adjusted_rand_index_counts_pairs_of_clients(members):
-    """By its definition: of all pairs of clients, those together in both groupings, corrected for chance. With a pairs
-    together in both, b and c in one alone, d in neither: 2 (ad − bc) / ((a+b)(b+d) + (a+c)(c+d))."""
-    index = script_function("adjusted_rand_index")
+    """Let a pairs of clients be together in both groupings, b and c in one alone, d in neither. Then the index
+    is 2 (ad − bc) / ((a+b)(b+d) + (a+c)(c+d)) (Hubert and Arabie 1985)."""
     clusters = [[str(k) for k, (u, _) in enumerate(members) if u == cluster] for cluster in range(4)]
     tastes = {str(k): str(taste) for k, (_, taste) in enumerate(members)}
     counts = Counter((u == v, s == t) for (u, s), (v, t) in itertools.combinations(members, 2))
     a, b, c, d = (counts[key] for key in ((True, True), (True, False), (False, True), (False, False)))
-    value = index(clusters, tastes)
+    value = rand_index()["adjusted_rand_index"](clusters, tastes)
     if len(set(tastes.values())) == 1:
         assert math.isnan(value)
     else:
@@ -384,31 +394,16 @@ def test_adjusted_rand_index_counts_pairs_of_clients(members):
         assert value == pytest.approx(2 * (a * d - b * c) / below if below else 1.0)
 
 
-def script_function(name):
-    """A function of rand_index.py."""
-    import runpy
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXPERIMENTS / "selectors"))
-        return runpy.run_path(str(EXPERIMENTS / "selectors/rand_index.py"))[name]
-
-
 def test_a_mix_runs_and_its_clusters_are_compared_with_tastes(mixed, place, tmp_path):
-    """Opposed clients in one vote are 0.5 on average exactly: each test pair is right for one client of two."""
-    out = tmp_path / "run"
-    sets = [f"data.{role}={mixed}/opposed.{role}.jsonl.gz" for role in ("train", "validation", "test")]
-    sets += [f"model.name={place}/model", "engine.threads=1", "rounds=4", "method.warmup_rounds=1"]
-    sets += ["method.regroup_every=1", "method.local_steps=1"]
-    words = [word for each in sets for word in ("--set", each)]
-    path = EXPERIMENTS / "selectors/mixes.toml"
-    result = CliRunner().invoke(
-        app, ["run", str(path), "--cell", "opposed/fedbiscuit-eq6", "--out", str(out), *words]
-    )
-    assert result.exit_code == 0, result.output
-    assert json.loads((out / "summary.json").read_text())["majority_accuracy"]["mean"] == 0.5
-    clusters = json.loads((out / "rounds.jsonl").read_text().splitlines()[3])["clusters"]
+    """Opposed clients get 0.5 on average from a vote, exactly: a test pair is right for one client of two."""
+    copies = [f"data.{role}={mixed}/opposed.{role}.jsonl.gz" for role in ("train", "validation", "test")]
+    short = ("rounds=4", "method.warmup_rounds=1", "method.regroup_every=1", "method.local_steps=1")
+    cell = "opposed/fedbiscuit-eq6"
+    summary = run_cell("selectors/mixes", cell, tmp_path, *copies, f"model.name={place}/model", *short)
+    assert summary["majority_accuracy"]["mean"] == 0.5
+    clusters = json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[3])["clusters"]
     tastes = {row["client"]: row["taste"] for row in rows(mixed / "opposed.train.jsonl.gz")}
-    index = script_function("adjusted_rand_index")(clusters, tastes)
-    printed = script("selectors/rand_index.py", out)
-    assert printed.startswith(f"{out}: own cluster ")
+    index = rand_index()["adjusted_rand_index"](clusters, tastes)
+    printed = script("selectors/rand_index.py", tmp_path)
+    assert printed.startswith(f"{tmp_path}: own cluster ")
     assert printed.endswith(f"vote 0.500, round 4 {index:.2f}\n")
