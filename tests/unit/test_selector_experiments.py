@@ -380,8 +380,8 @@ def rand_index():
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=9))
 def test_adjusted_rand_index_counts_pairs_of_clients(members):
-    """Let a pairs of clients be together in both groupings, b and c in one alone, d in neither. Then the index
-    is 2 (ad − bc) / ((a+b)(b+d) + (a+c)(c+d)) (Hubert and Arabie 1985)."""
+    """Let a pairs of clients be together in both groupings, b and c in one alone, d in neither: the index is
+    2 (ad − bc) / ((a+b)(b+d) + (a+c)(c+d)) (Hubert and Arabie 1985)."""
     clusters = [[str(k) for k, (u, _) in enumerate(members) if u == cluster] for cluster in range(4)]
     tastes = {str(k): str(taste) for k, (_, taste) in enumerate(members)}
     counts = Counter((u == v, s == t) for (u, s), (v, t) in itertools.combinations(members, 2))
