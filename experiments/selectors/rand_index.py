@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import comb
 from pathlib import Path
 
 from mixes import read
-from scipy.special import comb
-from scipy.stats.contingency import crosstab
 
 from prefed.config import Experiment
 
@@ -35,17 +35,18 @@ def adjusted_rand_index(clusters: Sequence[Sequence[str]], tastes: Mapping[str, 
     Returns:
         At most 1. NaN where all clients have one taste, so that no clusters could show it.
     """
-    of_client = [
-        (str(number), tastes[client]) for number, members in enumerate(clusters) for client in members
-    ]
-    table = crosstab(*zip(*of_client, strict=True)).count
-    together, clustered, alike = (comb(n, 2).sum() for n in (table, table.sum(axis=1), table.sum(axis=0)))
-    everyone = comb(len(of_client), 2)
+    groups = [(number, tastes[client]) for number, members in enumerate(clusters) for client in members]
+
+    def pairs(labels: Iterable[object]) -> int:
+        """Pairs of clients with the same label."""
+        return sum(comb(count, 2) for count in Counter(labels).values())
+
+    together, clustered, alike = pairs(groups), pairs(u for u, _ in groups), pairs(t for _, t in groups)
+    everyone = comb(len(groups), 2)
     if alike == everyone:
         return float("nan")
-    chance = clustered * alike / everyone
-    most = (clustered + alike) / 2
-    return float((together - chance) / (most - chance)) if most > chance else 1.0
+    chance, most = clustered * alike / everyone, (clustered + alike) / 2
+    return (together - chance) / (most - chance) if most > chance else 1.0
 
 
 def groupings(run: Path) -> dict[int, list[list[str]]]:
