@@ -12,7 +12,7 @@ from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Message, Prompt
 from prefed.data.sources import format_setting, read_rows, source_digests
 from prefed.data.sources.files import sha256_of
-from prefed.data.sources.formats import Format, detect_format, get_format
+from prefed.data.sources.formats import POST_FIELDS, Format, detect_format, get_format
 from prefed.data.sources.pairs import extra_columns, parse_messages, split_prompt, value_at
 
 RESPONSES = ("response", "completion", "output", "chosen")
@@ -116,7 +116,9 @@ def _plain_row(row: Mapping[str, Any], value: Any, name: str, response: Any, col
         if len(turns) != 1:
             raise RowError(f"{column} has {len(turns)} messages; a response is one")
         response = turns[0].content
-    return PromptRow(prompt, response, extra_columns(row, (name, column)))
+    # A selector's template shows a post whole, however long it is.
+    post = {name: row[name] for name in POST_FIELDS if isinstance(row.get(name), str)}
+    return PromptRow(prompt, response, {**extra_columns(row, (name, column)), **post})
 
 
 def _check(row: PromptRow) -> None:
