@@ -50,7 +50,7 @@ def test_the_other_side_has_the_rest(outcomes):
 
 def test_the_interval_is_scipys():
     """The same percentile bootstrap over lists: both ends differ by the noise of resampling alone. Of a
-    quantile at 2.5% of 10,000 draws the standard error is √(0.025·0.975/10⁴)/f, f = 0.0584/σ: below 0.03 σ."""
+    quantile at 2.5% of 10,000 draws the standard error is √(0.025·0.975/10⁴)/f, f = 0.0584/σ: 0.027 σ."""
     values = np.array([1.0] * 70 + [0.5] * 10 + [0.0] * 40)
     rate = win_rate(list(values), Key(2))
     oracle = bootstrap(
@@ -65,14 +65,16 @@ def test_the_interval_covers():
     """Of 400 binomial samples of 100 at p = 0.6, a 95% interval holds p in 95%: the number of misses is
     binomial(400, 0.05), below 38 but once in ten thousand; the discreteness of k/100 costs 1% more."""
     draw = np.random.default_rng(3).binomial(100, 0.6, size=400)
-    rates = [win_rate([1.0] * int(k) + [0.0] * int(100 - k), Key(4).at("sample", n)) for n, k in enumerate(draw)]
+    rates = [
+        win_rate([1.0] * int(k) + [0.0] * int(100 - k), Key(4).at("sample", n)) for n, k in enumerate(draw)
+    ]
     misses = sum(not rate.low <= 0.6 <= rate.high for rate in rates)
     assert 5 <= misses <= 40
 
 
 def test_length_control_finds_a_planted_preference():
-    """Outcomes drawn from σ(a + b·tanh(d/std)) with a = logit 0.3 and a strong taste for length: the plain rate
-    is far above 0.3, because our texts are longer; the rate at equal lengths is 0.3 within its noise."""
+    """Outcomes drawn from σ(a + b·tanh(d/std)) with a = logit 0.3 and a strong taste for length: the plain
+    rate is far above 0.3, because our texts are longer; the rate at equal lengths is 0.3 within its noise."""
     draw = np.random.default_rng(5)
     own, other = draw.integers(80, 400, 6000), draw.integers(20, 220, 6000)
     d = own - other
@@ -86,8 +88,8 @@ def test_length_control_finds_a_planted_preference():
 
 
 def test_the_fit_solves_the_likelihoods_equations():
-    """With x ∈ {−t, t} the fit is exact: σ(a ± bt) are the two groups' rates 1/4 and 3/4 (a tie is half a win),
-    so a = (logit 1/4 + logit 3/4) / 2 = 0; with rates 1/2 and 3/4, σ(a) = σ(logit(3/4) / 2)."""
+    """With x ∈ {−t, t} the fit is exact: σ(a ± bt) are the two groups' rates 1/4 and 3/4 (a tie is half a
+    win), so a = (logit 1/4 + logit 3/4) / 2 = 0; with rates 1/2 and 3/4, σ(a) = σ(logit(3/4) / 2)."""
     lengths = [(1, 2)] * 4 + [(2, 1)] * 4
     rate = length_controlled([0, 0, 0.5, 0.5, 1, 1, 0.5, 0.5], lengths).rate
     assert rate == pytest.approx(0.5, abs=1e-9)
@@ -125,8 +127,8 @@ def test_every_case_has_an_answer_or_a_reason(rows):
     ],
 )
 def test_cases_without_a_fit(outcomes, lengths, rate, reason):
-    """One length apart is separation too: with a tie between wins and losses, wins ≥ 0 ≥ losses touch at 0, and
-    the likelihood grows with b for ever."""
+    """One length apart is separation too: with a tie between wins and losses, wins ≥ 0 ≥ losses touch at 0,
+    and the likelihood grows with b for ever."""
     fit = length_controlled(outcomes, lengths)
     assert fit.rate == rate
     assert reason in fit.note
