@@ -114,15 +114,13 @@ class EndpointJudge:
             raise JudgeError(self._failure(error)) from None
         except openai.APITimeoutError:
             raise JudgeError(
-                f"{self._url} gave no answer within {self._timeout:g} s, {RETRIES + 1} times; judging goes on "
-                "where it stopped if the command is given again (--timeout waits longer)"
+                f"{self._url} gave no answer within {self._timeout:g} s, {RETRIES + 1} times; judging goes "
+                "on where it stopped if the command is given again (--timeout waits longer)"
             ) from None
         except openai.APIConnectionError as error:
             reason = error.__cause__ or error
             raise JudgeError(
-                self._safe(
-                    f"{self._url} cannot be reached ({reason}); check --url, and give the command again"
-                )
+                self._safe(f"{self._url} cannot be reached ({reason}); check --url, and try again")
             ) from None
         except (openai.OpenAIError, ValueError) as error:
             return Verdict(None, self._safe(f"malformed answer: {error}"))

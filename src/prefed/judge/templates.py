@@ -87,9 +87,9 @@ def parse_autoj(answer: str) -> float | None:
 
 
 _PLAIN_TEXT = """\
-Two responses to a prompt follow. Decide which of them is the better one for the person who wrote the prompt: \
-more helpful, more correct, and to the point. Neither the order of the responses nor their length says which is \
-better.
+Two responses to a prompt follow. Decide which of them is the better one for the person who wrote the \
+prompt: more helpful, more correct, and to the point. Neither the order of the responses nor their length \
+says which is better.
 
 <prompt>
 {prompt}
@@ -107,9 +107,9 @@ Answer with one word alone: A if response A is better, B if response B is better
 
 _MARKS_TEXT = """\
 Act as an impartial judge of two AI assistants who answered the same user. Consider how helpful, relevant, \
-correct, deep and detailed the answers are. Compare them in a few sentences first. Let neither their order nor \
-their length decide. End with your verdict in exactly this form: "[[A]]" if assistant A answered better, "[[B]]" \
-if assistant B did, "[[C]]" if they tie.
+correct, deep and detailed the answers are. Compare them in a few sentences first. Let neither their order \
+nor their length decide. End with your verdict in exactly this form: "[[A]]" if assistant A answered \
+better, "[[B]]" if assistant B did, "[[C]]" if they tie.
 
 [The user's question]
 {prompt}
@@ -124,8 +124,8 @@ if assistant B did, "[[C]]" if they tie.
 
 # Auto-J was trained on exactly these words, the pairwise protocol of its paper.
 _AUTOJ_TEXT = """\
-You are assessing two submitted responses on a given user's query and judging which response is better or they \
-are tied. Here is the data:
+You are assessing two submitted responses on a given user's query and judging which response is better or \
+they are tied. Here is the data:
 
 [BEGIN DATA]
 ***
@@ -140,9 +140,9 @@ are tied. Here is the data:
 Here are the instructions to assess and compare the two responses:
 
 1. Pinpoint the key factors to distinguish these two responses.
-2. Conclude your comparison by providing a final decision on which response is better, or they are tied. Begin \
-your final decision statement with "So, the final decision is Response 1 / Response 2 / Tie". Ensure that your \
-decision aligns coherently with the comprehensive evaluation and comparison you've provided."""
+2. Conclude your comparison by providing a final decision on which response is better, or they are tied. \
+Begin your final decision statement with "So, the final decision is Response 1 / Response 2 / Tie". Ensure \
+that your decision aligns coherently with the comprehensive evaluation and comparison you've provided."""
 
 TEMPLATES: Mapping[str, PairTemplate] = {
     "plain": PairTemplate(_PLAIN_TEXT, parse_plain, "{text}\n\nAnswer:"),
@@ -150,8 +150,8 @@ TEMPLATES: Mapping[str, PairTemplate] = {
     "auto-j": PairTemplate(_AUTOJ_TEXT, parse_autoj, "[INST] {text} [/INST]"),
 }
 """Name → template. ``plain`` answers in a word. ``mt-bench`` has the verdicts of MT-Bench's pairwise judge
-(Zheng et al. 2023, arXiv:2306.05685), in words of our own. ``auto-j`` is the pairwise protocol of Auto-J (Li et
-al. 2023, arXiv:2310.05470), a Llama 2 chat model."""
+(arXiv:2306.05685), in words of our own. ``auto-j`` is the pairwise protocol of Auto-J (arXiv:2310.05470), a
+Llama 2 chat model."""
 
 
 def get_template(name: str) -> PairTemplate:
