@@ -27,6 +27,22 @@ CLIENTS = ("ada", "ben")
 PROMPTS = 6
 
 
+def experiment(folder, method, **settings):
+    return {
+        "seed": 3,
+        "rounds": 1,
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "test": str(folder / "test.jsonl"),
+            "partition": {"by": "column", "column": "client"},
+            "max_length": 256,
+        },
+        "model": {"name": str(folder / "model"), "lora": {"rank": 2}},
+        "method": {"name": method, "lr": 0.3, "local_steps": 3, "batch_size": 4, **settings},
+        "engine": {"threads": 1},
+    }
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """The synthetic set with two clients of opposite tastes, and runs over it: with a shared model, and with
@@ -34,23 +50,22 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     synthetic.write(folder, synthetic.generate(Key(1), clients=2, train=8, test=3))
     documents = list(synthetic.corpus(Key(1), 40))
-    make_tiny(folder / "model", documents, Key(0), layers=1, width=32, heads=2, vocabulary=300, steps=8)
+    make_tiny(
+        folder / "model", documents, Key(0), layers=1, width=32, heads=2, vocabulary=300, context=256, steps=8
+    )
     for method in ("feddpo", "ditto"):
-        tree = {
-            "seed": 3,
-            "rounds": 1,
-            "data": {
-                "train": str(folder / "train.jsonl"),
-                "test": str(folder / "test.jsonl"),
-                "partition": {"by": "column", "column": "client"},
-                "max_length": 256,
-            },
-            "model": {"name": str(folder / "model"), "lora": {"rank": 2}},
-            "method": {"name": method, "lr": 0.3, "local_steps": 3, "batch_size": 4},
-            "engine": {"threads": 1},
-        }
-        run_experiment(Experiment.model_validate(tree), folder / method)
+        run_experiment(Experiment.model_validate(experiment(folder, method)), folder / method)
     return folder
+
+
+@pytest.fixture(scope="module")
+def selectors(place):
+    """Three selectors, trained for a round each and then grouped."""
+    tree = experiment(place, "fedbiscuit", selectors=3, warmup_rounds=1, regroup_every=1)
+    tree["rounds"] = 4
+    tree["data"]["validation_fraction"] = 0.25
+    run_experiment(Experiment.model_validate(tree), place / "fedbiscuit")
+    return place / "fedbiscuit"
 
 
 @pytest.fixture
@@ -152,7 +167,7 @@ def test_what_was_asked_is_not_asked_again(runs, place, monkeypatch):
         with (runs / "feddpo/judge/n/verdicts.jsonl").open("a") as file:
             file.write('{"row": 3, "prom')
         broken[0] = False
-        monkeypatch.setattr(texts, "complete", lambda *words: pytest.fail("generated again"))
+        monkeypatch.setattr(texts, "complete_batch", lambda *words: pytest.fail("generated again"))
         resumed = judge(runs / "feddpo", place, *words)
         assert len(server.requests) == 6 + 8
         assert judge(runs / "feddpo", place, *words) == resumed
@@ -163,21 +178,25 @@ def test_what_was_asked_is_not_asked_again(runs, place, monkeypatch):
 
 
 def test_texts_go_on_where_they_stopped(runs, place, monkeypatch):
-    """Responses that are on the disk are not made again."""
-    made = []
-    real = texts.complete
+    """The third batch dies. Given again, the command makes what is missing and nothing else, and the texts
+    are those of a command that was never stopped."""
+    made, real = [], texts.complete_batch
 
-    def dies(*words):
-        made.append(words)
-        if len(made) == 4:
-            raise RuntimeError("killed")
-        return real(*words)
+    def dies(backbone, tensors, prompts, *others):
+        made.append(len(prompts))
+        if len(made) == 3:
+            raise OSError("killed")
+        return real(backbone, tensors, prompts, *others)
 
-    monkeypatch.setattr(texts, "complete", dies)
-    with pytest.raises(AssertionError, match="killed"):
-        judge(runs / "feddpo", place, "--judge", "utility")
-    judge(runs / "feddpo", place, "--judge", "utility")
-    assert len(made) == 1 + 2 * PROMPTS
+    monkeypatch.setattr(texts, "complete_batch", dies)
+    monkeypatch.setattr(texts, "BATCH", 2)
+    assert "killed" in judge(runs / "feddpo", place, "--judge", "utility", "--name", "n", code=1)
+    judge(runs / "feddpo", place, "--judge", "utility", "--name", "n")
+    assert sum(made) - made[2] == 2 * PROMPTS
+    shutil.copytree(place / "feddpo", runs / "other")
+    judge(runs / "other", place, "--judge", "utility", "--name", "n")
+    one, two = (rows(runs / run / "judge/n/verdicts.jsonl") for run in ("feddpo", "other"))
+    assert one == two
 
 
 def test_another_comparison_needs_another_name(runs, place, tmp_path):
@@ -309,8 +328,51 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(runs, place, tmp_pat
         (("--judge", "utility", "--name", "../x"), "--name '../x'"),
         (("--judge", "utility", "--taste", "zoe"), "no client of the run's data"),
         (("--judge", "utility", "--prompt-column", "question"), "no column 'question'"),
+        (("--judge", "selector:{run}"), "feddpo trains no selectors"),
         (("--judge", "endpoint:m", "--url", "nowhere"), "--url is http"),
     ],
 )
 def test_what_cannot_be_judged(runs, place, words, message):
+    words = [word.format(run=runs / "feddpo") for word in words]
     assert message in judge(runs / "feddpo", place, *words, code=1)
+
+
+def test_selectors_vote(runs, place, selectors):
+    """Oracle: plain transformers with each selector's exported adapter, question by question, both orders, and
+    the sign of the sum of the signs of the three mean log-odds."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "n")
+    judge(runs / "feddpo", place, "--judge", f"selector:{selectors}", *options)
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    letters = [tokenizer(f"\nBetter: {letter}")["input_ids"][-1] for letter in "AB"]
+    models = [
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), adapter).eval()
+        for adapter in sorted((selectors / "adapters").glob("selector-*"))
+    ]
+    assert len(models) == 3
+
+    def log_odds(model, prompt, a, b):
+        ids = tokenizer(f"Query: {prompt.strip()}")["input_ids"]
+        ids += tokenizer(f"\nA: {a.strip()}\nB: {b.strip()}\nBetter: A")["input_ids"][:-1]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        return float(logits[letters[0]] - logits[letters[1]])
+
+    for row in rows(runs / "feddpo/judge/n/verdicts.jsonl"):
+        own, other = row["text"], row["against"]
+        if not own.strip():
+            assert row["result"] == "failed"
+            continue
+        scores = [
+            log_odds(m, row["prompt"], own, other) - log_odds(m, row["prompt"], other, own) for m in models
+        ]
+        votes = sum(1 if score > 0 else -1 for score in scores)
+        assert row["outcome"] == float(votes > 0)
+        words = row["first"]["words"]
+        assert [float(word) for word in re.findall(r"[+-]\d\.\d{4}", words)] == pytest.approx(
+            [score / 2 for score in scores], abs=2e-4
+        )
+    message = judge(selectors, place, "--judge", "utility", code=1)
+    assert "trains selectors, which write no text" in message

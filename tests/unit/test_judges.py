@@ -13,7 +13,7 @@ from prefed.data import Record, synthetic
 from prefed.data.record import Message
 from prefed.judge import TEMPLATES, JudgeError, PairTemplate, Question, Verdict, outcome
 from prefed.judge.local import LocalJudge
-from prefed.judge.prompts import read_prompts, read_references
+from prefed.judge.prompts import numbered_prompts, references
 from prefed.judge.registry import split_name
 from prefed.judge.reward import RewardJudge
 from prefed.judge.templates import get_template, parse_autoj, parse_marks, parse_plain
@@ -208,28 +208,27 @@ def write(path, *lines):
     return path
 
 
-def test_prompts_keep_their_rows_number(tmp_path):
+def test_prompts_are_numbered(tmp_path):
     """A row that cannot be used is refused with its place: left out, it would shift all later answers."""
     turns = '{"prompt": [{"role": "user", "content": "two"}]}'
-    path = write(tmp_path / "p.jsonl", '{"prompt": "one", "n": 1}', turns)
-    rows = read_prompts(path)
+    rows = numbered_prompts(write(tmp_path / "p.jsonl", '{"prompt": "one", "n": 1}', turns))
     assert [(row.row, row.prompt) for row in rows] == [(1, "one"), (2, (Message("user", "two"),))]
-    assert rows[0].fields == {"prompt": "one", "n": 1}
-    for line, words in (('{"prompt": " "}', "prompt is empty"), ('{"promt": "x"}', "no column 'prompt'")):
-        with pytest.raises(ValueError, match=rf"bad.jsonl, row 2: {words}"):
-            read_prompts(write(tmp_path / "bad.jsonl", '{"prompt": "one"}', line))
+    assert rows[0].extra == {"n": 1}
+    path = write(tmp_path / "q.jsonl", '{"instruction": "one", "output": "x"}')
+    assert numbered_prompts(path, "instruction")[0].prompt == "one"
+    path = write(tmp_path / "bad.jsonl", '{"prompt": "one"}', '{"prompt": " "}', '{"prompt": "two"}')
+    with pytest.raises(ValueError, match=r"bad.jsonl, row 2: the prompt is blank"):
+        numbered_prompts(path)
 
 
 def test_references_answer_the_same_prompt(tmp_path):
-    prompts = read_prompts(write(tmp_path / "p.jsonl", '{"prompt": "one"}', '{"prompt": "two"}'))
-    path = write(tmp_path / "a.jsonl", '{"prompt": "one", "y": "1"}', '{"prompt": "two", "y": "2"}')
-    assert read_references(path, "y", prompts, "prompt") == ["1", "2"]
-    path = write(tmp_path / "b.jsonl", '{"y": "1"}', '{"y": "2"}')
-    assert read_references(path, "y", prompts, "prompt") == ["1", "2"]
-    path = write(tmp_path / "c.jsonl", '{"prompt": "two", "y": "2"}', '{"prompt": "one", "y": "1"}')
-    with pytest.raises(ValueError, match="row 1: its prompt is not that of prompt 1"):
-        read_references(path, "y", prompts, "prompt")
-    with pytest.raises(ValueError, match="1 rows, and there are 2 prompts"):
-        read_references(write(tmp_path / "d.jsonl", '{"y": "1"}'), "y", prompts, "prompt")
-    with pytest.raises(ValueError, match="row 2: y is NoneType, not text"):
-        read_references(write(tmp_path / "e.jsonl", '{"y": "1"}', '{"y": null}'), "y", prompts, "prompt")
+    prompts = numbered_prompts(write(tmp_path / "p.jsonl", '{"prompt": "one"}', '{"prompt": "two"}'))
+    good = '{"prompt": "one", "y": "1"}', '{"prompt": "two", "y": "2"}'
+    assert references(write(tmp_path / "a.jsonl", *good), "y", prompts) == ["1", "2"]
+    with pytest.raises(ValueError, match="row 1: its prompt is not prompt 1"):
+        references(write(tmp_path / "c.jsonl", *good[::-1]), "y", prompts)
+    for lines in (good[:1], (*good, good[0])):
+        with pytest.raises(ValueError, match=rf"{len(lines)} rows, and there are 2 prompts"):
+            references(write(tmp_path / "d.jsonl", *lines), "y", prompts)
+    with pytest.raises(ValueError, match="row 2: no answer in column 'y'"):
+        references(write(tmp_path / "e.jsonl", good[0], '{"prompt": "two"}'), "y", prompts)

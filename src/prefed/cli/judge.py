@@ -42,7 +42,10 @@ def judge(
     against_shared: Annotated[
         bool, typer.Option("--against-shared", help="With --client: compare with the shared model.")
     ] = False,
-    prompt_column: Annotated[str, typer.Option(metavar="NAME", help="The column of the prompts.")] = "prompt",
+    prompt_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of the prompts; left out: prompt, or that of preference pairs."),
+    ] = None,
     template: Annotated[
         str, typer.Option(help="How a language model is asked: plain, mt-bench or auto-j.")
     ] = "plain",

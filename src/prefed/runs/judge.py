@@ -19,8 +19,9 @@ from typing import Any
 from prefed import files
 from prefed.core import Key
 from prefed.core.text import pluralize
+from prefed.data.prompts import plain_prompt
 from prefed.judge import Judge, Question, Verdict, outcome
-from prefed.judge.prompts import PromptRow, read_prompts, read_references
+from prefed.judge.prompts import NumberedPrompt, numbered_prompts, references
 from prefed.judge.registry import JudgeOptions, split_name
 from prefed.metrics import NothingJudgedError, length_controlled, win_rate
 from prefed.runs.journal import Journal
@@ -46,7 +47,7 @@ class Comparison:
         column: of the reference answers.
         client: compares this client's own model, of both runs where there are two.
         against_shared: compares the client's own model with the shared one.
-        prompt_column: of the prompts.
+        prompt_column: of the prompts; left out: ``prompt``, or the prompt of preference pairs.
         raw: prompts are taken unchanged.
         sampling: of the responses.
         seed: of the responses and of the interval.
@@ -64,7 +65,7 @@ class Comparison:
     column: str | None = None
     client: str | None = None
     against_shared: bool = False
-    prompt_column: str = "prompt"
+    prompt_column: str | None = None
     raw: bool = False
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
     seed: int = 0
@@ -102,14 +103,14 @@ def judge(
         ModelError, JudgeError: a model or the judge cannot be used.
     """
     run = load_run(path, data=split_name(how.judge)[0] == "utility")
-    prompts = read_prompts(how.prompts, how.prompt_column)
+    prompts = numbered_prompts(how.prompts, how.prompt_column)
     own, other = _sides(run, how, prompts)
     judge = make_judge(how.judge, how.options, run)
     base = run.record.path / "judge"
     texts = base / "texts"
     own_texts, other_texts = (side.texts(prompts, texts, progress) for side in (own, other))
     pairs = [
-        (row, Question(row.prompt, own_texts[row.row], other_texts[row.row], row.fields))
+        (row, Question(row.prompt, own_texts[row.row], other_texts[row.row], row.extra))
         for row in prompts
         if row.row in own_texts and row.row in other_texts
     ]
@@ -171,12 +172,12 @@ def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Compari
     }
 
 
-def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[PromptRow]) -> tuple[Side, Side]:
+def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[NumberedPrompt]) -> tuple[Side, Side]:
     models = Models(run, how.sampling, seed=how.seed, raw=how.raw)
     own = models.own(how.client)
     if how.reference is not None:
         assert how.column is not None
-        answers = read_references(how.reference, how.column, prompts, how.prompt_column)
+        answers = references(how.reference, how.column, prompts, how.prompt_column)
         return own, References(f"{how.reference.name}, {how.column}", answers)
     if how.other is not None:
         other = Models(load_run(how.other), how.sampling, seed=how.seed, raw=how.raw).own(how.client)
@@ -190,7 +191,7 @@ def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[PromptRow]) -> tup
 
 
 def _verdicts(
-    judge: Judge, pairs: Sequence[tuple[PromptRow, Question]], journal: Journal
+    judge: Judge, pairs: Sequence[tuple[NumberedPrompt, Question]], journal: Journal
 ) -> Iterator[dict[str, Any]]:
     """A row of ``verdicts.jsonl`` for each pair that has none, each as soon as it is there."""
     asked = []
@@ -208,12 +209,11 @@ def _verdicts(
         yield _row(row, question, next(answers), next(answers))
 
 
-def _row(row: PromptRow, question: Question, first: Verdict, second: Verdict) -> dict[str, Any]:
+def _row(row: NumberedPrompt, question: Question, first: Verdict, second: Verdict) -> dict[str, Any]:
     result = outcome(first, second)
-    prompt = row.prompt
     return {
         "row": row.row,
-        "prompt": prompt if isinstance(prompt, str) else [turn.__dict__ for turn in prompt],
+        "prompt": plain_prompt(row.prompt),
         "text": question.first,
         "against": question.second,
         "outcome": result,
@@ -226,7 +226,7 @@ def _row(row: PromptRow, question: Question, first: Verdict, second: Verdict) ->
     }
 
 
-def _digest(pairs: Sequence[tuple[PromptRow, Question]]) -> str:
+def _digest(pairs: Sequence[tuple[NumberedPrompt, Question]]) -> str:
     texts = [[row.row, repr(question.prompt), question.first, question.second] for row, question in pairs]
     return files.digest(json.dumps(texts).encode())
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from prefed import files
+from prefed.align.policy import load_base
 from prefed.core import Key, Tensors
 from prefed.data import Template
-from prefed.judge.prompts import PromptRow
-from prefed.models import Backbone, ModelConfig, ModelError, load_pretrained, make_backbone
+from prefed.judge.prompts import NumberedPrompt
+from prefed.models import Backbone, ModelConfig
+from prefed.runs.align import stored_settings
 from prefed.runs.journal import Journal
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
-from prefed.train.generation import Sampling, as_prompt, complete, prompt_ids
-from prefed.train.rewards import model_fingerprint
+from prefed.train.completions import as_text, complete_batch, length_batches
+from prefed.train.generation import Sampling, as_prompt, prompt_ids
+from prefed.train.trainer_factory import model_digest
+
+BATCH = 16
+"""Responses that are generated together."""
 
 ALIGNED = Path("align") / "adapter"
 """In a run directory: the adapter of the model that selectors aligned."""
@@ -36,7 +42,7 @@ class Side(Protocol):
 
     name: str
 
-    def texts(self, prompts: Sequence[PromptRow], folder: Path, progress: Progress) -> dict[int, str]:
+    def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
         """Row of a prompt → the text; prompts without one are absent."""
 
 
@@ -47,7 +53,7 @@ class References:
     name: str
     answers: Sequence[str]
 
-    def texts(self, prompts: Sequence[PromptRow], folder: Path, progress: Progress) -> dict[int, str]:
+    def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
         """The answer of each prompt."""
         return {prompt.row: answer for prompt, answer in zip(prompts, self.answers, strict=True)}
 
@@ -76,7 +82,7 @@ class ModelSide:
     seed: int
     raw: bool
 
-    def texts(self, prompts: Sequence[PromptRow], folder: Path, progress: Progress) -> dict[int, str]:
+    def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
         """The response to each prompt that does not fill the model's window.
 
         Responses are appended to a file in ``folder``, whose name has a digest of all that they depend on.
@@ -89,23 +95,35 @@ class ModelSide:
         about = {**self.identity, **self.how.model_dump(), "seed": self.seed, "ids": ids}
         digest = files.digest(json.dumps(about, sort_keys=True, default=str).encode())
         with Journal(folder / f"{slug(self.name)}-{digest}.jsonl") as journal:
-            for row, text in self._responses({row: ids[row] for row in ids if row not in journal.rows}):
-                journal.append([{"row": row, "text": text}])
+            for batch in self._responses(ids, frozenset(journal.rows)):
+                journal.append({"row": row, "text": text} for row, text in batch)
                 progress(f"responses of {self.name}", len(journal.rows), len(ids))
             rows = journal.rows
         return {row: rows[row]["text"] for row in ids if rows[row]["text"] is not None}
 
-    def _responses(self, prompts: Mapping[int, list[int]]) -> Iterator[tuple[int, str | None]]:
-        """Row and response of each prompt; ``None`` for a prompt that fills the window."""
-        key = Key(self.seed).at("judge")
-        window = getattr(self.backbone.causal.config, "max_position_embeddings", None)
-        for row, ids in prompts.items():
-            if window is not None and len(ids) >= window:
-                yield row, None
-            else:
-                yield row, complete(self.backbone, self.tensors, ids, self.how, key.at("row", row))
+    def _responses(
+        self, ids: Mapping[int, list[int]], done: Collection[int]
+    ) -> Iterator[list[tuple[int, str | None]]]:
+        """Row and response of each prompt, batch by batch; ``None`` for a prompt that fills the window.
 
-    def _ids(self, row: PromptRow) -> list[int]:
+        A batch is left out if all of it is done. Batches do not depend on what is done, because the number of
+        sequences in a batch may change a last digit.
+        """
+        backbone, key = self.backbone, Key(self.seed).at("judge")
+        window = getattr(backbone.causal.config, "max_position_embeddings", None)
+        long = [row for row in ids if window is not None and len(ids[row]) >= window]
+        yield [(row, None) for row in long if row not in done]
+        rows = [row for row in ids if row not in long]
+        for batch in length_batches([ids[row] for row in rows], BATCH):
+            names = [rows[place] for place in batch]
+            if all(row in done for row in names):
+                continue
+            keys = [key.at("row", row) for row in names]
+            tokens = complete_batch(backbone, self.tensors, [ids[row] for row in names], self.how, keys)
+            texts = (as_text(backbone.tokenizer, own) for own in tokens)
+            yield [(row, text) for row, text in zip(names, texts, strict=True) if row not in done]
+
+    def _ids(self, row: NumberedPrompt) -> list[int]:
         text = row.prompt
         if isinstance(text, str):
             text = as_prompt(text, self._example, raw=self.raw or text.startswith("\n\nHuman: "))
@@ -138,7 +156,8 @@ class Models:
         run = self._run
         name = run.record.name
         if client is None and self.aligned:
-            backbone, identity = self._adapted
+            backbone = self._adapted
+            identity = {"model": model_digest(backbone)}
             return self._side(f"{name}, aligned", backbone, backbone.reference, identity)
         if run.method.reads == "choice":
             raise RunError(
@@ -164,23 +183,20 @@ class Models:
     def base(self) -> ModelSide:
         """The untouched model: the one that the aligned adapter is for, or the run's."""
         run = self._run
-        if self.aligned and self._base_name != run.experiment.model.name:
-            backbone, identity = _plain_backbone(run, self._base_name, None)
-            return self._side("base", backbone, backbone.reference, identity)
+        if self.aligned and self._model != run.experiment.model:
+            backbone = load_base(self._model, run.experiment.seed, None)
+            return self._side("base", backbone, backbone.reference, {"model": model_digest(backbone)})
         return self._laid_over("base", run.backbone.reference)
 
     @cached_property
-    def _base_name(self) -> str:
-        path = self._run.record.path / ALIGNED / "adapter_config.json"
-        try:
-            name = json.loads(path.read_text("utf-8"))["base_model_name_or_path"]
-        except (OSError, ValueError, KeyError) as error:
-            raise RunError(f"{path.parent} is no adapter: {error}") from error
-        return str(name)
+    def _model(self) -> ModelConfig:
+        """The model that the run's alignment began with."""
+        model = (stored_settings(self._run.record) or {}).get("model")
+        return self._run.experiment.model if model is None else ModelConfig.model_validate(model)
 
     @cached_property
-    def _adapted(self) -> tuple[Backbone, Mapping[str, Any]]:
-        return _plain_backbone(self._run, self._base_name, self._run.record.path / ALIGNED)
+    def _adapted(self) -> Backbone:
+        return load_base(self._model, self._run.experiment.seed, self._run.record.path / ALIGNED)
 
     def _laid_over(self, name: str, tensors: Tensors) -> ModelSide:
         backbone = self._run.backbone
@@ -194,27 +210,6 @@ class Models:
         self, name: str, backbone: Backbone, tensors: Tensors, identity: Mapping[str, Any]
     ) -> ModelSide:
         return ModelSide(name, self._run, backbone, tensors, identity, self._how, self._seed, self._raw)
-
-
-def _plain_backbone(run: LoadedRun, name: str, adapter: Path | None) -> tuple[Backbone, Mapping[str, Any]]:
-    """A base model, with an adapter merged into it, and what it is. Nothing is laid over it."""
-    from peft import PeftModel
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    key, settings = "[align] model", run.experiment.model
-    kind = "causal language model"
-    tokenizer = load_pretrained(AutoTokenizer, key, name, "tokenizer")
-    model = load_pretrained(AutoModelForCausalLM, key, name, kind, dtype=settings.dtype)
-    identity = {"model": model_fingerprint(name, key, kind)}
-    if adapter is not None:
-        try:
-            model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            raise ModelError(f"{adapter} does not fit {name!r}: {error}") from error
-        identity["adapter"] = files.file_digest(adapter / "adapter_model.safetensors")
-    config = ModelConfig.model_validate({"name": name, "device": settings.device, "lora": {"rank": 1}})
-    return make_backbone(model, tokenizer, config, Key(0)), identity
 
 
 def slug(text: str) -> str:
