@@ -63,6 +63,7 @@ def selectors(place):
     """Three selectors, trained for a round each and then grouped."""
     tree = experiment(place, "fedbiscuit", selectors=3, warmup_rounds=1, regroup_every=1)
     tree["rounds"] = 4
+    tree["method"] |= {"lr": 0.03, "local_steps": 8}
     tree["data"]["validation_fraction"] = 0.25
     run_experiment(Experiment.model_validate(tree), place / "fedbiscuit")
     return place / "fedbiscuit"
@@ -288,7 +289,7 @@ def test_two_runs_are_mirror_images(runs, place):
 
 def test_the_aligned_model_of_a_run_is_judged(runs, place):
     """An adapter under align/ is the run's model: the published one, exported there, responds alike."""
-    words = ("--judge", "utility", "--name")
+    words = ("--judge", "utility", "--temperature", "1", "--name")
     judge(runs / "feddpo", place, *words, "published")
     (runs / "feddpo/align").mkdir()
     prefed_("export", runs / "feddpo", "--out", runs / "feddpo/align/adapter")
@@ -338,12 +339,12 @@ def test_what_cannot_be_judged(runs, place, words, message):
 
 
 def test_selectors_vote(runs, place, selectors):
-    """Oracle: plain transformers with each selector's exported adapter, question by question, both orders, and
-    the sign of the sum of the signs of the three mean log-odds."""
+    """Oracle: plain transformers with each selector's exported adapter, question by question, in both orders;
+    and the sign of the sum of the signs of the three mean log-odds."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "n")
+    options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "n", "--temperature", "1")
     judge(runs / "feddpo", place, "--judge", f"selector:{selectors}", *options)
     tokenizer = AutoTokenizer.from_pretrained(place / "model")
     letters = [tokenizer(f"\nBetter: {letter}")["input_ids"][-1] for letter in "AB"]
@@ -360,6 +361,7 @@ def test_selectors_vote(runs, place, selectors):
             logits = model(torch.tensor([ids])).logits[0, -1]
         return float(logits[letters[0]] - logits[letters[1]])
 
+    decided = 0
     for row in rows(runs / "feddpo/judge/n/verdicts.jsonl"):
         own, other = row["text"], row["against"]
         if not own.strip():
@@ -369,10 +371,13 @@ def test_selectors_vote(runs, place, selectors):
             log_odds(m, row["prompt"], own, other) - log_odds(m, row["prompt"], other, own) for m in models
         ]
         votes = sum(1 if score > 0 else -1 for score in scores)
-        assert row["outcome"] == float(votes > 0)
+        if min(map(abs, scores)) > 1e-4:
+            assert row["outcome"] == float(votes > 0)
+            decided += 1
         words = row["first"]["words"]
         assert [float(word) for word in re.findall(r"[+-]\d\.\d{4}", words)] == pytest.approx(
             [score / 2 for score in scores], abs=2e-4
         )
+    assert decided >= 3
     message = judge(selectors, place, "--judge", "utility", code=1)
     assert "trains selectors, which write no text" in message

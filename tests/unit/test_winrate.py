@@ -8,8 +8,7 @@ from scipy.special import expit, logit
 from scipy.stats import bootstrap
 
 from prefed.core import Key
-from prefed.metrics import NothingJudgedError, length_controlled, win_rate
-from prefed.metrics.winrate import RESAMPLES
+from prefed.metrics.winrate import RESAMPLES, NothingJudgedError, length_controlled, win_rate
 
 OUTCOMES = st.lists(st.sampled_from([1.0, 0.5, 0.0, None]), min_size=1, max_size=40)
 

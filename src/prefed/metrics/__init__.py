@@ -19,13 +19,6 @@ from prefed.metrics.pairs import (
     PairScores,
     client_metrics,
 )
-from prefed.metrics.winrate import (
-    LengthControlled,
-    NothingJudgedError,
-    WinRate,
-    length_controlled,
-    win_rate,
-)
 
 __all__ = [
     "ACCURACY_METRICS",
@@ -35,21 +28,16 @@ __all__ = [
     "REWARD_METRICS",
     "ChoiceScores",
     "FederatedMetric",
-    "LengthControlled",
-    "NothingJudgedError",
     "PairScores",
     "Spread",
-    "WinRate",
     "choice_metrics",
     "client_metrics",
     "divergence_warning",
     "federated_metric",
     "federated_metrics",
     "flat_loss_warning",
-    "length_controlled",
     "majority",
     "not_finite_counts",
     "small_clients_note",
     "spread",
-    "win_rate",
 ]

@@ -23,7 +23,7 @@ from prefed.data.prompts import plain_prompt
 from prefed.judge import Judge, Question, Verdict, outcome
 from prefed.judge.prompts import NumberedPrompt, numbered_prompts, references
 from prefed.judge.registry import JudgeOptions, split_name
-from prefed.metrics import NothingJudgedError, length_controlled, win_rate
+from prefed.metrics.winrate import NothingJudgedError, length_controlled, win_rate
 from prefed.runs.journal import Journal
 from prefed.runs.judges import make_judge
 from prefed.runs.loaded import LoadedRun, load_run
