@@ -24,7 +24,7 @@ FLOORS = (
     ("losses", "merge", "models", "data", "metrics", "wire", "trackers"),
     ("methods", "train", "store"),
     ("config", "engines"),
-    ("align",),
+    ("align", "judge"),
     ("runs",),
     ("report",),
     ("cli",),
@@ -48,12 +48,14 @@ ALLOWED = {
     "engines": BOTTOM | {"merge", "metrics", "store", "wire"},
     "config": BOTTOM | {"data", "losses", "merge", "methods", "models"},
     "align": BOTTOM | {"config", "data", "losses", "metrics", "models", "train", "wire"},
+    "judge": BOTTOM | {"data", "metrics", "models", "train"},
     "runs": BOTTOM
     | {
         "align",
         "config",
         "data",
         "engines",
+        "judge",
         "merge",
         "methods",
         "metrics",

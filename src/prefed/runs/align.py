@@ -124,17 +124,21 @@ class _Source:
         return ClientPrompts(tokens.prompts, tokens.record(0).prompt if len(tokens) else None)
 
     def selectors(self) -> Selectors:
-        run = self.run
-        # Every client gets all selectors, so anyone's message will do.
-        published = run.method.publish(run.server, run.job.members[0])
-        return Selectors(
-            run.backbone,
-            run.job.shared_models(published),
-            run.experiment.selector,
-            run.experiment.data.max_length,
-            run.experiment.engine.max_tokens,
-            run.experiment.model.fast,
-        )
+        return selectors_of(self.run)
+
+
+def selectors_of(run: LoadedRun) -> Selectors:
+    """The selectors that a run published last."""
+    # Every client gets all selectors, so anyone's message will do.
+    published = run.method.publish(run.server, run.job.members[0])
+    return Selectors(
+        run.backbone,
+        run.job.shared_models(published),
+        run.experiment.selector,
+        run.experiment.data.max_length,
+        run.experiment.engine.max_tokens,
+        run.experiment.model.fast,
+    )
 
 
 @contextmanager
