@@ -208,10 +208,10 @@ class ServerRounds:
             :class:`~prefed.metrics.FederatedMetric`, and the means over clients of its other figures. For
             a personal method ``shared_accuracy``, of the published model alone. ``unseen_accuracy``, one for
             each number of local steps, where there are newcomers; ``unseen_selectors``, of each selector and
-            of their vote on the newcomers' pairs, where there are several. ``split``. ``clients`` and ``left_out``:
-            how many were evaluated, and how many have no pair in the split. ``not_evaluated``: client → why
-            no figures of it can be used, where there are such clients. ``not_finite``: client → pairs
-            without a finite log-probability, where there are any. Clients with fewer pairs than ``[privacy]
+            of their vote on the newcomers' pairs, where there are several. ``split``. ``clients`` and
+            ``left_out``: how many were evaluated, and how many have no pair in the split.
+            ``not_evaluated``: client → why no figures of it can be used, where there are such clients.
+            ``not_finite``: client → pairs without a finite log-probability, where there are any. Clients with fewer pairs than ``[privacy]
             minimum_pairs`` count in means alone.
 
             ``None`` if there are no figures of a client that may be listed.
