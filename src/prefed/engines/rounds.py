@@ -211,8 +211,8 @@ class ServerRounds:
             of their vote on the newcomers' pairs, where there are several. ``split``. ``clients`` and
             ``left_out``: how many were evaluated, and how many have no pair in the split.
             ``not_evaluated``: client → why no figures of it can be used, where there are such clients.
-            ``not_finite``: client → pairs without a finite log-probability, where there are any. Clients with fewer pairs than ``[privacy]
-            minimum_pairs`` count in means alone.
+            ``not_finite``: client → pairs without a finite log-probability, where there are any. Clients
+            with fewer pairs than ``[privacy] minimum_pairs`` count in means alone.
 
             ``None`` if there are no figures of a client that may be listed.
 

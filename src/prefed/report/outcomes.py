@@ -163,8 +163,8 @@ def _rows(examples: Sequence[Example]) -> list[tuple[str, str, str, str]]:
 def _short(text: str) -> str:
     """A text as a page shows it.
 
-    >>> len(_short("a" * 5000)), _short(" few words ")
-    (700, 'few words')
+    >>> len(_short("a" * 5000)), _short(" few words "), _short(" ")
+    (700, 'few words', '(no text)')
     """
-    text = text.strip()
+    text = text.strip() or "(no text)"
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"

@@ -89,6 +89,7 @@ def draw_clusters(run: RunRecord, theme: Theme) -> Figure:
         axes.barh(at, width, 0.86 if few else 1.0, left=left, color=color, label=f"selector-{u}")
     axes.set_yticks(range(len(order)) if few else [], [short_name(c) for c in order] if few else [])
     axes.set_ylim(len(order) - 0.4, -0.6)
+    axes.margins(x=0)
     axes.grid(visible=False, axis="y")
     axes.tick_params("y", length=0)
     axes.set(xlabel="round", ylabel="" if few else f"{len(order):,} clients")
