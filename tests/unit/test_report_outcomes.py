@@ -135,14 +135,14 @@ def test_a_comparison_under_way_is_none(tmp_path: Path) -> None:
         (
             "judge/n/verdicts.jsonl",
             "[]\n",
-            "verdicts.jsonl is damaged: line 1: all of it: should be an object",
+            "line 1: all of it: should be an object",
         ),
         ("judge/n/verdicts.jsonl", '{"row": 1}\n', "line 1: prompt: field required"),
         ("judge/n/verdicts.jsonl", "{\n", "verdicts.jsonl is damaged: line 1: "),
         (
             "align/summary.json",
             '{"prompts": 3}',
-            "align/summary.json is damaged: prompts: should be an object",
+            "summary.json is damaged: prompts: should be an object",
         ),
     ],
 )
