@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_spans_are_the_groupings_again(table: list[list[int]]) -> None:
         for number in range(3, last + 1):
             told = table[min((number - 3) // 2, len(table) - 1)][int(client[1:])]
             assert [u for start, end, u in own if start <= number < end] == [told]
-        assert all(one[2] != other[2] for one, other in zip(own, own[1:], strict=False))
+        assert all(one[2] != other[2] for one, other in pairwise(own))
 
 
 def test_each_client_is_a_bar_in_the_colour_of_its_cluster(run: RunRecord) -> None:
