@@ -35,11 +35,9 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
     Returns:
         Shares of pairs:
 
-        - ``preference_accuracy`` and ``reward_accuracy``: the score is above 0. A selector has no reward
-          beside its choice, so the two are one number.
+        - ``preference_accuracy`` and ``reward_accuracy``, one number: the score is above 0.
         - ``baseline_accuracy``: the score of the untouched model is above 0.
-        - ``majority_accuracy``, only with a jury: more of its selectors score above 0 than below. An even
-          vote goes by the sum of their scores.
+        - ``majority_accuracy``, only with a jury: the vote is above 0, see :func:`majority`.
 
         Means over pairs: ``margin`` is the score in nats, ``choice_loss`` the cross-entropy over the two
         letters, the mean of both orders.
