@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
 from prefed.align import AlignError, Alignment, ClientPrompts, Selectors, align
-from prefed.align.selectors import verdict
 from prefed.cli import app
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
@@ -136,12 +135,12 @@ def test_the_whole_path(alignment):
     assert content(kept) == content(adapter)
 
 
-def test_scores_are_those_of_both_orders(alignment, selectors):
+def test_scores_are_those_of_both_orders(selectors):
     """The score of a pair is minus that of the pair with its responses swapped, exactly; the full head's
     logits of plain forward passes give it too."""
     records = [Record("Case 40:", " up we go", " down"), Record("Case 41:", " a", " down we go")]
-    asked, scores = selectors.scores(records, alignment.folder.parent / "one")
-    again, turned = selectors.scores([r.swapped() for r in records], alignment.folder.parent / "two")
+    asked, scores = selectors.scores(records)
+    again, turned = selectors.scores([r.swapped() for r in records])
     assert asked.tolist() == again.tolist() == [0, 1]
     assert np.array_equal(scores, -turned)
     backbone, tokenizer = selectors.backbone, selectors.backbone.tokenizer
@@ -156,13 +155,6 @@ def test_scores_are_those_of_both_orders(alignment, selectors):
                 logits = backbone.causal(torch.tensor([ids[:-1]])).logits[0, -1, letters]
             total += sign * float(logits[0] - logits[1]) / 2
         assert own[0] == pytest.approx(total, abs=1e-4)
-
-
-def test_an_even_vote_goes_by_the_sum():
-    assert verdict([3.0, -1.0]) == 1
-    assert verdict([1.0, -3.0, 0.0]) == -1
-    assert verdict([2.0, -2.0]) == 0
-    assert verdict([-0.1, -0.1, 9.0]) == -1
 
 
 class Killed(BaseException):
@@ -378,6 +370,20 @@ def test_one_file_goes_the_whole_path(finished, place):
         (1, 1),
     }
     PeftModel.from_pretrained(base(place), finished / "align/adapter")
+
+
+def test_generate_shows_the_aligned_model(finished, place):
+    """Selectors write nothing: the responses are those of plain transformers with and without the adapter."""
+    words = ("--prompt", "Case 30:", "--temperature", "0", "--max-tokens", "6", "--json")
+    result = CliRunner().invoke(app, ["generate", str(finished), *words])
+    assert result.exit_code == 0, result.output
+    (shown,) = json.loads(result.stdout)
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    ids = tokenizer("Case 30:", return_tensors="pt")
+    aligned = PeftModel.from_pretrained(base(place), finished / "align/adapter").eval()
+    for name, model in (("base", base(place)), ("aligned", aligned)):
+        answer = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        assert shown[name] == tokenizer.decode(answer, skip_special_tokens=True)
 
 
 def test_a_resumed_run_may_have_another_table(experiment, finished, tmp_path):

@@ -7,8 +7,9 @@ import torch
 from scipy.stats import chisquare
 
 from prefed.core import Key
+from prefed.data import Message
 from prefed.train.completions import GumbelNoise, _processors, complete_batch, length_batches
-from prefed.train.generation import Sampling
+from prefed.train.generation import Sampling, as_prompt
 from prefed.train.packed import NAME, enable_packing
 from small_models import VOCABULARY, away, backbone
 
@@ -130,3 +131,10 @@ def test_batches_hold_each_prompt_once_and_one_length_each():
         [3],
     ]
     assert length_batches([], 4) == []
+
+
+@pytest.mark.parametrize("like", [None, (Message("user", "Hi"),), "\n\nHuman: Hi\n\nAssistant:"])
+@pytest.mark.parametrize("text", ["\n\nHuman: A?\n\nAssistant: ", "\n\nHuman: A?", "A?\n\nAssistant:"])
+def test_a_dialogue_is_no_turn_of_a_dialogue(text, like):
+    """`prefed align`, `generate` and `judge` take a text in the Human/Assistant form as it is."""
+    assert as_prompt(text, like) == text

@@ -81,8 +81,7 @@ def _work(alignment: Alignment) -> Figures:
 
 def _longest(alignment: Alignment) -> int:
     """Tokens of a prompt with its completion at most."""
-    window = getattr(alignment.policy.causal.config, "max_position_embeddings", None)
-    return alignment.data.max_length if window is None else min(alignment.data.max_length, window)
+    return min(alignment.data.max_length, alignment.policy.window or alignment.data.max_length)
 
 
 def _settings(alignment: Alignment) -> dict[str, Any]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from prefed import files
 from prefed.align import completions
 from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
 from prefed.align.lines import dumps, rows_in, whole_batches
-from prefed.align.prompts import OwnPrompt, own_prompts
-from prefed.align.selectors import verdict
+from prefed.align.prompts import own_prompts
 from prefed.align.stages import Figures, Stage
 from prefed.data import Record
-from prefed.data.prompts import plain_prompt
+from prefed.data.prompts import PromptRow, plain_prompt
+from prefed.metrics import majority
 
 FILE, SCORES = "labels.jsonl", "scores.jsonl"
 BATCH = 256
@@ -70,7 +70,7 @@ def _work(alignment: Alignment) -> Figures:
     return {**counts, "labelled": len(labels)}
 
 
-def _judge(alignment: Alignment, prompts: list[OwnPrompt], batches: list[list[Candidates]]) -> None:
+def _judge(alignment: Alignment, prompts: list[PromptRow], batches: list[list[Candidates]]) -> None:
     """Append the scores of all pairs that have none yet to :data:`SCORES`."""
     path = alignment.folder / SCORES
     done = whole_batches(path, map(len, batches))
@@ -79,11 +79,10 @@ def _judge(alignment: Alignment, prompts: list[OwnPrompt], batches: list[list[Ca
     for number, batch in enumerate(batches[done:], done + 1):
         assert selectors is not None
         records = [
-            Record(prompts[pair.prompt].prompt, *pair.texts, extra=prompts[pair.prompt].extra)
+            Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
             for pair in batch
         ]
-        with tempfile.TemporaryDirectory(prefix="prefed-labels-") as folder:
-            asked, scores = selectors.scores(records, Path(folder))
+        asked, scores = selectors.scores(records)
         column = {int(row): scores[:, k].astype(float).tolist() for k, row in enumerate(asked)}
         rows = [
             {"index": pair.prompt, "samples": pair.samples, "scores": column.get(row)}
@@ -94,14 +93,14 @@ def _judge(alignment: Alignment, prompts: list[OwnPrompt], batches: list[list[Ca
 
 
 def _labels(
-    alignment: Alignment, prompts: list[OwnPrompt], pairs: list[Candidates], counts: dict[str, int]
+    alignment: Alignment, prompts: list[PromptRow], pairs: list[Candidates], counts: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
     for pair, row in zip(pairs, rows_in(alignment.folder / SCORES), strict=True):
         scores = row["scores"]
         if scores is None:
             counts["too_long"] += 1
             continue
-        sign = verdict(scores)
+        sign = int(np.sign(majority(np.array(scores)[:, None])[0]))
         if sign == 0:
             counts["ties"] += 1
             continue

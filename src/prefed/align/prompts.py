@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,26 +12,17 @@ from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
 from prefed.align.lines import dumps, rows_in
 from prefed.align.stages import Figures, Stage
-from prefed.data import Prompt
-from prefed.data.prompts import parse_prompt, plain_prompt, prompt_digests, read_prompts
+from prefed.data.prompts import PromptRow, parse_prompt, plain_prompt, prompt_digests, read_prompts
 from prefed.data.writer import prompt_hash
 from prefed.train.generation import as_prompt
 
 FILE = "prompts.jsonl"
 
 
-@dataclass(frozen=True)
-class OwnPrompt:
-    """A prompt of the server, with the columns that a selector's template may show."""
-
-    prompt: Prompt
-    extra: dict[str, str | float | int]
-
-
-def own_prompts(alignment: Alignment) -> list[OwnPrompt]:
+def own_prompts(alignment: Alignment) -> list[PromptRow]:
     """The prompts that the stage kept, in their order."""
     rows = rows_in(alignment.folder / FILE)
-    return [OwnPrompt(parse_prompt(row["prompt"]), row.get("extra", {})) for row in rows]
+    return [PromptRow(parse_prompt(row["prompt"]), extra=row.get("extra", {})) for row in rows]
 
 
 def _settings(alignment: Alignment) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The selectors as judges of completions: scores of pairs, and votes."""
+"""The selectors as judges of completions: their scores of pairs."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,21 +51,13 @@ class Selectors:
                 f"[align] labels = {labels}: the run has {len(self.models)} selectors, numbered from 0"
             )
         name = list(self.models)[labels]
-        return Selectors(
-            self.backbone,
-            {name: self.models[name]},
-            self.config,
-            self.max_length,
-            self.max_tokens,
-            self.fast,
-        )
+        return replace(self, models={name: self.models[name]})
 
-    def scores(self, pairs: Sequence[Record], folder: Path) -> tuple[npt.NDArray[np.int64], Scores]:
+    def scores(self, pairs: Sequence[Record]) -> tuple[npt.NDArray[np.int64], Scores]:
         """Judge pairs in both orders.
 
         Args:
             pairs: which response is the chosen one makes no difference to the model.
-            folder: takes their tokens.
 
         Returns:
             Numbers of the pairs that were judged, ``[n]``; a pair that is too long is left out. And for each
@@ -74,29 +67,19 @@ class Selectors:
         Raises:
             AlignError: a selector gives a score that is not finite.
         """
+        with tempfile.TemporaryDirectory(prefix="prefed-questions-") as folder:
+            return self._scores(pairs, Path(folder))
+
+    def _scores(self, pairs: Sequence[Record], folder: Path) -> tuple[npt.NDArray[np.int64], Scores]:
         tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, self.max_length)
         asked = tokens.rows.astype(np.int64) - 1
         if not len(tokens):
             return asked, np.zeros((len(self.models), 0), np.float32)
         trainer = PairTrainer(self.backbone, tokens, max_tokens=self.max_tokens, fast=self.fast)
-        sign = np.where(tokens.orientations == 1, 1, -1).astype(np.float32)
         rows = np.arange(len(tokens))
+        sign = trainer.model.signs(rows)
         scores = np.stack([sign * trainer.choice_scores(model, rows) for model in self.models.values()])
         for name, own in zip(self.models, scores, strict=True):
             if not np.isfinite(own).all():
                 raise AlignError(f"{name} gives scores that are not finite: it diverged; train it again")
         return asked, scores
-
-
-def verdict(scores: Sequence[float]) -> int:
-    """Which response of a pair the selectors prefer: 1 the first, −1 the second, 0 neither.
-
-    Each selector has a vote, the sign of its score. The summed score decides an even vote. Labels are in
-    FedBiscuit (ICLR 2025), section 4.2.
-
-    >>> verdict([0.1, 0.2, -5.0]), verdict([0.1, -0.3]), verdict([0.0])
-    (1, -1, 0)
-    """
-    votes = float(sum((score > 0) - (score < 0) for score in scores))
-    decisive = votes or sum(scores)
-    return (decisive > 0) - (decisive < 0)

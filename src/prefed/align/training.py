@@ -15,7 +15,7 @@ from prefed.align.alignment import Alignment
 from prefed.align.epochs import Training, train_epochs
 from prefed.align.errors import AlignError
 from prefed.align.lines import rows_in
-from prefed.align.pairs import write_pairs
+from prefed.align.pairs import cache, write_pairs
 from prefed.align.stages import Figures, Stage
 from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record
@@ -59,7 +59,7 @@ def _work(alignment: Alignment) -> Figures:
         Record(parse_prompt(row["prompt"]), row["chosen"], row["rejected"], margin=abs(row["margin"]))
         for row in rows
     ]
-    tokens, folder = write_pairs(alignment, backbone.tokenizer, records, "labels")
+    tokens = write_pairs(alignment, backbone.tokenizer, records, "labels")
     prompts = np.array([row["index"] for row in rows], np.int64)[tokens.rows - 1]
     held_out = held_out_rows(alignment, prompts)
     if held_out.all():
@@ -70,7 +70,7 @@ def _work(alignment: Alignment) -> Figures:
     trainer = PairTrainer(
         backbone,
         tokens,
-        cache=folder.parent / "reference",
+        cache=cache(alignment) / "reference",
         name=f"reference-{model_digest(backbone)[:12]}-{tokens.fingerprint[:12]}",
         max_tokens=alignment.max_tokens,
         fast=alignment.model.fast,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from prefed import files
 from prefed.data.encoding import Encoder, TooLong
 from prefed.data.errors import ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, Record
-from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, column_path
+from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, TokenSet, column_path
 
 _BATCH = 256
 
@@ -189,6 +190,35 @@ class TokenWriter:
     def location(self, index: int) -> RowLocation:
         """The file and row that a pair was read from."""
         return RowLocation(list(self._files)[self.column("sources")[index]], int(self.column("rows")[index]))
+
+
+def write_records(folder: Path, encoder: Encoder, records: Iterable[Record], what: str) -> TokenSet:
+    """Write pairs that are in memory, such as those to be labelled, into ``folder``, without clients.
+
+    Row k of :attr:`TokenSet.rows` is the number of its record, from 1. Pairs that the encoder leaves out are
+    absent, so numbers may be. What the folder holds of an earlier call is replaced.
+
+    Args:
+        folder: it is made if it is absent.
+        what: the records in words, for messages.
+
+    Raises:
+        DataError: the encoder refuses a record.
+    """
+    files.private_folder(folder)
+    # A call that is killed leaves no manifest, so nothing takes its files for a whole set.
+    (folder / MANIFEST).unlink(missing_ok=True)
+    errors = ErrorCollector()
+    writer = TokenWriter(folder, encoder, errors=errors)
+    try:
+        for number, record in enumerate(records, 1):
+            writer.add(record, RowLocation(what, number))
+        writer.flush()
+        errors.raise_if_any()
+        writer.finish()
+    finally:
+        writer.close()
+    return TokenSet(folder)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

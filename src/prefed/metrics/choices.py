@@ -35,8 +35,7 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
     Returns:
         Shares of pairs:
 
-        - ``preference_accuracy`` and ``reward_accuracy``: the score is above 0. A selector has no reward
-          beside its choice, so the two are one number.
+        - ``preference_accuracy`` and ``reward_accuracy``, one number: the score is above 0.
         - ``baseline_accuracy``: the score of the untouched model is above 0.
         - those of :func:`jury_metrics`, only with a jury.
 

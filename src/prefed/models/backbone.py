@@ -86,6 +86,12 @@ class Backbone:
         dtype: torch.dtype = self.causal.dtype
         return dtype
 
+    @property
+    def window(self) -> int | None:
+        """The tokens that the model has positions for; ``None`` if its configuration does not say."""
+        window: int | None = getattr(self.causal.config, "max_position_embeddings", None)
+        return window
+
     def load(self, tensors: Tensors) -> None:
         """Put a client's tensors (full layout) into the model: one copy of one vector.
 

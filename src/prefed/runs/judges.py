@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,8 +94,7 @@ class SelectorJudge:
     def _scores(self, pairs: Mapping[Any, Record]) -> dict[Any, npt.NDArray[np.float32]]:
         """``[U]`` scores of chosen over rejected, for each pair that is not too long."""
         keys = list(pairs)
-        with tempfile.TemporaryDirectory(prefix="prefed-questions-") as folder:
-            asked, scores = self._selectors.scores(list(pairs.values()), Path(folder))
+        asked, scores = self._selectors.scores(list(pairs.values()))
         return {keys[number]: own for number, own in zip(asked, scores.T, strict=True)}
 
     def _verdict(self, scores: npt.NDArray[np.float32]) -> Verdict:

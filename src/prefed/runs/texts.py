@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from prefed import files
 from prefed.align.policy import load_base
 from prefed.core import Key, Tensors
-from prefed.data import Template
+from prefed.data import Prompt, Template
 from prefed.judge.prompts import NumberedPrompt
 from prefed.models import Backbone, ModelConfig
 from prefed.runs.align import stored_settings
@@ -91,7 +91,7 @@ class ModelSide:
         Raises:
             RunError: another process writes to that file.
         """
-        ids = {row.row: self._ids(row) for row in prompts}
+        ids = {row.row: self.ids(row.prompt) for row in prompts}
         about = {**self.identity, **self.how.model_dump(), "seed": self.seed, "ids": ids}
         digest = files.digest(json.dumps(about, sort_keys=True, default=str).encode())
         with Journal(folder / f"{slug(self.name)}-{digest}.jsonl") as journal:
@@ -110,7 +110,7 @@ class ModelSide:
         sequences in a batch may change a last digit.
         """
         backbone, key = self.backbone, Key(self.seed).at("judge")
-        window = getattr(backbone.causal.config, "max_position_embeddings", None)
+        window = backbone.window
         long = [row for row in ids if window is not None and len(ids[row]) >= window]
         yield [(row, None) for row in long if row not in done]
         rows = [row for row in ids if row not in long]
@@ -123,12 +123,15 @@ class ModelSide:
             texts = (as_text(backbone.tokenizer, own) for own in tokens)
             yield [(row, text) for row, text in zip(names, texts, strict=True) if row not in done]
 
-    def _ids(self, row: NumberedPrompt) -> list[int]:
-        text = row.prompt
-        if isinstance(text, str):
-            text = as_prompt(text, self._example, raw=self.raw or text.startswith("\n\nHuman: "))
-        template = Template(self.backbone.tokenizer, self.run.experiment.data.template)
-        return prompt_ids(self.backbone.tokenizer, template, text)
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; unless it is taken unchanged, a text has the form of the run's data."""
+        if isinstance(prompt, str):
+            prompt = as_prompt(prompt, self._example, raw=self.raw)
+        return prompt_ids(self.backbone.tokenizer, self._template, prompt)
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template(self.backbone.tokenizer, self.run.experiment.data.template)
 
     @cached_property
     def _example(self) -> Any:

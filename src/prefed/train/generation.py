@@ -13,7 +13,7 @@ from prefed.data import Message, Prompt, Template
 from prefed.data.templates import start_tokens
 from prefed.models import Backbone
 
-_TURN = "\n\nAssistant:"
+_USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
 class Sampling(StrictModel):
@@ -36,6 +36,7 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
     r"""A user's text in the form of the prompts of a run's data.
 
     The text becomes a user's turn where these prompts are conversations, or end where the assistant speaks.
+    A text that is a dialogue already, by its beginning or its end, stays as it is.
 
     Args:
         like: a prompt of the run's data; ``None`` if there is none.
@@ -46,12 +47,12 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
     >>> as_prompt("def add(a, b):", "def mul(a, b):")
     'def add(a, b):'
     """
-    if raw or text.endswith(_TURN):
+    if raw or text.startswith(_USER) or text.endswith(_TURN):
         return text
     if like is not None and not isinstance(like, str):
         return (Message("user", text),)
-    if like is not None and like.startswith("\n\nHuman: ") and like.endswith(_TURN):
-        return f"\n\nHuman: {text}{_TURN}"
+    if like is not None and like.startswith(_USER) and like.endswith(_TURN):
+        return f"{_USER}{text}{_TURN}"
     return text
 
 
@@ -69,7 +70,7 @@ def room_for(backbone: Backbone, length: int, how: Sampling) -> int:
     Raises:
         ValueError: the prompt fills the model's window.
     """
-    window = getattr(backbone.causal.config, "max_position_embeddings", None)
+    window = backbone.window
     room = how.max_tokens if window is None else min(how.max_tokens, window - length)
     if room < 1:
         raise ValueError(f"the prompt has {length} tokens and the model's window {window}: shorten it")

@@ -123,9 +123,7 @@ def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None
     Raises:
         ModelError: the pair is longer, and the model has no further positions.
     """
-    config = backbone.causal.config
-    window = getattr(config, "max_position_embeddings", None)
-    longest = longest_sequence(tokens, rows)
+    window, longest = backbone.window, longest_sequence(tokens, rows)
     if window is None or longest <= window:
         return
     what = "response" if tokens.letters is None else "two responses"
@@ -133,7 +131,7 @@ def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None
         f"[model] name = {backbone.config.name!r} has a context of {window} tokens, and the longest prompt "
         f"with its {what} has {longest}: set [data] max_length = {window}, or shorten such pairs"
     )
-    if not hasattr(config, "rope_parameters"):
+    if not hasattr(backbone.causal.config, "rope_parameters"):
         raise ModelError(message)
     _log.warning("%s; the model may not have been trained on positions beyond its context", message)
 
