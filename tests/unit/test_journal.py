@@ -23,7 +23,9 @@ def test_rows_come_back_and_what_cannot_be_encoded_is_replaced(path):
         assert journal.rows == {1: ROWS[0], 2: {**ROWS[1], "words": "?"}}
 
 
-@pytest.mark.parametrize(("there", "changed"), [(b"1.0", b"0.0"), (b'"row": 1', b'"row": 2'), (b"31m", b"32m")])
+@pytest.mark.parametrize(
+    ("there", "changed"), [(b"1.0", b"0.0"), (b'"row": 1', b'"row": 2'), (b"31m", b"32m")]
+)
 def test_a_changed_row_is_noticed_and_its_line_named(path, there, changed):
     """Otherwise a win becomes a loss, or a text the answer to another prompt, without a word."""
     path.write_bytes(path.read_bytes().replace(there, changed, 1))

@@ -33,7 +33,7 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
                 yield files.loads_with_digest(line)
             except files.DamagedError as error:
                 raise AlignError(
-                    f"{path}, line {number}, is damaged: {error}; do the stage that wrote it again with --stage"
+                    f"{path}, line {number}: damaged: {error}; do the stage that wrote it again (--stage)"
                 ) from error
 
 

@@ -19,7 +19,7 @@ RETRIES = 6
 _REASON = 400
 """Most characters of a server's message to repeat."""
 _ANSWER = 100_000
-"""Most characters of an answer to keep: a server need not keep to the number of tokens that it is asked for."""
+"""Most characters of an answer to keep. A server need not stop at the number of tokens that it is told."""
 
 
 class EndpointJudge:
@@ -76,8 +76,8 @@ class EndpointJudge:
         if not (key.isascii() and key.isprintable()):
             # No header can hold it, and the error of the library that sends the header would quote it.
             raise JudgeError(
-                f"--judge endpoint: what the environment's {key_variable} holds is no key: it has a line break, "
-                "a control character or a letter that is not ASCII; copy the key again"
+                f"--judge endpoint: what the environment's {key_variable} holds is no key: it has a line "
+                "break, a control character or a letter that is not ASCII; copy the key again"
             )
         self.identity: Mapping[str, Any] = {
             "model": model,
@@ -140,7 +140,9 @@ class EndpointJudge:
         if not isinstance(text, str):
             return Verdict(None, "malformed answer: it holds no text")
         if len(text) > _ANSWER:
-            return Verdict(None, self._safe(f"malformed answer of {len(text):,} characters: {text[:_REASON]}"))
+            return Verdict(
+                None, self._safe(f"malformed answer of {len(text):,} characters: {text[:_REASON]}")
+            )
         verdict = self._template.verdict(text)
         return Verdict(verdict.preference, self._without_key(verdict.text))
 

@@ -16,7 +16,8 @@ class Journal:
     """Numbered rows, each a JSON object with its number under ``"row"``.
 
     A row that was appended is on the disk, with a digest of its content under ``"digest"``. The rest of a
-    line that a killed process did not finish is removed. Only its owner can read the file, and one process at a time can have it open.
+    line that a killed process did not finish is removed. Only its owner can read the file, and one process
+    at a time can have it open.
 
     Attributes:
         rows: number → row, of all rows in the file; the last one counts where a number comes twice.
