@@ -199,6 +199,40 @@ def test_killed_at_every_write(alignment, monkeypatch):
     assert content(alignment.folder) == content(whole.folder)
 
 
+def test_a_changed_byte_in_what_a_stopped_stage_left_is_noticed(alignment):
+    """A changed completion or score is made again, to the same bytes. A changed state of training is refused
+    with its name, and the stage done again gives the same bytes too."""
+    whole = replace(alignment, folder=alignment.folder.with_name("whole"))
+    align(whole)
+    for name, batch, there in (("completions", 3, b'"sample": 1'), ("labels", 1, b'"scores": [')):
+        stop_at(alignment, name, batch)
+        path = alignment.folder / {"completions": "completions.jsonl", "labels": "scores.jsonl"}[name]
+        data = bytearray(path.read_bytes())
+        data[data.index(there) + len(there) + 3] ^= 1
+        path.write_bytes(data)
+    stop_at(alignment, "train", 1)
+    path = alignment.folder / "train.state"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(AlignError, match=r"train\.state is damaged.*--stage train"):
+        align(alignment)
+    align(alignment, "train")
+    assert content(alignment.folder) == content(whole.folder)
+
+
+def stop_at(alignment, stage, step):
+    """An alignment until this step of this stage."""
+
+    class Stop(Callback):
+        def on_stage_step(self, name, done, total, figures):
+            if name == stage and (done >= step):
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        align(replace(alignment, callback=Stop()))
+
+
 def test_a_stage_alone_and_changed_settings(alignment):
     """Stages that are done are not done again. Another learning rate is refused until the stage is asked for;
     then completions and labels stay as they are."""

@@ -218,6 +218,27 @@ def test_openais_own_endpoint_needs_a_key(monkeypatch):
     assert server.requests[0][1]["authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-one…"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, key):
+    """The library that sends the header would quote the first in its error, and the second failed question by
+    question."""
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with (
+        serving(lambda text, number: answer("A")) as server,
+        pytest.raises(JudgeError, match="OPENAI_API_KEY holds is no key") as caught,
+    ):
+        ask(server)
+    assert "sk-" not in str(caught.value)
+
+
+def test_an_answer_of_a_million_characters_is_not_kept_whole():
+    with serving(lambda text, number: answer("!" * 1_000_000 + "A")) as server:
+        verdict = ask(server)[0]
+    assert verdict.preference is None
+    assert len(verdict.text) < 1000
+    assert verdict.text.startswith("malformed answer of 1,000,001 characters: !!!")
+
+
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://me:word@host/v1", "https://"])
 def test_urls_that_are_none(url):
     with pytest.raises(JudgeError, match="--url is http") as caught:

@@ -68,6 +68,9 @@ def test_disagreement_is_a_tie_and_an_unusable_answer_no_outcome(forward, backwa
         (parse_plain, "My verdict is response A.", 1.0),
         (parse_plain, "A is the better one, B is not", None),
         (parse_plain, "Apples", None),
+        (parse_plain, "The final answer is: *Tie*", 0.5),
+        # Two thousand million steps if each way to share the marks out were tried.
+        (parse_plain, "!" * 60_000 + "x", None),
         (parse_plain, "", None),
         (parse_marks, "Both are good. My verdict: [[C]]", 0.5),
         (parse_marks, "[[A]] or [[B]]? [[A]]", 1.0),

@@ -138,6 +138,17 @@ def test_an_upload_is_measured_against_its_own_selector_and_the_whole_cohort():
     torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.1)
 
 
+def test_norm_clip_bounds_a_client_that_is_alone_in_its_cluster():
+    """Lengths are in steps of 1 in every number: 0.1, 0.2, 0.3 and 9. Their median, the lower of the middle
+    ones, is 0.2, also for client d, whose own cluster has no other upload."""
+    method = biscuit(MergeConfig(rule="norm_clip"), cluster_mean="normalised")
+    server = grouped(method, a=0, b=0, c=0, d=1)
+    uploads = [sends(client, step) for client, step in zip(NAMES, (0.1, 0.2, 0.3, 9.0), strict=True)]
+    after = method.exchanges[1].merge(server, uploads, NOW)
+    torch.testing.assert_close(after.tensors["selector-1"].flat, START.flat + 0.2)
+    torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.5 / 3)
+
+
 def test_each_selector_has_its_own_memory_of_the_server_optimizer():
     """FedAvgM, momentum 0.5 at rate 1, twice an upload of start + 1. The first step is 1. Then all is done,
     and the momentum's 0.5 is the second. The other selector and its memory do not move."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from prefed import files
 from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
-from prefed.align.lines import dumps, rows_in, whole_batches
+from prefed.align.lines import append, rows_in, whole_batches
 from prefed.align.prompts import own_prompts
 from prefed.align.stages import Figures, Stage
 from prefed.data.prompts import plain_prompt
@@ -66,7 +65,7 @@ def _work(alignment: Alignment) -> Figures:
                     "tokens": len(response),
                 }
             )
-        files.append(path, dumps(rows))
+        append(path, rows)
         tokens, finished = tokens + sum(map(len, responses)), finished + len(batch)
         rate = tokens / max(time.perf_counter() - begun, 1e-9)
         alignment.callback.on_stage_step("completions", finished, len(wanted), {"tokens_per_second": rate})

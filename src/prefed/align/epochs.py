@@ -62,13 +62,13 @@ def train_epochs(
     """Train all tensors from the backbone's start, and give them with the figures of each epoch.
 
     Raises:
-        AlignError: a tensor is not finite after an epoch.
+        AlignError: a tensor is not finite after an epoch, or the file of the last epoch is damaged.
     """
     backbone = trainer.backbone
     ownership = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
     tensors, moments, history = backbone.initial, Moments(), cast(list[dict[str, Any]], [])
     if training.state.exists():
-        tensors, moments, history = _decode(training.state.read_bytes())
+        tensors, moments, history = _decode(training)
     callback.on_stage_begin(training.stage, len(history), training.epochs)
     for epoch in range(len(history) + 1, training.epochs + 1):
         phase = Phase(
@@ -95,12 +95,19 @@ def train_epochs(
 
 def _encode(tensors: Tensors, moments: Moments, history: list[dict[str, Any]]) -> bytes:
     groups = {f"{_MOMENTS}{name}": slot for name, slot in moments.slots.items()}
-    return encode(
+    data = encode(
         State({"policy": tensors, **groups}, {"steps": moments.steps, "history": cast(Any, history)})
     )
+    return files.digest(data).encode() + b"\n" + data
 
 
-def _decode(data: bytes) -> tuple[Tensors, Moments, list[dict[str, Any]]]:
+def _decode(training: Training) -> tuple[Tensors, Moments, list[dict[str, Any]]]:
+    digest, _, data = training.state.read_bytes().partition(b"\n")
+    if digest != files.digest(data).encode():
+        raise AlignError(
+            f"{training.state} is damaged: its content is not what was written; do the stage again: "
+            f"--stage {training.stage}"
+        )
     state = decode_state(data)
     slots = {
         name.removeprefix(_MOMENTS): group

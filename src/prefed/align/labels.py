@@ -14,7 +14,7 @@ from prefed import files
 from prefed.align import completions
 from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
-from prefed.align.lines import dumps, rows_in, whole_batches
+from prefed.align.lines import append, dumps, rows_in, whole_batches
 from prefed.align.prompts import own_prompts
 from prefed.align.stages import Figures, Stage
 from prefed.data import Record
@@ -88,7 +88,7 @@ def _judge(alignment: Alignment, prompts: list[PromptRow], batches: list[list[Ca
             {"index": pair.prompt, "samples": pair.samples, "scores": column.get(row)}
             for row, pair in enumerate(batch)
         ]
-        files.append(path, dumps(rows))
+        append(path, rows)
         alignment.callback.on_stage_step("labels", number, len(batches), {})
 
 

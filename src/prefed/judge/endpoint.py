@@ -18,6 +18,8 @@ RETRIES = 6
 
 _REASON = 400
 """Most characters of a server's message to repeat."""
+_ANSWER = 100_000
+"""Most characters of an answer to keep. A server need not stop at the number of tokens that it is told."""
 
 
 class EndpointJudge:
@@ -40,7 +42,8 @@ class EndpointJudge:
         parallel: questions under way at a time.
 
     Raises:
-        JudgeError: the package ``openai`` is not there, or OpenAI's own endpoint is asked without a key.
+        JudgeError: the package ``openai`` is not there, OpenAI's own endpoint is asked without a key, or the
+            key is none that a header can hold.
     """
 
     def __init__(
@@ -70,6 +73,12 @@ class EndpointJudge:
         key = os.environ.get(key_variable, "").strip()
         if not key and url == URL:
             raise JudgeError(f"--judge endpoint: put the key for {URL} into the environment's {key_variable}")
+        if not (key.isascii() and key.isprintable()):
+            # No header can hold it, and the error of the library that sends the header would quote it.
+            raise JudgeError(
+                f"--judge endpoint: what the environment's {key_variable} holds is no key: it has a line "
+                "break, a control character or a letter that is not ASCII; copy the key again"
+            )
         self.identity: Mapping[str, Any] = {
             "model": model,
             "url": url,
@@ -130,6 +139,10 @@ class EndpointJudge:
             return Verdict(None, self._safe(f"malformed answer, no chat completion: {answer}"))
         if not isinstance(text, str):
             return Verdict(None, "malformed answer: it holds no text")
+        if len(text) > _ANSWER:
+            return Verdict(
+                None, self._safe(f"malformed answer of {len(text):,} characters: {text[:_REASON]}")
+            )
         verdict = self._template.verdict(text)
         return Verdict(verdict.preference, self._without_key(verdict.text))
 

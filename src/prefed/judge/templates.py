@@ -43,8 +43,10 @@ class PairTemplate:
 _LETTERS: Mapping[str, float] = {"a": 1.0, "b": 0.0, "tie": 0.5}
 _MARKS: Mapping[str, float] = {"A": 1.0, "B": 0.0, "C": 0.5}
 _DECISIONS: Mapping[str, float] = {"response 1": 1.0, "response 2": 0.0, "tie": 0.5}
+# The repeats are possessive: otherwise a row of marks, "!!!!…", takes time with the square of its length.
 _PLAIN = re.compile(
-    r"\W*(?:(?:my |the |final )*(?:answer|verdict|choice|decision)(?: is)?)?\W*(?:response )?(a|b|tie)\W*",
+    r"\W*+(?:(?:my |the |final )*+(?:answer|verdict|choice|decision)(?: is)?)?\W*+"
+    r"(?:response )?(a|b|tie)\W*+",
     re.IGNORECASE,
 )
 

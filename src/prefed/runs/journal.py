@@ -15,14 +15,15 @@ from prefed.runs.record import RunError
 class Journal:
     """Numbered rows, each a JSON object with its number under ``"row"``.
 
-    A row that was appended is on the disk. The rest of a line that a killed process did not finish is
-    removed. Only its owner can read the file, and one process at a time can have it open.
+    A row that was appended is on the disk, with a digest of its content under ``"digest"``. The rest of a
+    line that a killed process did not finish is removed. Only its owner can read the file, and one process
+    at a time can have it open.
 
     Attributes:
         rows: number → row, of all rows in the file; the last one counts where a number comes twice.
 
     Raises:
-        RunError: another process has the file open, or a line is no row.
+        RunError: another process has the file open, or a line is no row or was changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,9 +48,10 @@ class Journal:
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows and bring them to the disk."""
-        added = [dict(row) for row in rows]
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in added)
-        files.append(self._path, "".join(lines).encode("utf-8", "replace"))
+        # Half of a surrogate pair, which an endpoint may answer, cannot be encoded.
+        texts = (json.dumps(dict(row), ensure_ascii=False).encode("utf-8", "replace") for row in rows)
+        added = [json.loads(text) for text in texts]
+        files.append(self._path, b"".join(files.dumps_with_digest(row) + b"\n" for row in added))
         self.rows |= {row["row"]: row for row in added}
 
     def _lock(self) -> None:
@@ -66,7 +68,7 @@ class Journal:
                 break
             whole += len(line)
             try:
-                row = json.loads(line)
+                row = files.loads_with_digest(line)
                 self.rows[int(row["row"])] = row
             except (ValueError, KeyError, TypeError) as error:
                 raise RunError(

@@ -221,4 +221,6 @@ def slug(text: str) -> str:
     >>> slug("endpoint:org/model:free"), slug("run, Zoë")
     ('endpoint-org-model-free', 'run-Zoë')
     """
-    return "-".join("".join(c if c.isalnum() or c in "._" else " " for c in text).split())[:80]
+    name = "-".join("".join(c if c.isalnum() or c in "._" else " " for c in text).split())[:80]
+    # File systems count bytes, and a letter has up to four.
+    return name.encode()[:160].decode(errors="ignore")
