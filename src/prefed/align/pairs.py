@@ -10,16 +10,18 @@ from prefed import files
 from prefed.align.alignment import Alignment
 from prefed.data import PolicyEncoder, Record, TokenSet, TokenWriter
 from prefed.data.errors import ErrorCollector, RowLocation
-from prefed.data.templates import Template, Tokenizer
+from prefed.data.templates import Template
+from prefed.models import Backbone
+from prefed.train.trainer_factory import longest_input
 
 
 def write_pairs(
-    alignment: Alignment, tokenizer: Tokenizer, records: Iterable[Record], name: str
+    alignment: Alignment, backbone: Backbone, records: Iterable[Record], name: str
 ) -> tuple[TokenSet, Path]:
     """Tokenise ``records`` into ``cache/NAME`` of the alignment's folder, and give that folder too.
 
     :attr:`TokenSet.rows` are the records' numbers, from 1. A pair whose response leaves no room for its
-    prompt within ``data.max_length`` is left out.
+    prompt within ``data.max_length``, or within the model's context, is left out.
 
     Raises:
         DataError: the chat template refuses a record.
@@ -27,9 +29,12 @@ def write_pairs(
     folder = alignment.folder / "cache" / name
     shutil.rmtree(folder, ignore_errors=True)
     files.private_folder(folder)
-    data, errors = alignment.data, ErrorCollector()
+    data, errors, tokenizer = alignment.data, ErrorCollector(), backbone.tokenizer
     encoder = PolicyEncoder(
-        tokenizer, Template(tokenizer, data.template), max_length=data.max_length, too_long="drop"
+        tokenizer,
+        Template(tokenizer, data.template),
+        max_length=longest_input(backbone, data.max_length),
+        too_long="drop",
     )
     writer = TokenWriter(folder, encoder, errors=errors)
     try:

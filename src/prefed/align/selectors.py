@@ -14,6 +14,7 @@ from prefed.core import Tensors
 from prefed.data import Record, SelectorConfig, write_choices
 from prefed.models import Backbone
 from prefed.train import PairTrainer
+from prefed.train.trainer_factory import longest_input
 
 Scores = npt.NDArray[np.float32]
 
@@ -25,7 +26,7 @@ class Selectors:
     Attributes:
         models: name → a selector's tensors (full layout).
         config: how they are asked.
-        max_length: tokens of a question.
+        max_length: tokens of a question; fewer where the model's context ends.
         max_tokens: tokens of one forward pass.
         fast: use packed batches where the model's family allows them.
     """
@@ -74,7 +75,9 @@ class Selectors:
         Raises:
             AlignError: a selector gives a score that is not finite.
         """
-        tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, self.max_length)
+        # Completions may be longer than all pairs of the clients.
+        longest = longest_input(self.backbone, self.max_length)
+        tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, longest)
         asked = tokens.rows.astype(np.int64) - 1
         if not len(tokens):
             return asked, np.zeros((len(self.models), 0), np.float32)
