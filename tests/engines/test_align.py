@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
 from prefed.align import AlignError, Alignment, ClientPrompts, Selectors, align
+from prefed.align.pairs import write_pairs
 from prefed.cli import app
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
@@ -155,6 +156,22 @@ def test_scores_are_those_of_both_orders(selectors):
                 logits = backbone.causal(torch.tensor([ids[:-1]])).logits[0, -1, letters]
             total += sign * float(logits[0] - logits[1]) / 2
         assert own[0] == pytest.approx(total, abs=1e-4)
+
+
+def test_what_exceeds_the_models_context_is_cut_or_left_out(alignment, selectors):
+    """The model has 64 positions, and ``max_length`` is 512. A question of about 160 tokens is shortened as
+    for a ``max_length`` of 64. A response of 80 tokens makes no pair of the policy's; one of 40 does."""
+    long = Record("Case 40:", " up" + " we go" * 60, " down" + " go we" * 60)
+    judged = replace(selectors, max_length=512).scores([long])
+    narrow = selectors.scores([long])
+    assert judged[0].tolist() == [0]
+    assert np.array_equal(judged[1], narrow[1])
+    wide = replace(alignment, data=alignment.data.model_copy(update={"max_length": 512}))
+    backbone = selectors.backbone
+    texts = [" up" * count for count in (80, 40)]
+    assert [len(backbone.tokenizer(text)["input_ids"]) for text in texts] == [80, 40]
+    tokens = write_pairs(wide, backbone, [Record("Case 40:", text, " down") for text in texts], "labels")
+    assert tokens.rows.tolist() == [2]
 
 
 class Killed(BaseException):

@@ -15,6 +15,7 @@ from prefed.core import Tensors
 from prefed.data import Record, SelectorConfig, write_choices
 from prefed.models import Backbone
 from prefed.train import PairTrainer
+from prefed.train.trainer_factory import longest_input
 
 Scores = npt.NDArray[np.float32]
 
@@ -26,7 +27,7 @@ class Selectors:
     Attributes:
         models: name → a selector's tensors (full layout).
         config: how they are asked.
-        max_length: tokens of a question.
+        max_length: tokens of a question; fewer where the model's context ends.
         max_tokens: tokens of one forward pass.
         fast: use packed batches where the model's family allows them.
     """
@@ -71,7 +72,9 @@ class Selectors:
             return self._scores(pairs, Path(folder))
 
     def _scores(self, pairs: Sequence[Record], folder: Path) -> tuple[npt.NDArray[np.int64], Scores]:
-        tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, self.max_length)
+        # Completions may be longer than all pairs of the clients.
+        longest = longest_input(self.backbone, self.max_length)
+        tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, longest)
         asked = tokens.rows.astype(np.int64) - 1
         if not len(tokens):
             return asked, np.zeros((len(self.models), 0), np.float32)

@@ -79,7 +79,7 @@ def _fine_tune(alignment: Alignment, sft: str) -> dict[str, Any]:
     """Fine-tune the base model on the responses of a file, and write the adapter."""
     config = alignment.config
     backbone: Backbone = load_base(alignment.model, alignment.seed, None)
-    tokens = write_pairs(alignment, backbone.tokenizer, _responses(alignment, sft), "sft")
+    tokens = write_pairs(alignment, backbone, _responses(alignment, sft), "sft")
     if not len(tokens):
         raise DataError(f"[align] sft: no row of {sft} fits data.max_length = {alignment.data.max_length}")
     trainer = PairTrainer(backbone, tokens, max_tokens=alignment.max_tokens, fast=alignment.model.fast)

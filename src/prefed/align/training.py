@@ -59,7 +59,7 @@ def _work(alignment: Alignment) -> Figures:
         Record(parse_prompt(row["prompt"]), row["chosen"], row["rejected"], margin=abs(row["margin"]))
         for row in rows
     ]
-    tokens = write_pairs(alignment, backbone.tokenizer, records, "labels")
+    tokens = write_pairs(alignment, backbone, records, "labels")
     prompts = np.array([row["index"] for row in rows], np.int64)[tokens.rows - 1]
     held_out = held_out_rows(alignment, prompts)
     if held_out.all():

@@ -136,6 +136,13 @@ def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None
     _log.warning("%s; the model may not have been trained on positions beyond its context", message)
 
 
+def longest_input(backbone: Backbone, max_length: int) -> int:
+    """``max_length``, or the model's context where this is shorter and there are no positions beyond it."""
+    config = backbone.causal.config
+    window = getattr(config, "max_position_embeddings", None)
+    return max_length if window is None or hasattr(config, "rope_parameters") else min(max_length, window)
+
+
 def model_digest(backbone: Backbone) -> str:
     """SHA-256 over the architecture, a sample of every weight, and the start of the adapter."""
     config = backbone.causal.config.to_dict()
