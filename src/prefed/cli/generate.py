@@ -39,18 +39,22 @@ def generate(
     from prefed.data import Template
     from prefed.models.notices import silence_transformers
     from prefed.runs.loaded import load_run
+    from prefed.runs.texts import Models
     from prefed.train.generation import Sampling, as_prompt, complete, prompt_ids
 
     silence_transformers()
     loaded_run = load_run(run)
-    if loaded_run.method.reads == "choice":
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    models = Models(loaded_run, sampling)
+    selectors = loaded_run.method.reads == "choice"
+    if selectors and (client is not None or not models.aligned):
         raise ValueError(
             f"{loaded_run.method.name} trains selectors, which say which of two responses is better and do "
             "not write: `prefed align` makes a model that does"
         )
-    backbone = loaded_run.backbone
-    aligned = loaded_run.published_model if client is None else loaded_run.model(client)
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    sides = (models.base(), models.own(client))
+    # The aligned model may be another one than the selectors', with a tokenizer of its own.
+    backbone = sides[0].backbone
     template = Template(backbone.tokenizer, loaded_run.experiment.data.template)
     heading = "aligned" if client is None else f"aligned, {client}"
     dataset, responses = loaded_run.trainers.dataset, []
@@ -59,7 +63,7 @@ def generate(
         ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, example, raw=raw))
         for number in range(samples):
             key = Key(seed).at("generate", text).at("sample", number)
-            base, ours = (complete(backbone, t, ids, sampling, key) for t in (backbone.reference, aligned))
+            base, ours = (complete(side.backbone, side.tensors, ids, sampling, key) for side in sides)
             responses.append({"prompt": text, "sample": number, "base": base, "aligned": ours})
             if not as_json:
                 print_responses(text if number == 0 else "", base, ours, heading)
