@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from prefed.cli import app
 from prefed.core import Key
 from prefed.data import synthetic
 from prefed.judge import endpoint
+from prefed.metrics.winrate import NothingJudgedError
 from prefed.models.tiny import make_tiny
 from prefed.runs import texts
+from prefed.runs.judge import SAME, Comparison, summarize
 from prefed.runs.loaded import load_run
 
 pytest.importorskip("openai")
@@ -236,6 +239,22 @@ def test_no_rate_over_nothing(runs, place):
     assert "no verdict in the answer: Hm." in message
     assert not (runs / "feddpo/judge/n/summary.json").exists()
     assert rows(runs / "feddpo/judge/n/verdicts.jsonl")[0]["result"] == "failed"
+
+
+def test_equal_texts_are_no_rate_where_the_judge_failed():
+    """A tie that nobody judged is half a win beside verdicts; beside failures alone it is not a rate of 0.5.
+    Equal texts everywhere are a rate of 0.5."""
+
+    def row(outcome, words):
+        said = {"preference": outcome, "words": words}
+        return {"outcome": outcome, "text": "x", "against": "x", "first": said, "second": said}
+
+    how, tie = Comparison("utility", Path("p.txt")), row(0.5, SAME)
+    with pytest.raises(NothingJudgedError, match=r"1 of 1 prompts have no usable verdict; the first: Hm\."):
+        summarize([tie, row(None, "Hm.")], 0, how)
+    result = summarize([tie, row(None, "Hm."), row(1.0, "A")], 0, how)
+    assert (result["win_rate"]["mean"], result["judged"], result["failed"]) == (0.75, 2, 1)
+    assert summarize([tie, tie], 0, how)["win_rate"]["mean"] == 0.5
 
 
 def test_failed_prompts_count_nowhere_and_are_said(runs, place):

@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from finished import small_experiment, small_place
 from prefed.align import AlignError, Alignment, ClientPrompts, Selectors, align
 from prefed.align.pairs import write_pairs
+from prefed.align.run import begun
 from prefed.cli import app
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Key
-from prefed.data import DataConfig, Record, SelectorConfig
+from prefed.data import DataConfig, Record, SelectorConfig, Source
 from prefed.data.writer import prompt_hash
 from prefed.models import ModelConfig, load_backbone
 from prefed.runs.align import align as align_run
@@ -453,6 +454,42 @@ def test_a_resumed_run_may_have_another_table(experiment, finished, tmp_path):
     assert Experiment.load(path / "config.toml").align.lr == 2e-3
     run(experiment.model_copy(update={"align": None}), path, resume=True)
     assert Experiment.load(path / "config.toml").align is None
+
+
+def test_files_are_read_before_clients_train(experiment, place, tmp_path):
+    """Prompts that are not there, a row without a prompt, or one of sft without a response: nothing is begun.
+    A selector's number is compared with how many there are, which the file says."""
+    (tmp_path / "gap.jsonl").write_text('{"prompt": "Up"}\n{"text": "Down"}\n')
+    (tmp_path / "sft.jsonl").write_text('{"prompt": "Up", "response": " "}\n')
+    for changes, message in (
+        ({"prompts": Source(path=str(tmp_path / "no.jsonl"))}, "no.jsonl"),
+        ({"prompts": Source(path=str(tmp_path / "gap.jsonl"))}, "row 2"),
+        ({"sft": str(tmp_path / "sft.jsonl")}, "row 1: there is no response"),
+    ):
+        other = experiment.model_copy(update={"align": experiment.align.model_copy(update=changes)})
+        with pytest.raises(ValueError, match=message):
+            run(other, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    tables = experiment.tables()
+    with pytest.raises(ConfigError, match=r"labels = 2: fedbiscuit trains 2 selectors"):
+        Experiment.from_tables({**tables, "align": {**tables["align"], "labels": 2}}, "x.toml")
+
+
+def test_a_start_that_failed_holds_nothing(finished, place, tmp_path):
+    """After a typo in --prompts, and after a file with an unusable row, the right file is taken as it
+    is given; the failed start's other settings are not kept either."""
+    path, runner = tmp_path / "run", CliRunner(env={"COLUMNS": "200"})
+    shutil.copytree(finished, path, ignore=lambda at, names: ["align"] if at == str(finished) else [])
+    (tmp_path / "gap.jsonl").write_text('{"prompt": "Up"}\n{"text": "Down"}\n')
+    for wrong in ("no.jsonl", "gap.jsonl"):
+        words = ["align", str(path), "--prompts", str(tmp_path / wrong), "--set", "align.limit=2"]
+        assert runner.invoke(app, words).exit_code == 1
+    right = ["align", str(path), "--prompts", str(place / "prompts.jsonl")]
+    result = runner.invoke(app, [*right, "--set", "align.labels=2"])
+    assert "labels = 2: the run has 2 selectors" in result.output
+    assert not begun(path / "align")
+    result = runner.invoke(app, right)
+    assert (result.exit_code, "kept 10" in result.output) == (0, True), result.output
 
 
 def test_a_run_without_selectors_is_refused(place, tmp_path):

@@ -83,6 +83,15 @@ def test_a_run_that_is_all_warm_up_is_warned_of(caplog):
         assert not caplog.messages
         make("fedbiscuit", rounds=150)
     assert "warm-up takes 150 rounds of 150" in caplog.text
+    assert "never trained" not in caplog.text
+
+
+def test_selectors_that_never_train_are_named(caplog):
+    """Three of 50 rounds each: the second has one of 51 rounds, and none of 50."""
+    for rounds, names in ((51, "selector-2"), (50, "selector-1, selector-2")):
+        with caplog.at_level(logging.WARNING, "prefed"):
+            make("fedbiscuit", rounds=rounds)
+        assert caplog.messages[-1].endswith(f"never trained, yet with a vote: {names}")
 
 
 def test_selectors_warm_up_in_turn_and_groupings_follow():

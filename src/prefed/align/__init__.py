@@ -8,5 +8,6 @@ from prefed.align.alignment import Alignment, ClientPrompts
 from prefed.align.errors import AlignError
 from prefed.align.run import STAGES, align
 from prefed.align.selectors import Selectors
+from prefed.align.start import check_inputs
 
-__all__ = ["STAGES", "AlignError", "Alignment", "ClientPrompts", "Selectors", "align"]
+__all__ = ["STAGES", "AlignError", "Alignment", "ClientPrompts", "Selectors", "align", "check_inputs"]

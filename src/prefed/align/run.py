@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from prefed import files
 from prefed.align import completions, labels, prompts, start, training
 from prefed.align.alignment import Alignment
-from prefed.align.stages import check_settings, run_stages
+from prefed.align.stages import check_settings, left_anything, run_stages
 
 SETTINGS, SUMMARY = "settings.json", "summary.json"
 STAGES = (prompts.STAGE, start.STAGE, completions.STAGE, labels.STAGE, training.STAGE)
@@ -44,6 +45,11 @@ def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
     summary = {**figures, "seconds": sum(float(stage["seconds"]) for stage in figures.values())}
     files.write(alignment.folder / SUMMARY, _pretty(summary))
     return summary
+
+
+def begun(folder: Path) -> bool:
+    """Whether a folder holds an alignment, be it unfinished."""
+    return left_anything(folder, STAGES)
 
 
 def _pretty(content: Mapping[str, Any]) -> bytes:

@@ -64,7 +64,7 @@ def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None 
             "inputs": {name: digests[name] for name in stage.inputs},
         }
         path = _manifest(alignment.folder, stage)
-        before = _read(path, stage)
+        before = _read(alignment.folder, stage)
         if before is not None:
             _check_same(alignment.folder, stage, before, wanted)
         if before is not None and "outputs" in before:
@@ -91,7 +91,7 @@ def check_settings(alignment: Alignment, stages: Sequence[Stage], again: str | N
         AlignError: they differ, or there is no stage ``again``.
     """
     for stage in stages[: _kept(stages, again)]:
-        before = _read(_manifest(alignment.folder, stage), stage)
+        before = _read(alignment.folder, stage)
         if before is not None:
             wanted = {"settings": _settings(alignment, stage), "inputs": {}}
             _check_same(alignment.folder, stage, before, wanted)
@@ -122,13 +122,21 @@ def _manifest(folder: Path, stage: Stage) -> Path:
     return folder / "stages" / f"{stage.name}.json"
 
 
-def _read(path: Path, stage: Stage) -> dict[str, Any] | None:
+def left_anything(folder: Path, stages: Sequence[Stage]) -> bool:
+    """Whether any of the stages left outputs, or parts of its work."""
+    return any((folder / name).exists() for stage in stages for name in (*stage.outputs, *stage.parts))
+
+
+def _read(folder: Path, stage: Stage) -> dict[str, Any] | None:
+    """What the manifest of a stage says; ``None`` if it was not begun, or failed before it left anything."""
+    path = _manifest(folder, stage)
     try:
-        return files.loads_with_digest(path.read_bytes())
+        manifest = files.loads_with_digest(path.read_bytes())
     except FileNotFoundError:
         return None
     except files.DamagedError as error:
         raise AlignError(f"{path} is damaged: {error}; do the stage again: --stage {stage.name}") from error
+    return manifest if "outputs" in manifest or left_anything(folder, [stage]) else None
 
 
 def _check_same(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from prefed.align.errors import AlignError
 from prefed.align.pairs import write_pairs
 from prefed.align.policy import CONFIG, FILE, FOLDER, WEIGHTS, adapter_settings, load_base
 from prefed.align.stages import Figures, Stage
+from prefed.config.align import AlignConfig
 from prefed.core import Objective, Optimizer
-from prefed.data import DataError, Record, Source
+from prefed.data import DataConfig, DataError, Prompt, Record, Source
 from prefed.data.prompts import prompt_digests, read_prompts
 from prefed.models import Backbone, save_adapter
 from prefed.models.adapters import atomic_folder
@@ -101,14 +103,33 @@ def _fine_tune(alignment: Alignment, sft: str) -> dict[str, Any]:
 
 def _responses(alignment: Alignment, sft: str) -> Iterator[Record]:
     example = alignment.client_prompts().example
-    data = alignment.data
+    for prompt, response in _rows(sft, alignment.data):
+        if isinstance(prompt, str):
+            prompt = as_prompt(prompt, example, raw=alignment.config.raw)
+        yield Record(prompt, response, _NOBODY)
+
+
+def _rows(sft: str, data: DataConfig) -> Iterator[tuple[Prompt, str]]:
     for row, location in read_prompts(Source(path=sft), data.encoding, data.format):
         if row.response is None or not row.response.strip():
             raise AlignError(f"{location}: there is no response to fine-tune on; name the column response")
-        prompt = row.prompt
-        if isinstance(prompt, str):
-            prompt = as_prompt(prompt, example, raw=alignment.config.raw)
-        yield Record(prompt, row.response, _NOBODY)
+        yield row.prompt, row.response
+
+
+def check_inputs(config: AlignConfig, data: DataConfig) -> None:
+    """Read the prompts and the rows of ``sft`` through: no client trains for a file that is of no use.
+
+    Raises:
+        DataError: a file is not there, or has a row without a prompt.
+        AlignError: a row has no response, or the adapter is not a plain LoRA.
+    """
+    for _ in islice(read_prompts(config.prompts, data.encoding, data.format), config.limit):
+        pass
+    if config.sft is not None and _is_adapter(config.sft):
+        adapter_settings(Path(config.sft).expanduser())
+    elif config.sft is not None:
+        for _ in _rows(config.sft, data):
+            pass
 
 
 STAGE = Stage("policy", ("clients",), _settings, (FILE, FOLDER), _work, (STATE,))

@@ -36,18 +36,20 @@ def align(
         from prefed.runs.record import read_run
 
         record = read_run(run)
+        from prefed.align.run import begun
         from prefed.config.align import align_settings
         from prefed.runs.align import FOLDER, check_selectors, stored_settings
         from prefed.runs.align import align as align_run
 
         check_selectors(record)
         folder = record.path / FOLDER
-        if (folder / "stages").exists() and not (resume or stage):
+        anew = not (resume or stage)
+        if anew and begun(folder):
             raise ValueError(
                 f"{folder} holds an alignment: go on with it with --resume, or do a stage and those after it "
                 "again with --stage NAME (--stage prompts: all of it)"
             )
-        config = align_settings(stored_settings(record), overrides, record.path)
+        config = align_settings(stored_settings(record, anew=anew), overrides, record.path)
         from prefed.models.notices import silence_transformers
         from prefed.trackers.terminal import Terminal, stdout_console
 

@@ -197,6 +197,12 @@ class Experiment(StrictModel):
                 f"[align] needs selectors, and {self.method.name} trains none: take one of {named}, or leave "
                 "[align] out"
             )
+        count = getattr(self.method.settings, "selectors", 1)
+        if self.align is not None and isinstance(self.align.labels, int) and self.align.labels >= count:
+            raise ValueError(
+                f"[align] labels = {self.align.labels}: {self.method.name} trains {count} selectors here, "
+                "numbered from 0"
+            )
         return self
 
     @classmethod

@@ -35,7 +35,10 @@ class PromptRow:
 
 
 def read_prompts(
-    source: Source, encoding: str = "utf-8", usual: str = "auto"
+    source: Source,
+    encoding: str = "utf-8",
+    usual: str = "auto",
+    naming: str = 'columns = {prompt = "…"}',
 ) -> Iterator[tuple[PromptRow, RowLocation]]:
     """The prompts of a source, in its order.
 
@@ -48,11 +51,12 @@ def read_prompts(
         encoding: of text files where the source names none.
         usual: the format of preference sets where the source names none, such as ``data.format``: then their
             prompts are worded as the clients' are.
+        naming: how a user names the column, for messages.
 
     Raises:
         DataError: the source cannot be read, or has no row or rows without a prompt; it names them.
     """
-    errors = ErrorCollector(hint='Each row needs a prompt; or name the column: columns = {prompt = "…"}.')
+    errors = ErrorCollector(hint=f"Each row needs a prompt; or name the column: {naming}.")
     path, count = Path(source.path).expanduser(), 0
     form = None if source.columns else format_setting(source)
     others = None if usual == "auto" else get_format(usual)
@@ -140,7 +144,9 @@ def _lines(path: Path, encoding: str) -> Iterator[tuple[Mapping[str, Any], RowLo
     try:
         lines = path.read_text(encoding).removeprefix("\ufeff").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not {encoding} text ({error.reason}); set its encoding") from error
+        raise DataError(
+            f"{path}: not {encoding} text ({error.reason}); save it as {encoding}, or set its encoding"
+        ) from error
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield {"prompt": line}, RowLocation(str(path), number)

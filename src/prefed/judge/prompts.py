@@ -35,7 +35,7 @@ def numbered_prompts(path: Path, column: str | None = None) -> list[NumberedProm
         DataError: there is no such file, or a row has no prompt.
     """
     columns = None if column is None else Columns(prompt=column)
-    rows = read_prompts(Source(path=str(path), columns=columns))
+    rows = read_prompts(Source(path=str(path), columns=columns), naming="--prompt-column NAME")
     return [NumberedPrompt(n, row.prompt, dict(row.extra)) for n, (row, _) in enumerate(rows, 1)]
 
 

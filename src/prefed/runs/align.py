@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from prefed import files
-from prefed.align import Alignment, ClientPrompts, Selectors
+from prefed.align import AlignError, Alignment, ClientPrompts, Selectors
 from prefed.align import align as run_stages
 from prefed.align.run import SETTINGS
 from prefed.config import AlignConfig, Experiment
@@ -75,10 +75,14 @@ def check_selectors(record: RunRecord) -> None:
         )
 
 
-def stored_settings(record: RunRecord) -> dict[str, Any] | None:
-    """The settings of the run's last alignment, else its ``[align]`` table; ``None`` if it has neither."""
+def stored_settings(record: RunRecord, *, anew: bool = False) -> dict[str, Any] | None:
+    """The settings of the run's last alignment, else its ``[align]`` table; ``None`` if it has neither.
+
+    Args:
+        anew: pass over the last alignment, which failed before it left anything.
+    """
     path = record.path / FOLDER / SETTINGS
-    if path.exists():
+    if path.exists() and not anew:
         stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
         return stored
     table = record.config.get("align")
@@ -87,6 +91,9 @@ def stored_settings(record: RunRecord) -> dict[str, Any] | None:
 
 def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Alignment:
     experiment = Experiment.from_tables(record.config, str(record.path / "config.toml"))
+    count = getattr(experiment.method.settings, "selectors", 1)
+    if isinstance(config.labels, int) and config.labels >= count:
+        raise AlignError(f"[align] labels = {config.labels}: the run has {count} selectors, numbered from 0")
     source = _Source(record.path)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}

@@ -139,13 +139,17 @@ def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Compari
         left_out: how many prompts fill a model's window.
 
     Raises:
-        NothingJudgedError: no row has an outcome; the message quotes the first failure.
+        NothingJudgedError: no question to the judge has an outcome; the message quotes the first failure.
     """
     outcomes = [row["outcome"] for row in verdicts]
+    asked = [row["outcome"] for row in verdicts if row["first"]["words"] != SAME]
+    # Equal texts are ties that no judge saw: beside failures alone they make no rate.
+    unjudged = bool(asked) and all(outcome is None for outcome in asked)
     try:
-        rate = win_rate(outcomes, Key(how.seed).at("win rate"))
+        rate = win_rate(asked if unjudged else outcomes, Key(how.seed).at("win rate"))
     except NothingJudgedError as error:
-        words = [row[order]["words"] for row in verdicts for order in ("first", "second")]
+        answers = (row[order] for row in verdicts for order in ("first", "second"))
+        words = [answer["words"] for answer in answers if answer["preference"] is None]
         quoted = f"; the first: {words[0][:300]}" if words else "; all prompts fill the model's window"
         raise NothingJudgedError(f"{error}{quoted}") from error
     lengths = [(len(row["text"]), len(row["against"])) for row in verdicts]

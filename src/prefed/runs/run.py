@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed import files
+from prefed.align import check_inputs
 from prefed.config import Experiment, to_toml
 from prefed.core import Callback, Callbacks, State
 from prefed.data import DataMismatchError
@@ -100,6 +101,8 @@ def run(
         from prefed.trackers.terminal import Terminal
 
         callback = Callbacks([Terminal(), callback])
+    if experiment.align is not None:
+        check_inputs(experiment.align, experiment.data)
     with RunWriter(path, resume=resume) as writer:
         try:
             experiment = reconcile(experiment, writer)

@@ -162,6 +162,11 @@ class Models:
             backbone = self._adapted
             identity = {"model": model_digest(backbone)}
             return self._side(f"{name}, aligned", backbone, backbone.reference, identity)
+        if run.method.reads == "choice" and self.aligned:
+            raise RunError(
+                f"{run.record.path}: {run.method.name} gives no client a model that writes text; without "
+                "--client the aligned model is taken"
+            )
         if run.method.reads == "choice":
             raise RunError(
                 f"{run.record.path}: {run.method.name} trains selectors, which write no text; "
