@@ -7,7 +7,16 @@ was stopped, and can be run again alone.
 from prefed.align.alignment import Alignment, ClientPrompts
 from prefed.align.errors import AlignError
 from prefed.align.run import STAGES, align
-from prefed.align.selectors import Selectors
+from prefed.align.selectors import Scorer, Selectors
 from prefed.align.start import check_inputs
 
-__all__ = ["STAGES", "AlignError", "Alignment", "ClientPrompts", "Selectors", "align", "check_inputs"]
+__all__ = [
+    "STAGES",
+    "AlignError",
+    "Alignment",
+    "ClientPrompts",
+    "Scorer",
+    "Selectors",
+    "align",
+    "check_inputs",
+]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefed.align.policy import load_policy
-from prefed.align.selectors import Selectors
+from prefed.align.selectors import Scorer, Selectors
 from prefed.config.align import AlignConfig
 from prefed.core import Callback, Key
 from prefed.data import DataConfig, Prompt, Template
@@ -44,7 +44,9 @@ class Alignment:
         max_tokens: tokens of one forward pass.
         client_prompts: reads the clients' prompts.
         selectors: loads the selectors.
-        sources: digests of what comes from outside: ``"clients"`` and ``"selectors"``.
+        sources: digests of what comes from outside: ``"clients"`` and ``"selectors"``, which stands for the
+            judge where one labels.
+        judge: labels in the selectors' place, where ``config.judge`` names one.
         callback: is told how the stages go on.
     """
 
@@ -57,6 +59,7 @@ class Alignment:
     client_prompts: Callable[[], ClientPrompts]
     selectors: Callable[[], Selectors]
     sources: Mapping[str, str]
+    judge: Scorer | None = None
     callback: Callback = field(default_factory=Callback)
 
     @property

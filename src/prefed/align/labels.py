@@ -16,6 +16,7 @@ from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
 from prefed.align.lines import append, dumps, rows_in, whole_batches
 from prefed.align.prompts import own_prompts
+from prefed.align.selectors import Scorer
 from prefed.align.stages import Figures, Stage
 from prefed.data import Record
 from prefed.data.prompts import PromptRow, plain_prompt
@@ -54,7 +55,8 @@ def candidates(alignment: Alignment, counts: dict[str, int]) -> Iterator[Candida
 
 
 def _work(alignment: Alignment) -> Figures:
-    counts = dict.fromkeys(("pairs", "identical", "blank", "too_long", "ties", "unanimous"), 0)
+    names = ("pairs", "identical", "blank", _not_judged(alignment), "ties", "unanimous")
+    counts = dict.fromkeys(names, 0)
     pairs = list(candidates(alignment, counts))
     prompts = own_prompts(alignment)
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
@@ -70,19 +72,28 @@ def _work(alignment: Alignment) -> Figures:
     return {**counts, "labelled": len(labels)}
 
 
+def _not_judged(alignment: Alignment) -> str:
+    """What is said of pairs without scores."""
+    return "too_long" if alignment.judge is None else "failed"
+
+
+def _scorer(alignment: Alignment) -> Scorer:
+    return alignment.judge or alignment.selectors().chosen_by(alignment.config.labels)
+
+
 def _judge(alignment: Alignment, prompts: list[PromptRow], batches: list[list[Candidates]]) -> None:
     """Append the scores of all pairs that have none yet to :data:`SCORES`."""
     path = alignment.folder / SCORES
     done = whole_batches(path, map(len, batches))
     alignment.callback.on_stage_begin("labels", done, len(batches))
-    selectors = alignment.selectors().chosen_by(alignment.config.labels) if done < len(batches) else None
+    scorer = _scorer(alignment) if done < len(batches) else None
     for number, batch in enumerate(batches[done:], done + 1):
-        assert selectors is not None
+        assert scorer is not None
         records = [
             Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
             for pair in batch
         ]
-        asked, scores = selectors.scores(records)
+        asked, scores = scorer.scores(records)
         column = {int(row): scores[:, k].astype(float).tolist() for k, row in enumerate(asked)}
         rows = [
             {"index": pair.prompt, "samples": pair.samples, "scores": column.get(row)}
@@ -98,7 +109,7 @@ def _labels(
     for pair, row in zip(pairs, rows_in(alignment.folder / SCORES), strict=True):
         scores = row["scores"]
         if scores is None:
-            counts["too_long"] += 1
+            counts[_not_judged(alignment)] += 1
             continue
         sign = int(np.sign(majority(np.array(scores)[:, None])[0]))
         if sign == 0:

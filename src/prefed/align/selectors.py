@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,13 @@ from prefed.train import PairTrainer
 from prefed.train.trainer_factory import longest_input
 
 Scores = npt.NDArray[np.float32]
+
+
+class Scorer(Protocol):
+    """Who labels pairs: selectors, or another judge in their place."""
+
+    def scores(self, pairs: Sequence[Record]) -> tuple[npt.NDArray[np.int64], Scores]:
+        """Numbers of the pairs that were judged, and their scores; see :meth:`Selectors.scores`."""
 
 
 @dataclass(frozen=True)

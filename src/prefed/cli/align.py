@@ -38,8 +38,9 @@ def align(
         record = read_run(run)
         from prefed.align.run import begun
         from prefed.config.align import align_settings
-        from prefed.runs.align import FOLDER, check_selectors, stored_settings
+        from prefed.runs.align import FOLDER, stored_settings
         from prefed.runs.align import align as align_run
+        from prefed.runs.selectors import check_selectors
 
         check_selectors(record)
         folder = record.path / FOLDER

@@ -56,8 +56,10 @@ class AlignConfig(StrictModel):
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens of this probability")
     top_k: int = Field(0, ge=0, description="draw from so many of the likeliest tokens; 0: all")
     generate: int = Field(16, ge=1, description="completions of one batch; they have prompts of equal length")
-    labels: Literal["majority"] | int = Field(
-        "majority", description="who labels: the majority of all selectors, or one by its number"
+    labels: int | str = Field(
+        "majority",
+        description="who labels: the majority of all selectors, one by its number, or judge:NAME, a judge of "
+        "`prefed judge` in the selectors' place, such as judge:reward:FOLDER",
     )
     objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
     beta: float | None = Field(
@@ -85,12 +87,19 @@ class AlignConfig(StrictModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> AlignConfig:
-        if isinstance(self.labels, int) and self.labels < 0:
-            raise ValueError("labels is majority, or a selector's number from 0")
+        number = isinstance(self.labels, int) and self.labels >= 0
+        if not number and self.labels != "majority" and not self.judge:
+            raise ValueError("labels is majority, a selector's number from 0, or judge:NAME")
         if "beta" in self.objective_settings:
             raise ValueError("beta is a key of its own, not one of objective_settings")
         self.goal()
         return self
+
+    @property
+    def judge(self) -> str | None:
+        """The judge that labels in the selectors' place, without ``judge:``; ``None`` if selectors label."""
+        kind, _, name = str(self.labels).partition(":")
+        return name if kind == "judge" else None
 
     def goal(self) -> Objective:
         """The objective with all its settings.

@@ -20,9 +20,11 @@ from prefed.align.run import SETTINGS
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks
-from prefed.methods import METHODS
+from prefed.judge.registry import JudgeOptions, split_name
+from prefed.runs.judges import JudgeLabels, make_judge
 from prefed.runs.loaded import LoadedRun, load_run
-from prefed.runs.record import RunError, RunRecord, read_run
+from prefed.runs.record import RunRecord, read_run
+from prefed.runs.selectors import check_selectors, selectors_of
 from prefed.store import RunReader
 from prefed.store.directory import lock
 
@@ -51,7 +53,7 @@ def align(
         AlignError: a stage was done with other settings; or as :func:`prefed.align.align`.
         ConfigError: there are no settings.
         StoreError: another process works in the directory.
-        DataError, ModelError: prompts, selectors or model cannot be used.
+        DataError, ModelError, JudgeError: prompts, selectors, model or judge cannot be used.
     """
     record = read_run(path)
     check_selectors(record)
@@ -61,18 +63,17 @@ def align(
         return run_stages(_alignment(record, config, Callbacks(callbacks)), stage)
 
 
-def check_selectors(record: RunRecord) -> None:
-    """Refuse a run without selectors.
+def check_judge(config: AlignConfig) -> None:
+    """Refuse labels by a judge that does not exist.
 
     Raises:
-        RunError: its method trains none.
+        AlignError: there is no judge of that name, or its argument is missing.
     """
-    if METHODS[record.method].reads != "choice":
-        named = " or ".join(name for name, kind in METHODS.items() if kind.reads == "choice")
-        raise RunError(
-            f"{record.path}: {record.method} trains no selectors, and without one nobody labels completions; "
-            f"run {named} on these clients, and align with that run"
-        )
+    if config.judge is not None:
+        try:
+            split_name(config.judge)
+        except ValueError as error:
+            raise AlignError(f"[align] labels = {config.labels!r}: {error}") from error
 
 
 def stored_settings(record: RunRecord, *, anew: bool = False) -> dict[str, Any] | None:
@@ -94,9 +95,13 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
     count = getattr(experiment.method.settings, "selectors", 1)
     if isinstance(config.labels, int) and config.labels >= count:
         raise AlignError(f"[align] labels = {config.labels}: the run has {count} selectors, numbered from 0")
+    check_judge(config)
     source = _Source(record.path)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
+    judge = None if config.judge is None else source.judge(config.judge)
+    # What the labels depend on.
+    origin = [commit.digests.server, commit.fingerprint["model"], asked] if judge is None else judge.identity
     return Alignment(
         folder=record.path / FOLDER,
         config=config,
@@ -108,10 +113,9 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
         selectors=source.selectors,
         sources={
             "clients": commit.fingerprint["data"],
-            "selectors": files.digest(
-                json.dumps([commit.digests.server, commit.fingerprint["model"], asked]).encode()
-            ),
+            "selectors": files.digest(json.dumps(origin).encode()),
         },
+        judge=judge,
         callback=callback,
     )
 
@@ -133,19 +137,8 @@ class _Source:
     def selectors(self) -> Selectors:
         return selectors_of(self.run)
 
-
-def selectors_of(run: LoadedRun) -> Selectors:
-    """The selectors that a run published last."""
-    # Every client gets all selectors, so anyone's message will do.
-    published = run.method.publish(run.server, run.job.members[0])
-    return Selectors(
-        run.backbone,
-        run.job.shared_models(published),
-        run.experiment.selector,
-        run.experiment.data.max_length,
-        run.experiment.engine.max_tokens,
-        run.experiment.model.fast,
-    )
+    def judge(self, name: str) -> JudgeLabels:
+        return JudgeLabels(make_judge(name, JudgeOptions(), self.run))
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import numpy.typing as npt
 from prefed import files
 from prefed.align import Selectors
 from prefed.data import Record
-from prefed.judge import Judge, Question, Verdict
+from prefed.judge import Judge, Question, Verdict, outcome
 from prefed.judge.base import blocks, by_score
 from prefed.judge.registry import JUDGES, JudgeOptions, split_name
 from prefed.judge.utility import UtilityJudge, read_taste
 from prefed.metrics import majority
-from prefed.runs.align import check_selectors, selectors_of
 from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.selectors import check_selectors, selectors_of
 
 BLOCK = 64
 """Questions whose tokens are in memory at a time."""
@@ -101,6 +102,35 @@ class SelectorJudge:
         words = (f"{name} {value:+.4f}" for name, value in zip(self._selectors.models, scores, strict=True))
         lead = float(majority(scores[:, None])[0])
         return by_score(lead, 0.0, f"log-odds of the first: {', '.join(words)}")
+
+
+@dataclass(frozen=True)
+class JudgeLabels:
+    """A judge as the one who labels an alignment's pairs."""
+
+    judge: Judge
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What its labels depend on."""
+        return self.judge.identity
+
+    def scores(self, pairs: Sequence[Record]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Ask about pairs in both orders.
+
+        Returns:
+            Numbers of the pairs with two usable verdicts, ``[n]``; and their scores ``[1, n]``: 1 where both
+            verdicts prefer the chosen response, −1 where both prefer the rejected one, else 0.
+
+        Raises:
+            JudgeError: the judge cannot answer at all.
+        """
+        questions = [Question(pair.prompt, pair.chosen, pair.rejected, pair.extra) for pair in pairs]
+        answers = iter(self.judge.compare(q for each in questions for q in (each, each.swapped())))
+        outcomes = [outcome(next(answers), next(answers)) for _ in questions]
+        usable = {number: value for number, value in enumerate(outcomes) if value is not None}
+        asked = np.fromiter(usable, np.int64)
+        return asked, np.array([[2 * value - 1 for value in usable.values()]], np.float32)
 
 
 def _pair(question: Question) -> Any:

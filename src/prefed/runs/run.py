@@ -17,7 +17,7 @@ from prefed.data import DataMismatchError
 from prefed.engines import BACKENDS, Backend, BackendSettings, Job, JobFactory, ServerRounds, backend_name
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
-from prefed.runs.align import align
+from prefed.runs.align import align, check_judge
 from prefed.runs.build import build_job
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.summary import mean_models, read_profiles, summarize
@@ -103,6 +103,7 @@ def run(
         callback = Callbacks([Terminal(), callback])
     if experiment.align is not None:
         check_inputs(experiment.align, experiment.data)
+        check_judge(experiment.align)
     with RunWriter(path, resume=resume) as writer:
         try:
             experiment = reconcile(experiment, writer)
