@@ -1,6 +1,6 @@
 """Choose the learning rate of each run's alignment by its own labels, never by the utility.
 
-    python experiments/synthetic/align_rates.py RUN… --lr 3e-4 1e-3 3e-3
+    python experiments/synthetic/align_rates.py RUN… --lr 3e-5 1e-4 3e-4
 
 The stage ``train`` is done again with every rate. The rate is kept whose best checkpoint orders most of the
 held-out pairs as the labels do; of equals the one with the larger margin. The rule is the same one for
@@ -31,7 +31,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--lr", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
+    parser.add_argument("--lr", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4])
     args = parser.parse_args()
     for run in args.runs:
         kept = {lr: train(run, lr) for lr in args.lr}

@@ -11,11 +11,13 @@ have. Runs that differ in ``-seedN`` alone are one row. A row has, for sampled a
 - the share of the oracle's gain, the mean over seeds (``--oracle`` names the oracle's row);
 - the gain of the client who gains least, and of the one who gains most;
 - characters of a response of both models;
-- how the mean sign of each attribute changes: what the alignment taught.
+- how the mean sign of each attribute changes: what the alignment taught;
+- the share of aligned responses that are whole: they show every attribute. An alignment that goes too far
+  breaks the language.
 
 With ``--epochs`` every checkpoint of every run responds, sampled. A row then has the share of held-out labels
-that it orders rightly, its win rate by the run's selectors, and that by the utility: where the first two rise
-while the last one falls, the policy has learned to please the selectors alone.
+that it orders rightly, its win rate by the run's selectors, and that by the utility; then utility, characters
+and whole responses. Where the first two rise while the third falls, the policy pleases the selectors alone.
 """
 
 from __future__ import annotations
@@ -63,6 +65,11 @@ def mean_signs(texts: Texts) -> dict[str, float]:
     return {name: mean(each.get(name, 0) for each in signs) for name in ATTRIBUTES}
 
 
+def whole(texts: Texts) -> float:
+    """The share of texts that show every attribute."""
+    return mean(len(attributes(text)) == len(ATTRIBUTES) for text in texts)
+
+
 def measure(run: LoadedRun, prompts: Path, sampling: Sampling, name: str) -> dict[str, object]:
     """The figures of a run's aligned model beside the untouched one; the texts are kept in the run."""
     how = Comparison("utility", prompts, sampling=sampling, name=name)
@@ -80,6 +87,7 @@ def measure(run: LoadedRun, prompts: Path, sampling: Sampling, name: str) -> dic
         "least": min(gains),
         "most": max(gains),
         "length": (mean(map(len, base)), mean(map(len, own))),
+        "whole": whole(own),
         "signs": {attribute: after[attribute] - before[attribute] for attribute in ATTRIBUTES},
     }
 
@@ -124,10 +132,10 @@ def table(figures: Mapping[tuple[str, str], Mapping[str, object]], oracle: str) 
     """The lines of the table, a row for each method."""
     yield (
         "| row | seeds | base | aligned | win rate | oracle's gain | least, most | characters | "
-        + " | ".join(ATTRIBUTES)
+        + " | ".join([*ATTRIBUTES, "whole"])
         + " |"
     )
-    yield "|" + "---|" * (8 + len(ATTRIBUTES))
+    yield "|" + "---|" * (9 + len(ATTRIBUTES))
     for row in dict.fromkeys(name for name, _ in figures):
         own = [each for (name, _), each in figures.items() if name == row]
         rate = win_rate([value for each in own for value in each["outcomes"]], Key(0).at("win rate"))
@@ -142,6 +150,7 @@ def table(figures: Mapping[tuple[str, str], Mapping[str, object]], oracle: str) 
             ", ".join(f"{mean(each[key] for each in own):+.2f}" for key in ("least", "most")),
             " → ".join(f"{value:.0f}" for value in characters),
             *(f"{mean(each['signs'][name] for each in own):+.2f}" for name in ATTRIBUTES),
+            spread([each["whole"] for each in own]),
         ]
         yield f"| {' | '.join(cells)} |"
 
@@ -183,6 +192,7 @@ def epochs(run: LoadedRun, prompts: Sequence[NumberedPrompt], sampling: Sampling
             f"{by_utility:.3f}",
             f"{mean_utility(texts, crowd):+.2f}",
             f"{mean(map(len, texts)):.0f}",
+            f"{whole(texts):.2f}",
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -200,8 +210,10 @@ def main() -> None:
     loaded = {row_of(path): load_run(path, data=True) for path in args.runs}
     sampled = Sampling(temperature=1.0, max_tokens=args.max_new_tokens)
     if args.epochs:
-        print("| run | epoch | agreement | wins by selectors | wins by utility | utility | characters |")
-        print("|" + "---|" * 7)
+        print(
+            "| run | epoch | agreement | wins by selectors | wins by utility | utility | characters | whole |"
+        )
+        print("|" + "---|" * 8)
         prompts = numbered_prompts(args.prompts)
         for run in loaded.values():
             for line in epochs(run, prompts, sampled):
