@@ -89,20 +89,17 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         _log.warning("fedbiscuit: warm-up takes %d rounds of %d, and %s", warmup, rounds, advice)
 
     def init_server(initial: Tensors) -> State:
-        values = {**schedule.begin(settings), "round": 0, "clusters": {}, "trained": [], "too_few": {}}
+        values = {**schedule.begin(settings), "clusters": {}, "trained": [], "too_few": {}}
         return State(selectors.init(initial), values)
 
-    def warming(server: State, number: int) -> bool:
-        return number <= warmup and not _clusters(server)
+    def owned(server: State, now: Round) -> Mapping[str, int]:
+        """Client → its selector in this round: the one that warms up, else its cluster's."""
+        if now.number <= warmup:
+            return dict.fromkeys(now.weights, (now.number - 1) // settings.warmup_rounds)
+        # After a grouping without a valid upload all are placed together, and so evenly.
+        return clusters.place(now.weights, _clusters(server), len(names))
 
-    def selector(server: State, client: str, number: int) -> int:
-        """Which selector the client has in round ``number``: the one that warms up, else its cluster's."""
-        if warming(server, number):
-            return (number - 1) // settings.warmup_rounds
-        known = _clusters(server)
-        return (known if client in known else clusters.place([client], known, len(names)))[client]
-
-    def send_all(server: State, client: str) -> Download:
+    def send_all(server: State, client: str, now: Round) -> Download:
         return Download(selectors.all(server))
 
     def score(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
@@ -118,18 +115,19 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         report = {name: server.values[name] for name in ("moved", "selector_losses", "balance_gap")}
         return {"clusters": clusters.members(_clusters(server), len(names)), **report}
 
-    def send(server: State, client: str) -> Download:
-        own = selector(server, client, _round(server) + 1)
+    def send(server: State, client: str, now: Round) -> Download:
+        own = owned(server, now)[client]
         return Download({"model": server.tensors[names[own]]}, {**schedule.announce(server), "cluster": own})
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         # An upload goes where the server sent its client. What the client says of that counts for nothing.
-        number, trainable = _round(server) + 1, fedavg.trainable(now, Owner.SHARED)
-        groups = {upload.client: names[selector(server, upload.client, number)] for upload in uploads}
-        mean = aggregator if warming(server, number) else by_cluster
-        merged, short = merge_groups(mean, server, uploads, groups, now, trainable)
+        own, warming = owned(server, now), now.number <= warmup
+        groups = {upload.client: names[own[upload.client]] for upload in uploads}
+        rule, trainable = aggregator if warming else by_cluster, fedavg.trainable(now, Owner.SHARED)
+        merged, short = merge_groups(rule, server, uploads, groups, now, trainable)
         trained: list[Plain] = [*sorted({*groups.values()} - {*short})]
-        report: dict[str, Plain] = {"round": now.number, "trained": trained, "too_few": {**short}}
+        report: dict[str, Plain] = {"trained": trained, "too_few": {**short}}
+        report["clusters"] = {} if warming else {**own}
         return fedavg.advance(merged.update(values=report), uploads)
 
     def figures(server: State) -> dict[str, Plain]:
@@ -138,7 +136,11 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return {"selectors": own, **({"too_few": short} if short else {}), **schedule.announce(server)}
 
     def publish(server: State, client: str) -> Download:
-        return Download(selectors.all(server), {"cluster": selector(server, client, max(1, _round(server)))})
+        known, trained = _clusters(server), cast("list[str]", server.values["trained"])
+        # In warm-up all have the selector that was trained last.
+        last = names.index(trained[0]) if trained else 0
+        own = clusters.place([client], known, len(names))[client] if known else last
+        return Download(selectors.all(server), {"cluster": own})
 
     grouping = Exchange(
         "score",
@@ -170,10 +172,5 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def _clusters(server: State) -> Mapping[str, int]:
-    """Client → its cluster; empty before the first grouping."""
+    """Client → its cluster; empty in warm-up."""
     return cast("Mapping[str, int]", server.values["clusters"])
-
-
-def _round(server: State) -> int:
-    """The last round whose training was merged."""
-    return cast("int", server.values["round"])
