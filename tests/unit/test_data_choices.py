@@ -241,6 +241,17 @@ def test_the_rule_for_long_pairs(tmp_path, lengths, room, rest):
     )
 
 
+def test_a_field_that_every_row_lacks_is_explained_once(tmp_path):
+    with pytest.raises(DataError) as error:
+        write(tmp_path, [Record(f"q{k}", "a", "b") for k in range(3)], template="summary")
+    lines = str(error.value).splitlines()
+    assert [line.endswith(": no subreddit and no title and no post") for line in lines[1:4]] == [True] * 3
+    assert lines[4:] == [
+        "A selector's summary template shows these fields. Give rows that have them, or set [selector] "
+        'template = "general".'
+    ]
+
+
 def test_a_character_is_not_cut_in_two(tmp_path):
     """Of 18 tokens each response gets 9: nine letters, or four characters of two bytes."""
     tokens = write(tmp_path, [Record("Q", "z" * 20, "ä" * 10)], max_length=AROUND + 1 + 18)
