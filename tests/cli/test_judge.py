@@ -238,7 +238,7 @@ def test_other_settings_are_refused_before_a_response_is_made(runs, place, monke
 def test_prompts_have_the_encoding_and_the_format_of_the_runs_data(runs, place, tmp_path):
     """In Latin-1 é is a byte that no UTF-8 text has there."""
     tree = experiment(tmp_path, "feddpo")
-    tree["data"] |= {"encoding": "latin-1", "test_fraction": 0.0}
+    tree["data"] |= {"encoding": "latin-1", "test_fraction": 0.25}
     del tree["data"]["test"]
     tree["model"]["name"] = str(place / "model")
     tree["method"]["local_steps"] = 1

@@ -222,7 +222,7 @@ def test_a_starting_file_has_the_alignments_keys_behind_comments():
     plain = Experiment.parse("\n".join([head, "[align]", *keys]))
     assert plain.align == AlignConfig(prompts="prompts.jsonl")
     assert all(f"\n# {key} =" in table for key in AlignConfig.model_fields)
-    assert "# [align]" not in starting_file("feddpo")
+    assert "# [align]\n" not in starting_file("feddpo")
 
 
 def test_a_method_may_be_given_from_python():

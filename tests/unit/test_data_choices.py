@@ -241,17 +241,6 @@ def test_the_rule_for_long_pairs(tmp_path, lengths, room, rest):
     )
 
 
-def test_a_field_that_every_row_lacks_is_explained_once(tmp_path):
-    with pytest.raises(DataError) as error:
-        write(tmp_path, [Record(f"q{k}", "a", "b") for k in range(3)], template="summary")
-    lines = str(error.value).splitlines()
-    assert [line.endswith(": no subreddit and no title and no post") for line in lines[1:4]] == [True] * 3
-    assert lines[4:] == [
-        "A selector's summary template shows these fields. Give rows that have them, or set [selector] "
-        'template = "general".'
-    ]
-
-
 def test_a_character_is_not_cut_in_two(tmp_path):
     """Of 18 tokens each response gets 9: nine letters, or four characters of two bytes."""
     tokens = write(tmp_path, [Record("Q", "z" * 20, "ä" * 10)], max_length=AROUND + 1 + 18)
@@ -371,9 +360,9 @@ def test_figure_4_generates_summaries_from_the_same_rows(tmp_path):
 
 
 def test_a_summary_needs_its_fields(tmp_path):
-    with pytest.raises(DataError, match=r"row 1: no subreddit and no title and no post, wh") as error:
+    with pytest.raises(DataError, match=r"row 1: no subreddit and no title and no post\n") as error:
         built(tmp_path, pairs(3), SelectorConfig(template="summary"))
-    assert 'set [selector] template = "general"' in str(error.value)
+    assert str(error.value).count('set [selector] template = "general"') == 1
 
 
 def test_mirrored_copies_are_never_trained_and_validated_on(tmp_path):
