@@ -140,8 +140,8 @@ class _Source:
             names = [name for name in names if name == list(run.published_models)[self.labels]]
         if names:
             self.callback.on_warning(
-                f"never trained, yet labels completions: {', '.join(names)}; its labels are those of the "
-                "untouched model. Take a trained selector alone (--set align.labels=NUMBER), or resume the "
+                f"never trained, yet labels completions: {', '.join(names)}; such labels are the "
+                "untouched model's. Take a trained selector alone (--set align.labels=NUMBER), or resume the "
                 "run with more rounds"
             )
         return run
