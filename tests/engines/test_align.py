@@ -231,6 +231,8 @@ def test_a_table_with_overrides(place):
         align_settings({"prompts": "x"}, ["align.tempreture=1"], place)
     with pytest.raises(ConfigError, match="--prompts FILE"):
         align_settings(None, [], place)
+    with pytest.raises(ConfigError, match=r"labels is majority, a selector's number from 0, or judge:NAME"):
+        align_settings({"prompts": "x", "labels": "most"}, [], place)
     with pytest.raises(ConfigError, match="objective 'sft' is not for labelled pairs"):
         align_settings({"prompts": "x", "objective": "sft"}, [], place)
     with pytest.raises(ConfigError, match="feddpo trains none: take one of fedbis, fedbiscuit"):
@@ -343,6 +345,7 @@ def test_a_start_that_failed_holds_nothing(finished, place, tmp_path):
     right = ["align", str(path), "--prompts", str(place / "prompts.jsonl")]
     result = runner.invoke(app, [*right, "--set", "align.labels=2"])
     assert "labels = 2: the run has 2 selectors" in result.output
+    assert "--set align.labels=majority" in result.output
     assert not begun(path / "align")
     result = runner.invoke(app, right)
     assert (result.exit_code, "kept 10" in result.output) == (0, True), result.output
@@ -374,6 +377,9 @@ def test_the_command(finished, place, tmp_path):
     assert command("--resume")[0] == 0
     code, text = command("--stage", "train", "--set", "align.epochs=2")
     assert (code, "of 2, agreement" in text) == (0, True)
+    assert f"judge: prefed judge {path} --judge NAME --prompts FILE" in text
+    assert "never trained" not in text
+
     assert "adapter:" in command("--resume")[1]
     shutil.rmtree(path / "align")
     other = str(place / "prompts.jsonl")
@@ -381,3 +387,17 @@ def test_the_command(finished, place, tmp_path):
     assert (code, "kept 4" in text, "agreement" in text) == (0, True, False)
     settings = json.loads((path / "align/settings.json").read_text())
     assert (settings["limit"], settings["prompts"]["path"]) == (4, other)
+
+
+def test_a_selector_that_nobody_trained_is_named(experiment, place, tmp_path):
+    """One round of warm-up for each of two selectors, and one round in all: the second is as it began."""
+    path = tmp_path / "run"
+    run(experiment.model_copy(update={"rounds": 1, "align": None}), path)
+    runner = CliRunner(env={"COLUMNS": "200"})
+    words = ["align", str(path), "--prompts", str(place / "prompts.jsonl"), "--set", "align.max_new_tokens=2"]
+    words += ["--set", "align.epochs=1", "--set", "align.completions=2", "--set", "align.temperature=2.0"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "never trained, yet labels completions: selector-1;" in result.output
+    result = runner.invoke(app, ["align", str(path), "--stage", "labels", "--set", "align.labels=0"])
+    assert "never trained" not in result.output

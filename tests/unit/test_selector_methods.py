@@ -85,10 +85,11 @@ def test_means_that_contradict_each_other_are_refused(name, merge, settings, mes
 
 def test_a_run_that_is_all_warm_up_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "prefed"):
-        make("fedbiscuit", rounds=151)
+        make("fedbiscuit", rounds=151, warmup_rounds=50)
         assert not caplog.messages
-        make("fedbiscuit", rounds=150)
+        make("fedbiscuit", rounds=150, warmup_rounds=50)
     assert "warm-up takes 150 rounds of 150" in caplog.text
+    assert "raise rounds above 150, or lower method.warmup_rounds to 49 or fewer" in caplog.text
     assert "never trained" not in caplog.text
 
 
@@ -96,8 +97,25 @@ def test_selectors_that_never_train_are_named(caplog):
     """Three of 50 rounds each: the second has one of 51 rounds, and none of 50."""
     for rounds, names in ((51, "selector-2"), (50, "selector-1, selector-2")):
         with caplog.at_level(logging.WARNING, "prefed"):
-            make("fedbiscuit", rounds=rounds)
+            make("fedbiscuit", rounds=rounds, warmup_rounds=50)
         assert caplog.messages[-1].endswith(f"never trained, yet with a vote: {names}")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "selectors", "groupings"),
+    [
+        (10, 3, range(4, 11)),  # of 10 rounds at most 5 for 3 selectors: 1 each
+        (20, 3, [10, 13, 16, 19]),  # at most 10 for 3: 3 each
+        (500, 3, range(151, 501, 50)),
+        (500, 5, range(251, 501, 50)),  # the paper's 50
+    ],
+)
+def test_a_warm_up_that_nobody_names_fits_the_rounds(rounds, selectors, groupings, caplog):
+    with caplog.at_level(logging.WARNING, "prefed"):
+        method = make("fedbiscuit", rounds=rounds, selectors=selectors)
+    due = [number for number in range(1, rounds + 1) if method.exchanges[0].due(number)]
+    assert due == list(groupings)
+    assert not caplog.messages
 
 
 def test_selectors_warm_up_in_turn_and_groupings_follow():

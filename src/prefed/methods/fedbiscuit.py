@@ -39,24 +39,15 @@ from prefed.core import (
     Upload,
 )
 from prefed.merge import Aggregator, by_mass, clusters, merge_groups
-from prefed.methods.base import FedAvgBase, Selectors, SelectorSettings, lora_parts, schedule
+from prefed.methods.base import ClusterSettings, FedAvgBase, Selectors, lora_parts, schedule
 
 SOURCE = "FedBiscuit (arXiv:2407.03038), algorithm 1"
 _log = logging.getLogger("prefed")
 
 
-class Settings(SelectorSettings):
+class Settings(ClusterSettings):
     """Settings of FedBiscuit. Tables 3 and 4 of the paper: these defaults, 500 rounds, cohorts of 5 or 10."""
 
-    selectors: int = Field(
-        3, ge=1, description="selectors, and clusters of clients; the paper takes odd numbers, 3 and 5"
-    )
-    warmup_rounds: int = Field(
-        50, ge=0, description="rounds of each selector, one after the other, before clients are grouped"
-    )
-    regroup_every: int = Field(
-        50, ge=1, description="rounds from one grouping of the clients to the next (the paper: 50 or 100)"
-    )
     cluster_mean: Literal["eq6", "normalised"] = Field(
         "eq6",
         description="how a cluster's uploads merge: eq6, each by its share of all clients' pairs, and the "
@@ -81,10 +72,12 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     by_cluster = by_mass(aggregator, "cluster_mean = 'eq6'") if eq6 else aggregator
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
     selectors = Selectors(fedavg, settings.selectors)
-    names, warmup = selectors.names, settings.selectors * settings.warmup_rounds
-    if warmup >= rounds:
-        advice = "no clients are grouped: raise rounds, or lower method.warmup_rounds"
-        if untrained := names[-(-rounds // settings.warmup_rounds) :]:
+    names, (each, every) = selectors.names, settings.intervals(rounds)
+    if (warmup := len(names) * each) >= rounds:
+        advice = f"no clients are grouped: raise rounds above {warmup}"
+        if fitting := (rounds - 1) // len(names):
+            advice += f", or lower method.warmup_rounds to {fitting} or fewer"
+        if untrained := names[-(-rounds // each) :]:
             advice += f"; never trained, yet with a vote: {', '.join(untrained)}"
         _log.warning("fedbiscuit: warm-up takes %d rounds of %d, and %s", warmup, rounds, advice)
 
@@ -95,7 +88,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def owned(server: State, now: Round) -> Mapping[str, int]:
         """Client → its selector in this round: the one that warms up, else its cluster's."""
         if now.number <= warmup:
-            return dict.fromkeys(now.weights, (now.number - 1) // settings.warmup_rounds)
+            return dict.fromkeys(now.weights, (now.number - 1) // each)
         # After a grouping without a valid upload all are placed together, and so evenly.
         return clusters.place(now.weights, _clusters(server), len(names))
 
@@ -148,7 +141,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         score,
         group,
         to="all",
-        due=lambda number: number > warmup and (number - warmup - 1) % settings.regroup_every == 0,
+        due=lambda number: number > warmup and (number - warmup - 1) % every == 0,
         scalars=frozenset(selectors.losses),
         over="validation",
         groups=lambda client, now: {},
