@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -401,3 +402,18 @@ def test_a_selector_that_nobody_trained_is_named(experiment, place, tmp_path):
     assert "never trained, yet labels completions: selector-1;" in result.output
     result = runner.invoke(app, ["align", str(path), "--stage", "labels", "--set", "align.labels=0"])
     assert "never trained" not in result.output
+
+
+def test_an_adapter_of_another_model_leaves_nothing_behind(alignment, tmp_path):
+    """Every tensor has half the rows that the model's has. The right start is then taken as it is given."""
+    whole = replace(alignment, folder=tmp_path / "whole")
+    align(whole)
+    other = shutil.copytree(whole.folder / "adapter", tmp_path / "other")
+    tensors = load_file(other / "adapter_model.safetensors")
+    halves = {name: tensor[: len(tensor) // 2].clone() for name, tensor in tensors.items()}
+    save_file(halves, other / "adapter_model.safetensors")
+    config = alignment.config.model_copy(update={"sft": str(other)})
+    with pytest.raises(AlignError, match=r"other does not fit the model .*\[align\.model\]$"):
+        align(replace(alignment, config=config))
+    align(alignment)
+    assert content(alignment.folder) == content(whole.folder)
