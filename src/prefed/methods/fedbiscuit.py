@@ -19,7 +19,7 @@ All selectors vote on the server's pairs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -85,12 +85,15 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         values = {**schedule.begin(settings), "clusters": {}, "trained": [], "too_few": {}}
         return State(selectors.init(initial), values)
 
-    def owned(server: State, now: Round) -> Mapping[str, int]:
-        """Client → its selector in this round: the one that warms up, else its cluster's."""
-        if now.number <= warmup:
-            return dict.fromkeys(now.weights, (now.number - 1) // each)
-        # After a grouping without a valid upload all are placed together, and so evenly.
-        return clusters.place(now.weights, _clusters(server), len(names))
+    def cluster(server: State, client: str, clients: Collection[str]) -> int:
+        known = _clusters(server)
+        # After a grouping without a valid upload all clients are placed together, and so evenly.
+        return known[client] if client in known else clusters.place(clients, known, len(names))[client]
+
+    def selector(server: State, client: str, now: Round) -> int:
+        """Which selector the client has in this round: the one that warms up, else its cluster's."""
+        warming = now.number <= warmup
+        return (now.number - 1) // each if warming else cluster(server, client, now.weights)
 
     def send_all(server: State, client: str, now: Round) -> Download:
         return Download(selectors.all(server))
@@ -109,18 +112,19 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return {"clusters": clusters.members(_clusters(server), len(names)), **report}
 
     def send(server: State, client: str, now: Round) -> Download:
-        own = owned(server, now)[client]
+        own = selector(server, client, now)
         return Download({"model": server.tensors[names[own]]}, {**schedule.announce(server), "cluster": own})
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         # An upload goes where the server sent its client. What the client says of that counts for nothing.
-        own, warming = owned(server, now), now.number <= warmup
-        groups = {upload.client: names[own[upload.client]] for upload in uploads}
+        warming = now.number <= warmup
+        groups = {upload.client: names[selector(server, upload.client, now)] for upload in uploads}
         rule, trainable = aggregator if warming else by_cluster, fedavg.trainable(now, Owner.SHARED)
         merged, short = merge_groups(rule, server, uploads, groups, now, trainable)
         trained: list[Plain] = [*sorted({*groups.values()} - {*short})]
         report: dict[str, Plain] = {"trained": trained, "too_few": {**short}}
-        report["clusters"] = {} if warming else {**own}
+        placed = {} if warming else clusters.place(now.weights, _clusters(server), len(names))
+        report["clusters"] = {**placed}
         return fedavg.advance(merged.update(values=report), uploads)
 
     def figures(server: State) -> dict[str, Plain]:
@@ -132,7 +136,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         known, trained = _clusters(server), cast("list[str]", server.values["trained"])
         # In warm-up all have the selector that was trained last.
         last = names.index(trained[0]) if trained else 0
-        own = clusters.place([client], known, len(names))[client] if known else last
+        own = cluster(server, client, [client]) if known else last
         return Download(selectors.all(server), {"cluster": own})
 
     grouping = Exchange(
