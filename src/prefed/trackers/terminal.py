@@ -33,23 +33,29 @@ class Terminal(Callback):
         self._bar: Progress | None = None
         self._tenth = ("", 0)
 
-    def on_run_begin(self, done: int, rounds: int) -> None:
-        """Start the bar at ``done`` rounds."""
-        self._rounds = rounds
-        if not self.console.is_terminal or done >= rounds:
-            return
-        self._bar = Progress(
-            TextColumn("round {task.fields[round]}/{task.total:.0f}"),
+    def _started(self, label: str, *more: TextColumn) -> Progress:
+        """A bar that shows ``label``, the task's ``figures``, ``more`` columns and the times."""
+        bar = Progress(
+            TextColumn(label),
             BarColumn(),
             TextColumn("{task.fields[figures]}"),
-            TextColumn("[dim]{task.fields[step]}"),
+            *more,
             TimeElapsedColumn(),
             TextColumn("[dim]left"),
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
         )
-        self._bar.start()
+        bar.start()
+        return bar
+
+    def on_run_begin(self, done: int, rounds: int) -> None:
+        """Start the bar at ``done`` rounds."""
+        self._rounds = rounds
+        if not self.console.is_terminal or done >= rounds:
+            return
+        step = TextColumn("[dim]{task.fields[step]}")
+        self._bar = self._started("round {task.fields[round]}/{task.total:.0f}", step)
         self._task = self._bar.add_task("", total=rounds, completed=done, round=done, figures="", step="")
 
     def on_task_end(self, what: str, done: int, of: int) -> None:
@@ -87,17 +93,7 @@ class Terminal(Callback):
         """Start a bar at ``done`` steps."""
         if not self.console.is_terminal or done >= of:
             return
-        self._bar = Progress(
-            TextColumn(f"{stage} {{task.completed:.0f}}/{{task.total:.0f}}"),
-            BarColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TextColumn("[dim]left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-        )
-        self._bar.start()
+        self._bar = self._started(f"{stage} {{task.completed:.0f}}/{{task.total:.0f}}")
         self._task = self._bar.add_task("", total=of, completed=done, figures="")
 
     def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
