@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import transformers
+from peft import LoraConfig
 
 from prefed.data import Pair
 
@@ -112,6 +113,18 @@ def shape(name: str) -> Any:
     config.bos_token_id = config.eos_token_id = 0
     config.pad_token_id = 1
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def lora_config(model: Any, targets: list[str]) -> LoraConfig:
+    """The LoRA that all steps train: rank 8, alpha 16, no dropout."""
+    return LoraConfig(
+        r=8,
+        lora_alpha=16,
+        lora_dropout=0.0,
+        target_modules=targets,
+        fan_in_fan_out=model.config.model_type == "gpt2",
+        task_type="CAUSAL_LM",
+    )
 
 
 def cpu_ms(work: Callable[[], object]) -> float:

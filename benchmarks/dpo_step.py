@@ -29,8 +29,7 @@ import datasets
 import numpy as np
 import torch
 import trl.trainer.utils
-from common import DATA, TOKENIZER, Pairs, load_pairs, matmul_peak, shape, timed
-from peft import LoraConfig
+from common import DATA, TOKENIZER, Pairs, load_pairs, lora_config, matmul_peak, shape, timed
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
@@ -67,14 +66,7 @@ class Trl:
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
         )
-        lora = LoraConfig(
-            r=8,
-            lora_alpha=16,
-            lora_dropout=0.0,
-            target_modules=targets,
-            fan_in_fan_out=model.config.model_type == "gpt2",
-            task_type="CAUSAL_LM",
-        )
+        lora = lora_config(model, targets)
         text = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * BATCH)
         encode = AutoTokenizer.from_pretrained(tokenizer)
         self.trainer = DPOTrainer(

@@ -30,8 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import DATA, TOKENIZER, Pairs, load_pairs, matmul_peak, shape, timed
-from peft import LoraConfig, get_peft_model
+from common import DATA, TOKENIZER, Pairs, load_pairs, lora_config, matmul_peak, shape, timed
+from peft import get_peft_model
 from transformers import AutoTokenizer
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
@@ -80,14 +80,7 @@ class Plain:
 
     def __init__(self, model: Any, targets: list[str], pairs: Choices, *, labels: bool) -> None:
         self.pairs, self.labels = pairs, labels
-        lora = LoraConfig(
-            r=8,
-            lora_alpha=16,
-            lora_dropout=0.0,
-            target_modules=targets,
-            fan_in_fan_out=model.config.model_type == "gpt2",
-            task_type="CAUSAL_LM",
-        )
+        lora = lora_config(model, targets)
         self.model = get_peft_model(model, lora).train()
         self.free = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.free, lr=LR, weight_decay=0.0)
