@@ -1,0 +1,142 @@
+"""What a latent taste z holds, and whether it says anything about its client.
+
+Active units and KL say how far posteriors are from N(0, I). A pull towards prototypes alone makes units
+active, so they prove nothing. What proves something is :func:`transfer`: own z against another client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+ACTIVE = 0.01
+"""The least variance over clients of an active unit (arXiv:1509.00519, section 5)."""
+
+
+def active_units(means: npt.ArrayLike, least: float = ACTIVE) -> int:
+    """Number of dimensions whose posterior mean differs between clients (arXiv:1509.00519, section 5).
+
+    Args:
+        means: ``[n, d_z]`` μ̄ of n clients.
+        least: a unit is active where the variance over clients is above this.
+
+    >>> active_units([[1.0, 0.5, 0.0], [-1.0, 0.5, 0.1]])
+    1
+    """
+    return int((np.asarray(means, np.float64).var(0) > least).sum())
+
+
+def kl_per_dimension(means: npt.ArrayLike, log_variances: npt.ArrayLike) -> Array:
+    """``[d_z]`` KL to N(0, 1) of each dimension in nats, ½ (μ² + σ² − 1 − log σ²), averaged over clients.
+
+    Args:
+        means: ``[n, d_z]``.
+        log_variances: ``[n, d_z]`` log σ².
+
+    >>> kl_per_dimension([[2.0, 0.0], [0.0, 0.0]], np.zeros((2, 2))).tolist()
+    [1.0, 0.0]
+    """
+    mean, log_variance = np.asarray(means, np.float64), np.asarray(log_variances, np.float64)
+    each: Array = 0.5 * (mean**2 + np.exp(log_variance) - 1 - log_variance)
+    return np.asarray(each.mean(0))
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Mean accuracies over clients, of each client's pairs.
+
+    Attributes:
+        own: with the client's own z.
+        another: with another client's z, averaged over all others.
+        same: as ``another``, over clients of the same taste; ``None`` where no client has such a peer.
+        opposite: as ``another``, over clients of another taste; ``None`` where all have one taste.
+    """
+
+    own: float
+    another: float | None
+    same: float | None
+    opposite: float | None
+
+
+def transfer(accuracies: npt.ArrayLike, tastes: Sequence[str] | None = None) -> Transfer:
+    """Accuracy with own z beside accuracy with other clients' z. Each client counts alike.
+
+    Args:
+        accuracies: ``[n, n]``; row i has client i's pairs, column j client j's z.
+        tastes: the taste of each client, where it is known.
+
+    Raises:
+        ValueError: the table is not square, empty, or has not one row per taste.
+
+    >>> transfer([[0.9, 0.8, 0.2], [0.7, 0.9, 0.3], [0.1, 0.2, 0.6]], ["x", "x", "y"])
+    Transfer(own=0.8, another=0.383..., same=0.75, opposite=0.2)
+    """
+    table = np.asarray(accuracies, np.float64)
+    n = len(table)
+    if n == 0 or table.shape != (n, n) or (tastes is not None and len(tastes) != n):
+        raise ValueError(f"accuracies need a row and a column per client, not {table.shape}")
+    others = ~np.eye(n, dtype=bool)
+    kinds = np.zeros((n, n), dtype=bool)
+    if tastes is not None:
+        kinds = np.array([[one == other for other in tastes] for one in tastes])
+    known = tastes is not None
+    return Transfer(
+        own=float(table.diagonal().mean()),
+        another=_mean_by_row(table, others),
+        same=_mean_by_row(table, others & kinds) if known else None,
+        opposite=_mean_by_row(table, ~kinds) if known else None,
+    )
+
+
+def _mean_by_row(table: Array, chosen: npt.NDArray[np.bool_]) -> float | None:
+    """Mean over the rows that have a chosen cell of each row's mean over these; ``None`` without any."""
+    rows = [float(row[cells].mean()) for row, cells in zip(table, chosen, strict=True) if cells.any()]
+    return sum(rows) / len(rows) if rows else None
+
+
+@dataclass(frozen=True)
+class LatentMap:
+    """Points on the plane of most variance.
+
+    Attributes:
+        points: ``[n, 2]``, centred.
+        shares: the share of all variance along each of the two axes.
+    """
+
+    points: Array
+    shares: tuple[float, float]
+
+
+def latent_map(means: npt.ArrayLike, more: npt.ArrayLike | None = None) -> tuple[LatentMap, Array]:
+    """The clients' μ̄ on their first two principal components.
+
+    By NumPy's singular value decomposition: two components of a small table need no other library. An axis
+    points where its largest loading is positive, so that equal data give equal maps.
+
+    Args:
+        means: ``[n, d_z]``, which alone determine the plane.
+        more: ``[m, d_z]`` other points to put on the same plane, such as the prototypes.
+
+    Returns:
+        The map of ``means``, and ``[m, 2]`` the other points on it.
+    """
+    data = np.asarray(means, np.float64)
+    extra = np.zeros((0, data.shape[1])) if more is None else np.asarray(more, np.float64)
+    center = data.mean(0)
+    _, singular, rows = np.linalg.svd(data - center, full_matrices=False)
+    axes = np.zeros((2, data.shape[1]))
+    count = min(2, len(rows))
+    axes[:count] = rows[:count]
+    largest = np.abs(axes).argmax(1)
+    signs = np.where(axes[np.arange(2), largest] < 0, -1.0, 1.0)
+    axes *= signs[:, None]
+    energy = np.zeros(2)
+    total = float((singular**2).sum())
+    if total:
+        energy[:count] = singular[:count] ** 2 / total
+    shares = (float(energy[0]), float(energy[1]))
+    return LatentMap((data - center) @ axes.T, shares), (extra - center) @ axes.T
