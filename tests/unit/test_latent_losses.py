@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 
@@ -113,7 +114,7 @@ def test_the_bound_is_no_stand_in_for_the_kl(caplog: pytest.LogCaptureFixture) -
 
 @given(SEEDS, st.integers(1, 5))
 def test_the_bound_is_the_mean_over_peers(seed: int, count: int) -> None:
-    """By torch's KL of two Gaussians. At equal samples the mixture is never above the peers' mean (Jensen)."""
+    """By torch's KL of two Gaussians. At equal samples no mixture is above its peers' mean (Jensen)."""
     q = Gaussian(normal(seed, 2), normal(seed + 1, 2))
     peers = Gaussian(normal(seed + 2, count, 2), normal(seed + 3, count, 2))
     log_weights, noise = torch.log_softmax(normal(seed + 4, count), 0), normal(seed + 5, 64, 2)
@@ -186,14 +187,14 @@ def test_temperature_falls_by_one_factor(rounds: int) -> None:
     values = [temperature(number, rounds) for number in range(1, rounds + 1)]
     assert values[0] == 1
     assert values[-1] == pytest.approx(0.1)
-    ratios = [after / before for before, after in zip(values, values[1:], strict=False)]
+    ratios = [after / before for before, after in itertools.pairwise(values)]
     assert ratios == pytest.approx([0.1 ** (1 / (rounds - 1))] * (rounds - 1))
 
 
 def test_pull_and_orthogonality_by_hand() -> None:
-    """z − p = (1, −3): mean of 1 and 9. P Pᵀ − 4 I = [[5, 2], [2, 1]] − [[4, 0], [0, 4]]: 1 + 4 + 4 + 9."""
+    """z − p = (1, −3): mean of 1 and 9. P Pᵀ − 9 I = [[5, 2], [2, 1]] − [[9, 0], [0, 9]]: 16 + 4 + 4 + 64."""
     assert prototype_pull(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0])) == 5
-    assert orthogonality(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), 2.0) == 18
+    assert orthogonality(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), 3.0) == 88
 
 
 def test_preference_term_by_hand() -> None:

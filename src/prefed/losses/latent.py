@@ -137,7 +137,7 @@ def gumbel(uniform: Tensor) -> Tensor:
 
 
 def mixture_log_weights(logits: Tensor, noise: Tensor, temperature: float, present: Tensor) -> Tensor:
-    """log w with w = softmax((log π + g)/τ) over the peers that are present (FedVPA-GP; arXiv:1611.01144).
+    """Log w with w = softmax((log π + g)/τ) over the peers that are present (FedVPA-GP; arXiv:1611.01144).
 
     As τ → 0, w becomes 1 for one peer, which is j with probability π_j. Without noise and with τ = 1 it is
     log π itself: whom a client trusts.
@@ -170,7 +170,7 @@ def temperature(number: int, rounds: int, first: float = 1.0, last: float = 0.1)
     >>> [round(temperature(number, 3), 4) for number in (1, 2, 3)], temperature(1, 1)
     ([1.0, 0.3162, 0.1], 1.0)
     """
-    return first * (last / first) ** ((number - 1) / max(rounds - 1, 1))
+    return float(first * (last / first) ** ((number - 1) / max(rounds - 1, 1)))
 
 
 def prototype_pull(z: Tensor, prototype: Tensor) -> Tensor:

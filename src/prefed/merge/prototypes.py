@@ -37,8 +37,8 @@ def assign_prototypes(
         means: client → ``[d]`` μ̄; those that sent a posterior.
         prototypes: ``[M, d]``.
         key: the randomness of k-means' starts.
-        balanced: the clusters' sizes differ by at most 1, as in the source. Clients with 7 to 3 tastes are then
-            split into 5 and 5, and two of them learn the other taste's prototype.
+        balanced: the clusters' sizes differ by at most 1, as in the source. Ten clients with 7 and 3 of two
+            tastes are then split into 5 and 5, and two of them learn the other taste's prototype.
 
     >>> ends = {"a": torch.tensor([4.0, 0.0]), "b": torch.tensor([0.0, 4.0]), "c": torch.tensor([5.0, 1.0])}
     >>> assign_prototypes(ends, torch.tensor([[0.0, 5.0], [5.0, 0.0]]), Key(0))

@@ -51,15 +51,15 @@ class Transfer:
 
     Attributes:
         own: with the client's own z.
-        another: with another client's z, averaged over all others.
-        same: as ``another``, over clients of the same taste; ``None`` where no client has such a peer.
-        opposite: as ``another``, over clients of another taste; ``None`` where all have one taste.
+        another: with another client's z, averaged over all others; ``None`` where there is one client.
+        same_taste: as ``another``, over clients of the same taste; ``None`` where no client has such a peer.
+        other_taste: as ``another``, over clients of other tastes; ``None`` where all have one taste.
     """
 
     own: float
     another: float | None
-    same: float | None
-    opposite: float | None
+    same_taste: float | None
+    other_taste: float | None
 
 
 def transfer(accuracies: npt.ArrayLike, tastes: Sequence[str] | None = None) -> Transfer:
@@ -72,24 +72,19 @@ def transfer(accuracies: npt.ArrayLike, tastes: Sequence[str] | None = None) -> 
     Raises:
         ValueError: the table is not square, empty, or has not one row per taste.
 
-    >>> transfer([[0.9, 0.8, 0.2], [0.7, 0.9, 0.3], [0.1, 0.2, 0.6]], ["x", "x", "y"])
-    Transfer(own=0.8, another=0.383..., same=0.75, opposite=0.2)
+    >>> transfer([[1.0, 0.75, 0.0], [0.75, 1.0, 0.0], [0.5, 0.25, 1.0]], ["warm", "warm", "cold"])
+    Transfer(own=1.0, another=0.375, same_taste=0.75, other_taste=0.125)
     """
     table = np.asarray(accuracies, np.float64)
     n = len(table)
     if n == 0 or table.shape != (n, n) or (tastes is not None and len(tastes) != n):
         raise ValueError(f"accuracies need a row and a column per client, not {table.shape}")
     others = ~np.eye(n, dtype=bool)
-    kinds = np.zeros((n, n), dtype=bool)
-    if tastes is not None:
-        kinds = np.array([[one == other for other in tastes] for one in tastes])
-    known = tastes is not None
-    return Transfer(
-        own=float(table.diagonal().mean()),
-        another=_mean_by_row(table, others),
-        same=_mean_by_row(table, others & kinds) if known else None,
-        opposite=_mean_by_row(table, ~kinds) if known else None,
-    )
+    own, another = float(table.diagonal().mean()), _mean_by_row(table, others)
+    if tastes is None:
+        return Transfer(own, another, None, None)
+    alike = np.array([[one == other for other in tastes] for one in tastes])
+    return Transfer(own, another, _mean_by_row(table, others & alike), _mean_by_row(table, ~alike))
 
 
 def _mean_by_row(table: Array, chosen: npt.NDArray[np.bool_]) -> float | None:

@@ -51,11 +51,11 @@ class VariationalSettings(StrictModel):
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout inside the response's MLP while training")
     feature: Literal["apart", "difference"] = Field(
         "apart",
-        description="of a pair: the difference of the MLP's outputs; or the MLP of the difference, as printed",
+        description="of a pair: apart, the difference of the MLP's outputs; or the MLP of the difference",
     )
     decoder: Literal["conditioned", "residual"] = Field(
         "conditioned",
-        description="z weighs what the MLP sees in a response; or z adds to the letters' logits, as printed",
+        description="conditioned, z weighs what the MLP sees; or residual, z adds to the letters' logits",
     )
     prototypes: int = Field(2, ge=1, description="number of prototypes of tastes")
     scale: float = Field(5.0, gt=0, description="length at which the prototypes start")

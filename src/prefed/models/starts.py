@@ -29,4 +29,5 @@ def orthogonal_rows(key: Key, count: int, width: int, length: float) -> torch.Te
         raise ValueError(f"{count} vectors of {width} dimensions cannot all be orthogonal")
     draw = torch.randn((width, count), generator=key.torch(), dtype=torch.float64)
     q, r = torch.linalg.qr(draw)
-    return (length * q * r.diagonal().sign()).T.float().contiguous()
+    rows: torch.Tensor = (length * q * r.diagonal().sign()).T
+    return rows.float().contiguous()
