@@ -16,6 +16,7 @@ from prefed.core import Entry, Key
 from prefed.models.config import ModelConfig
 from prefed.models.families import Family
 from prefed.models.fused import fuse_lora
+from prefed.models.starts import uniform
 
 
 @dataclass
@@ -71,12 +72,6 @@ def _set(holder: Any, name: str) -> Callable[[nn.Parameter], None]:
     return functools.partial(setattr, holder, name)
 
 
-def _uniform(key: Key, shape: tuple[int, ...], fan_in: int) -> torch.Tensor:
-    """U(−1/√fan_in, 1/√fan_in), the start of a linear layer and of PEFT's A."""
-    bound = fan_in**-0.5
-    return torch.rand(shape, generator=key.torch()).mul_(2 * bound).sub_(bound)
-
-
 def _lora(context: PartContext) -> Iterator[ParameterSpec]:
     """Factors A, from one draw that all clients share, and B = 0."""
     for stem, block, layer in lora_layers(context.causal):
@@ -86,7 +81,7 @@ def _lora(context: PartContext) -> Iterator[ParameterSpec]:
             name = f"lora/{stem}/{factor}"
             start = torch.zeros(shape)
             if factor == "A":
-                start = _uniform(context.key.at("lora", name), shape, shape[1])
+                start = uniform(context.key.at("lora", name), shape, shape[1])
             yield ParameterSpec(Entry(name, shape, "lora", block, factor), start, _set(holder, "weight"))
 
 
@@ -108,7 +103,7 @@ def _personal_lora(context: PartContext) -> Iterator[ParameterSpec]:
             name = f"personal_lora/{stem}/{factor}"
             key = context.key.at("personal_lora", name)
             if factor == "A":
-                start = _uniform(key, shape, shape[1])
+                start = uniform(key, shape, shape[1])
             else:
                 start = 0.01 * torch.randn(shape, generator=key.torch())
             entry = Entry(name, shape, "personal_lora", block, factor)
@@ -167,8 +162,8 @@ def _bottleneck(context: PartContext) -> Iterator[ParameterSpec]:
     final.dropout = nn.Dropout(settings.dropout).eval()
     key = context.key.at("bottleneck")
     starts = {
-        "encode/weight": (_uniform(key.at("weight"), (width, dim), dim), final.encode, "weight"),
-        "encode/bias": (_uniform(key.at("bias"), (width,), dim), final.encode, "bias"),
+        "encode/weight": (uniform(key.at("weight"), (width, dim), dim), final.encode, "weight"),
+        "encode/bias": (uniform(key.at("bias"), (width,), dim), final.encode, "bias"),
         "decode/weight": (torch.zeros(dim, width), final.decode, "weight"),
         "decode/bias": (torch.zeros(dim), final.decode, "bias"),
     }
@@ -216,7 +211,7 @@ def _reward(context: PartContext) -> Iterator[ParameterSpec]:
     for path, parameter in list(head.named_parameters()):
         layer, name = path.split(".")
         fan_in = dim if layer == "hidden" else settings.width
-        start = _uniform(context.key.at("reward", path), tuple(parameter.shape), fan_in)
+        start = uniform(context.key.at("reward", path), tuple(parameter.shape), fan_in)
         entry = Entry(f"reward/{layer}/{name}", tuple(parameter.shape), "reward")
         yield ParameterSpec(entry, start, _set(getattr(head, layer), name))
 
