@@ -107,7 +107,7 @@ def read_figures(job: Job, message: bytes, client: str) -> tuple[dict[str, float
 def _expected_figures(job: Job, client: str) -> list[str]:
     """The names of the figures that an evaluation of ``client`` has, apart from ``not_finite``."""
     if client in job.unseen:
-        return [str(steps) for steps in job.unseen_steps]
+        return list(job.newcomer_figures)
     rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
     choices = job.method.reads == "choice"
     absent = {*POLICY_METRICS} if choices else {*CHOICE_METRICS}

@@ -57,6 +57,9 @@ class VariationalSettings(StrictModel):
         "conditioned",
         description="conditioned, z weighs what the MLP sees; or residual, z adds to the letters' logits",
     )
+    pool: Literal["end", "mean"] = Field(
+        "end", description="the hidden state that stands for a response: end-of-text, or the tokens' mean"
+    )
     prototypes: int = Field(2, ge=1, description="number of prototypes of tastes")
     scale: float = Field(5.0, gt=0, description="length at which the prototypes start")
 
@@ -82,6 +85,9 @@ class ModelConfig(StrictModel):
     )
     reward: RewardSettings = Field(
         default_factory=lambda: RewardSettings(), description="for methods with a reward head"
+    )
+    variational: VariationalSettings = Field(
+        default_factory=lambda: VariationalSettings(), description="for selectors with a latent taste"
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the frozen model")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="where the model lives")

@@ -17,6 +17,7 @@ from prefed.models.config import ModelConfig
 from prefed.models.families import Family
 from prefed.models.fused import fuse_lora
 from prefed.models.starts import uniform
+from prefed.models.variational import LATENT, POSTERIOR, PROTOTYPES, VARIATIONAL, VariationalSelector
 
 
 @dataclass
@@ -245,6 +246,13 @@ def _residual(context: PartContext) -> Iterator[ParameterSpec]:
         yield ParameterSpec(entry, torch.zeros(shape), lambda parameter: None)
 
 
+def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
+    """A part of the variational selector, which is read from the backbone's parameters."""
+    selector = VariationalSelector(context.config.variational, context.causal.config.hidden_size)
+    for name, start in selector.starts(context.key, capped="cap" in context.needs)[part].items():
+        yield ParameterSpec(Entry(name, tuple(start.shape), part), start, lambda parameter: None)
+
+
 PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "lora": _lora,
     "residual": _residual,
@@ -255,5 +263,6 @@ PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "head": _head,
     "reward": _reward,
     "value": _value,
+    **{part: functools.partial(_taste, part) for part in (VARIATIONAL, PROTOTYPES, POSTERIOR, LATENT)},
 }
 """Part → its builder, in the order of a layout; the parts inside the trunk come first."""

@@ -33,6 +33,9 @@ POSTERIOR = "posterior"
 LATENT = "latent"
 """The part that holds the taste z ``[d_z]`` with which a client judges."""
 
+DECODER = (f"{VARIATIONAL}/decoder/weight", f"{VARIATIONAL}/decoder/bias")
+"""The tensors without which z and the responses make no difference."""
+
 CAP = -2.0
 """The highest log σ² of a posterior with a cap."""
 CAPPED_START = -3.0

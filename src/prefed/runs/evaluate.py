@@ -17,6 +17,7 @@ from prefed.metrics import (
     not_finite_counts,
     small_clients_note,
 )
+from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.train import PairTrainer
@@ -139,6 +140,7 @@ def evaluate_file(
             new.tokens,
             max_tokens=run.experiment.engine.max_tokens,
             fast=run.experiment.model.fast,
+            responses=response_encoder(run.experiment, run.backbone),
         )
         figures: dict[str, dict[str, float]] = {}
         for client, own in rows.items():
