@@ -73,8 +73,8 @@ class EvaluateConfig(StrictModel):
     )
     unseen_pairs: list[int] = Field(
         [],
-        description="for selectors with a latent taste: pairs from which a newcomer's taste is inferred, without "
-        "a step, before its evaluation; one figure each",
+        description="for selectors with a latent taste: pairs from which a newcomer's taste is inferred, "
+        "without a step, before its evaluation; one figure each",
     )
 
     @model_validator(mode="after")
