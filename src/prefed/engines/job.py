@@ -87,8 +87,8 @@ class Job:
         state_dtype: dtype of clients' private tensors on disk; ``None`` keeps the dtype they have.
         unseen: clients that never train; they are evaluated apart, as newcomers.
         unseen_steps: numbers of local steps after each of which a newcomer is evaluated.
-        unseen_pairs: numbers of pairs from each of which a newcomer's taste is inferred before an evaluation; see
-            ``infer`` of :class:`~prefed.core.Method`.
+        unseen_pairs: numbers of pairs from each of which a newcomer's taste is inferred before an evaluation;
+            see ``infer`` of :class:`~prefed.core.Method`.
         untouched: the tensors (full layout) with which the model equals its base model; ``None`` where
             clients start from that model.
         privacy: what must not leave a client.

@@ -1,7 +1,7 @@
 """FedVPA-GP: a variational selector whose clients learn from one another's tastes (arXiv:2605.30873).
 
-FedVPL's posteriors may collapse: q(z) comes near N(0, I) for every client, and z says nothing. FedVPA-GP gives
-each client a prior of its peers' posteriors, and pulls tastes towards prototypes P far apart. In a round::
+FedVPL's posteriors may collapse: q(z) comes near N(0, I) for every client, and z says nothing. FedVPA-GP
+gives each client a prior of its peers' posteriors, and pulls tastes towards prototypes P. In a round::
 
     server   samples a cohort S; sends i ∈ S: φ, the others' last posteriors N_j = N(μ̄_j, σ̄_j²), its label y*
     client   φ_i ← φ; K local steps on contexts apart from their batches, z ~ q(z | context) = N(μ, σ²), on

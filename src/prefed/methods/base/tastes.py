@@ -111,7 +111,7 @@ class Tastes(FedAvgBase):
         return now.privacy.may_report(now.weights[client])
 
     def posterior(self, trainer: ClientTrainer, tensors: Tensors) -> Tensors:
-        """What the client tells of its taste: 2 · d_z numbers, clipped and with noise if that is asked for."""
+        """What the client tells of its taste: 2 · d_z numbers, clipped and with noise where asked."""
         settings = cast("TasteSettings", self.settings)
         summary = summarize(*trainer.posteriors(tensors, settings.goal()))
         told = privatize(
