@@ -14,15 +14,14 @@ from prefed.train import PairTrainer
 from prefed.train.latent_prior import LatentPrior
 from prefed.train.latent_trainer import CONTEXT, draw_context
 from prefed.train.response_features import ResponseFeatures
-from tastes import ALL, LATENT, ROWS, backbone, ownership, record, token_set, trained
+from tastes import ALL, LATENT, ROWS, backbone, half, ownership, record, trained
 
 GOAL = Objective("latent")
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Forty pairs: warm is chosen in the first twenty, cold in the others."""
-    return token_set(tmp_path_factory.mktemp("pairs"), [row < 20 for row in range(40)])
+    return half(tmp_path_factory.mktemp("pairs"))
 
 
 def phase(model, objective=GOAL, **changes):

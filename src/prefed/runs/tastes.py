@@ -49,8 +49,8 @@ class Tastes:
     def plain(self) -> dict[str, Any]:
         """As JSON has it: the figures that tell whether z says anything, and a map of the μ̄ on a plane.
 
-        ``collapsed`` is whether accuracy with own z is less than :data:`NO_TASTE` above that with another's. A
-        pull to prototypes makes units active without meaning, so ``active_units`` alone proves nothing.
+        ``collapsed`` is whether accuracy with own z is less than :data:`NO_TASTE` above that with another's.
+        A pull to prototypes makes units active without meaning: ``active_units`` alone proves nothing.
         """
         over = transfer(self.accuracies)
         plane, marks = latent_map(self.means, self.prototypes)
@@ -74,7 +74,7 @@ class Tastes:
 
 
 def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = "test") -> Tastes:
-    """Infer every evaluated client's taste from its training pairs, and judge its pairs of ``split`` with each.
+    """Infer every client's taste from its training pairs, and judge all clients' pairs of ``split`` with it.
 
     Clients with fewer pairs than ``[privacy] minimum_pairs``, in either split, are left out.
 
