@@ -45,7 +45,8 @@ def accuracies(decoder: str) -> tuple[float, float]:
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        own = [model.infer(weights, hidden[:CONTEXT], s[:CONTEXT], torch.zeros(4)) for s in labels]
+        contexts = (model.pair_features(weights, hidden[:CONTEXT], s[:CONTEXT]) for s in labels)
+        own = [model.posterior(weights, context)[0] for context in contexts]
         judged = slice(train, PAIRS)
         right = [
             [

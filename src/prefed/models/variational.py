@@ -143,17 +143,6 @@ class VariationalSelector:
             log_variance = cap - F.softplus(cap - log_variance) if soft else log_variance.clamp(max=cap)
         return mean, log_variance
 
-    def infer(
-        self, weights: Weights, hidden: torch.Tensor, signs: torch.Tensor, prior_mean: torch.Tensor
-    ) -> torch.Tensor:
-        """``[d_z]`` z of a user with these pairs: the posterior's mean, without a step of training.
-
-        ``hidden`` and ``signs`` are as for :meth:`pair_features`. Without a pair, z is ``prior_mean``.
-        """
-        if len(signs) == 0:
-            return prior_mean
-        return self.posterior(weights, self.pair_features(weights, hidden, signs))[0]
-
     def log_odds(
         self,
         weights: Weights,

@@ -11,16 +11,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from prefed.core import Tensors
+from prefed.core import Owner, Tensors
 from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import summarize
 from prefed.metrics.latent import Array, active_units, kl_per_dimension, latent_map, transfer
+from prefed.models.variational import POSTERIOR, PROTOTYPES, trainable_share
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
 
 NO_TASTE = 0.02
 """Where accuracy with own z is not this much above that with another's, z says nothing of its client."""
-Z, PROTOTYPES = "latent/z", "prototypes"
+Z = "latent/z"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Tastes:
         labels: client → its prototype; empty where there are none.
         prototypes: ``[M, d]``, or ``[0, d]``.
         trust: client → how much it trusts each other client, 1 in sum; empty where there is no mixture.
+        trainable_share: numbers that train over those of the frozen model.
     """
 
     clients: tuple[str, ...]
@@ -45,6 +47,7 @@ class Tastes:
     labels: dict[str, int]
     prototypes: Array
     trust: dict[str, dict[str, float]]
+    trainable_share: float
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it: the figures that tell whether z says anything, and a map of the μ̄ on a plane.
@@ -70,6 +73,7 @@ class Tastes:
             },
             "prototypes": self.labels,
             "trust": self.trust,
+            "trainable_share": self.trainable_share,
         }
 
 
@@ -122,7 +126,16 @@ def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = 
         labels={client: int(str(label)) for client, label in labels.items()},
         prototypes=prototypes,
         trust=_trust(run, clients),
+        trainable_share=_share(run),
     )
+
+
+def _share(run: LoadedRun) -> float:
+    layout = run.backbone.layout
+    entries = (layout[name] for name in run.method.ownership.names(Owner.SHARED, Owner.PERSONAL))
+    weights = run.backbone.causal.named_parameters()
+    frozen = sum(weight.numel() for name, weight in weights if ".lora_" not in name)
+    return trainable_share((entry for entry in entries if entry.part != POSTERIOR), frozen)
 
 
 def _trust(run: LoadedRun, clients: list[str]) -> dict[str, dict[str, float]]:
