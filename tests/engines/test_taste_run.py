@@ -8,14 +8,16 @@ import pytest
 import torch
 from tests.engines.test_experiment import StopsAt, experiment, left
 from tests.engines.test_experiment import place as place
+from typer.testing import CliRunner
 
 from prefed import Experiment, run
+from prefed.cli import app
 from prefed.models import load_client, save_client
 from prefed.runs.evaluate import evaluate
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError
 from prefed.runs.resume import settings_digest
-from prefed.runs.tastes import read_tastes
+from prefed.runs.tastes import at_taste, read_tastes
 from prefed.store import RunReader
 
 VARIATIONAL = {"latent": 4, "widths": [16, 8], "scale": 2.0}
@@ -62,6 +64,30 @@ def test_a_run_leaves_tastes_and_no_adapter(finished):
         assert client not in others
         assert sum(others.values()) == pytest.approx(1)
     assert plain["trust"]
+
+
+def test_clients_are_judged_by_other_tastes(finished):
+    """A cell of the table of tastes, the published taste, and what a method's ``infer`` gives."""
+    opened = load_run(finished, data=True)
+    tastes = read_tastes(opened)
+
+    def accuracies(taste):
+        per_client = evaluate(at_taste(opened, taste)).figures["preference_accuracy"]["per_client"]
+        return [per_client[client] for client in tastes.clients]
+
+    assert accuracies("own") == tastes.accuracies.diagonal().tolist()
+    assert accuracies("w1") == tastes.accuracies[:, 1].tolist()
+    assert accuracies("population") == tastes.population.tolist()
+    published = opened.method.publish(opened.server, "w0")
+    model = opened.method.infer(opened.job.trainer("w0", 3, "predict"), published, 2)
+    orders = opened.trainers.score("w0", model, "test").orders.mean(1)
+    assert accuracies("infer:2")[0] == float((orders > 0).mean())
+    for taste, error in (("w9", "did you mean"), ("infer:0", "1 or more"), ("infer:x", "1 or more")):
+        with pytest.raises(ValueError, match=error):
+            at_taste(opened, taste)
+    shown = CliRunner().invoke(app, ["evaluate", str(finished), "--taste", "w1", "--json"])
+    figures = json.loads(shown.output)["preference_accuracy"]["per_client"]
+    assert figures == dict(zip(tastes.clients, tastes.accuracies[:, 1].tolist(), strict=True))
 
 
 def test_a_stopped_run_goes_on_to_the_same_bytes(place, finished, tmp_path):

@@ -5,13 +5,14 @@ All of it is read on the clients' side: their pairs and their private states. No
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from prefed.core import Owner, Tensors
+from prefed.core import ClientTrainer, Download, Method, Owner, State, Tensors
 from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import summarize
 from prefed.metrics.latent import Array, active_units, kl_per_dimension, latent_map, transfer
@@ -75,6 +76,46 @@ class Tastes:
             "trust": self.trust,
             "trainable_share": self.trainable_share,
         }
+
+
+def at_taste(run: LoadedRun, taste: str) -> LoadedRun:
+    """``run`` with clients that judge by another taste than their own.
+
+    Args:
+        run: loaded with its data.
+        taste: ``"own"``; ``"population"``, what the server publishes; ``"infer:8"``, what the first 8 of a
+            client's training pairs tell; or the id of a client, for that client's.
+
+    Raises:
+        RunError: the method has no tastes, or no client has that id.
+        ValueError: the number of pairs is none.
+    """
+    method = run.method
+    infer, predict = method.infer, method.predict
+    if infer is None:
+        raise RunError(f"{run.record.path}: the clients of {method.name} have no latent taste")
+    if taste == "own":
+        return run
+
+    def judging(z: Callable[[Download], torch.Tensor]) -> Method:
+        def other(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+            return predict(trainer, private, published).replace({Z: z(published)})
+
+        return replace(method, predict=other)
+
+    if taste == "population":
+        changed = judging(lambda published: published.tensors["taste"][Z])
+    elif taste.startswith("infer:"):
+        count = taste.removeprefix("infer:")
+        if not count.isdecimal() or not int(count):
+            raise ValueError(f"--taste {taste}: after the colon comes a number of pairs, 1 or more")
+        changed = replace(
+            method, predict=lambda trainer, private, published: infer(trainer, published, int(count))
+        )
+    else:
+        z = run.model(run.check(taste))[Z]
+        changed = judging(lambda published: z)
+    return replace(run, job=replace(run.job, method=changed))
 
 
 def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = "test") -> Tastes:
