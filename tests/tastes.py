@@ -11,7 +11,21 @@ import numpy as np
 import torch
 import transformers
 
-from prefed.core import NO_MINIMUM, Key, Method, Owner, Ownership, Privacy, Round, State, Tensors, Upload
+from prefed.core import (
+    NO_MINIMUM,
+    Key,
+    Method,
+    Objective,
+    Optimizer,
+    Owner,
+    Ownership,
+    Phase,
+    Privacy,
+    Round,
+    State,
+    Tensors,
+    Upload,
+)
 from prefed.data import Record, SelectorConfig, TokenSet, write_choices
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
@@ -74,6 +88,24 @@ ROWS = np.arange(40)
 def half(folder: Path) -> TokenSet:
     """Forty pairs: warm is chosen in the first twenty, cold in the others."""
     return token_set(folder, [row < 20 for row in range(40)])
+
+
+def taught(trainer: PairTrainer) -> Tensors:
+    """One selector trained by two clients of opposite taste in turn, 24 visits of four steps each."""
+    model, tensors = trainer.backbone, trainer.backbone.initial
+    phase = Phase(
+        "train",
+        trained(model),
+        Objective("latent", {"beta": 0.01}),
+        Optimizer("adamw", lr=1e-2, clip=0.0),
+        batch_size=6,
+        steps=4,
+    )
+    for visit in range(24):
+        for number, rows in enumerate((ROWS[:14], ROWS[20:34])):
+            key = Key(visit).at("client", number)
+            tensors = trainer.train(tensors, phase, rows, key, ownership(model)).tensors
+    return tensors
 
 
 TRAIN = {"a": ROWS[:14], "b": ROWS[20:34], "c": ROWS[2:12], "d": ROWS[22:32]}

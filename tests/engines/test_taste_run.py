@@ -143,7 +143,7 @@ def test_newcomers_are_evaluated_by_pairs(place, tmp_path):
     model = opened.method.infer(opened.job.trainer("w1", 1, "predict"), published, 8)
     orders = opened.trainers.score("w1", model, "test").orders.mean(1)
     assert result.summary["unseen_accuracy"]["pairs/8"]["per_client"] == {"w1": float((orders > 0).mean())}
-    bis = experiment(place, evaluate=unseen, method={"name": "fedbis"})
+    bis = experiment(place, "fedbis", evaluate=unseen)
     job = replace(opened.job, method=replace(opened.method, infer=None))
     assert list(job.newcomer_figures) == ["0", "1"]
     assert "variational" not in bis.tables()["model"]

@@ -13,7 +13,7 @@ from prefed.merge.posteriors import summarize
 from prefed.methods.base import tastes
 from prefed.metrics import choice_metrics
 from prefed.wire import encode
-from tastes import ROWS, TESTS, TRAIN, Federation, copied, half
+from tastes import ROWS, TESTS, TRAIN, Federation, copied, half, taught
 
 PLAIN = {"prior": "standard", "prototypes": False, "cap": "off", "logit_dropout": 0.0}
 Z = "latent/z"
@@ -26,9 +26,11 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def learned(pairs):
-    """FedVPL after ten rounds of four steps: each client's z gives its own labels."""
-    settings = {"local_steps": 4, "lr": 1e-2, "beta": 0.01}
-    return Federation("fedvpl", settings, pairs, total=10).run(10)
+    """FedVPL with a selector that has learned both tastes."""
+    run = Federation("fedvpl", {}, pairs)
+    model = taught(run.trainer).select(run.server.tensors["model"])
+    run.server = run.server.update({"model": model})
+    return run
 
 
 def test_with_the_standard_prior_and_all_else_off_it_is_fedvpl_to_the_bit(pairs):

@@ -14,7 +14,7 @@ from prefed.train import PairTrainer
 from prefed.train.latent_prior import LatentPrior
 from prefed.train.latent_trainer import CONTEXT, draw_context
 from prefed.train.response_features import ResponseFeatures
-from tastes import ALL, LATENT, ROWS, backbone, half, ownership, record, trained
+from tastes import ALL, LATENT, ROWS, backbone, half, ownership, record, taught, trained
 
 GOAL = Objective("latent")
 
@@ -259,14 +259,8 @@ def test_the_untouched_model_adds_nothing_to_the_base(pairs):
 def test_one_model_judges_by_both_tastes(pairs):
     """Clients of opposite taste train one selector in turn; each one's z, from its own pairs, then gives its
     labels, and the other's z gives the reverse. No plain selector can: the texts are alike."""
-    model = backbone(LATENT)
-    trainer = PairTrainer(model, pairs)
-    tensors, halves = model.initial, (ROWS[:14], ROWS[20:34])
-    asked = phase(model, Objective("latent", {"beta": 0.01}), steps=4, optimizer=Optimizer("adamw", lr=1e-2))
-    for visit in range(24):
-        for number, rows in enumerate(halves):
-            result = trainer.train(tensors, asked, rows, Key(visit).at("client", number), ownership(model))
-            tensors = result.tensors
+    trainer = PairTrainer(backbone(LATENT), pairs)
+    tensors, halves = taught(trainer), (ROWS[:14], ROWS[20:34])
     means = [trainer.posteriors(tensors, GOAL, rows, Key(0))[0].mean(0) for rows in halves]
     for own, tested in enumerate((ROWS[14:20], ROWS[34:])):
         right = [
