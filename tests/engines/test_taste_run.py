@@ -82,7 +82,7 @@ def test_clients_are_judged_by_other_tastes(finished):
     model = opened.method.infer(opened.job.trainer("w0", 3, "predict"), published, 2)
     orders = opened.trainers.score("w0", model, "test").orders.mean(1)
     assert accuracies("infer:2")[0] == float((orders > 0).mean())
-    for taste, error in (("w9", "did you mean"), ("infer:0", "1 or more"), ("infer:x", "1 or more")):
+    for taste, error in (("w9", "no client is called"), ("infer:0", "1 or more"), ("infer:x", "1 or more")):
         with pytest.raises(ValueError, match=error):
             at_taste(opened, taste)
     shown = CliRunner().invoke(app, ["evaluate", str(finished), "--taste", "w1", "--json"])
