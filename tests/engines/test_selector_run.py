@@ -71,7 +71,7 @@ def test_an_evaluation_afterwards_gives_what_the_summary_has(finished, place):
     opened = load_run(finished, data=True)
     again = evaluate(opened).figures
     summary = json.loads((finished / "summary.json").read_text())
-    names = ("preference_accuracy", "majority_accuracy", "baseline_accuracy", "reward_accuracy")
+    names = ("preference_accuracy", "majority_accuracy", "baseline_accuracy", "selector_1_accuracy")
     assert {name: again[name] for name in names} == {name: summary[name] for name in names}
     assert summary["choice_loss"] == pytest.approx(again["choice_loss"]["mean"])
     members = opened.server.values["clusters"]

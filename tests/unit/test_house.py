@@ -24,6 +24,7 @@ FLOORS = (
     ("losses", "merge", "models", "data", "metrics", "wire", "trackers"),
     ("methods", "train", "store"),
     ("config", "engines"),
+    ("align", "judge"),
     ("runs",),
     ("report",),
     ("cli",),
@@ -46,11 +47,15 @@ ALLOWED = {
     "store": BOTTOM | {"wire"},
     "engines": BOTTOM | {"merge", "metrics", "store", "wire"},
     "config": BOTTOM | {"data", "losses", "merge", "methods", "models"},
+    "align": BOTTOM | {"config", "data", "losses", "metrics", "models", "train", "wire"},
+    "judge": BOTTOM | {"data", "metrics", "models", "train"},
     "runs": BOTTOM
     | {
+        "align",
         "config",
         "data",
         "engines",
+        "judge",
         "merge",
         "methods",
         "metrics",

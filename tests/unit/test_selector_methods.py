@@ -83,6 +83,15 @@ def test_a_run_that_is_all_warm_up_is_warned_of(caplog):
         assert not caplog.messages
         make("fedbiscuit", rounds=150)
     assert "warm-up takes 150 rounds of 150" in caplog.text
+    assert "never trained" not in caplog.text
+
+
+def test_selectors_that_never_train_are_named(caplog):
+    """Three of 50 rounds each: the second has one of 51 rounds, and none of 50."""
+    for rounds, names in ((51, "selector-2"), (50, "selector-1, selector-2")):
+        with caplog.at_level(logging.WARNING, "prefed"):
+            make("fedbiscuit", rounds=rounds)
+        assert caplog.messages[-1].endswith(f"never trained, yet with a vote: {names}")
 
 
 def test_selectors_warm_up_in_turn_and_groupings_follow():
@@ -136,6 +145,17 @@ def test_an_upload_is_measured_against_its_own_selector_and_the_whole_cohort():
     huge = [sends("a", 0.1), sends("b", 0.1), sends("c", 1e6)]
     after = robust.exchanges[1].merge(grouped(robust, a=0, b=0, c=0, d=1), huge, NOW)
     torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.1)
+
+
+def test_norm_clip_bounds_a_client_that_is_alone_in_its_cluster():
+    """Lengths are in steps of 1 in every number: 0.1, 0.2, 0.3 and 9. Their median, the lower of the middle
+    ones, is 0.2, also for client d, whose own cluster has no other upload."""
+    method = biscuit(MergeConfig(rule="norm_clip"), cluster_mean="normalised")
+    server = grouped(method, a=0, b=0, c=0, d=1)
+    uploads = [sends(client, step) for client, step in zip(NAMES, (0.1, 0.2, 0.3, 9.0), strict=True)]
+    after = method.exchanges[1].merge(server, uploads, NOW)
+    torch.testing.assert_close(after.tensors["selector-1"].flat, START.flat + 0.2)
+    torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.5 / 3)
 
 
 def test_each_selector_has_its_own_memory_of_the_server_optimizer():

@@ -95,6 +95,11 @@ def describe(record: type[BaseModel], name: str) -> str:
 def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> Iterator[str]:
     inner: list[tuple[str, type[BaseModel]]] = []
     for name, field in record.model_fields.items():
+        if (*path, name) == ("align",):
+            # A table that is there changes what a run does, so none of its keys is written.
+            yield from _comment(f"[align]: {describe(record, name)}")
+            yield ""
+            continue
         below = _record(field, (*path, name), kind)
         if below is not None:
             inner.append((name, below))

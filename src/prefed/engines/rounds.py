@@ -15,7 +15,6 @@ from prefed.engines.job import Job
 from prefed.engines.tasks import Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload
 from prefed.metrics import (
-    ACCURACY_METRICS,
     MEAN_METRICS,
     FederatedMetric,
     divergence_warning,
@@ -208,11 +207,12 @@ class ServerRounds:
             :func:`~prefed.metrics.choice_metrics` gives, each as an
             :class:`~prefed.metrics.FederatedMetric`, and the means over clients of its other figures. For
             a personal method ``shared_accuracy``, of the published model alone. ``unseen_accuracy``, one for
-            each number of local steps, where there are newcomers. ``split``. ``clients`` and ``left_out``:
-            how many were evaluated, and how many have no pair in the split. ``not_evaluated``: client → why
-            no figures of it can be used, where there are such clients. ``not_finite``: client → pairs
-            without a finite log-probability, where there are any. Clients with fewer pairs than ``[privacy]
-            minimum_pairs`` count in means alone.
+            each number of local steps, where there are newcomers; ``unseen_selectors``, of each selector and
+            of their vote on the newcomers' pairs, where there are several. ``split``. ``clients`` and
+            ``left_out``: how many were evaluated, and how many have no pair in the split.
+            ``not_evaluated``: client → why no figures of it can be used, where there are such clients.
+            ``not_finite``: client → pairs without a finite log-probability, where there are any. Clients
+            with fewer pairs than ``[privacy] minimum_pairs`` count in means alone.
 
             ``None`` if there are no figures of a client that may be listed.
 
@@ -246,10 +246,13 @@ class ServerRounds:
                 )
             self._warn(number, text)
             return None
-        evaluation: dict[str, Any] = {name: metrics[name] for name in ACCURACY_METRICS if name in metrics}
+        evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
         if unseen:
-            evaluation["unseen_accuracy"] = unseen
+            steps = {name: unseen[name] for name in job.newcomer_figures}
+            evaluation["unseen_accuracy"] = steps
+            if job.jury:
+                evaluation["unseen_selectors"] = {name: unseen[name] for name in unseen if name not in steps}
         elif job.newcomers:
             self._warn(number, "no newcomer's figures can be used, and there is no unseen_accuracy")
         if reasons:

@@ -15,7 +15,11 @@ from prefed.core import Plain
 from prefed.core.lazy import np
 
 MOST = 10.0
-"""The highest loss of a client that counts. Without it one inflated loss would buy a place in any cluster."""
+"""The highest loss of a client that counts: a claim beyond it weighs no more.
+
+It does not keep a liar from its cluster of choice. Honest losses are near ln 2, so a client that claims 0
+there and 10 elsewhere gets a place before them.
+"""
 MOST_CLIENTS = 2000
 """With more clients the greedy rule is not compared with the exact one, which takes seconds and more."""
 

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from prefed.core import Round, State, Upload
-from prefed.merge import rules
+from prefed.merge import robust, rules
 from prefed.merge.aggregator import Aggregator
-from prefed.merge.uploads import BadUpload, TooFewUploads, check_update_sizes, update_norm
+from prefed.merge.lora import without_residuals
+from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_update_sizes, update_norm
 
 SENT = "model"
 """The group in which every client sends its tensors, whichever of the server's groups they belong to."""
@@ -62,6 +63,7 @@ def merge_groups(
         group = groups[upload.client]
         members.setdefault(group, []).append(replace(upload, tensors={group: upload.tensors[SENT]}))
     _check_sizes(aggregator, state, uploads, groups, {name: len(own) for name, own in members.items()})
+    aggregator = _with_one_bound(aggregator, state, members, names)
     short: dict[str, str] = {}
     for group in sorted(members):
         try:
@@ -71,6 +73,23 @@ def merge_groups(
     if len(short) == len(members):
         raise TooFewUploads("; ".join(f"{group}: {reason}" for group, reason in short.items()))
     return state, short
+
+
+def _with_one_bound(
+    aggregator: Aggregator, state: State, members: Mapping[str, Sequence[Upload]], names: Collection[str]
+) -> Aggregator:
+    """``aggregator``, in which ``norm_clip`` has one bound for all groups: the median length of the round.
+
+    By the median of its group alone, a client that is by itself there would set its own bound.
+    """
+    config = aggregator.config
+    if config.rule != "norm_clip" or config.max_norm is not None:
+        return aggregator
+    norms: list[float] = []
+    for group, own in members.items():
+        current = without_residuals(state.tensors[group].select(names))
+        norms += robust.update_norms(align(own, group, current), current)
+    return replace(aggregator, config=config.model_copy(update={"max_norm": robust.median_norm(norms)}))
 
 
 def _check_sizes(

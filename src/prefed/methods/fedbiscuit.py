@@ -84,6 +84,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     names, warmup = selectors.names, settings.selectors * settings.warmup_rounds
     if warmup >= rounds:
         advice = "no clients are grouped: raise rounds, or lower method.warmup_rounds"
+        if untrained := names[-(-rounds // settings.warmup_rounds) :]:
+            advice += f"; never trained, yet with a vote: {', '.join(untrained)}"
         _log.warning("fedbiscuit: warm-up takes %d rounds of %d, and %s", warmup, rounds, advice)
 
     def init_server(initial: Tensors) -> State:

@@ -22,6 +22,7 @@ ACCURACIES = (
     "shared_accuracy",
     "combined_accuracy",
     "explicit_accuracy",
+    "majority_accuracy",
 )
 """The figures that are kept of a run on test pairs."""
 PACKAGE = Path(__file__).resolve().parents[1]

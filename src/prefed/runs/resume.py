@@ -22,7 +22,7 @@ _PLACES = ("data.*.path", "model.name", "method.reward_model")
 _CHANGEABLE = {"engine.workers", "engine.visit_timeout"}
 """Settings that change no number. A resumed run may have others."""
 
-_NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy"}
+_NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy", "align"}
 """Keys and tables of an experiment that nothing in ``cache/`` depends on."""
 
 _REMEDY = "put a copy of it back, or start a new run with another --out"
@@ -151,9 +151,11 @@ def _may_change(name: str) -> bool:
     """Whether a resumed run may have another value of a setting, whatever the value.
 
     Other data or another model at a new place are found by their fingerprints. The commit has no fingerprint
-    of the reward model, so its place may not change.
+    of the reward model, so its place may not change. The stages of an alignment have manifests of their own.
     """
-    return name in _CHANGEABLE or (is_place(name) and name != "method.reward_model")
+    if name in _CHANGEABLE or name.partition(".")[0] == "align":
+        return True
+    return is_place(name) and name != "method.reward_model"
 
 
 def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
