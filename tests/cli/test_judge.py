@@ -214,7 +214,50 @@ def test_another_comparison_needs_another_name(runs, place, tmp_path):
             "".join((place / "test.jsonl").read_text().splitlines(True)[:-1])
         )
         message = judge(runs / "feddpo", tmp_path, *words, code=1)
-        assert re.search(r"texts: '\w+' → '\w+'", message)
+        assert re.search(r"responses\.prompts: '6 prompts, \w+' → '5 prompts, \w+'", message)
+
+
+def test_other_settings_are_refused_before_a_response_is_made(runs, place, monkeypatch):
+    """The message names the option. Settings of an earlier version, which have nothing of the responses, are
+    gone on with."""
+    words = ("--judge", "utility", "--name", "n")
+    first = judge(runs / "feddpo", place, *words)
+    monkeypatch.setattr(texts, "complete_batch", lambda *words: pytest.fail("generated"))
+    message = judge(runs / "feddpo", place, *words, code=1, tokens=9)
+    assert "responses.max_new_tokens: 8 → 9" in message
+    assert "responses.temperature: 0.0 → 1.0" in judge(
+        runs / "feddpo", place, *words, "--temperature", "1", code=1
+    )
+    path = runs / "feddpo/judge/n/settings.json"
+    stored = json.loads(path.read_text())
+    del stored["responses"]
+    path.write_text(json.dumps(stored))
+    assert judge(runs / "feddpo", place, *words) == first
+
+
+def test_prompts_have_the_encoding_and_the_format_of_the_runs_data(runs, place, tmp_path):
+    """In Latin-1 é is a byte that no UTF-8 text has there."""
+    tree = experiment(tmp_path, "feddpo")
+    tree["data"] |= {"encoding": "latin-1", "test_fraction": 0.25}
+    del tree["data"]["test"]
+    tree["model"]["name"] = str(place / "model")
+    tree["method"]["local_steps"] = 1
+    for name in ("train", "prompts"):
+        content = (place / "train.jsonl").read_text().replace('prompt": "', 'prompt": "é ')
+        (tmp_path / f"{name}.jsonl").write_bytes(content.encode("latin-1"))
+    run_experiment(Experiment.model_validate(tree), tmp_path / "run")
+    words = (
+        "--judge",
+        "utility",
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--max-new-tokens",
+        2,
+        "--name",
+        "n",
+    )
+    prefed_("judge", tmp_path / "run", *words, "--against", tmp_path / "prompts.jsonl", "--column", "chosen")
+    assert all(row["prompt"].startswith("é ") for row in rows(tmp_path / "run/judge/n/verdicts.jsonl"))
 
 
 def test_files_are_private_and_hold_no_key(runs, place):

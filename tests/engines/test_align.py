@@ -1,105 +1,47 @@
-"""Alignment with prompts alone: its stages, kills in any of them, and adapters that load elsewhere."""
+"""Alignment with prompts alone: its stages, and adapters that load elsewhere."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from finished import small_experiment, small_place
-from prefed.align import AlignError, Alignment, ClientPrompts, Selectors, align
+from alignments import HELD, content, make_alignment, make_place, make_selectors, rows
+from finished import small_experiment
+from prefed.align import AlignError, align
 from prefed.align.pairs import write_pairs
-from prefed.align.run import begun
+from prefed.align.run import STAGES, begun
+from prefed.align.stages import run_stages
 from prefed.cli import app
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
-from prefed.core import Callback, Key
-from prefed.data import DataConfig, Record, SelectorConfig, Source
-from prefed.data.writer import prompt_hash
-from prefed.models import ModelConfig, load_backbone
+from prefed.data import Record, Source, Template
 from prefed.runs.align import align as align_run
 from prefed.runs.record import RunError
 from prefed.runs.run import run
+from prefed.train.generation import prompt_ids
 from prefed.wire import decode_state
-from small_models import away
-
-HELD = [f"Case {number}:" for number in range(24)]
-"""The prompts that clients hold."""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A tiny model; a file of twelve prompts, of which clients hold two and one is there twice."""
-    folder = small_place(tmp_path_factory.mktemp("place"))
-    texts = [*(f"Case {number}:" for number in range(22, 31)), "Case 30:", "A word", "Two words", "Up"]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return folder
+    return make_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
 def selectors(place):
-    """Three selectors at random places."""
-    model = ModelConfig(name=str(place / "model"), lora={"rank": 2})
-    backbone = load_backbone(model, Key(0))
-    models = {f"selector-{k}": away(backbone.layout, backbone.initial, scale=0.3, seed=k) for k in range(3)}
-    return Selectors(backbone, models, SelectorConfig(), max_length=64)
+    return make_selectors(place)
 
 
 @pytest.fixture
 def alignment(place, selectors, tmp_path):
-    config = AlignConfig(
-        prompts=str(place / "prompts.jsonl"),
-        completions=3,
-        max_new_tokens=6,
-        temperature=1.0,
-        generate=5,
-        lr=1e-3,
-        batch_size=4,
-        epochs=2,
-        held_out=0.25,
-    )
-    return Alignment(
-        folder=tmp_path / "align",
-        config=config,
-        seed=5,
-        model=ModelConfig(name=str(place / "model"), lora={"rank": 2, "dropout": 0.1}),
-        data=DataConfig(train="x.jsonl", partition={"by": "iid", "clients": 1}, max_length=64),
-        max_tokens=4096,
-        client_prompts=lambda: ClientPrompts(
-            np.array([prompt_hash(text) for text in HELD], np.uint64), HELD[0]
-        ),
-        selectors=lambda: selectors,
-        sources={"clients": "a", "selectors": "b"},
-    )
-
-
-def rows(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def content(folder):
-    """File → its bytes; a JSON file without its clocks."""
-    clocks = ("seconds", "tokens_per_second", "digest")
-
-    def unclocked(value):
-        if isinstance(value, dict):
-            return {key: unclocked(item) for key, item in value.items() if key not in clocks}
-        return value
-
-    return {
-        str(path.relative_to(folder)): unclocked(json.loads(path.read_bytes()))
-        if path.suffix == ".json"
-        else path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.is_relative_to(folder / "cache")
-    }
+    return make_alignment(place, selectors, tmp_path / "align")
 
 
 def plain_logits(model, texts=((5, 9, 2, 40), (7, 3, 11, 8))):
@@ -176,118 +118,6 @@ def test_what_exceeds_the_models_context_is_cut_or_left_out(alignment, selectors
     assert tokens.rows.tolist() == [2]
 
 
-class Killed(BaseException):
-    """What ends a process."""
-
-
-def test_killed_at_every_write(alignment, monkeypatch):
-    """Every process is killed in the middle of its fifth write or rename: half of the bytes are there. The
-    next one goes on, until one comes through. What is then in the folder is what one process leaves."""
-    whole = replace(alignment, folder=alignment.folder.with_name("whole"))
-    align(whole)
-    left, write, rename = [0], os.write, Path.rename
-
-    def killed():
-        left[0] -= 1
-        return left[0] == 0
-
-    def half(handle, data):
-        if killed():
-            write(handle, data[: len(data) // 2])
-            raise Killed
-        return write(handle, data)
-
-    def no_rename(self, target):
-        if killed():
-            raise Killed
-        return rename(self, target)
-
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    monkeypatch.setattr(os, "write", half)
-    monkeypatch.setattr(Path, "rename", no_rename)
-    processes = 0
-    while processes < 40:
-        left[0], processes = 5, processes + 1
-        # A new process has nothing in memory.
-        try:
-            align(replace(alignment))
-            break
-        except Killed:
-            continue
-    assert 8 < processes < 40
-    assert content(alignment.folder) == content(whole.folder)
-
-
-def test_a_changed_byte_in_what_a_stopped_stage_left_is_noticed(alignment):
-    """A changed completion or score is made again, to the same bytes. A changed state of training is refused
-    with its name, and the stage done again gives the same bytes too."""
-    whole = replace(alignment, folder=alignment.folder.with_name("whole"))
-    align(whole)
-    for name, batch, there in (("completions", 3, b'"sample": 1'), ("labels", 1, b'"scores": [')):
-        stop_at(alignment, name, batch)
-        path = alignment.folder / {"completions": "completions.jsonl", "labels": "scores.jsonl"}[name]
-        data = bytearray(path.read_bytes())
-        data[data.index(there) + len(there) + 3] ^= 1
-        path.write_bytes(data)
-    stop_at(alignment, "train", 1)
-    path = alignment.folder / "train.state"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(AlignError, match=r"train\.state is damaged.*--stage train"):
-        align(alignment)
-    align(alignment, "train")
-    assert content(alignment.folder) == content(whole.folder)
-
-
-def stop_at(alignment, stage, step):
-    """An alignment until this step of this stage."""
-
-    class Stop(Callback):
-        def on_stage_step(self, name, done, total, figures):
-            if name == stage and (done >= step):
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        align(replace(alignment, callback=Stop()))
-
-
-def test_a_stage_alone_and_changed_settings(alignment):
-    """Stages that are done are not done again. Another learning rate is refused until the stage is asked for;
-    then completions and labels stay as they are."""
-    align(alignment)
-    before = content(alignment.folder)
-    ran = []
-
-    class Watch(Callback):
-        def on_stage_end(self, stage, figures):
-            ran.append(stage)
-
-    def changed(**changes):
-        return replace(alignment, config=alignment.config.model_copy(update=changes), callback=Watch())
-
-    align(changed())
-    assert (ran, content(alignment.folder)) == ([], before)
-    with pytest.raises(AlignError, match=r"(?s)stage train .* lr: 0\.001 → 0\.01\n.*--stage train"):
-        align(changed(lr=0.01))
-    align(changed(lr=0.01), "train")
-    assert ran == ["train"]
-    after = content(alignment.folder)
-    assert after["labels.jsonl"] == before["labels.jsonl"]
-    assert after["adapter/adapter_model.safetensors"] != before["adapter/adapter_model.safetensors"]
-    with pytest.raises(AlignError, match=r"(?s)stage completions .* temperature: 1\.0 → 0\.5"):
-        align(changed(temperature=0.5, lr=0.01))
-    with pytest.raises(AlignError, match="selectors changed"):
-        align(replace(changed(lr=0.01), sources={"clients": "a", "selectors": "c"}))
-    with pytest.raises(AlignError, match="did you mean 'labels'"):
-        align(changed(), "label")
-    (alignment.folder / "labels.jsonl").write_text("")
-    with pytest.raises(AlignError, match=r"labels\.jsonl is not what stage labels wrote"):
-        align(changed(lr=0.01))
-    align(alignment, "prompts")
-    assert content(alignment.folder) == before
-
-
 def test_one_selector_labels_alone(alignment, selectors):
     align(replace(alignment, config=alignment.config.model_copy(update={"labels": 1, "epochs": 1})))
     for row in rows(alignment.folder, "labels.jsonl"):
@@ -351,6 +181,35 @@ def test_more_than_a_plain_lora_is_no_start(alignment, place, tmp_path):
         align(replace(alignment, config=config))
 
 
+def test_a_prompt_leaves_room_for_a_whole_completion_and_its_end(alignment):
+    """The longest prompts have n tokens, a completion at most 6, and in training the end of text is one more.
+    With ``max_length`` n + 7 such a pair keeps its whole prompt. With n + 6 it would lose a token, so these
+    prompts are left out and counted."""
+    backbone = alignment.selectors().backbone
+    template = Template(backbone.tokenizer, alignment.data.template)
+    texts = [*(f"Case {number}:" for number in range(24, 31)), "A word", "Two words", "Up"]
+    lengths = {text: len(prompt_ids(backbone.tokenizer, template, text)) for text in texts}
+    text, longest = max(lengths.items(), key=lambda item: item[1])
+    for more, too_long in ((6, [*lengths.values()].count(longest)), (7, 0)):
+        data = alignment.data.model_copy(update={"max_length": longest + more})
+        one = replace(alignment, data=data, folder=alignment.folder / str(more))
+        (one.folder / "stages").mkdir(parents=True)
+        assert run_stages(one, STAGES[:3])["completions"]["too_long"] == too_long
+        tokens = write_pairs(one, backbone, [Record(text, " up" * 6, " down")], "labels")
+        assert tokens.lengths[0, :2].tolist() == [longest - (more == 6), 7]
+
+
+def test_clip_bounds_a_step(alignment):
+    """SGD at rate 1 and all pairs in one batch: one step, as long as the bound that the gradient exceeds."""
+    for clip in (1e-3, 2e-3):
+        changes = {"optimizer": "sgd", "lr": 1.0, "clip": clip, "batch_size": 64, "epochs": 1, "beta": 100.0}
+        config = alignment.config.model_copy(update=changes)
+        one = replace(alignment, config=config, folder=alignment.folder / str(clip))
+        align(one)
+        state = decode_state((one.folder / "train.state").read_bytes().partition(b"\n")[2])
+        assert (state.tensors["policy"] - one.policy.initial).norm() == pytest.approx(clip, rel=1e-3)
+
+
 def test_nothing_left_is_an_error(alignment, place, tmp_path):
     """Prompts that are all clients' own; completions that cannot differ."""
     file = tmp_path / "own.txt"
@@ -373,6 +232,8 @@ def test_a_table_with_overrides(place):
         align_settings({"prompts": "x"}, ["align.tempreture=1"], place)
     with pytest.raises(ConfigError, match="--prompts FILE"):
         align_settings(None, [], place)
+    with pytest.raises(ConfigError, match=r"labels is majority, a selector's number from 0, or judge:NAME"):
+        align_settings({"prompts": "x", "labels": "most"}, [], place)
     with pytest.raises(ConfigError, match="objective 'sft' is not for labelled pairs"):
         align_settings({"prompts": "x", "objective": "sft"}, [], place)
     with pytest.raises(ConfigError, match="feddpo trains none: take one of fedbis, fedbiscuit"):
@@ -485,6 +346,7 @@ def test_a_start_that_failed_holds_nothing(finished, place, tmp_path):
     right = ["align", str(path), "--prompts", str(place / "prompts.jsonl")]
     result = runner.invoke(app, [*right, "--set", "align.labels=2"])
     assert "labels = 2: the run has 2 selectors" in result.output
+    assert "--set align.labels=majority" in result.output
     assert not begun(path / "align")
     result = runner.invoke(app, right)
     assert (result.exit_code, "kept 10" in result.output) == (0, True), result.output
@@ -516,6 +378,9 @@ def test_the_command(finished, place, tmp_path):
     assert command("--resume")[0] == 0
     code, text = command("--stage", "train", "--set", "align.epochs=2")
     assert (code, "of 2, agreement" in text) == (0, True)
+    assert f"judge: prefed judge {path} --judge NAME --prompts FILE" in text
+    assert "never trained" not in text
+
     assert "adapter:" in command("--resume")[1]
     shutil.rmtree(path / "align")
     other = str(place / "prompts.jsonl")
@@ -523,3 +388,32 @@ def test_the_command(finished, place, tmp_path):
     assert (code, "kept 4" in text, "agreement" in text) == (0, True, False)
     settings = json.loads((path / "align/settings.json").read_text())
     assert (settings["limit"], settings["prompts"]["path"]) == (4, other)
+
+
+def test_a_selector_that_nobody_trained_is_named(experiment, place, tmp_path):
+    """One round of warm-up for each of two selectors, and one round in all: the second is as it began."""
+    path = tmp_path / "run"
+    run(experiment.model_copy(update={"rounds": 1, "align": None}), path)
+    runner = CliRunner(env={"COLUMNS": "200"})
+    words = ["align", str(path), "--prompts", str(place / "prompts.jsonl"), "--set", "align.max_new_tokens=2"]
+    words += ["--set", "align.epochs=1", "--set", "align.completions=2", "--set", "align.temperature=2.0"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "never trained, yet labels completions: selector-1;" in result.output
+    result = runner.invoke(app, ["align", str(path), "--stage", "labels", "--set", "align.labels=0"])
+    assert "never trained" not in result.output
+
+
+def test_an_adapter_of_another_model_leaves_nothing_behind(alignment, tmp_path):
+    """Every tensor has half the rows that the model's has. The right start is then taken as it is given."""
+    whole = replace(alignment, folder=tmp_path / "whole")
+    align(whole)
+    other = shutil.copytree(whole.folder / "adapter", tmp_path / "other")
+    tensors = load_file(other / "adapter_model.safetensors")
+    halves = {name: tensor[: len(tensor) // 2].clone() for name, tensor in tensors.items()}
+    save_file(halves, other / "adapter_model.safetensors")
+    config = alignment.config.model_copy(update={"sft": str(other)})
+    with pytest.raises(AlignError, match=r"other does not fit the model .*\[align\.model\]$"):
+        align(replace(alignment, config=config))
+    align(alignment)
+    assert content(alignment.folder) == content(whole.folder)

@@ -16,6 +16,7 @@ from rich.console import Console
 from finished import write_run
 from prefed.report.comparison import print_comparison
 from prefed.report.drawing import LIGHT
+from prefed.report.judged import print_judged
 from prefed.report.outcomes import draw_win_rates
 from prefed.report.page import render, write_page
 from prefed.runs.outcomes import EXAMPLES, alignment_of, judged_of
@@ -197,3 +198,9 @@ def test_runs_side_by_side_have_their_win_rates(tmp_path: Path) -> None:
     assert re.search(
         r"a +feddpo against base +reward:model +62.5% +50.0% to 75.0% +50.0% +8", file.getvalue()
     )
+
+
+def test_a_note_is_one_line_also_where_it_has_a_semicolon(tmp_path: Path) -> None:
+    file, note = io.StringIO(), "length_controlled: all lengths are equal; it is the win rate"
+    print_judged({**SUMMARY, "note": note}, tmp_path, Console(file=file, width=200))
+    assert note in file.getvalue().splitlines()

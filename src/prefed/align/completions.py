@@ -21,7 +21,8 @@ FILE = "completions.jsonl"
 def _work(alignment: Alignment) -> Figures:
     config, prompts, policy = alignment.config, own_prompts(alignment), alignment.policy
     ids = [prompt_ids(policy.tokenizer, alignment.template, own.prompt) for own in prompts]
-    room = _longest(alignment) - config.max_new_tokens
+    # In training a completion ends with the end-of-text token, which is none of its own.
+    room = _longest(alignment) - config.max_new_tokens - 1
     # Each prompt is there once for each of its completions.
     wanted = [
         (number, sample)

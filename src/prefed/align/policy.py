@@ -53,8 +53,11 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None) -> Backbone:
         try:
             causal = PeftModel.from_pretrained(causal, str(adapter)).merge_and_unload()
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+            # PyTorch has a line for each tensor.
+            problem = "; ".join(line.strip() for line in str(error).splitlines()[:2])
             raise AlignError(
-                f"the adapter {adapter} does not fit the model {model.name!r}: {error}"
+                f"the adapter {adapter} does not fit the model {model.name!r}: {problem}; give one that was "
+                "trained on this model, or name its model in [align.model]"
             ) from error
     return make_backbone(causal, tokenizer, model, Key(seed).at("align").at("model"))
 

@@ -57,7 +57,8 @@ class Selectors:
             return self
         if labels >= len(self.models):
             raise AlignError(
-                f"[align] labels = {labels}: the run has {len(self.models)} selectors, numbered from 0"
+                f"[align] labels = {labels}: the run has {len(self.models)} selectors, numbered from 0; "
+                "take another: --set align.labels=majority, or a number"
             )
         name = list(self.models)[labels]
         return replace(self, models={name: self.models[name]})

@@ -68,7 +68,7 @@ def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None 
         if before is not None:
             _check_same(alignment.folder, stage, before, wanted)
         if before is not None and "outputs" in before:
-            _check_outputs(alignment.folder, stage, before["outputs"])
+            check_outputs(alignment.folder, stage, before["outputs"])
             figures[stage.name] = before["figures"]
         else:
             files.write(path, files.dumps_with_digest(wanted, indent=1))
@@ -160,9 +160,14 @@ def _check_same(
         )
 
 
-def _check_outputs(folder: Path, stage: Stage, digests: Mapping[str, str]) -> None:
+def check_outputs(folder: Path, stage: Stage, digests: Mapping[str, str]) -> None:
+    """Compare outputs of a stage with their digests, see :func:`output_digest`.
+
+    Raises:
+        AlignError: one is missing or changed.
+    """
     for name, digest in digests.items():
-        if not (folder / name).exists() or _digest(folder / name) != digest:
+        if not (folder / name).exists() or output_digest(folder / name) != digest:
             raise AlignError(
                 f"{folder / name} is not what stage {stage.name} wrote; put a copy of it back, or do this "
                 f"stage and those after it again: --stage {stage.name}"
@@ -170,10 +175,10 @@ def _check_outputs(folder: Path, stage: Stage, digests: Mapping[str, str]) -> No
 
 
 def _outputs(folder: Path, stage: Stage) -> dict[str, str]:
-    return {name: _digest(folder / name) for name in stage.outputs if (folder / name).exists()}
+    return {name: output_digest(folder / name) for name in stage.outputs if (folder / name).exists()}
 
 
-def _digest(path: Path) -> str:
+def output_digest(path: Path) -> str:
     """The digest of a file, or of the names and contents in a folder."""
     if path.is_file():
         return files.file_digest(path)

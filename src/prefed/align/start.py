@@ -65,6 +65,8 @@ def _work(alignment: Alignment) -> Figures:
     if config.sft is not None and _is_adapter(config.sft):
         given = Path(config.sft).expanduser()
         adapter_settings(given)
+        # One that does not fit leaves nothing behind.
+        load_base(alignment.model, alignment.seed, given)
         with atomic_folder(folder / FOLDER) as partial:
             for name in (CONFIG, WEIGHTS):
                 shutil.copyfile(given / name, partial / name)

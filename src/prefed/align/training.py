@@ -16,7 +16,7 @@ from prefed.align.epochs import Training, train_epochs
 from prefed.align.errors import AlignError
 from prefed.align.lines import rows_in
 from prefed.align.pairs import cache, write_pairs
-from prefed.align.stages import Figures, Stage
+from prefed.align.stages import Figures, Stage, check_outputs, output_digest
 from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record
 from prefed.data.prompts import parse_prompt
@@ -80,24 +80,28 @@ def _work(alignment: Alignment) -> Figures:
     def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:
         checkpoint = alignment.folder / CHECKPOINTS / f"epoch-{epoch}"
         policy.save_over_start(backbone, tensors, start, checkpoint)
+        digest = output_digest(checkpoint)
         if not held_out.any():
-            return {"agreement": None}
+            return {"digest": digest, "agreement": None}
         scores = trainer.score(tensors, np.flatnonzero(held_out))
         assert isinstance(scores, PairScores)
         figures = client_metrics(scores, config.beta or 0.1)
-        return {"agreement": figures["reward_accuracy"], "margin": figures["margin"]}
+        return {"digest": digest, "agreement": figures["reward_accuracy"], "margin": figures["margin"]}
 
     training = Training(
         stage="train",
         rows=np.flatnonzero(~held_out),
         objective=config.goal(),
-        optimizer=Optimizer(config.optimizer, lr=config.lr),
+        optimizer=Optimizer(config.optimizer, lr=config.lr, clip=config.clip),
         batch_size=config.batch_size,
         epochs=config.epochs,
         state=alignment.folder / STATE,
         remedy="lower align.lr",
     )
     _, history = train_epochs(trainer, training, alignment.key.at("train"), alignment.callback, measure)
+    # The process that wrote a checkpoint may have stopped long ago.
+    digests = {f"{CHECKPOINTS}/epoch-{epoch['epoch']}": epoch.pop("digest") for epoch in history}
+    check_outputs(alignment.folder, STAGE, digests)
     best = best_epoch(history)
     _copy(alignment.folder / CHECKPOINTS / f"epoch-{best}", alignment.folder / ADAPTER)
     return {
@@ -117,7 +121,7 @@ def _copy(checkpoint: Path, folder: Path) -> None:
 
 def _settings(alignment: Alignment) -> dict[str, Any]:
     config = alignment.config
-    names = ("optimizer", "lr", "batch_size", "epochs", "held_out")
+    names = ("optimizer", "lr", "clip", "batch_size", "epochs", "held_out")
     return {
         **{name: getattr(config, name) for name in names},
         "objective": {"name": config.objective, **config.goal().settings},

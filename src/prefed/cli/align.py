@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.arguments import Overrides
-from prefed.cli.run import interruptible
+from prefed.cli.run import interruptible, next_commands
 
 
 def align(
@@ -64,5 +64,6 @@ def align(
             f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{agreement}",
             f"adapter: {folder / 'adapter'}",
             f"summary: {folder / 'summary.json'}",
+            *next_commands(run, selectors=True, aligned=True),
         ):
             console.print(line, markup=False, soft_wrap=True)

@@ -61,8 +61,17 @@ def run(
             *([f"aligned: {path / 'align' / 'adapter'}"] if experiment.align else []),
             f"summary: {path / 'summary.json'}",
             f"report: prefed report {shlex.quote(str(path))}",
+            *next_commands(path, experiment.method.kind.reads == "choice", experiment.align is not None),
         ):
             console.print(line, markup=False, soft_wrap=True)
+
+
+def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
+    """Lines with the command that goes on from a run's selectors; none for a run without them."""
+    run = shlex.quote(str(path))
+    if aligned:
+        return [f"judge: prefed judge {run} --judge NAME --prompts FILE"]
+    return [f"align: prefed align {run} --prompts FILE"] if selectors else []
 
 
 @contextmanager

@@ -70,6 +70,9 @@ class AlignConfig(StrictModel):
     )
     optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("rmsprop", description="the optimiser")
     lr: float = Field(1e-6, gt=0, description="learning rate")
+    clip: float = Field(
+        1.0, ge=0, description="bound on the gradient's Euclidean norm before each step; 0 for none"
+    )
     batch_size: int = Field(32, ge=1, description="labelled pairs in a step")
     epochs: int = Field(3, ge=1, description="passes over the labelled pairs; a checkpoint after each")
     held_out: float = Field(

@@ -112,7 +112,7 @@ class Exchange:
 
     Attributes:
         name: e.g. ``"train"``, ``"score"``.
-        send: server state and client id → the client's download.
+        send: server state, client id and round → the client's download.
         work: what the client does: trainer, private state and download → its upload and next private state.
         merge: server state, uploads sorted by client id, round → the server's next state.
         to: the round's sampled cohort, or every client.
@@ -131,7 +131,7 @@ class Exchange:
     """
 
     name: str
-    send: Callable[[State, str], Download]
+    send: Callable[[State, str, Round], Download]
     work: Callable[[ClientTrainer, State, Download], tuple[Upload, State]]
     merge: Callable[[State, Sequence[Upload], Round], State]
     to: Literal["cohort", "all"] = "cohort"

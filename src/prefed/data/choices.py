@@ -90,8 +90,9 @@ class ChoiceTemplate:
         missing = [name for name in wording.fields if record.extra.get(name) is None]
         if missing:
             raise RowError(
-                f"no {' and no '.join(missing)}, which a selector's {self._kind} template shows; "
-                'set [selector] template = "general"'
+                f"no {' and no '.join(missing)}",
+                f"A selector's {self._kind} template shows these fields. Give rows that have them, or set "
+                '[selector] template = "general".',
             )
         fields = {name: str(record.extra[name]).strip() for name in wording.fields}
         query = _plain(record.prompt) if wording.query is None else fields[wording.query]

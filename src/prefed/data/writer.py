@@ -93,7 +93,7 @@ class TokenWriter:
             if outcome is None:
                 self.identical += 1
             elif isinstance(outcome, RowError):
-                self._errors.add(location, str(outcome))
+                self._errors.add(location, str(outcome), outcome.remedy)
             elif isinstance(outcome, TooLong):
                 self.shortest = min(self.shortest or outcome.needed, outcome.needed)
                 self._long.add(location, outcome.problem)

@@ -139,7 +139,7 @@ class ServerRounds:
     def _exchange(
         self, server: State, exchange: Exchange, clients: Sequence[str], now: Round, tally: _Tally
     ) -> State:
-        uploads, invalid = self._collect(exchange, now, clients, partial(exchange.send, server), tally)
+        uploads, invalid = self._collect(exchange, now, clients, server, tally)
         merged = aggregate(server, uploads, exchange, now)
         # A client whose upload is not merged goes on from the private state that it had.
         self.backend.accept(upload.client for upload in merged.uploads)
@@ -160,7 +160,7 @@ class ServerRounds:
         exchange: Exchange,
         now: Round,
         clients: Sequence[str],
-        send: Callable[[str], Download],
+        server: State,
         tally: _Tally,
     ) -> tuple[list[Upload], list[tuple[str, str]]]:
         """Ask clients to take part in an exchange, and validate what they upload.
@@ -177,7 +177,7 @@ class ServerRounds:
         uploads, dropped, silent = [], [], set(clients)
 
         def task(client: str) -> Task:
-            message = encode(send(client))
+            message = encode(exchange.send(server, client, now))
             tally.bytes_down += len(message)
             return Task("visit", client, now.number, exchange.name, message)
 

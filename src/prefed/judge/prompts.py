@@ -24,23 +24,31 @@ class NumberedPrompt:
     extra: dict[str, str | float | int] = field(default_factory=dict)
 
 
-def numbered_prompts(path: Path, column: str | None = None) -> list[NumberedPrompt]:
+def numbered_prompts(
+    path: Path, column: str | None = None, encoding: str = "utf-8", usual: str = "auto"
+) -> list[NumberedPrompt]:
     """The prompts of a file, as :func:`prefed.data.prompts.read_prompts` reads them.
 
     Args:
         path: a file or a folder.
         column: of the prompts; left out: ``prompt``, or the prompt of preference pairs.
+        encoding, usual: of text files, and the format of preference pairs.
 
     Raises:
         DataError: there is no such file, or a row has no prompt.
     """
     columns = None if column is None else Columns(prompt=column)
-    rows = read_prompts(Source(path=str(path), columns=columns), naming="--prompt-column NAME")
+    source = Source(path=str(path), columns=columns)
+    rows = read_prompts(source, encoding, usual, naming="--prompt-column NAME")
     return [NumberedPrompt(n, row.prompt, dict(row.extra)) for n, (row, _) in enumerate(rows, 1)]
 
 
 def references(
-    path: Path, column: str, prompts: Sequence[NumberedPrompt], prompt_column: str | None = None
+    path: Path,
+    column: str,
+    prompts: Sequence[NumberedPrompt],
+    prompt_column: str | None = None,
+    encoding: str = "utf-8",
 ) -> list[str]:
     """The reference answer to each prompt: the answer of the row with the same number.
 
@@ -49,13 +57,14 @@ def references(
     Args:
         column: of the answers.
         prompt_column: of the prompts; left out: ``prompt``.
+        encoding: of text files.
 
     Raises:
         DataError: a row has another prompt or no answer, or there are not as many rows as prompts.
     """
     source = Source(path=str(path), columns=Columns(prompt=prompt_column, chosen=column))
     answers = []
-    for number, (row, location) in enumerate(read_prompts(source), 1):
+    for number, (row, location) in enumerate(read_prompts(source, encoding), 1):
         if number <= len(prompts) and row.prompt != prompts[number - 1].prompt:
             raise DataError(f"{location}: its prompt is not prompt {number}; row k is the answer to prompt k")
         if row.response is None:

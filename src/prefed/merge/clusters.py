@@ -124,10 +124,10 @@ def place(clients: Collection[str], clusters: Mapping[str, int], count: int) -> 
     >>> place(["d", "c"], {"a": 1, "b": 0}, 3)
     {'a': 1, 'b': 0, 'c': 2, 'd': 0}
     """
-    placed = dict(clusters)
+    placed, sizes = dict(clusters), Counter(clusters.values())
     for client in sorted(set(clients) - set(clusters)):
-        sizes = Counter(placed.values())
-        placed[client] = min(range(count), key=lambda cluster: sizes[cluster])
+        placed[client] = min(range(count), key=sizes.__getitem__)
+        sizes[placed[client]] += 1
     return placed
 
 

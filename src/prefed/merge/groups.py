@@ -9,7 +9,7 @@ from prefed.core import Round, State, Upload
 from prefed.merge import robust, rules
 from prefed.merge.aggregator import Aggregator
 from prefed.merge.lora import without_residuals
-from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_update_sizes, update_norm
+from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_length, update_norm
 
 SENT = "model"
 """The group in which every client sends its tensors, whichever of the server's groups they belong to."""
@@ -99,18 +99,17 @@ def _check_sizes(
     groups: Mapping[str, str],
     sizes: Mapping[str, int],
 ) -> None:
-    """As :meth:`Aggregator.with_size_check` over all uploads, each as a step from its own group's tensors."""
-    steps, lengths = [], {}
-    for upload in uploads:
-        own = state.tensors[groups[upload.client]]
-        step = upload.tensors[SENT] - own.select(upload.tensors[SENT])
-        steps.append(replace(upload, tensors={SENT: step}))
-        lengths[upload.client] = update_norm(step)
-    longest = max(sorted(lengths), key=lengths.__getitem__)
-    origin = {SENT: state.tensors[groups[longest]]}
-    try:
-        check_update_sizes(steps, origin, aggregator.config.max_ratio, {SENT})
-    except BadUpload as error:
-        # Otherwise one client could stop its group's every round by an upload that is refused.
-        if rules.can_merge(aggregator.config, sizes[groups[error.client]] - 1):
-            raise
+    """As :meth:`Aggregator.with_size_check` over all uploads, each as a step from its own group's tensors.
+
+    Each of them is checked: the longest may be one that its group cannot do without.
+    """
+    most, sent = aggregator.config.max_ratio, {upload.client: upload.tensors[SENT] for upload in uploads}
+    origins = {client: state.tensors[groups[client]].select(sent[client]) for client in sent}
+    lengths = {client: update_norm(sent[client], origins[client]) for client in sorted(sent)}
+    for client in sorted(lengths, key=lengths.__getitem__, reverse=True) if most else ():
+        try:
+            check_length(client, lengths, update_norm(origins[client]), most, SENT)
+        except BadUpload:
+            # Otherwise one client could stop its group's every round by an upload that is refused.
+            if rules.can_merge(aggregator.config, sizes[groups[client]] - 1):
+                raise

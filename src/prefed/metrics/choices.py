@@ -76,11 +76,9 @@ def jury_metrics(jury: Sequence[ChoiceScores]) -> dict[str, float]:
     """The metrics of U ≥ 1 selectors that vote on one client's pairs.
 
     Returns:
-        Shares of pairs:
-
-        - ``majority_accuracy``: more selectors score above 0 than below. An even vote goes by the sum of
-          their scores.
-        - ``selector_0_accuracy`` and so on, see :func:`selector_metrics`: that selector alone scores above 0.
+        Shares of pairs. For ``majority_accuracy`` more selectors score above 0 than below; an even vote goes
+        by the sum of their scores. For ``selector_0_accuracy`` and so on (:func:`selector_metrics`) that
+        selector alone scores above 0.
 
         A tie counts as wrong. A selector has no vote on a pair for which its log-odds are not finite, and is
         wrong on it.

@@ -30,7 +30,7 @@ def print_judged(summary: Mapping[str, Any], run: Path, console: Console) -> Non
     )
     console.print(table)
     console.print("win rate: a tie counts half; wins: a tie counts nothing")
-    for note in summary["note"].split("; "):
-        console.print(note, markup=False, soft_wrap=True)
+    if summary["note"]:
+        console.print(summary["note"], markup=False, soft_wrap=True)
     path = run / "judge" / summary["name"] / "verdicts.jsonl"
     console.print(f"verdicts: {path}", markup=False, soft_wrap=True)

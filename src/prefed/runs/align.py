@@ -20,11 +20,12 @@ from prefed.align.run import SETTINGS
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks
+from prefed.core.text import pluralize
 from prefed.judge.registry import JudgeOptions, split_name
 from prefed.runs.judges import JudgeLabels, make_judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunRecord, read_run
-from prefed.runs.selectors import check_selectors, selectors_of
+from prefed.runs.selectors import check_selectors, selectors_of, untrained
 from prefed.store import RunReader
 from prefed.store.directory import lock
 
@@ -94,9 +95,12 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
     experiment = Experiment.from_tables(record.config, str(record.path / "config.toml"))
     count = getattr(experiment.method.settings, "selectors", 1)
     if isinstance(config.labels, int) and config.labels >= count:
-        raise AlignError(f"[align] labels = {config.labels}: the run has {count} selectors, numbered from 0")
+        raise AlignError(
+            f"[align] labels = {config.labels}: the run has {pluralize(count, 'selector', 'selectors')}, "
+            "numbered from 0; take another: --set align.labels=majority, or a number"
+        )
     check_judge(config)
-    source = _Source(record.path)
+    source = _Source(record.path, config.labels, callback)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
     judge = None if config.judge is None else source.judge(config.judge)
@@ -125,10 +129,22 @@ class _Source:
     """The run, loaded when a stage needs it."""
 
     path: Path
+    labels: str | int
+    callback: Callback
 
     @cached_property
     def run(self) -> LoadedRun:
-        return load_run(self.path, data=True)
+        run = load_run(self.path, data=True)
+        names = [] if str(self.labels).startswith("judge:") else list(untrained(run))
+        if isinstance(self.labels, int):
+            names = [name for name in names if name == list(run.published_models)[self.labels]]
+        if names:
+            self.callback.on_warning(
+                f"never trained, yet labels completions: {', '.join(names)}; such labels are the "
+                "untouched model's. Take a trained selector alone (--set align.labels=NUMBER), or resume the "
+                "run with more rounds"
+            )
+        return run
 
     def client_prompts(self) -> ClientPrompts:
         tokens = self.run.trainers.dataset.tokens

@@ -3,7 +3,7 @@
 ::
 
     RUN/judge/texts/…                   what each model responds: a file for a model, prompts and sampling
-    RUN/judge/NAME/settings.json        what is compared, and by which judge
+    RUN/judge/NAME/settings.json        what is compared, how responses are drawn, and by which judge
     RUN/judge/NAME/verdicts.jsonl       a row for each prompt: both texts, both verdicts in the judge's words
     RUN/judge/NAME/summary.json         the win rates
 """
@@ -32,6 +32,7 @@ from prefed.runs.resume import differing
 from prefed.runs.texts import Models, Progress, References, Side, slug
 from prefed.train.generation import Sampling
 
+SETTINGS = "settings.json"
 SAME = "the texts are the same, and the judge was not asked"
 
 
@@ -103,21 +104,27 @@ def judge(
         ModelError, JudgeError: a model or the judge cannot be used.
     """
     run = load_run(path, data=split_name(how.judge)[0] == "utility")
-    prompts = numbered_prompts(how.prompts, how.prompt_column)
+    data = run.experiment.data
+    prompts = numbered_prompts(how.prompts, how.prompt_column, data.encoding, data.format)
     own, other = _sides(run, how, prompts)
     judge = make_judge(how.judge, how.options, run)
     base = run.record.path / "judge"
     texts = base / "texts"
+    folder = base / (how.name or slug(f"{how.judge} {own.name} against {other.name}"))
+    settings = {"judge": how.judge, **judge.identity, "model": own.name, "against": other.name}
+    settings |= {"client": how.client, "texts": None, "responses": _responses(how, prompts)}
+    _check_settings(folder, settings)
     own_texts, other_texts = (side.texts(prompts, texts, progress) for side in (own, other))
     pairs = [
         (row, Question(row.prompt, own_texts[row.row], other_texts[row.row], row.extra))
         for row in prompts
         if row.row in own_texts and row.row in other_texts
     ]
-    folder = base / (how.name or slug(f"{how.judge} {own.name} against {other.name}"))
-    settings = {"judge": how.judge, **judge.identity, "model": own.name, "against": other.name}
-    settings |= {"client": how.client, "texts": _digest(pairs)}
+    settings["texts"] = _digest(pairs)
     _check_settings(folder, settings)
+    files.private_folder(folder)
+    settings_file = json.dumps(settings, indent=2, ensure_ascii=False).encode()
+    files.write(folder / SETTINGS, settings_file, mode=0o600)
     with Journal(folder / "verdicts.jsonl") as journal:
         for verdict in _verdicts(judge, pairs, journal):
             journal.append([verdict])
@@ -181,7 +188,9 @@ def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[NumberedPrompt]) -
     own = models.own(how.client)
     if how.reference is not None:
         assert how.column is not None
-        answers = references(how.reference, how.column, prompts, how.prompt_column)
+        answers = references(
+            how.reference, how.column, prompts, how.prompt_column, run.experiment.data.encoding
+        )
         return own, References(f"{how.reference.name}, {how.column}", answers)
     if how.other is not None:
         other = Models(load_run(how.other), how.sampling, seed=how.seed, raw=how.raw).own(how.client)
@@ -235,16 +244,27 @@ def _digest(pairs: Sequence[tuple[NumberedPrompt, Question]]) -> str:
     return files.digest(json.dumps(texts).encode())
 
 
+def _responses(how: Comparison, prompts: Sequence[NumberedPrompt]) -> dict[str, Any]:
+    """What the responses of models depend on, beside the models."""
+    texts = json.dumps([[row.row, repr(row.prompt)] for row in prompts]).encode()
+    sampling = how.sampling.model_dump()
+    drawn = {"seed": how.seed} if how.sampling.temperature else {}
+    asked = f"{pluralize(len(prompts), 'prompt', 'prompts')}, {files.digest(texts)}"
+    sampling["max_new_tokens"] = sampling.pop("max_tokens")
+    return {**sampling, **drawn, "raw": how.raw, "prompts": asked}
+
+
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a comparison, or refuse to go on with one of other settings."""
-    path = folder / "settings.json"
-    files.private_folder(folder)
+    """Refuse to go on with a comparison of other settings, before texts are made and after it."""
+    path = folder / SETTINGS
     if not path.exists():
-        files.write(path, json.dumps(settings, indent=2, ensure_ascii=False).encode(), mode=0o600)
         return
     try:
-        changed = differing(json.loads(path.read_text("utf-8")), settings)
-    except (ValueError, AttributeError) as error:
+        # Earlier versions wrote nothing of the responses but the digest of the texts.
+        stored = {"responses": settings["responses"], **json.loads(path.read_text("utf-8"))}
+        texts = settings["texts"] or stored.get("texts")
+        changed = differing(stored, {**settings, "texts": texts})
+    except (ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is damaged ({error}); delete the folder, or give another --name") from error
     if changed:
         lines = [f"  {name}: {before!r} → {after!r}" for name, (before, after) in changed.items()]

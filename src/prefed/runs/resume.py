@@ -34,7 +34,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     Before the first round, another experiment replaces the one in the directory.
 
     Returns:
-        The experiment with its number of threads filled in.
+        The experiment with its number of threads, and what follows the number of rounds, filled in.
 
     Raises:
         ConfigError: the directory holds a run of another experiment.
@@ -42,7 +42,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     """
     config = writer.config()
     if writer.round == 0:
-        changed = differing(config or {}, experiment.tables())
+        changed = differing(config or {}, fitted(experiment).tables())
         if changed.keys() - {"engine.threads", *_CHANGEABLE}:
             reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= _NOT_CACHED)
             config = None
@@ -50,7 +50,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
         stored = None if config is None else Experiment.from_tables(config, f"{writer.path / 'config.toml'}")
     except ConfigError as error:
         raise StoreError(f"{error}\n{_REMEDY}") from error
-    experiment = _with_threads(experiment, stored)
+    experiment = _with_threads(fitted(experiment, stored), stored)
     _check_digest(config, experiment, writer)
     if config is None or stored is None:
         writer.write_config(to_toml(experiment))
@@ -105,6 +105,21 @@ def settings_digest(config: Mapping[str, Any]) -> str:
         name: value for name, value in flatten(config).items() if name != "rounds" and not _may_change(name)
     }
     return files.digest(json.dumps(settings, sort_keys=True, default=str).encode())
+
+
+def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experiment:
+    """Fill in the settings that follow the number of rounds, as the stored run has them if there is one.
+
+    So a run whose rounds are raised keeps those that it was begun with.
+    """
+    left_out = experiment.method.settings
+    settings = left_out.for_rounds(experiment.rounds)
+    if stored is not None and isinstance(stored.method.settings, type(settings)):
+        names = (name for name in type(settings).model_fields if getattr(left_out, name) is None)
+        begun = {name: getattr(stored.method.settings, name) for name in names if getattr(settings, name)}
+        settings = settings.model_copy(update=begun)
+    method = experiment.method.model_copy(update={"settings": settings})
+    return experiment.model_copy(update={"method": method})
 
 
 def _with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:

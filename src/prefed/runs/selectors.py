@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prefed.align import Selectors
 from prefed.methods import METHODS
 from prefed.runs.loaded import LoadedRun
@@ -34,3 +36,10 @@ def selectors_of(run: LoadedRun) -> Selectors:
         run.experiment.engine.max_tokens,
         run.experiment.model.fast,
     )
+
+
+def untrained(run: LoadedRun) -> Iterator[str]:
+    """The names of those selectors that are as they were before the first round."""
+    start = run.method.init_server(run.trainers.initial)
+    models = run.job.shared_models(run.method.publish(start, run.job.members[0]))
+    return (name for name, model in run.published_models.items() if model.equal(models[name]))

@@ -2,12 +2,13 @@
 
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.ppo import VALUE, BaselineSettings, lora_parts
-from prefed.methods.base.selector import Selectors, SelectorSettings
+from prefed.methods.base.selector import ClusterSettings, Selectors, SelectorSettings
 from prefed.methods.base.settings import LocalSettings, PersonalSettings, TrainingSettings, TwoPhaseSettings
 
 __all__ = [
     "VALUE",
     "BaselineSettings",
+    "ClusterSettings",
     "FedAvgBase",
     "LocalSettings",
     "PersonalSettings",
