@@ -153,7 +153,7 @@ class Federation:
         for number in range(self.rounds + 1, rounds + 1):
             uploads = []
             for client in sorted(cohorts[(number - 1) % len(cohorts)], reverse=backwards):
-                download = exchange.send(self.server, client)
+                download = exchange.send(self.server, client, self.now(number))
                 trainer = self.client(client, number)
                 upload, self.private[client] = exchange.work(trainer, self.private[client], download)
                 uploads.append(upload)

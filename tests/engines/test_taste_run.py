@@ -116,9 +116,8 @@ def test_the_second_visit_runs_no_language_model(place, finished, monkeypatch):
     monkeypatch.setattr(model.backbone.trunk, "forward", refuse)
     private, published = opened.private_state("w0"), opened.method.publish(opened.server, "w0")
     (exchange,) = opened.method.exchanges
-    upload, _ = exchange.work(
-        opened.job.trainer("w0", 3, "exchange", "train"), private, exchange.send(opened.server, "w0")
-    )
+    trainer = opened.job.trainer("w0", 3, "exchange", "train")
+    upload, _ = exchange.work(trainer, private, exchange.send(opened.server, "w0", trainer.round))
     assert upload.tensors["model"].isfinite()
     opened.trainers.score("w0", opened.job.client_model("w0", private, published, 3), "test")
 

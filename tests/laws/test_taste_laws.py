@@ -103,7 +103,10 @@ def test_an_upload_has_two_latents_more_and_nothing_else(pairs):
             features.get(rows[k : k + 1])[0, side, :4].numpy().tobytes() for k in range(3) for side in (0, 1)
         ]
         sent = [encode(upload) for upload in run.uploads]
-        sent += [encode(exchange.send(run.server, client)), encode(run.method.publish(run.server, client))]
+        sent += [
+            encode(exchange.send(run.server, client, run.now(3))),
+            encode(run.method.publish(run.server, client)),
+        ]
         assert not any(secret in message for secret in secrets for message in sent)
 
 
@@ -115,7 +118,7 @@ def test_a_small_client_sends_no_posterior_and_none_is_taken_from_it(pairs):
         ["model"]
     ] * 2
     assert list(tastes.posteriors(run.server)) == ["a", "b"]
-    assert "label" not in exchange.send(run.server, "c").scalars
+    assert "label" not in exchange.send(run.server, "c", run.now(2)).scalars
     small = replace(run.uploads[2], scalars={})
     lying = replace(small, tensors={**small.tensors, "posterior": run.uploads[0].tensors["posterior"]})
     check = (exchange, run.method.ownership, run.model.initial, run.now(1))
@@ -136,7 +139,9 @@ def test_a_hostile_posterior_leaves_the_others_finite(pairs, value):
         merge(start, [lying, *run.uploads[1:4]], run.now(1))
     # With one upload in a round there is no median to compare it with.
     run.server = merge(run.server, [lying], run.now(2))
-    upload, _ = exchange.work(run.client("b", 2), run.private["b"], exchange.send(run.server, "b"))
+    upload, _ = exchange.work(
+        run.client("b", 2), run.private["b"], exchange.send(run.server, "b", run.now(2))
+    )
     assert all(tensors.isfinite() for tensors in upload.tensors.values())
 
 

@@ -107,8 +107,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     tastes = Tastes.over(settings, aggregator, rounds)
     mixture = settings.prior != "standard"
 
-    def send(server: State, client: str) -> Download:
-        download = tastes.send(server, client)
+    def send(server: State, client: str, now: Round) -> Download:
+        download = tastes.send(server, client, now)
         peers = peers_of(server, client, latest=settings.prior_from == "last_round") if mixture else None
         groups = {**download.tensors, **({} if peers is None else {PEERS: peers})}
         label = _labels(server).get(client)
