@@ -12,13 +12,17 @@ from typer.testing import CliRunner
 
 from prefed import Experiment, run
 from prefed.cli import app
+from prefed.data import Message, Record, write_choices
 from prefed.models import load_client, save_client
+from prefed.runs.build import response_encoder
 from prefed.runs.evaluate import evaluate
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError
 from prefed.runs.resume import settings_digest
+from prefed.runs.selectors import selectors_of
 from prefed.runs.tastes import at_taste, read_tastes
 from prefed.store import RunReader
+from prefed.train import PairTrainer
 
 VARIATIONAL = {"latent": 4, "widths": [16, 8], "scale": 2.0}
 METHOD = {"name": "fedvpa", "lr": 0.01, "local_steps": 2, "batch_size": 8}
@@ -120,6 +124,29 @@ def test_the_second_visit_runs_no_language_model(place, finished, monkeypatch):
     upload, _ = exchange.work(trainer, private, exchange.send(opened.server, "w0", trainer.round))
     assert upload.tensors["model"].isfinite()
     opened.trainers.score("w0", opened.job.client_model("w0", private, published, 3), "test")
+
+
+def test_labels_read_responses_as_the_training_did(finished, tmp_path):
+    """The selector that labels completions gives the scores of an evaluation, under ``data.template`` too."""
+    opened = load_run(finished, data=True)
+    turns = [(Message("user", f"Question {number}?"),) for number in range(3)]
+    pairs = [Record(turn, f"yes please {number}", "no thanks") for number, turn in enumerate(turns)]
+    by_template = []
+    for template in ("dialogue", "instruction"):
+        data = opened.experiment.data.model_copy(update={"template": template})
+        changed = replace(opened, experiment=opened.experiment.model_copy(update={"data": data}))
+        selectors = selectors_of(changed)
+        tokens = write_choices(
+            tmp_path / template, opened.backbone.tokenizer, selectors.config, pairs, opened.backbone.window
+        )
+        encoder = response_encoder(changed.experiment, opened.backbone)
+        trainer = PairTrainer(opened.backbone, tokens, responses=encoder)
+        expected = trainer.score(opened.published_model, np.arange(3)).orders.mean(1)
+        asked, (scores,) = selectors.scores(pairs)
+        assert asked.tolist() == [0, 1, 2]
+        assert scores.tolist() == pytest.approx(expected.tolist())
+        by_template.append(scores)
+    assert not np.allclose(*by_template)
 
 
 def test_an_exported_client_is_the_model(finished, tmp_path):
