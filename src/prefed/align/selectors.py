@@ -38,7 +38,7 @@ class Selectors:
         max_length: tokens of a question; fewer where the model's context ends.
         max_tokens: tokens of one forward pass.
         fast: use packed batches where the model's family allows them.
-        responses: how selectors with a latent taste read responses, as in their training; ``None`` for others.
+        responses: how selectors with a latent taste read responses; ``None`` for other selectors.
     """
 
     backbone: Backbone
