@@ -31,12 +31,19 @@ from prefed.core import (
     Upload,
 )
 
+TASTES = {
+    "posterior": {"posterior/mean": (2,), "posterior/log_variance": (2,)},
+    "latent": {"latent/z": (2,)},
+    "prototypes": {"prototypes": (2, 2)},
+}
+"""Part → its tensors and their shapes, for a taste of two dimensions."""
+
 
 def initial(parts: Iterable[str] = ("lora",), blocks: int = 2, seed: int = 0) -> Tensors:
     """The start of a model that has ``parts``: LoRA factors (B = 0), residuals and gates (0) in each block,
-    else one vector ``<part>/weight`` per part; ``"outputs"`` and ``"factors"`` are no parts. Float64."""
+    the tensors of a taste, else one vector ``<part>/weight`` per part; flags are no parts. Float64."""
     entries: list[Entry] = []
-    for part in sorted(set(parts) - {"outputs", "factors"}):
+    for part in sorted(set(parts) - {"outputs", "factors", "cap"}):
         if part in ("lora", "personal_lora"):
             for block in range(blocks):
                 entries.append(Entry(f"{part}/{block}/q/A", (2, 3), part, block, "A"))
@@ -45,6 +52,8 @@ def initial(parts: Iterable[str] = ("lora",), blocks: int = 2, seed: int = 0) ->
             entries += [Entry(f"residual/{block}/q/W", (2, 3), "residual", block) for block in range(blocks)]
         elif part == "gate":
             entries += [Entry(f"gate/{block}", (1,), "gate", block) for block in range(blocks)]
+        elif part in TASTES:
+            entries += [Entry(name, shape, part) for name, shape in TASTES[part].items()]
         else:
             entries.append(Entry(f"{part}/weight", (3,), part))
     layout = Layout(tuple(entries))
@@ -102,7 +111,8 @@ class Quadratic:
 class QuadraticTrainer:
     """A :class:`prefed.core.ClientTrainer` over a :class:`Quadratic`. ``phases`` lists what it ran.
 
-    The values of an objective's memory grow by 1 with every step here.
+    The values of an objective's memory, and the tensors beside the model, grow by 1 with every step here.
+    A posterior is the first two numbers of a target and of the model.
     """
 
     client: str
@@ -141,7 +151,13 @@ class QuadraticTrainer:
         memory = {name: value + len(losses) for name, value in phase.memory.items()}
         moments = None if phase.moments is None else _moments(phase, tensors, step, moving, len(losses))
         return PhaseResult(
-            tensors, sum(losses) / len(losses), len(losses), pairs, memory=memory, moments=moments
+            tensors,
+            sum(losses) / len(losses),
+            len(losses),
+            pairs,
+            memory=memory,
+            moments=moments,
+            beside=None if phase.beside is None else phase.beside + len(losses),
         )
 
     def gradient(
@@ -157,6 +173,12 @@ class QuadraticTrainer:
 
     def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
         return self.data.loss(tensors.flat, torch.arange(self.size))
+
+    def posteriors(
+        self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = self.data.targets[:pairs, :2]
+        return targets, tensors.flat[:2].expand_as(targets)
 
     def assemble(self, *groups: Tensors) -> Tensors:
         whole = self.initial.clone()

@@ -58,7 +58,8 @@ def inspect(method: Method, aggregator: Aggregator, stays: frozenset[str]) -> No
                     if name in group and not torch.equal(group[name], start[name])
                 ]
     for message in (*run.uploads, *run.downloads):
-        names = {name for group in message.tensors.values() for name in group}
+        # Peers are clients' posteriors, row by row.
+        names = {name for group, tensors in message.tensors.items() if group != "peers" for name in tensors}
         assert names <= shared, f"{method.name}: {sorted(names - shared)} left a client"
         sent = [aggregator.layout[name] for name in names]
         private = {e.name for e in sent if e.part in PERSONAL or (e.part == "lora" and e.factor in stays)}

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from prefed.align.errors import AlignError
 from prefed.core import Tensors
-from prefed.data import Record, SelectorConfig, write_choices
+from prefed.data import Record, ResponseEncoder, SelectorConfig, write_choices
 from prefed.models import Backbone
 from prefed.train import PairTrainer
 from prefed.train.trainer_factory import longest_input
@@ -38,6 +38,7 @@ class Selectors:
         max_length: tokens of a question; fewer where the model's context ends.
         max_tokens: tokens of one forward pass.
         fast: use packed batches where the model's family allows them.
+        responses: how selectors with a latent taste read responses; ``None`` for other selectors.
     """
 
     backbone: Backbone
@@ -46,6 +47,7 @@ class Selectors:
     max_length: int
     max_tokens: int = 4096
     fast: bool = True
+    responses: ResponseEncoder | None = None
 
     def chosen_by(self, labels: str | int) -> Selectors:
         """The selectors that label: all of them, or the one with a number.
@@ -87,7 +89,9 @@ class Selectors:
         asked = tokens.rows.astype(np.int64) - 1
         if not len(tokens):
             return asked, np.zeros((len(self.models), 0), np.float32)
-        trainer = PairTrainer(self.backbone, tokens, max_tokens=self.max_tokens, fast=self.fast)
+        trainer = PairTrainer(
+            self.backbone, tokens, max_tokens=self.max_tokens, fast=self.fast, responses=self.responses
+        )
         rows = np.arange(len(tokens))
         sign = trainer.model.signs(rows)
         scores = np.stack([sign * trainer.choice_scores(model, rows) for model in self.models.values()])

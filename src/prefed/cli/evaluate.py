@@ -27,6 +27,14 @@ def evaluate(
     client: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Only this client; may be given again.")
     ] = None,
+    taste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASTE",
+            help="For selectors with a latent taste, whose taste judges: own, population, a client's id, or "
+            "infer:8, what 8 of a client's training pairs tell.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Judge a finished run's models: each client's on its own pairs, or on other ones."""
@@ -41,11 +49,14 @@ def evaluate(
     from prefed.runs.evaluate import evaluate as evaluate_run
     from prefed.runs.evaluate import evaluate_file
     from prefed.runs.loaded import load_run
+    from prefed.runs.tastes import at_taste
     from prefed.store import plain
     from prefed.trackers.terminal import stdout_console
 
     silence_transformers()
-    loaded_run = load_run(run, data=test is None)
+    loaded_run = load_run(run, data=test is None or taste is not None)
+    if taste is not None:
+        loaded_run = at_taste(loaded_run, taste)
     # With the run's own number of threads its figures come out again to the digit.
     torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
     with _progress() as tell:

@@ -26,7 +26,7 @@ from prefed.core.text import did_you_mean
 from prefed.data import DataConfig, SelectorConfig
 from prefed.merge import MergeConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
-from prefed.models import ModelConfig
+from prefed.models import ModelConfig, VariationalSettings
 
 
 class CohortConfig(StrictModel):
@@ -72,6 +72,11 @@ class EvaluateConfig(StrictModel):
         [0],
         description="local steps a newcomer takes on its own pairs before its evaluation; one figure each",
     )
+    unseen_pairs: list[int] = Field(
+        [],
+        description="for selectors with a latent taste: pairs from which a newcomer's taste is inferred, "
+        "without a step, before its evaluation; one figure each",
+    )
 
     @model_validator(mode="after")
     def _newcomers(self) -> EvaluateConfig:
@@ -79,6 +84,8 @@ class EvaluateConfig(StrictModel):
             raise ValueError("unseen is a number of clients, 0 or more, or a list of their ids")
         if not self.unseen_steps or min(self.unseen_steps) < 0:
             raise ValueError("unseen_steps lists numbers of local steps, 0 or more")
+        if any(pairs < 1 for pairs in self.unseen_pairs):
+            raise ValueError("unseen_pairs lists numbers of pairs, 1 or more")
         return self
 
 
@@ -254,11 +261,18 @@ class Experiment(StrictModel):
     def tables(self) -> dict[str, Any]:
         """Nested tables with every default filled in, without the keys that are ``None``.
 
-        ``[selector]`` is left out where it has its defaults and the method has no selectors. Runs store a
-        digest of these tables, and earlier versions had no such table.
+        Tables that the method does not read are left out where they have their defaults: ``[selector]``, and
+        ``[model.variational]``. Runs store a digest of these tables, and earlier versions had none of them.
         """
-        unread = self.method.kind.reads == "policy" and self.selector == SelectorConfig()
-        return self.model_dump(mode="json", exclude_none=True, exclude={"selector"} if unread else None)
+        kind, unread = self.method.kind, dict[str, Any]()
+        if kind.reads == "policy" and self.selector == SelectorConfig():
+            unread["selector"] = True
+        taste = "variational" in kind.needs(self.method.settings)
+        if not taste and self.model.variational == VariationalSettings():
+            unread["model"] = {"variational"}
+        if not self.evaluate.unseen_pairs:
+            unread["evaluate"] = {"unseen_pairs"}
+        return self.model_dump(mode="json", exclude_none=True, exclude=unread)
 
 
 def to_toml(experiment: Experiment) -> str:

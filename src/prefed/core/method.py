@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from prefed.core.key import Key
 from prefed.core.ownership import Ownership
@@ -12,6 +12,9 @@ from prefed.core.phase import Objective, Phase, PhaseResult
 from prefed.core.privacy import NO_MINIMUM, Privacy
 from prefed.core.state import Download, Plain, State, Upload
 from prefed.core.tensors import Layout, Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 POOLED = "pooled"
 """The id of the only client of a method that trains on everybody's pairs."""
@@ -80,6 +83,21 @@ class ClientTrainer(Protocol):
 
     def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
         """Mean loss over a split of the client's pairs, without dropout."""
+
+    def posteriors(
+        self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What a selector with a latent taste z infers of the client, from training pairs alone.
+
+        The pairs are cut into contexts, the same ones in every round.
+
+        Args:
+            objective: ``"latent"``; it says how the posterior is bounded.
+            pairs: only so many, as one context; ``None`` for all.
+
+        Returns:
+            μ and log σ² after each of m contexts, each ``[m, d_z]``. m is 0 for a client without pairs.
+        """
 
     def assemble(self, *groups: Tensors) -> Tensors:
         """``initial`` with the tensors of ``groups`` put in; a later value replaces an earlier one."""
@@ -178,6 +196,12 @@ class Method:
         profile: a client's private state → figures of the model's blocks, as figure → block → number, e.g.
             ``{"gate": {0: 0.52}}``. It is called where private states are kept, and no message holds it.
             ``None`` if the method has no such figures.
+        infer: a newcomer's trainer, what was published and a number of pairs → the tensors (full layout) with
+            which the newcomer predicts once it has shown so many pairs, without any step. ``None`` if the
+            method learns from pairs by steps alone.
+        trust: a client's private state → how much it trusts each member, in the order of their ids, 1 in sum.
+            It is called where private states are kept, and no message holds it. It is empty before the
+            client's first visit; ``None`` if the method has no such weights.
     """
 
     name: str
@@ -196,3 +220,5 @@ class Method:
     personal: bool = False
     reward_weight: Callable[[State, int], float] = lambda private, number: 1.0
     profile: Callable[[State], Mapping[str, Mapping[int, float]]] | None = None
+    infer: Callable[[ClientTrainer, Download, int], Tensors] | None = None
+    trust: Callable[[State], Sequence[float]] | None = None

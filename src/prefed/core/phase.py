@@ -15,7 +15,8 @@ from prefed.core.tensors import Tensors
 class Objective:
     """A loss by name with its settings, e.g. ``Objective("dpo", {"beta": 0.1})``.
 
-    The names are those of :data:`prefed.losses.OBJECTIVES`, ``"ppo"``, and for selectors ``"choice"``.
+    The names are those of :data:`prefed.losses.OBJECTIVES`, ``"ppo"``, and for selectors ``"choice"`` and
+    ``"latent"``.
     """
 
     name: str
@@ -85,6 +86,9 @@ class Phase:
         memory: values that the objective carries from step to step (the PDPO loss's ``scale``).
         moments: what the optimiser remembers at the start. With ``None`` it is new, and the result has no
             ``moments``.
+        constants: groups of tensors that the objective reads, such as what a server tells of other clients.
+        beside: tensors that train with the model and are no part of it, since their size is not the model's.
+            Their optimiser is new in each phase. ``rates`` may name them.
 
     Raises:
         ValueError: nothing is trained, or not exactly one of steps and epochs is given.
@@ -104,6 +108,8 @@ class Phase:
     penalties: tuple[Penalty, ...] = ()
     memory: Mapping[str, float] = field(default_factory=dict)
     moments: Moments | None = None
+    constants: Mapping[str, Tensors] = field(default_factory=dict)
+    beside: Tensors | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -143,6 +149,7 @@ class PhaseResult:
         figures: means over the steps of the objective's own figures, e.g. ``margin``.
         memory: the objective's values after the last step, as :attr:`Phase.memory` takes them.
         moments: what the optimiser remembers after the last step; ``None`` where ``Phase.moments`` is.
+        beside: ``Phase.beside`` after the last step.
     """
 
     tensors: Tensors
@@ -152,3 +159,4 @@ class PhaseResult:
     figures: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
     moments: Moments | None = None
+    beside: Tensors | None = None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from prefed.data.encoding import Encoder, PolicyEncoder
     from prefed.data.errors import DataError, DataMismatchError
     from prefed.data.record import Message, Prompt, Record
+    from prefed.data.responses import ResponseEncoder
     from prefed.data.sources import FORMATS
     from prefed.data.templates import Template, dialogue, instruction
     from prefed.data.tokens import Pair, TokenSet
@@ -35,6 +36,7 @@ __all__ = [
     "PolicyEncoder",
     "Prompt",
     "Record",
+    "ResponseEncoder",
     "RowCounts",
     "SelectorConfig",
     "Source",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
 from prefed.core import Download, State, Tensors
-from prefed.engines.job import Job
+from prefed.engines.job import PAIRS, Job
 from prefed.metrics import ChoiceScores, PairScores, choice_metrics, client_metrics, jury_metrics
 
 Scores: TypeAlias = PairScores | ChoiceScores
@@ -58,7 +58,7 @@ def evaluate_client(
 
 
 def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -> dict[str, float]:
-    """Number of local steps → preference accuracy of a client that never took part.
+    """Preference accuracy of a client that never took part, by number of local steps, or of context pairs.
 
     Where several models are published, they are the jury: its
     :func:`~prefed.metrics.jury_metrics` follow, of the published models alone.
@@ -69,14 +69,16 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
     method, score = job.method, _own_pairs(job, client)
     accuracies: dict[str, float] = {}
     trainer = job.trainer(client, number, "predict")
-    for steps in job.unseen_steps:
-        if method.adapt is not None and steps and trainer.size:
-            model = method.adapt(trainer, published, steps)
+    for name, count in job.newcomer_figures.items():
+        if method.infer is not None and name.startswith(PAIRS):
+            model = method.infer(trainer, published, count)
+        elif method.adapt is not None and count and trainer.size:
+            model = method.adapt(trainer, published, count)
         elif method.newcomer is not None:
             model = method.newcomer(trainer, published)
         else:
             model = job.shared(published)
-        accuracies[str(steps)] = pair_figures(job, score(model))["preference_accuracy"]
+        accuracies[name] = pair_figures(job, score(model))["preference_accuracy"]
     if job.jury:
         jury = [cast("ChoiceScores", score(each)) for each in job.shared_models(published).values()]
         accuracies |= jury_metrics(jury)

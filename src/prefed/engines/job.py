@@ -27,6 +27,9 @@ from prefed.core import (
 )
 from prefed.metrics import ChoiceScores, PairScores
 
+PAIRS = "pairs/"
+"""What begins the name of a figure of a newcomer whose taste is inferred from so many pairs."""
+
 
 class Sizes(Protocol):
     """How many pairs a client holds."""
@@ -84,6 +87,8 @@ class Job:
         state_dtype: dtype of clients' private tensors on disk; ``None`` keeps the dtype they have.
         unseen: clients that never train; they are evaluated apart, as newcomers.
         unseen_steps: numbers of local steps after each of which a newcomer is evaluated.
+        unseen_pairs: numbers of pairs from each of which a newcomer's taste is inferred before an evaluation;
+            see ``infer`` of :class:`~prefed.core.Method`.
         untouched: the tensors (full layout) with which the model equals its base model; ``None`` where
             clients start from that model.
         privacy: what must not leave a client.
@@ -106,6 +111,7 @@ class Job:
     state_dtype: torch.dtype | None = None
     unseen: tuple[str, ...] = ()
     unseen_steps: tuple[int, ...] = ()
+    unseen_pairs: tuple[int, ...] = ()
     untouched: Tensors | None = None
     privacy: Privacy = NO_MINIMUM
 
@@ -186,6 +192,14 @@ class Job:
     def newcomers(self) -> tuple[str, ...]:
         """The unseen clients that have pairs in the split, sorted."""
         return tuple(client for client in self._clients_with_pairs if client in self.unseen)
+
+    @property
+    def newcomer_figures(self) -> Mapping[str, int]:
+        """Name of a newcomer's figure → its number of steps, or of pairs where the name is ``pairs/…``."""
+        pairs = self.unseen_pairs if self.method.infer is not None else ()
+        return {str(steps): steps for steps in self.unseen_steps} | {
+            f"{PAIRS}{count}": count for count in pairs
+        }
 
     def round(self, number: int) -> Round:
         """Round ``number``, 1 for the first."""

@@ -249,7 +249,7 @@ class ServerRounds:
         evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
         if unseen:
-            steps = {str(steps): unseen[str(steps)] for steps in job.unseen_steps}
+            steps = {name: unseen[name] for name in job.newcomer_figures}
             evaluation["unseen_accuracy"] = steps
             if job.jury:
                 evaluation["unseen_selectors"] = {name: unseen[name] for name in unseen if name not in steps}

@@ -116,7 +116,7 @@ def _expected_figures(job: Job, client: str) -> list[str]:
     single = selector_metrics(len(job.jury))
     if client in job.unseen:
         vote = ["majority_accuracy", *single] if job.jury else []
-        return [*map(str, job.unseen_steps), *vote]
+        return [*job.newcomer_figures, *vote]
     rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
     choices = job.method.reads == "choice"
     absent = {*POLICY_METRICS} if choices else {*CHOICE_METRICS}

@@ -8,10 +8,11 @@ from prefed.losses.choices import ChoiceBatch, choice
 from prefed.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
 from prefed.losses.pdpo import pdpo
 from prefed.losses.reference_free import orpo, sft, simpo
-from prefed.losses.registry import CHOICE, OBJECTIVES, PPO, ObjectiveSpec, PairLoss, objective
+from prefed.losses.registry import CHOICE, LATENT, OBJECTIVES, PPO, ObjectiveSpec, PairLoss, objective
 
 __all__ = [
     "CHOICE",
+    "LATENT",
     "OBJECTIVES",
     "PPO",
     "ChoiceBatch",

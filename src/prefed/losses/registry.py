@@ -29,9 +29,16 @@ _NOT_NEGATIVE = _Range("at least 0", lambda value: value >= 0)
 _RANGES: Mapping[str, _Range] = {
     "label_smoothing": _Range("at least 0 and below 0.5", lambda value: 0 <= value < 0.5),
     "most": _Range("at least 0 and below 1", lambda value: 0 <= value < 1),
-    **dict.fromkeys(("beta", "k", "clip"), _POSITIVE),
+    **dict.fromkeys(("beta", "k", "clip", "temperature"), _POSITIVE),
     **dict.fromkeys(("discount", "trace"), _FRACTION),
     **dict.fromkeys(("log_margin", "exclude", "scaled", "sums"), _SWITCH),
+    **dict.fromkeys(("prior", "capped"), _Range("0, 1 or 2", lambda value: value in (0, 1, 2))),
+    "logit_dropout": _Range("at least 0 and below 1", lambda value: 0 <= value < 1),
+    "samples": _Range("a whole number above 0", lambda value: value >= 1 and value == int(value)),
+    **dict.fromkeys(
+        ("label", "own"),
+        _Range("−1 or a whole number above", lambda value: value >= -1 and value == int(value)),
+    ),
 }
 """Setting → its range. Every other setting is at least 0."""
 
@@ -191,6 +198,21 @@ See :mod:`prefed.losses.ppo`. Its settings: ``kl``, the weight of log π_old −
 batch's tokens, 1 the sum over a pair's tokens, averaged over pairs.
 """
 
+LATENT = ObjectiveSpec(
+    "latent",
+    "FedVPL and FedVPA-GP, arXiv:2605.30873",
+    {"beta": 0.1, "pull": 1.0, "orthogonality": 0.1, "capped": 0.0, "logit_dropout": 0.0}
+    | {"prior": 0.0, "samples": 4.0, "temperature": 1.0, "label": -1.0, "own": -1.0},
+)
+"""The objective of selectors with a latent taste z. It is not in :data:`OBJECTIVES`: it reads contexts too.
+
+See :mod:`prefed.losses.latent`. Its settings: ``beta``, ``pull`` and ``orthogonality``, the weights β, λ and
+γ of the terms; ``capped``: log σ² has no bound (0), a hard one (1) or a soft one (2); ``logit_dropout``, the
+share of pairs whose base log-odds are left out in a step; ``prior``: N(0, I) (0), or the mixture of the
+peers' posteriors, its KL by samples (1) or by the convex bound (2); ``samples``, K of that estimate;
+``temperature``, τ of the mixture's weights; ``label``, the number of the client's prototype, and ``own``, of
+the client among its peers, −1 for none.
+"""
 
 CHOICE = _entry(choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False)
 """The objective of selectors. It is not in :data:`OBJECTIVES`: it reads choices, not log-probabilities."""

@@ -24,6 +24,8 @@ from prefed.methods import (
     fedrep,
     fedsdg,
     fedsft,
+    fedvpa,
+    fedvpl,
     local,
     perfedavg,
     pfedme,
@@ -94,6 +96,14 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
             _kind("fedbn", "FedDPO with norms of one's own", fedbn, personal=True),
             _kind("fedbis", "averaging of a selector, which judges pairs", fedbis, reads="choice"),
             _kind("fedbiscuit", "a selector for each cluster of clients", fedbiscuit, reads="choice"),
+            _kind("fedvpl", "a selector with a latent taste", fedvpl, personal=True, reads="choice"),
+            _kind(
+                "fedvpa",
+                "a selector whose clients learn from each other's tastes",
+                fedvpa,
+                personal=True,
+                reads="choice",
+            ),
         )
     }
 )

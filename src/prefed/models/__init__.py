@@ -7,13 +7,14 @@ from prefed.core.lazy import attach
 if TYPE_CHECKING:
     from prefed.models.adapters import load_client, save_adapter, save_client, save_merged
     from prefed.models.backbone import Backbone, ModelError, load_backbone, load_pretrained, make_backbone
-    from prefed.models.config import LoraSettings, ModelConfig
+    from prefed.models.config import LoraSettings, ModelConfig, VariationalSettings
 
 __all__ = [
     "Backbone",
     "LoraSettings",
     "ModelConfig",
     "ModelError",
+    "VariationalSettings",
     "load_backbone",
     "load_client",
     "load_pretrained",

@@ -111,7 +111,8 @@ def save_adapter(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     heads, norms or a bottleneck: see :func:`save_client`.
 
     Raises:
-        ModelError: a residual changes the base model's weights, which no adapter can hold.
+        ModelError: a residual changes the base model's weights, or the model has a latent taste: no adapter
+            can hold either.
     """
     residuals = [n for n in tensors if tensors.layout[n].part == "residual" and bool(tensors[n].any())]
     if residuals:
@@ -119,6 +120,8 @@ def save_adapter(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
             f"the run changed {len(residuals)} base weights (FedEx-LoRA): an adapter cannot hold that; "
             "export a merged model instead"
         )
+    if "variational" in backbone.needs:
+        raise ModelError("an adapter cannot hold a selector with a latent taste: export a client's folder")
     backbone.load(tensors)
     with atomic_folder(folder) as partial:
         _write_adapter(backbone, partial)
@@ -148,7 +151,7 @@ def _write_adapter(backbone: Backbone, folder: Path) -> None:
 def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     """Write all parts of a client's model: adapter, bottleneck, heads, norms, gates.
 
-    :func:`load_client` reads the folder. It also holds an adapter for PEFT.
+    :func:`load_client` reads the folder. It also holds an adapter for PEFT if the model has a LoRA.
     """
     from safetensors.torch import save_file
 
@@ -160,7 +163,8 @@ def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
         "parts": sorted({entry.part for entry in tensors.layout.entries}),
     }
     with atomic_folder(folder) as partial:
-        _write_adapter(backbone, partial)
+        if "lora" in backbone.needs:
+            _write_adapter(backbone, partial)
         values = {name: value.clone() for name, value in tensors.items()}
         save_file(values, str(partial / TENSORS), metadata={"format": "pt"})
         (partial / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -205,8 +209,10 @@ def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     a head that equal their start are left out too, because they change nothing.
 
     Raises:
-        ModelError: the model has a trained bottleneck, for which a plain model has no place.
+        ModelError: the model has a trained bottleneck or a latent taste: a plain model has no place for it.
     """
+    if "variational" in backbone.needs:
+        raise ModelError("a plain model cannot hold a selector with a latent taste: export a client's folder")
     changed = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}
     if "bottleneck" in changed:
         raise ModelError(

@@ -22,12 +22,13 @@ from prefed.models.parameters import (
     RewardHead,
     lora_layers,
 )
+from prefed.models.variational import DECODER
 
 _TRUNK_PARTS = frozenset({"lora", "residual", "personal_lora", "gate", "norm"})
 """Parts inside the trunk; while none of them trains, the trunk's output for a pair does not change."""
 
-_FLAGS = frozenset({"outputs", "factors"})
-"""Needs that are no parts: LoRA on output projections only; FedSDG's factor space."""
+_FLAGS = frozenset({"outputs", "factors", "cap"})
+"""Needs that are no parts: LoRA on output projections only; FedSDG's factor space; a bound on log σ²."""
 
 _REASON = 400
 """Most characters of a library's message to repeat."""
@@ -46,7 +47,8 @@ class Backbone:
         layout: names and shapes of the movable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
         initial: the tensors every client starts from: A from one seeded draw, B zero.
         reference: the tensors that make the untouched model: every B is zero, and a personal LoRA is zero
-            throughout. So a shared LoRA put over them acts alone, in whatever way the two branches join.
+            throughout. So a shared LoRA put over them acts alone, in whatever way the two branches join. A
+            variational selector's decoder is zero, so it adds nothing to the base model's log-odds.
         scaling: alpha / rank.
         family: the model's family; ``None`` if it is not known.
         parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
@@ -284,7 +286,7 @@ def make_backbone(
             bases[f"residual/{stem}/W"] = (weight, weight.detach().clone(), transposed)
     reference = initial.clone()
     for entry in layout.entries:
-        if entry.factor == "B" or entry.part == "personal_lora":
+        if entry.factor == "B" or entry.part == "personal_lora" or entry.name in DECODER:
             reference[entry.name].zero_()
     return Backbone(
         model=wrapped,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prefed.core.strict import StrictModel
 
@@ -39,6 +39,41 @@ class RewardSettings(StrictModel):
     )
 
 
+class VariationalSettings(StrictModel):
+    """The selector whose reward depends on a latent taste z (FedVPA-GP, arXiv:2605.30873)."""
+
+    latent: int = Field(32, ge=1, description="width of the latent taste z")
+    widths: tuple[int, ...] = Field(
+        (512, 256, 128),
+        min_length=1,
+        description="widths of the layers of the MLP over a response, and of the encoder's over a pair",
+    )
+    dropout: float = Field(0.1, ge=0, lt=1, description="dropout inside the response's MLP while training")
+    feature: Literal["apart", "difference"] = Field(
+        "apart",
+        description="of a pair: apart, the difference of the MLP's outputs; or the MLP of the difference",
+    )
+    decoder: Literal["conditioned", "residual"] = Field(
+        "conditioned",
+        description="conditioned, z weighs what the MLP sees; or residual, z adds to the letters' logits",
+    )
+    pool: Literal["end", "mean"] = Field(
+        "end", description="the hidden state that stands for a response: end-of-text, or the tokens' mean"
+    )
+    prototypes: int = Field(2, ge=1, description="number of prototypes of tastes")
+    scale: float = Field(5.0, gt=0, description="length at which the prototypes start")
+
+    @model_validator(mode="after")
+    def _fits(self) -> VariationalSettings:
+        if self.prototypes > self.latent:
+            raise ValueError(
+                f"{self.prototypes} prototypes cannot be orthogonal in {self.latent} dimensions: raise latent"
+            )
+        if min(self.widths) < 1:
+            raise ValueError(f"every width must be at least 1, not {list(self.widths)}")
+        return self
+
+
 class ModelConfig(StrictModel):
     """Which causal language model is aligned, and how."""
 
@@ -50,6 +85,9 @@ class ModelConfig(StrictModel):
     )
     reward: RewardSettings = Field(
         default_factory=lambda: RewardSettings(), description="for methods with a reward head"
+    )
+    variational: VariationalSettings = Field(
+        default_factory=lambda: VariationalSettings(), description="for selectors with a latent taste"
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the frozen model")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="where the model lives")

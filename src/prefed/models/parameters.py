@@ -16,6 +16,8 @@ from prefed.core import Entry, Key
 from prefed.models.config import ModelConfig
 from prefed.models.families import Family
 from prefed.models.fused import fuse_lora
+from prefed.models.starts import uniform
+from prefed.models.variational import LATENT, POSTERIOR, PROTOTYPES, VARIATIONAL, VariationalSelector
 
 
 @dataclass
@@ -71,12 +73,6 @@ def _set(holder: Any, name: str) -> Callable[[nn.Parameter], None]:
     return functools.partial(setattr, holder, name)
 
 
-def _uniform(key: Key, shape: tuple[int, ...], fan_in: int) -> torch.Tensor:
-    """U(−1/√fan_in, 1/√fan_in), the start of a linear layer and of PEFT's A."""
-    bound = fan_in**-0.5
-    return torch.rand(shape, generator=key.torch()).mul_(2 * bound).sub_(bound)
-
-
 def _lora(context: PartContext) -> Iterator[ParameterSpec]:
     """Factors A, from one draw that all clients share, and B = 0."""
     for stem, block, layer in lora_layers(context.causal):
@@ -86,7 +82,7 @@ def _lora(context: PartContext) -> Iterator[ParameterSpec]:
             name = f"lora/{stem}/{factor}"
             start = torch.zeros(shape)
             if factor == "A":
-                start = _uniform(context.key.at("lora", name), shape, shape[1])
+                start = uniform(context.key.at("lora", name), shape, shape[1])
             yield ParameterSpec(Entry(name, shape, "lora", block, factor), start, _set(holder, "weight"))
 
 
@@ -108,7 +104,7 @@ def _personal_lora(context: PartContext) -> Iterator[ParameterSpec]:
             name = f"personal_lora/{stem}/{factor}"
             key = context.key.at("personal_lora", name)
             if factor == "A":
-                start = _uniform(key, shape, shape[1])
+                start = uniform(key, shape, shape[1])
             else:
                 start = 0.01 * torch.randn(shape, generator=key.torch())
             entry = Entry(name, shape, "personal_lora", block, factor)
@@ -167,8 +163,8 @@ def _bottleneck(context: PartContext) -> Iterator[ParameterSpec]:
     final.dropout = nn.Dropout(settings.dropout).eval()
     key = context.key.at("bottleneck")
     starts = {
-        "encode/weight": (_uniform(key.at("weight"), (width, dim), dim), final.encode, "weight"),
-        "encode/bias": (_uniform(key.at("bias"), (width,), dim), final.encode, "bias"),
+        "encode/weight": (uniform(key.at("weight"), (width, dim), dim), final.encode, "weight"),
+        "encode/bias": (uniform(key.at("bias"), (width,), dim), final.encode, "bias"),
         "decode/weight": (torch.zeros(dim, width), final.decode, "weight"),
         "decode/bias": (torch.zeros(dim), final.decode, "bias"),
     }
@@ -216,7 +212,7 @@ def _reward(context: PartContext) -> Iterator[ParameterSpec]:
     for path, parameter in list(head.named_parameters()):
         layer, name = path.split(".")
         fan_in = dim if layer == "hidden" else settings.width
-        start = _uniform(context.key.at("reward", path), tuple(parameter.shape), fan_in)
+        start = uniform(context.key.at("reward", path), tuple(parameter.shape), fan_in)
         entry = Entry(f"reward/{layer}/{name}", tuple(parameter.shape), "reward")
         yield ParameterSpec(entry, start, _set(getattr(head, layer), name))
 
@@ -250,6 +246,13 @@ def _residual(context: PartContext) -> Iterator[ParameterSpec]:
         yield ParameterSpec(entry, torch.zeros(shape), lambda parameter: None)
 
 
+def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
+    """A part of the variational selector, which is read from the backbone's parameters."""
+    selector = VariationalSelector(context.config.variational, context.causal.config.hidden_size)
+    for name, start in selector.starts(context.key, capped="cap" in context.needs)[part].items():
+        yield ParameterSpec(Entry(name, tuple(start.shape), part), start, lambda parameter: None)
+
+
 PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "lora": _lora,
     "residual": _residual,
@@ -260,5 +263,6 @@ PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "head": _head,
     "reward": _reward,
     "value": _value,
+    **{part: functools.partial(_taste, part) for part in (VARIATIONAL, PROTOTYPES, POSTERIOR, LATENT)},
 }
 """Part → its builder, in the order of a layout; the parts inside the trunk come first."""

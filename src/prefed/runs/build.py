@@ -10,12 +10,12 @@ import torch
 from prefed import files
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key, Owner
-from prefed.data import FederatedDataset, SelectorConfig, build_dataset
+from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.engines import Job
 from prefed.merge import Aggregator, TooFewUploads, lora
 from prefed.merge.robust import check_upload_count
 from prefed.methods.base.ppo import BaselineSettings
-from prefed.models import load_backbone, load_pretrained
+from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.train.trainer_factory import PairTrainerFactory
 
 
@@ -72,15 +72,28 @@ def build_trainers(
     settings = experiment.method.settings
     needs = experiment.method.kind.needs(settings) | lora.needs(experiment.merge.lora)
     ppo = settings if isinstance(settings, BaselineSettings) and settings.ppo else None
+    backbone = load_backbone(experiment.model, Key(experiment.seed).at("model"), needs)
     return PairTrainerFactory(
-        load_backbone(experiment.model, Key(experiment.seed).at("model"), needs),
+        backbone,
         dataset,
         cache=cache,
         max_tokens=experiment.engine.max_tokens,
         fast=experiment.model.fast,
         unseen=_unseen(experiment, dataset),
         reward_model=ppo.reward_model if ppo else None,
+        responses=response_encoder(experiment, backbone),
     )
+
+
+def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEncoder | None:
+    """How a selector with a latent taste reads responses; ``None`` where the model has no such taste."""
+    if "latent" not in backbone.needs:
+        return None
+    data, tokenizer = experiment.data, backbone.tokenizer
+    most = min(
+        data.max_length, getattr(backbone.causal.config, "max_position_embeddings", None) or data.max_length
+    )
+    return ResponseEncoder(tokenizer, Template(tokenizer, data.template), most)
 
 
 def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
@@ -105,6 +118,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         state_dtype=getattr(torch, experiment.engine.state_dtype),
         unseen=unseen,
         unseen_steps=tuple(evaluate.unseen_steps),
+        unseen_pairs=tuple(evaluate.unseen_pairs),
         untouched=backbone.reference,
         privacy=experiment.privacy,
     )

@@ -17,6 +17,7 @@ from prefed.metrics import (
     not_finite_counts,
     small_clients_note,
 )
+from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.train import PairTrainer
@@ -142,6 +143,7 @@ def evaluate_file(
             new.tokens,
             max_tokens=run.experiment.engine.max_tokens,
             fast=run.experiment.model.fast,
+            responses=response_encoder(run.experiment, run.backbone),
         )
         figures: dict[str, dict[str, float]] = {}
         for client, own in rows.items():
@@ -171,6 +173,6 @@ def _over_clients(
     seen, newcomers = (federated_metrics(table, pairs, privacy) for table in (figures, unseen))
     small = [small_clients_note(next(iter(over.values()))) for over in (seen, newcomers) if over]
     notes = [*notes, *diverged, *filter(None, dict.fromkeys(small))]
-    steps = {name: over for name, over in newcomers.items() if name.isdigit()}
+    steps = {name: over for name, over in newcomers.items() if name in run.job.newcomer_figures}
     selectors = {name: over for name, over in newcomers.items() if name not in steps}
     return Evaluation(what, pairs, seen, steps, tuple(notes), selectors)

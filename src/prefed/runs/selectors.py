@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prefed.align import Selectors
 from prefed.methods import METHODS
+from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError, RunRecord
 
@@ -35,6 +36,7 @@ def selectors_of(run: LoadedRun) -> Selectors:
         run.experiment.data.max_length,
         run.experiment.engine.max_tokens,
         run.experiment.model.fast,
+        response_encoder(run.experiment, run.backbone),
     )
 
 

@@ -45,8 +45,8 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
         "loss": last["loss"],
         **({"personal": public} if public else {}),
         "parameters": {
-            # FedEx-LoRA's residual is sent, but it is not trained.
-            "trainable": sum(entry.size for entry in moving if entry.part != lora.RESIDUAL),
+            # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.
+            "trainable": sum(e.size for e in moving if e.part not in (lora.RESIDUAL, "posterior")),
             "communicated": int(totals["communicated"]),
         },
         "bytes": {"up": int(totals["bytes_up"]), "down": int(totals["bytes_down"])},

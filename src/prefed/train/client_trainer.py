@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from prefed.core import Key, Objective, Ownership, Phase, PhaseResult, Round, Tensors, Upload
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_trainer import PairTrainer
@@ -54,6 +56,13 @@ class ClientPairTrainer:
         validate = split == "validation" and len(self.validation_rows)
         rows = self.validation_rows if validate else self.train_rows
         return self.pair_trainer.loss(tensors, objective, rows)
+
+    def posteriors(
+        self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """μ and log σ² after contexts of training pairs, which are the same ones in every round."""
+        key = Key(self.round.key.seed).at("contexts").at("client", self.client)
+        return self.pair_trainer.posteriors(tensors, objective, self.train_rows, key, pairs)
 
     def assemble(self, *groups: Tensors) -> Tensors:
         """``initial`` with the given tensors put in, later groups over earlier ones."""

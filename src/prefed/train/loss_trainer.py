@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.ppo import RolloutCache
 from prefed.train.references import ReferenceLogprobs
-from prefed.train.steps import PhaseSteps, batches
+from prefed.train.steps import PhaseSteps, batches, dropout
 
 
 class LossTrainer:
@@ -43,7 +42,7 @@ class LossTrainer:
         features = None
         if not trunk:
             features = self._model.features(used, rejected=loss.needs_rejected, rewards=loss.needs_reward)
-        with self._dropout(trunk=trunk):
+        with dropout(backbone, trunk=trunk):
             for batch in plan:
                 backbone.grad.zero_()
                 figures: defaultdict[str, float] = defaultdict(float)
@@ -68,7 +67,7 @@ class LossTrainer:
             self._references.fill_training(batch, rows)
         backbone.load(tensors)
         backbone.train_only(names)
-        with self._dropout(trunk=True):
+        with dropout(backbone, trunk=True):
             backbone.grad.zero_()
             figures = self._backward(batch, loss, {**loss.memory, **objective.settings}, key)
         return Tensors(backbone.layout, backbone.grad.to("cpu", copy=True)), figures["loss"]
@@ -157,15 +156,3 @@ class LossTrainer:
                 start += len(group)
         mean = float(values.detach().mean())
         return {"loss": mean, **{name: float(value) for name, value in figures.items()}}
-
-    @contextmanager
-    def _dropout(self, *, trunk: bool) -> Iterator[None]:
-        """Switch dropout on; PyTorch's global random state is restored at the end."""
-        backbone = self._model.backbone
-        devices = [backbone.device] if backbone.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            backbone.dropout(trunk=trunk, top=True)
-            try:
-                yield
-            finally:
-                backbone.dropout()

@@ -7,8 +7,19 @@ from collections.abc import Iterator
 
 import torch
 
-from prefed.core import Moments, Phase, Tensors
+from prefed.core import Moments, Optimizer, Phase, Tensors
 from prefed.models import Backbone
+
+
+def make_optimizer(o: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    """PyTorch's optimiser with these settings, over groups of parameters with rates of their own."""
+    if o.name == "adamw":
+        return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
+    if o.name == "adam":
+        return torch.optim.Adam(groups, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
+    if o.name == "rmsprop":
+        return torch.optim.RMSprop(groups, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
+    return torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
 
 
 class FlatOptimizer:
@@ -32,7 +43,7 @@ class FlatOptimizer:
                 part.grad = backbone.grad[start:stop]
                 slices.append(part)
             groups.append({"params": slices, "lr": rate})
-        self._optimizer = self._make(groups)
+        self._optimizer = make_optimizer(optimizer, groups)
         if phase.moments is not None and phase.moments.steps:
             self._resume(phase.moments)
         device = backbone.device
@@ -46,16 +57,6 @@ class FlatOptimizer:
         self._proximal = [] if phase.proximal is None else spans(phase.proximal.to)
         self._correction = [] if phase.correction is None else spans(phase.correction)
         self._penalties = [(p, layout.ranges(trained.intersection(p.names))) for p in phase.penalties]
-
-    def _make(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        o = self._phase.optimizer
-        if o.name == "adamw":
-            return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
-        if o.name == "adam":
-            return torch.optim.Adam(groups, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
-        if o.name == "rmsprop":
-            return torch.optim.RMSprop(groups, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
-        return torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
 
     def _slices(self) -> Iterator[tuple[torch.nn.Parameter, slice]]:
         """The optimiser's parameters, and where each lies in the flat buffer."""

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from prefed.core import Key, Objective, Owner, Ownership, Phase, PhaseResult, Tensors
-from prefed.data import TokenSet
-from prefed.losses import PPO
+from prefed.data import ResponseEncoder, Template, TokenSet
+from prefed.losses import LATENT, PPO
 from prefed.metrics import ChoiceScores, PairScores
 from prefed.models import Backbone
 from prefed.train.choice_trainer import ChoiceTrainer
+from prefed.train.latent_trainer import LatentTrainer, Z
 from prefed.train.loss_trainer import LossTrainer
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import PairModel
 from prefed.train.ppo import PPOTrainer, RolloutCache
 from prefed.train.references import ReferenceLogprobs
+from prefed.train.response_features import ResponseFeatures
 from prefed.train.rewards import Rewards
 
 
@@ -44,8 +48,8 @@ class PairTrainer:
     """Trains and scores any client's tensors on a frozen backbone.
 
     Where the pairs are choices between two letters (``tokens.letters``), the tensors are a selector's, and
-    its only objective is :data:`prefed.losses.CHOICE`. Every method raises ``ValueError`` if it is given no
-    rows.
+    its objective is :data:`prefed.losses.CHOICE`, or :data:`prefed.losses.LATENT` if it has a latent taste.
+    Every method but :meth:`posteriors` raises ``ValueError`` if it is given no rows.
 
     Args:
         backbone: the model; this trainer becomes its only user.
@@ -55,6 +59,8 @@ class PairTrainer:
         max_tokens: tokens of one forward pass; larger batches are split, with equal results.
         fast: use packed batches where the model's family allows them.
         rewards: a reward model's scores, for offline PPO.
+        responses: how a selector with a latent taste reads responses; left out, by the model's tokenizer and
+            within its context.
 
     Attributes:
         trainers: objective → its trainer, where it is no loss of :data:`prefed.losses.OBJECTIVES`.
@@ -70,6 +76,7 @@ class PairTrainer:
         max_tokens: int = 4096,
         fast: bool = True,
         rewards: Rewards | None = None,
+        responses: ResponseEncoder | None = None,
     ) -> None:
         self.backbone = backbone
         self.model = PairModel(backbone, tokens, max_tokens=max_tokens, fast=fast)
@@ -81,6 +88,13 @@ class PairTrainer:
             self._loss_trainer = LossTrainer(self.model, self.references)
         else:
             self._loss_trainer = ChoiceTrainer(self.model, self.references)
+        self._latent: LatentTrainer | None = None
+        if Z in backbone.layout and tokens.letters is not None:
+            features = ResponseFeatures(
+                self.model, responses or _encoder(backbone), cache, f"{name}-responses"
+            )
+            self._latent = LatentTrainer(self.model, self.references, features)
+            self.trainers = {LATENT.name: self._latent}
 
     def _trainer(self, objective: Objective) -> ObjectiveTrainer:
         return self.trainers.get(objective.name, self._loss_trainer)
@@ -134,12 +148,10 @@ class PairTrainer:
         They are log-probabilities, or log-odds where the pairs are choices.
         """
         self.references.fill_scoring(_not_empty(rows))
-        self.backbone.load(tensors)
         if self.model.tokens.letters is not None:
-            signs = self.model.signs(rows)[:, None]
-            return ChoiceScores(
-                orders=signs * self.model.outputs(rows), baseline=signs * self.references.scoring.get(rows)
-            )
+            signs, orders = self.model.signs(rows)[:, None], self._orders(tensors, rows)
+            return ChoiceScores(orders=signs * orders, baseline=signs * self.references.scoring.get(rows))
+        self.backbone.load(tensors)
         has_rewards = self.backbone.reward is not None
         outputs = self.model.outputs(rows, rewards=has_rewards)
         return PairScores(
@@ -161,13 +173,38 @@ class PairTrainer:
             raise ValueError(
                 "these pairs are a policy's: only a selector's pairs end with a letter to choose"
             )
-        self.backbone.load(tensors)
-        scores: npt.NDArray[np.float32] = self.model.outputs(_not_empty(rows)).mean(1)
+        scores: npt.NDArray[np.float32] = self._orders(tensors, _not_empty(rows)).mean(1)
         return scores
+
+    def _orders(self, tensors: Tensors, rows: Rows) -> npt.NDArray[np.float32]:
+        """``[n, 2]`` log-odds that the first response is better, in both presentation orders."""
+        if self._latent is not None:
+            return self._latent.orders(tensors, rows)
+        self.backbone.load(tensors)
+        return self.model.outputs(rows)
+
+    def posteriors(
+        self, tensors: Tensors, objective: Objective, rows: Rows, key: Key, pairs: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``tensors`` infer of a client's taste from ``rows``, all its training pairs.
+
+        Arguments and result are those of :meth:`prefed.train.latent_trainer.LatentTrainer.posteriors`.
+
+        Raises:
+            ValueError: the model has no latent taste.
+        """
+        if self._latent is None:
+            raise ValueError("this model has no latent taste: no posterior can be inferred")
+        return self._latent.posteriors(tensors, objective, rows, key, pairs)
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean loss over ``rows`` as one batch, without dropout."""
         return self._trainer(objective).loss(tensors, objective, _not_empty(rows))
+
+
+def _encoder(backbone: Backbone) -> ResponseEncoder:
+    longest = getattr(backbone.causal.config, "max_position_embeddings", sys.maxsize)
+    return ResponseEncoder(backbone.tokenizer, Template(backbone.tokenizer), longest)
 
 
 def _not_empty(rows: Rows) -> Rows:

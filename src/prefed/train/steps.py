@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
 
 from prefed.core import Key, Phase, PhaseResult
 from prefed.models import Backbone
@@ -33,6 +36,18 @@ def batches(rows: Rows, phase: Phase, key: Key) -> Iterator[Rows]:
             yield order[start : start + size]
             steps += 1
         epoch += 1
+
+
+@contextmanager
+def dropout(backbone: Backbone, *, trunk: bool) -> Iterator[None]:
+    """Switch dropout on; PyTorch's global random state is restored at the end."""
+    devices = [backbone.device] if backbone.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        backbone.dropout(trunk=trunk, top=True)
+        try:
+            yield
+        finally:
+            backbone.dropout()
 
 
 class PhaseSteps:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from prefed.core import POOLED, Key, Ownership, Round, Tensors
-from prefed.data import ClientData, ClientSizes, FederatedDataset, TokenSet
+from prefed.data import ClientData, ClientSizes, FederatedDataset, ResponseEncoder, TokenSet
 from prefed.metrics import ChoiceScores, PairScores
 from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
@@ -36,6 +36,7 @@ class PairTrainerFactory:
         cache: folder for the log-probabilities of the reference model; ``None`` keeps them in memory.
         unseen: clients whose pairs no method trains on, pooled methods included.
         reward_model: folder or hub name of the model that scores responses, for offline PPO.
+        responses: as :class:`~prefed.train.PairTrainer` takes it.
 
     Raises:
         ModelError: the model has fewer positions than the longest pair of a client has tokens.
@@ -51,6 +52,7 @@ class PairTrainerFactory:
         fast: bool = True,
         unseen: Sequence[str] = (),
         reward_model: str | None = None,
+        responses: ResponseEncoder | None = None,
     ) -> None:
         self.backbone, self.dataset, self._unseen = backbone, dataset, frozenset(unseen)
         rows = [
@@ -71,6 +73,7 @@ class PairTrainerFactory:
             max_tokens=max_tokens,
             fast=fast,
             rewards=rewards,
+            responses=responses,
         )
 
     @property

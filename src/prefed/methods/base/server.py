@@ -19,6 +19,7 @@ class FedAvgServer:
 
     Attributes:
         group: the name of φ's group in the server's state and in messages.
+        apart: parts of the model that are no part of φ, though they are shared: they neither train nor merge.
     """
 
     settings: TrainingSettings
@@ -26,6 +27,7 @@ class FedAvgServer:
     rounds: int
     ownership: Ownership
     group: str = "model"
+    apart: frozenset[str] = frozenset()
 
     # Names of tensors
 
@@ -36,7 +38,11 @@ class FedAvgServer:
         A model of a client's own consists of these. LoRA factors are worth nothing without the residual that
         they were trained on.
         """
-        return self.ownership.names(Owner.SHARED)
+        return self._together(self.ownership.names(Owner.SHARED))
+
+    def _together(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of ``names`` that are not set apart."""
+        return tuple(name for name in names if self.aggregator.layout[name].part not in self.apart)
 
     @property
     def shared_trainable(self) -> tuple[str, ...]:
@@ -48,14 +54,14 @@ class FedAvgServer:
 
         The LoRA rule may let some of the shared ones rest.
         """
-        names = self.aggregator.trainable(self.ownership, now.number)
+        names = self._together(self.aggregator.trainable(self.ownership, now.number))
         return tuple(name for name in names if not owners or self.ownership.owners[name] in owners)
 
     # The server
 
     def init_server(self, initial: Tensors) -> State:
         """The shared tensors as they start, φ⁰."""
-        state = self.aggregator.init(self.ownership.select(initial, Owner.SHARED), self.group)
+        state = self.aggregator.init(initial.select(self.shared), self.group)
         return state.update(values=schedule.begin(self.settings))
 
     def send(self, server: State, client: str, now: Round) -> Download:

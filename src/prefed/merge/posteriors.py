@@ -1,0 +1,99 @@
+"""What a client tells of its taste: the posterior of its latent z (FedVPA-GP, arXiv:2605.30873).
+
+It is 2 · d_z numbers, means over the client's training pairs. It tells what the client prefers, since that is
+its purpose: whoever has the selector can judge with it as the client would. It is no function of a text, but
+with few pairs much can be told from it about each. So a client with fewer than ``[privacy] minimum_pairs``
+sends none, and noise can be put on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from prefed.core import Key
+from prefed.core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CENTER = -3.0
+"""About where log σ² lies; a constant that everybody knows, so clipping around it tells nothing."""
+OUTLYING = 3.0
+"""A mean this many times as long as the median is shortened."""
+WIDEST = 12.0
+"""The bounds on log σ̄² are ± this."""
+
+
+class Posterior(NamedTuple):
+    """N(μ̄, diag σ̄²) of one client: ``[d_z]`` each. The logarithm keeps σ̄² positive whatever is added."""
+
+    mean: Tensor
+    log_variance: Tensor
+
+
+def summarize(means: Tensor, log_variances: Tensor) -> Posterior:
+    """One Gaussian for the posteriors after a client's contexts: μ̄ = mean μ, σ̄² = mean σ² + Var μ.
+
+    These are the mean and the variance of the even mixture of the posteriors (law of total variance).
+
+    Args:
+        means: ``[m, d_z]`` μ after each of m ≥ 1 disjoint contexts.
+        log_variances: ``[m, d_z]``.
+
+    >>> summarize(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))
+    Posterior(mean=tensor([2.]), log_variance=tensor([0.6931]))
+    """
+    variance = log_variances.exp().mean(0) + means.var(0, correction=0)
+    return Posterior(means.mean(0), variance.log())
+
+
+def privatize(posterior: Posterior, clip: float, noise: float, key: Key) -> Posterior:
+    """``posterior`` as one vector, clipped, with Gaussian noise (arXiv:1607.00133, algorithm 1).
+
+    The vector is (μ̄, log σ̄² − c) with a constant c. Two data sets of a client give clipped vectors at most
+    2 · ``clip`` apart, from which an accountant starts.
+
+    Args:
+        clip: bound on the Euclidean length; 0 for none.
+        noise: the noise's standard deviation over ``clip``; 0 for none.
+        key: the noise's randomness.
+
+    Raises:
+        ValueError: noise is asked for, and no clip, without which no noise suffices.
+    """
+    if noise and not clip:
+        raise ValueError("noise on a posterior needs a bound on its length: set the clip above 0")
+    vector = torch.cat([posterior.mean, posterior.log_variance - CENTER])
+    if clip:
+        norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+        vector = vector * min(1.0, clip / norm) if norm else vector
+    if noise:
+        vector = vector + clip * noise * torch.randn(len(vector), generator=key.torch())
+    mean, log_variance = vector.chunk(2)
+    return Posterior(mean, log_variance + CENTER)
+
+
+def bound_posteriors(posteriors: Mapping[str, Posterior], length: float) -> dict[str, Posterior]:
+    """Client → its posterior with numbers that can do no harm to other clients, sorted by client.
+
+    A client may send any finite numbers. A mean that is :data:`OUTLYING` times as long as the upper median
+    and longer than ``length`` is shortened to the longer of the two. log σ̄² is kept within ±:data:`WIDEST`,
+    far beyond what training gives, so that every density is finite in float32.
+
+    Args:
+        length: that of the longest prototype; means up to it are left as they are.
+    """
+    clients = sorted(posteriors)
+    norms = {c: float(torch.linalg.vector_norm(posteriors[c].mean, dtype=torch.float64)) for c in clients}
+    ranked = sorted(norms.values())
+    most = max(length, OUTLYING * ranked[len(ranked) // 2]) if ranked else math.inf
+
+    def bounded(client: str) -> Posterior:
+        mean, log_variance = posteriors[client]
+        if norms[client] > most:
+            mean = (mean.double() * (most / norms[client])).to(mean.dtype)
+        return Posterior(mean, log_variance.clamp(-WIDEST, WIDEST))
+
+    return {client: bounded(client) for client in clients}

@@ -1,0 +1,248 @@
+"""The moves of a round with a variational selector: clients also tell what they infer of their own taste.
+
+Beside its visit's tensors a client sends its posterior N(μ̄, σ̄²) of the latent taste z. The server keeps the
+last posterior of each client, and publishes the mean of the μ̄ as the population's taste. The z with which a
+model judges is one tensor of it, which is filled in and never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pydantic import Field, model_validator
+
+from prefed.core import (
+    ClientTrainer,
+    Download,
+    Entry,
+    Exchange,
+    Layout,
+    Method,
+    Owner,
+    PhaseResult,
+    Round,
+    State,
+    Tensors,
+    Upload,
+)
+from prefed.core.lazy import torch
+from prefed.merge import Aggregator, WeightFunction, lora
+from prefed.merge.posteriors import Posterior, bound_posteriors, privatize, summarize
+from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base.selector import SelectorSettings
+
+POSTERIOR, TASTE, PROTOTYPES = "posterior", "latent", "prototypes"
+"""The parts of a client's posterior, of the taste with which a model judges, and of the prototypes."""
+Z = f"{TASTE}/z"
+PEERS = "peers"
+"""The group with the last posteriors of all clients, in the order of their ids."""
+
+
+class TasteSettings(SelectorSettings):
+    """How a client trains a variational selector."""
+
+    lr: float = Field(1e-3, gt=0, description="learning rate of the local optimiser")
+    beta: float = Field(0.1, gt=0, description="weight of the KL between a posterior and its prior")
+    lora: bool = Field(False, description="train a LoRA of the base model too, which the paper does")
+    posterior_clip: float = Field(
+        0.0, ge=0, description="bound on the length of the posterior that a client sends; 0: none"
+    )
+    posterior_noise: float = Field(
+        0.0, ge=0, description="standard deviation of the Gaussian noise on it, over posterior_clip; 0: none"
+    )
+
+    @model_validator(mode="after")
+    def _bounded_noise(self) -> TasteSettings:
+        if self.posterior_noise and not self.posterior_clip:
+            raise ValueError("posterior_noise needs a bound on what it hides: set posterior_clip above 0")
+        return self
+
+
+def taste_parts(settings: TasteSettings, **optional: bool) -> frozenset[str]:
+    """The parts and flags that a variational selector needs, with those of ``optional`` that are true."""
+    optional = {**optional, lora.LORA: settings.lora}
+    return frozenset(
+        {"variational", POSTERIOR, TASTE, *(part for part, needed in optional.items() if needed)}
+    )
+
+
+@dataclass(frozen=True)
+class Tastes(FedAvgBase):
+    """The usual moves of a round, with posteriors.
+
+    The server's state also holds the group ``"taste"``, the mean of the clients' μ̄, and after the first merge
+    :data:`PEERS`, the values ``"members"``, all clients by index, and ``"sent"``, client → the round of its
+    last posterior.
+    """
+
+    @classmethod
+    def over(cls, settings: TasteSettings, aggregator: Aggregator, rounds: int) -> Tastes:
+        """The moves over the aggregator's layout; the LoRA rule decides about a LoRA."""
+
+        def owner(entry: Entry) -> Owner:
+            return Owner.FROZEN if entry.part == TASTE else Owner.SHARED
+
+        return cls(settings, aggregator, rounds, aggregator.ownership(owner), apart=frozenset({POSTERIOR}))
+
+    # The client
+
+    def visit(
+        self, trainer: ClientTrainer, private: State, download: Download, **changes: Any
+    ) -> tuple[Upload, PhaseResult]:
+        """Train φ_i ← φ; send φ_i, and the posterior under φ_i unless it is one over too few pairs."""
+        start = self.start(trainer, private, download)
+        result = trainer.train(start, self.phase(trainer, download, **changes))
+        groups = {self.group: self.share(result.tensors, trainer.round)}
+        if self.tells(trainer.client, trainer.round):
+            groups[POSTERIOR] = self.posterior(trainer, result.tensors)
+        return trainer.upload(groups, {"loss": result.loss}), result
+
+    def work(
+        self, trainer: ClientTrainer, private: State, download: Download, **changes: Any
+    ) -> tuple[Upload, State]:
+        """A visit whose private state is the personal tensors, if any."""
+        upload, result = self.visit(trainer, private, download, **changes)
+        return upload, self.keep(private, result.tensors)
+
+    def tells(self, client: str, now: Round) -> bool:
+        """Whether the client has enough pairs to send a posterior, which is a mean over them."""
+        return now.privacy.may_report(now.weights[client])
+
+    def posterior(self, trainer: ClientTrainer, tensors: Tensors) -> Tensors:
+        """What the client tells of its taste: 2 · d_z numbers, clipped and with noise where asked."""
+        settings = cast("TasteSettings", self.settings)
+        summary = summarize(*trainer.posteriors(tensors, settings.goal()))
+        told = privatize(
+            summary, settings.posterior_clip, settings.posterior_noise, trainer.key.at(POSTERIOR)
+        )
+        return Tensors.gather(
+            self._posterior_layout, {f"{POSTERIOR}/{name}": value for name, value in told._asdict().items()}
+        )
+
+    def groups(self, client: str, now: Round) -> dict[str, Layout]:
+        """φ's group, and the posterior's of a client that may send one."""
+        more = {POSTERIOR: self._posterior_layout} if self.tells(client, now) else {}
+        return {**super().groups(client, now), **more}
+
+    @property
+    def _posterior_layout(self) -> Layout:
+        layout = self.aggregator.layout
+        return layout.select(entry.name for entry in layout.entries if entry.part == POSTERIOR)
+
+    def predict(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        """φ with the client's μ̄, from its training pairs; with the population's taste if it has none."""
+        return self._infer(trainer, self._published(trainer, private, published))
+
+    def infer(self, trainer: ClientTrainer, published: Download, pairs: int) -> Tensors:
+        """φ with what ``pairs`` of a newcomer's training pairs tell of its taste; no step is taken."""
+        return self._infer(trainer, self._published(trainer, State(), published), pairs)
+
+    def adapt(
+        self, trainer: ClientTrainer, published: Download, steps: int, *, pull: float = 0.0, **changes: Any
+    ) -> Tensors:
+        """A newcomer's model after ``steps`` steps, with the taste that it then infers of its pairs.
+
+        Its prior is N(0, I), and it has no prototype.
+        """
+        model = super().adapt(trainer, published, steps, pull=pull, **changes)
+        return self._infer(trainer, model.replace(published.tensors["taste"]))
+
+    def _published(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        return self.start(trainer, private, published).replace(published.tensors["taste"])
+
+    def _infer(self, trainer: ClientTrainer, model: Tensors, pairs: int | None = None) -> Tensors:
+        goal = self.settings.goal()
+        means, log_variances = trainer.posteriors(model, goal, pairs=pairs)
+        return model.replace({Z: summarize(means, log_variances).mean}) if len(means) else model
+
+    # The server
+
+    def init_server(self, initial: Tensors) -> State:
+        """φ⁰, and the mean of N(0, I) as the population's taste."""
+        taste = initial.select(entry.name for entry in initial.layout.entries if entry.part == TASTE)
+        return super().init_server(initial).update({"taste": Tensors.zeros(taste.layout, taste.flat.dtype)})
+
+    def merge(
+        self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
+    ) -> State:
+        """φ ← the merge of the φ_i; a client's last posterior is put in the place of the one before."""
+        merged = super().merge(server, uploads, now, weigh)
+        told = {
+            upload.client: Posterior(*upload.tensors[POSTERIOR].values())
+            for upload in uploads
+            if POSTERIOR in upload.tensors
+        }
+        known = {**posteriors(server), **told}
+        if not known:
+            return merged
+        prototypes = merged.tensors[self.group].get(PROTOTYPES)
+        longest = 0.0 if prototypes is None else float(prototypes.norm(dim=1).max())
+        bounded = bound_posteriors(known, longest)
+        known = {client: bounded[client] if client in told else known[client] for client in sorted(known)}
+        members = sorted(now.weights)
+        sent = {**rounds_of(server), **dict.fromkeys(told, now.number)}
+        mean = torch.stack([posterior.mean for posterior in known.values()]).double().mean(0)
+        taste = server.tensors["taste"]
+        return merged.update(
+            {PEERS: _table(known, members), "taste": taste.replace({Z: mean})},
+            {"members": cast("list[Any]", members), "sent": {c: sent[c] for c in sorted(sent)}},
+        )
+
+    def publish(self, server: State, client: str) -> Download:
+        """φ, and the taste of the population."""
+        return Download({self.group: server.tensors[self.group], "taste": server.tensors["taste"]})
+
+    def taste_method(self, name: str, source: str, *exchanges: Exchange, **changes: Any) -> Method:
+        """The method of these moves, but for the fields of :class:`Method` that ``changes`` names."""
+        moves = {"reads": "choice", "personal": True, "predict": self.predict, "infer": self.infer}
+        return self.method(name, source, *exchanges, **{**moves, **changes})
+
+
+def posteriors(server: State) -> dict[str, Posterior]:
+    """Client → its last posterior, sorted by client."""
+    if PEERS not in server.tensors:
+        return {}
+    peers, members = server.tensors[PEERS], cast("list[str]", server.values["members"])
+    rows = zip(members, peers["peers/mean"], peers["peers/log_variance"], strict=True)
+    return {client: Posterior(*row) for client, *row in rows if client in rounds_of(server)}
+
+
+def rounds_of(server: State) -> Mapping[str, int]:
+    """Client → the round in which it sent its last posterior."""
+    return cast("Mapping[str, int]", server.values.get("sent", {}))
+
+
+def peers_of(server: State, client: str, *, latest: bool) -> Tensors | None:
+    """:data:`PEERS` as ``client`` gets it, without its own; ``None`` before the first posterior.
+
+    Args:
+        latest: without those of clients that sent none in the last round in which any came.
+    """
+    if PEERS not in server.tensors:
+        return None
+    sent, members = rounds_of(server), cast("list[str]", server.values["members"])
+    last = max(sent.values())
+    others = {
+        name: posterior
+        for name, posterior in posteriors(server).items()
+        if name != client and (not latest or sent[name] == last)
+    }
+    return _table(others, members, server.tensors[PEERS].layout)
+
+
+def _table(known: Mapping[str, Posterior], members: Sequence[str], layout: Layout | None = None) -> Tensors:
+    """The posteriors as rows; zeros for a member without one. ``present`` is 1 where there is one, else 0."""
+    if layout is None:
+        width = len(next(iter(known.values())).mean)
+        rows = [Entry(f"peers/{name}", (len(members), width), PEERS) for name in Posterior._fields]
+        layout = Layout((*rows, Entry("peers/present", (len(members),), PEERS)))
+    dtype = next((posterior.mean.dtype for posterior in known.values()), torch.float32)
+    table = Tensors.zeros(layout, dtype)
+    for index, client in enumerate(members):
+        if client in known:
+            table["peers/present"][index] = 1
+            for name, value in known[client]._asdict().items():
+                table[f"peers/{name}"][index] = value
+    return table

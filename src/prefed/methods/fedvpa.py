@@ -1,0 +1,177 @@
+"""FedVPA-GP: a variational selector whose clients learn from one another's tastes (arXiv:2605.30873).
+
+FedVPL's posteriors may collapse: q(z) comes near N(0, I) for every client, and z says nothing. FedVPA-GP
+gives each client a prior of its peers' posteriors, and pulls tastes towards prototypes P. In a round::
+
+    server   samples a cohort S; sends i ∈ S: φ, the others' last posteriors N_j = N(μ̄_j, σ̄_j²), its label y*
+    client   φ_i ← φ; K local steps on contexts apart from their batches, z ~ q(z | context) = N(μ, σ²), on
+                 −log σ(r_w − r_l) + β KL(q ‖ Σ_{j≠i} w_j N_j) + λ mean_d (z − p_y*)² + γ ‖P Pᵀ − s² I‖²
+             w = softmax((log π_i + g) / τ), g Gumbel noise, τ falling over the rounds; log π_i stays with i
+             sends φ_i, which has P in it, and its posterior over contexts of all its pairs, as in FedVPL
+    server   φ ← Σ_{i∈S} p_i φ_i;  y* ← balanced k-means of the μ̄_i, its clusters matched with prototypes
+
+log σ² has a cap, and the base model's log-odds are dropped for half of the pairs of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, cast
+
+from pydantic import Field
+
+from prefed.core import (
+    ClientTrainer,
+    Download,
+    Entry,
+    Layout,
+    Method,
+    Objective,
+    Plain,
+    Round,
+    State,
+    Tensors,
+    Upload,
+)
+from prefed.core.lazy import torch
+from prefed.losses import LATENT
+from prefed.losses.latent import temperature
+from prefed.merge import Aggregator
+from prefed.merge.prototypes import assign_prototypes
+from prefed.methods.base.tastes import (
+    PEERS,
+    PROTOTYPES,
+    Tastes,
+    TasteSettings,
+    peers_of,
+    posteriors,
+    taste_parts,
+)
+
+SOURCE = "FedVPA-GP (arXiv:2605.30873)"
+_PRIORS, _CAPS = ("standard", "mixture", "bound"), ("off", "hard", "soft")
+TRUST = "trust"
+
+
+class Settings(TasteSettings):
+    """Settings of FedVPA-GP. With ``prior = "standard"`` and all else off it is FedVPL.
+
+    >>> Settings().goal().settings["capped"], sorted(needs(Settings(prototypes=False, cap="off")))
+    (1.0, ['latent', 'posterior', 'variational'])
+    """
+
+    prior: Literal["mixture", "standard", "bound"] = Field(
+        "mixture",
+        description="prior of z: mixture of the other clients' posteriors; standard, N(0, I); bound, the "
+        "mixture with a closed bound on its KL, which pulls between separated peers",
+    )
+    prior_from: Literal["all", "last_round"] = Field(
+        "all",
+        description="peers in the mixture: all that ever sent a posterior; last_round, the paper's, those of "
+        "the last round",
+    )
+    samples: int = Field(4, ge=1, description="samples with which the KL to the mixture is estimated")
+    trust_start: Literal["uniform", "sizes"] = Field(
+        "uniform",
+        description="the mixture's weights at the start: uniform; sizes, by pairs, which tells clients each "
+        "other's number of pairs",
+    )
+    trust_lr: float = Field(0.01, gt=0, description="learning rate of the mixture's weights")
+    first_temperature: float = Field(1.0, gt=0, description="temperature of the weights in the first round")
+    last_temperature: float = Field(0.1, gt=0, description="their temperature in the last round")
+    prototypes: bool = Field(True, description="pull tastes towards prototypes")
+    balanced: bool = Field(True, description="prototypes have equally many clients, give or take one")
+    pull: float = Field(1.0, ge=0, description="weight of the pull towards a client's prototype")
+    orthogonality: float = Field(0.1, ge=0, description="weight of the term that holds prototypes apart")
+    cap: Literal["hard", "soft", "off"] = Field("hard", description="bound of −2 on log σ² of a posterior")
+    logit_dropout: float = Field(
+        0.5, ge=0, lt=1, description="share of a step's pairs without the base model's log-odds"
+    )
+
+    def goal(self) -> Objective:
+        """The loss that clients minimise; a visit adds the temperature, and who the client is."""
+        kinds = {"prior": float(_PRIORS.index(self.prior)), "capped": float(_CAPS.index(self.cap))}
+        names = ("beta", "pull", "orthogonality", "logit_dropout", "samples")
+        values = {name: float(getattr(self, name)) for name in names}
+        return Objective(LATENT.name, LATENT.resolve({**values, **kinds}))
+
+
+def needs(settings: Settings) -> frozenset[str]:
+    """The variational selector's parts; prototypes, and a start below the cap, where these are used."""
+    return taste_parts(settings, prototypes=settings.prototypes, cap=settings.cap != "off")
+
+
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
+    """FedVPA-GP over ``layout``."""
+    tastes = Tastes.over(settings, aggregator, rounds)
+    mixture = settings.prior != "standard"
+
+    def send(server: State, client: str, now: Round) -> Download:
+        download = tastes.send(server, client, now)
+        peers = peers_of(server, client, latest=settings.prior_from == "last_round") if mixture else None
+        groups = {**download.tensors, **({} if peers is None else {PEERS: peers})}
+        label = _labels(server).get(client)
+        return Download(groups, {**download.scalars, **({} if label is None else {"label": float(label)})})
+
+    def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
+        now, who = trainer.round, dict[str, float]()
+        if settings.prototypes and "label" in download.scalars:
+            who["label"] = download.scalars["label"]
+        if not mixture or PEERS not in download.tensors:
+            objective = Objective(LATENT.name, {**settings.goal().settings, **who})
+            return tastes.work(trainer, private, download, objective=objective)
+        who["own"] = float(sorted(now.weights).index(trainer.client))
+        who["temperature"] = temperature(
+            now.number, now.rounds, settings.first_temperature, settings.last_temperature
+        )
+        trust = private.tensors[TRUST] if TRUST in private.tensors else _first_trust(settings, now)
+        upload, result = tastes.visit(
+            trainer,
+            private,
+            download,
+            objective=Objective(LATENT.name, {**settings.goal().settings, **who}),
+            constants={PEERS: download.tensors[PEERS]},
+            beside=trust,
+            rates=dict.fromkeys(trust, settings.trust_lr),
+        )
+        after = tastes.keep(private, result.tensors)
+        return upload, after if result.beside is None else after.update({TRUST: result.beside})
+
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+        merged = tastes.merge(server, uploads, now)
+        known = {client: posterior.mean for client, posterior in posteriors(merged).items()}
+        if not settings.prototypes or not known:
+            return merged
+        prototypes = merged.tensors[tastes.group][PROTOTYPES]
+        key = now.key.at(PROTOTYPES)
+        labels = assign_prototypes(known, prototypes, key, balanced=settings.balanced)
+        return merged.update(values={"labels": {**labels}})
+
+    def figures(server: State) -> dict[str, Plain]:
+        labels, groups = _labels(server), dict[str, Plain]()
+        for number in range(layout[PROTOTYPES].shape[0] if settings.prototypes else 0):
+            groups[str(number)] = [client for client in labels if labels[client] == number]
+        return {**tastes.figures(server), **({"prototypes": groups} if labels else {})}
+
+    def trust(private: State) -> list[float]:
+        if TRUST not in private.tensors:
+            return []
+        weights: list[float] = torch.softmax(private.tensors[TRUST].flat.float(), 0).tolist()
+        return weights
+
+    train = tastes.exchange(send=send, work=work, merge=merge, figures=figures)
+    return tastes.taste_method("fedvpa", SOURCE, train, trust=trust if mixture else None)
+
+
+def _labels(server: State) -> dict[str, int]:
+    """Client → the number of its prototype; empty before the first merge."""
+    return cast("dict[str, int]", server.values.get("labels", {}))
+
+
+def _first_trust(settings: Settings, now: Round) -> Tensors:
+    """Log π of a client's first visit: one number for each member, itself included."""
+    sizes = [now.weights[client] for client in sorted(now.weights)]
+    uniform = settings.trust_start == "uniform"
+    logits = [0.0 if uniform else math.log(size / sum(sizes)) for size in sizes]
+    return Tensors(Layout((Entry("trust/logits", (len(sizes),), TRUST),)), torch.tensor(logits))

@@ -1,0 +1,189 @@
+"""FedVPA-GP and FedVPL on a real, tiny language model: whole runs, their evaluations and their tastes."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.engines.test_experiment import StopsAt, experiment, left
+from tests.engines.test_experiment import place as place
+from typer.testing import CliRunner
+
+from prefed import Experiment, run
+from prefed.cli import app
+from prefed.data import Message, Record, write_choices
+from prefed.models import load_client, save_client
+from prefed.runs.build import response_encoder
+from prefed.runs.evaluate import evaluate
+from prefed.runs.loaded import load_run
+from prefed.runs.record import RunError
+from prefed.runs.resume import settings_digest
+from prefed.runs.selectors import selectors_of
+from prefed.runs.tastes import at_taste, read_tastes
+from prefed.store import RunReader
+from prefed.train import PairTrainer
+
+VARIATIONAL = {"latent": 4, "widths": [16, 8], "scale": 2.0}
+METHOD = {"name": "fedvpa", "lr": 0.01, "local_steps": 2, "batch_size": 8}
+
+
+def tasty(place, **changes):
+    tables = experiment(place).tables()
+    model = {**tables["model"], "variational": VARIATIONAL}
+    tree = {**tables, "model": model, "cohort": {"size": 2}, "method": METHOD, **changes}
+    return Experiment.model_validate(tree)
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    path = place / "tasty"
+    run(tasty(place), path)
+    return path
+
+
+def test_a_run_leaves_tastes_and_no_adapter(finished):
+    """6 rounds' messages: two visits of three clients; trust in private states alone."""
+    opened = load_run(finished, data=True)
+    assert not (finished / "adapters").exists()
+    summary = json.loads((finished / "summary.json").read_text())
+    for name in ("preference_accuracy", "shared_accuracy", "baseline_accuracy"):
+        assert set(summary[name]["per_client"]) == {"w0", "w1"}
+    assert summary["parameters"]["communicated"] == opened.server.tensors["model"].layout.size + 8
+    rounds = RunReader(finished).rounds()
+    members = rounds[-1]["prototypes"]
+    assert sorted(client for group in members.values() for client in group) == sorted(
+        opened.server.values["sent"]
+    )
+    assert evaluate(opened).figures["preference_accuracy"] == summary["preference_accuracy"]
+    tastes = read_tastes(opened)
+    assert tastes.clients == ("w0", "w1")
+    own = [summary["preference_accuracy"]["per_client"][client] for client in tastes.clients]
+    assert tastes.accuracies.diagonal().tolist() == pytest.approx(own)
+    population = [summary["shared_accuracy"]["per_client"][client] for client in tastes.clients]
+    assert tastes.population.tolist() == pytest.approx(population)
+    plain = json.loads(json.dumps(tastes.plain()))
+    assert np.array(plain["map"]["clients"]).shape == np.array(plain["map"]["prototypes"]).shape == (2, 2)
+    for client, others in plain["trust"].items():
+        assert client not in others
+        assert sum(others.values()) == pytest.approx(1)
+    assert plain["trust"]
+
+
+def test_clients_are_judged_by_other_tastes(finished):
+    """A cell of the table of tastes, the published taste, and what a method's ``infer`` gives."""
+    opened = load_run(finished, data=True)
+    tastes = read_tastes(opened)
+
+    def accuracies(taste):
+        per_client = evaluate(at_taste(opened, taste)).figures["preference_accuracy"]["per_client"]
+        return [per_client[client] for client in tastes.clients]
+
+    assert accuracies("own") == tastes.accuracies.diagonal().tolist()
+    assert accuracies("w1") == tastes.accuracies[:, 1].tolist()
+    assert accuracies("population") == tastes.population.tolist()
+    published = opened.method.publish(opened.server, "w0")
+    model = opened.method.infer(opened.job.trainer("w0", 3, "predict"), published, 2)
+    orders = opened.trainers.score("w0", model, "test").orders.mean(1)
+    assert accuracies("infer:2")[0] == float((orders > 0).mean())
+    for taste, error in (("w9", "no client is called"), ("infer:0", "1 or more"), ("infer:x", "1 or more")):
+        with pytest.raises(ValueError, match=error):
+            at_taste(opened, taste)
+    shown = CliRunner().invoke(app, ["evaluate", str(finished), "--taste", "w1", "--json"])
+    figures = json.loads(shown.output)["preference_accuracy"]["per_client"]
+    assert figures == dict(zip(tastes.clients, tastes.accuracies[:, 1].tolist(), strict=True))
+
+
+def test_a_stopped_run_goes_on_to_the_same_bytes(place, finished, tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(tasty(place), path, callbacks=[StopsAt(5)])
+    run(tasty(place), path, resume=True)
+    assert left(path) == left(finished)
+
+
+def test_workers_change_no_bit(place, finished, tmp_path):
+    run(tasty(place, engine={"threads": 1, "workers": 2}), tmp_path / "run")
+    one, other = left(tmp_path / "run"), left(finished)
+    assert one.keys() == other.keys()
+    assert {n for n in one if n != "config.toml" and one[n] != other[n]} == set()
+
+
+def test_the_second_visit_runs_no_language_model(place, finished, monkeypatch):
+    """All that a visit and an evaluation read of it is on the disk."""
+    opened = load_run(finished, data=True)
+    model = opened.trainers.pair_trainer.model
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the language model was asked")
+
+    monkeypatch.setattr(model.backbone.trunk, "forward", refuse)
+    private, published = opened.private_state("w0"), opened.method.publish(opened.server, "w0")
+    (exchange,) = opened.method.exchanges
+    trainer = opened.job.trainer("w0", 3, "exchange", "train")
+    upload, _ = exchange.work(trainer, private, exchange.send(opened.server, "w0", trainer.round))
+    assert upload.tensors["model"].isfinite()
+    opened.trainers.score("w0", opened.job.client_model("w0", private, published, 3), "test")
+
+
+def test_labels_read_responses_as_the_training_did(finished, tmp_path):
+    """The selector that labels completions gives the scores of an evaluation, under ``data.template`` too."""
+    opened = load_run(finished, data=True)
+    turns = [(Message("user", f"Question {number}?"),) for number in range(3)]
+    pairs = [Record(turn, f"yes please {number}", "no thanks") for number, turn in enumerate(turns)]
+    by_template = []
+    for template in ("dialogue", "instruction"):
+        data = opened.experiment.data.model_copy(update={"template": template})
+        changed = replace(opened, experiment=opened.experiment.model_copy(update={"data": data}))
+        selectors = selectors_of(changed)
+        tokens = write_choices(
+            tmp_path / template, opened.backbone.tokenizer, selectors.config, pairs, opened.backbone.window
+        )
+        encoder = response_encoder(changed.experiment, opened.backbone)
+        trainer = PairTrainer(opened.backbone, tokens, responses=encoder)
+        expected = trainer.score(opened.published_model, np.arange(3)).orders.mean(1)
+        asked, (scores,) = selectors.scores(pairs)
+        assert asked.tolist() == [0, 1, 2]
+        assert scores.tolist() == pytest.approx(expected.tolist())
+        by_template.append(scores)
+    assert not np.allclose(*by_template)
+
+
+def test_an_exported_client_is_the_model(finished, tmp_path):
+    opened = load_run(finished, data=True)
+    model = opened.model("w0")
+    save_client(opened.backbone, model, tmp_path / "w0")
+    again = load_client(tmp_path / "w0")
+    assert torch.equal(again.flat, model.flat)
+    assert not (tmp_path / "w0/adapter_model.safetensors").exists()
+
+
+def test_newcomers_are_evaluated_by_pairs(place, tmp_path):
+    """``unseen_pairs`` of a method without tastes change nothing."""
+    unseen = {"unseen": ["w1"], "unseen_steps": [0, 1], "unseen_pairs": [2, 8]}
+    method = {**METHOD, "name": "fedvpl", "lora": True}
+    result = run(tasty(place, rounds=1, method=method, evaluate=unseen), tmp_path / "run")
+    assert list(result.summary["unseen_accuracy"]) == ["0", "1", "pairs/2", "pairs/8"]
+    opened = load_run(tmp_path / "run", data=True)
+    published = opened.method.publish(opened.server, "w1")
+    model = opened.method.infer(opened.job.trainer("w1", 1, "predict"), published, 8)
+    orders = opened.trainers.score("w1", model, "test").orders.mean(1)
+    assert result.summary["unseen_accuracy"]["pairs/8"]["per_client"] == {"w1": float((orders > 0).mean())}
+    bis = experiment(place, "fedbis", evaluate=unseen)
+    job = replace(opened.job, method=replace(opened.method, infer=None))
+    assert list(job.newcomer_figures) == ["0", "1"]
+    assert "variational" not in bis.tables()["model"]
+
+
+def test_methods_without_tastes_are_refused_and_keep_their_digest(place, tmp_path):
+    """New tables with defaults are no part of an older run's settings."""
+    plain = experiment(place)
+    tables = plain.tables()
+    assert "variational" not in tables["model"]
+    assert "unseen_pairs" not in tables["evaluate"]
+    assert tasty(place).tables()["model"]["variational"]["latent"] == 4
+    changed = Experiment.model_validate({**tables, "evaluate": {**tables["evaluate"], "unseen_pairs": [2]}})
+    assert settings_digest(changed.tables()) != settings_digest(tables)
+    run(experiment(place, rounds=1), tmp_path / "run")
+    with pytest.raises(RunError, match="feddpo have no latent taste"):
+        read_tastes(load_run(tmp_path / "run", data=True))
