@@ -283,8 +283,8 @@ def test_a_matrix_from_a_file(tmp_path):
     [
         ("1 0 0\n0 1 0\n0 0 1\n", "not connected"),
         (
-            ".5 .5 0\n.4 .2 .4\n.1 .4 .5\n",
-            "not symmetric: 'a' gives 'b' the weight 0.5, and 'b' gives 'a' 0.4",
+            ".5 .5 0\n.3 .3 .4\n.1 .4 .5\n",
+            "not symmetric: 'a' gives 'b' the weight 0.5, and 'b' gives 'a' 0.3",
         ),
         (".5 .5 0\n.5 .4 .2\n0 .2 .8\n", "not doubly stochastic: the weights of 'b' sum to 1.1"),
         ("1.5 -.5 0\n-.5 1 .5\n0 .5 .5\n", "has -0.5 for 'b' at 'a'"),
