@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def rho_of_sequence(matrices: Iterable[Matrix]) -> float:
         total, count = square if total is None else total + square, count + 1
     if total is None:
         raise ValueError("a sequence of mixing matrices needs one at least")
-    return rho(total / count) ** 0.5
+    return math.sqrt(rho(total / count))
 
 
 @dataclass(frozen=True)
