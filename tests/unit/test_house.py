@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "prefed"
 
 FLOORS = (
     ("core", "files"),
-    ("losses", "merge", "models", "data", "metrics", "wire", "trackers"),
+    ("losses", "merge", "models", "data", "metrics", "wire", "trackers", "fleet", "theory"),
     ("methods", "train", "store"),
     ("config", "engines"),
     ("runs",),
@@ -41,6 +41,8 @@ ALLOWED = {
     "metrics": BOTTOM,
     "wire": BOTTOM,
     "trackers": BOTTOM,
+    "fleet": BOTTOM,
+    "theory": BOTTOM,
     "methods": BOTTOM | {"losses", "merge"},
     "train": BOTTOM | {"data", "losses", "metrics", "models"},
     "store": BOTTOM | {"wire"},

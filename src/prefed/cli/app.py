@@ -18,6 +18,7 @@ from prefed.cli.methods import methods
 from prefed.cli.report import report
 from prefed.cli.run import run
 from prefed.cli.sweep import sweep
+from prefed.cli.theory import theory
 
 app = typer.Typer(
     name="prefed",
@@ -27,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (run, sweep, init, methods, data, demo, evaluate, compare, report, export, generate):
+for _command in (run, sweep, init, methods, data, demo, evaluate, compare, report, export, generate, theory):
     app.command()(user_errors()(_command))
 
 
