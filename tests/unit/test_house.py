@@ -46,13 +46,14 @@ ALLOWED = {
     "methods": BOTTOM | {"losses", "merge"},
     "train": BOTTOM | {"data", "losses", "metrics", "models"},
     "store": BOTTOM | {"wire"},
-    "engines": BOTTOM | {"merge", "metrics", "store", "wire"},
-    "config": BOTTOM | {"data", "losses", "merge", "methods", "models"},
+    "engines": BOTTOM | {"fleet", "merge", "metrics", "store", "wire"},
+    "config": BOTTOM | {"data", "fleet", "losses", "merge", "methods", "models"},
     "runs": BOTTOM
     | {
         "config",
         "data",
         "engines",
+        "fleet",
         "merge",
         "methods",
         "metrics",

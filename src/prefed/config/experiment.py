@@ -19,10 +19,12 @@ from pydantic import (
 
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
+from prefed.config.shorthand import fleet_of
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data import DataConfig, SelectorConfig
+from prefed.fleet import FleetConfig
 from prefed.merge import MergeConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 from prefed.models import ModelConfig
@@ -177,11 +179,35 @@ class Experiment(StrictModel):
         description="how selectors are asked which response is better, for methods that train selectors",
     )
     merge: MergeConfig = Field(default_factory=lambda: MergeConfig(), description="how uploads merge")
+    fleet: FleetConfig | None = Field(
+        None,
+        description="a simulated fleet of clients, of different speeds, some of them late; left out: "
+        "everybody replies in its round",
+    )
     evaluate: EvaluateConfig = Field(
         default_factory=lambda: EvaluateConfig(), description="how clients' models are evaluated"
     )
     privacy: Privacy = Field(default_factory=lambda: Privacy(), description="limits on what leaves a client")
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig(), description="where clients work")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Experiment:
+        _ = self.whole_fleet
+        return self
+
+    @property
+    def whole_fleet(self) -> FleetConfig | None:
+        """``[fleet]`` with what the method's settings say of it; ``None`` where nothing does."""
+        return fleet_of(self.method.settings, self.fleet)
+
+    @property
+    def whole_merge(self) -> MergeConfig:
+        """``[merge]``, where ``late`` says what a late upload counts as, unless all are in time."""
+        fleet = self.whole_fleet
+        if fleet is None or self.merge.late is not None:
+            return self.merge
+        late = "delta" if fleet.server == "buffered" else "model"
+        return self.merge.model_copy(update={"late": late})
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Experiment:

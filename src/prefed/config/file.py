@@ -116,7 +116,7 @@ def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], o
 
 def _paths(tables: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Find each text that may be a path: the table or list that holds it, and its key there."""
-    for name, key in (("model", "name"), ("method", "reward_model")):
+    for name, key in (("model", "name"), ("method", "reward_model"), ("fleet", "trace"), ("graph", "file")):
         table = tables.get(name)
         if isinstance(table, dict) and isinstance(table.get(key), str):
             yield table, key

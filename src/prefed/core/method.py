@@ -106,8 +106,10 @@ class Exchange:
         groups: client id and round → the groups of tensors in this client's upload of this round, each with
             its layout. An upload that does not hold exactly these groups and numbers is not merged.
             ``None``: all of the method's shared tensors, in the group ``"model"``.
-        late: how many rounds ago the client may have started. With 0, an upload of an earlier round is
-            refused.
+        late: how an upload counts that started from an earlier round's state: ``"model"``, as the model that
+            it is; ``"delta"``, as the step that the client took, from the server's newest state; or it is
+            refused, and no schedule may ask for one. The groups of a late upload are groups of the server's
+            state.
         figures: server state after the merge → what the method itself tells the round log: numbers, or names
             such as the members of a cluster.
     """
@@ -121,7 +123,7 @@ class Exchange:
     scalars: frozenset[str] = frozenset({"loss"})
     over: Literal["train", "validation"] = "train"
     groups: Callable[[str, Round], Mapping[str, Layout]] | None = None
-    late: int = 0
+    late: Literal["refused", "model", "delta"] = "refused"
     figures: Callable[[State], Mapping[str, Plain]] = lambda state: {}
 
     def numbers(self, client: str, now: Round) -> frozenset[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -25,6 +26,7 @@ from prefed.core import (
     State,
     Tensors,
 )
+from prefed.fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.metrics import ChoiceScores, PairScores
 
 
@@ -87,11 +89,17 @@ class Job:
         untouched: the tensors (full layout) with which the model equals its base model; ``None`` where
             clients start from that model.
         privacy: what must not leave a client.
+        fleet: a simulated fleet, by whose clock clients are asked and reply; ``None``: a round's cohort
+            replies in the round.
+        work: client → the work of its visits, as a multiple of the usual; see
+            :func:`prefed.fleet.schedule`.
 
     Raises:
+        FleetError: the fleet cannot do what is asked of it.
         ValueError: the ownership does not cover the model, no client has a training pair, the cohort is
             larger than the federation, no client has a pair to be evaluated on, no client has enough pairs
-            for a figure that may be published, or a client has the name of all clients.
+            for a figure that may be published, a client has the name of all clients, or
+            uploads of the fleet may be late and the method takes none.
     """
 
     trainers: TrainerFactory
@@ -108,6 +116,8 @@ class Job:
     unseen_steps: tuple[int, ...] = ()
     untouched: Tensors | None = None
     privacy: Privacy = NO_MINIMUM
+    fleet: FleetConfig | None = None
+    work: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
@@ -134,6 +144,18 @@ class Job:
         if self.privacy.minimum_pairs:
             self._check_minimum_pairs(self.evaluation_clients, "client")
             self._check_minimum_pairs(self.newcomers, "newcomer")
+        if self.fleet is not None:
+            self._check_late(self.fleet)
+            self.schedule(0)
+
+    def _check_late(self, fleet: FleetConfig) -> None:
+        """Refuse late uploads where the method takes none."""
+        strict = [e.name for e in self.method.exchanges if e.to == "cohort" and e.late == "refused"]
+        if strict and (fleet.max_delay or fleet.server == "buffered"):
+            raise ValueError(
+                f"[fleet]: {self.method.name}, with its settings and those of [merge], takes no late uploads "
+                f"in {strict[0]!r}: leave server 'synchronous' and max_delay 0"
+            )
 
     def _check_minimum_pairs(self, clients: tuple[str, ...], what: str) -> None:
         """Refuse clients of whom none has enough pairs for a figure of its own."""
@@ -202,6 +224,18 @@ class Job:
         draw = now.key.at("cohort").numpy().choice(len(self.members), self.cohort_size, replace=False)
         return tuple(self.members[index] for index in sorted(draw))
 
+    def schedule(self, after: int) -> Iterator[ScheduledRound]:
+        """The rounds after round ``after``, to the last: a function of the seed and the fleet alone."""
+        if self.fleet is None:
+            return map(self._sampled_round, range(after + 1, self.rounds + 1))
+        rounds = schedule(self.fleet, self.members, self.cohort_size, Key(self.seed), self.work)
+        return islice(rounds, after, self.rounds)
+
+    def _sampled_round(self, number: int) -> ScheduledRound:
+        """Round ``number`` without a clock: its cohort starts from the newest model."""
+        visits = (Visit(client, number - 1, 0.0, 0.0) for client in self.sample(self.round(number)))
+        return ScheduledRound(number, 0.0, tuple(visits), (), number)
+
     def evaluates(self, number: int) -> bool:
         """Whether round ``number`` ends with an evaluation."""
         every = self.evaluate_every
@@ -245,10 +279,18 @@ class Job:
         """The tensors (full layout) with which ``client`` predicts after round ``number``."""
         return self.method.predict(self.trainer(client, number, "predict"), private, published)
 
-    def trainer(self, client: str, number: int, what: str, name: str | None = None) -> ClientTrainer:
-        """The turn of ``client`` in round ``number``; ``what`` it is for and its ``name`` name its key."""
+    def trainer(
+        self, client: str, number: int, what: str, name: str | None = None, merged: int = 0
+    ) -> ClientTrainer:
+        """The turn of ``client`` in round ``number``; ``what`` it is for and its ``name`` name its key.
+
+        Args:
+            merged: the round that takes its upload, if that is a later one. A client may be given one model
+                twice, and it does not draw the same batches then.
+        """
         now = self.round(number)
-        key = now.key.at(what, name).at("client", client)
+        key = now.key.at(what, name)
+        key = (key.at("merged", merged) if merged > number else key).at("client", client)
         return self.trainers.trainer(client, now, key, self.method.ownership)
 
 

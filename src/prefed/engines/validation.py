@@ -131,17 +131,18 @@ def validate_upload(
         client: who was asked for it.
         exchange: the exchange it answers.
         model: what every client starts from (full layout).
+        now: the round in which the client was asked, also where its upload is late.
     """
     if upload.client != client:
         return f"calls itself somebody else than {client!r}"
     size = now.weights[client]
     if not _is_number(upload.weight) or upload.weight != size:
         return f"weighs {_shown(upload.weight)}, not its {size:g} training pairs"
-    if not isinstance(upload.sent_at, int) or not 0 <= now.number - upload.sent_at <= exchange.late:
+    if not isinstance(upload.sent_at, int) or upload.sent_at != now.number:
         return f"started from round {_shown(upload.sent_at)}, and this is round {now.number}"
     # Also a method that declares private tensors in its groups does not get them.
     private = set(ownership.names(Owner.PERSONAL, Owner.FROZEN))
-    groups = _expected_groups(client, exchange, ownership, model.layout, replace(now, number=upload.sent_at))
+    groups = _expected_groups(client, exchange, ownership, model.layout, now)
     names = {name for group in upload.tensors.values() for name in group}
     untold = (set(upload.scalars) & exchange.scalars) - exchange.numbers(client, now)
     if untold:

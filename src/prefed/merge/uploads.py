@@ -104,15 +104,18 @@ def check_update_sizes(
         BadUpload: the longest update does not pass.
     """
     for group in sorted({name for upload in uploads for name in upload.tensors}) if most else ():
-        sent = {upload.client: upload.tensors[group] for upload in uploads if group in upload.tensors}
+        sent = [upload for upload in uploads if group in upload.tensors]
         origin = origins.get(group, Tensors.empty())
         start = None if group in steps else origin
-        lengths = {client: update_norm(tensors, start) for client, tensors in sent.items()}
-        ranked = sorted(lengths.values())
+        lengths = [update_norm(upload.tensors[group], start) for upload in sent]
+        ranked = sorted(lengths)
         low, middle = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
-        client = max(sorted(lengths), key=lengths.__getitem__)
-        longest = lengths[client]
-        own = update_norm(origin.select(name for name in sent[client] if name in origin), None)
+        longest = max(lengths)
+        worst = min(
+            (upload for upload, length in zip(sent, lengths, strict=True) if length == longest),
+            key=lambda upload: (upload.client, upload.sent_at),
+        )
+        own = update_norm(origin.select(name for name in worst.tensors[group] if name in origin), None)
         of = "the median of the round's"
         if own and middle > most * max(low, own):
             middle, of = max(low, own), "what the server has and half of the round send"
@@ -120,7 +123,7 @@ def check_update_sizes(
             continue
         if longest > own:
             raise BadUpload(
-                client,
+                worst.client,
                 f"its update of group {group!r} has length {longest:.3g}, {longest / middle:.3g} times "
                 f"{of}, {middle:.3g}; [merge] max_ratio = {most:g} is the most",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from prefed.data import FederatedDataset, SelectorConfig, build_dataset
 from prefed.engines import Job
 from prefed.merge import Aggregator, TooFewUploads, lora
 from prefed.merge.robust import check_upload_count
+from prefed.methods import TrainingSettings
 from prefed.methods.base.ppo import BaselineSettings
 from prefed.models import load_backbone, load_pretrained
 from prefed.train.trainer_factory import PairTrainerFactory
@@ -89,7 +91,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     It raises what :func:`build_job` does.
     """
     settings, evaluate, backbone = experiment.method.settings, experiment.evaluate, trainers.backbone
-    aggregator = Aggregator(experiment.merge, backbone.layout, backbone.scaling)
+    aggregator = Aggregator(experiment.whole_merge, backbone.layout, backbone.scaling)
     method = experiment.method.kind.build(settings, backbone.layout, aggregator, experiment.rounds)
     unseen = _unseen(experiment, trainers.dataset)
     job = Job(
@@ -107,9 +109,22 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         unseen_steps=tuple(evaluate.unseen_steps),
         untouched=backbone.reference,
         privacy=experiment.privacy,
+        fleet=experiment.whole_fleet,
+        work=_work(settings, trainers, unseen),
     )
     _check_cohort(experiment, job)
     return job
+
+
+def _work(
+    settings: TrainingSettings, trainers: PairTrainerFactory, unseen: Sequence[str]
+) -> dict[str, float] | None:
+    """Client → the work of a visit, as a multiple of the mean: passes go over more or fewer pairs."""
+    if settings.local_epochs is None:
+        return None
+    sizes = {c: size.train for c, size in trainers.clients.items() if size.train and c not in unseen}
+    mean = sum(sizes.values()) / max(len(sizes), 1)
+    return {client: size / mean for client, size in sizes.items()}
 
 
 def _check_cohort(experiment: Experiment, job: Job) -> None:

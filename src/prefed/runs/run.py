@@ -134,10 +134,19 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
         reset_run(writer)
         job = build_job(experiment, cache)
     server = encode(job.method.init_server(job.trainers.initial))
-    writer.begin(server, job.trainers.fingerprint, settings_digest(experiment.tables()))
+    writer.begin(
+        server, {**job.trainers.fingerprint, **_digests(experiment)}, settings_digest(experiment.tables())
+    )
     update_config(experiment, writer)
     writer.reopen()
     return job
+
+
+def _digests(experiment: Experiment) -> dict[str, str]:
+    """Digests of the files, besides the data, on which numbers depend."""
+    fleet = experiment.whole_fleet
+    named = {"trace": fleet.trace if fleet else None}
+    return {name: files.file_digest(Path(path)) for name, path in named.items() if path is not None}
 
 
 def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:

@@ -42,6 +42,7 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
         "seed": job.seed,
         **{name: evaluation[name] for name in names if name in evaluation},
         "loss": last["loss"],
+        **({"time": last["time"]} if "time" in last else {}),
         **({"personal": public} if public else {}),
         "parameters": {
             # FedEx-LoRA's residual is sent, but it is not trained.
