@@ -1,22 +1,22 @@
 """Rounds in which uploads are late: drawn delays and buffered servers, on the toy federation."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
-from prefed.core import Key, Owner, State, Tensors
+from prefed.core import Owner, State, Tensors
 from prefed.engines import Job
-from prefed.fleet import FleetConfig, FleetError, schedule
+from prefed.fleet import FleetConfig, FleetError, ScheduledRound, Visit
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunReader
 from quadratic import QuadraticTrainer
 
-LATE = {*("feddpo", "fedsft", "fedprox", "centralized", "fedpdpo", "fedper", "fedrep", "perfedavg")}
+LATE = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}
 LATE |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis"}
 """Methods whose merge is a mean of models. The others take no late uploads by default."""
 BUFFERED = {"server": "buffered", "buffer": 2, "speeds": "lognormal", "spread": 0.8}
@@ -47,15 +47,14 @@ def left(path):
 
 
 def replay(whole, late):
-    """The plainest run of a job with a fleet: every model is kept, and no byte is written. θ after each round.
+    """The plainest run of a job with a fleet: every model is kept, and no byte is written.
 
-    The weights are n_i, and no method's own state is touched but FedBN's personal tensors.
+    Gives θ after each round, and the private states. The weights of uploads are n_i.
     """
     method, (exchange,) = whole.method, whole.method.exchanges
     servers, private = [method.init_server(whole.trainers.initial)], {}
-    plans = schedule(whole.fleet, whole.members, whole.cohort_size, Key(whole.seed))
-    for number in range(1, whole.rounds + 1):
-        plan, total, values = next(plans), 0.0, []
+    for plan in whole.schedule(0):
+        number, total, values = plan.number, 0.0, []
         newest = servers[-1].tensors["model"]
         for visit in sorted(plan.visits, key=lambda v: (v.client, v.started_from)):
             now, start = whole.round(visit.started_from + 1), servers[visit.started_from]
@@ -77,9 +76,8 @@ def replay(whole, late):
                 value = newest + (value - start.tensors["model"])
             values.append((data.size, value))
             total += data.size
-        mean = sum(
-            (value * (size / total) for size, value in values[1:]), values[0][1] * (values[0][0] / total)
-        )
+        (first, value), *others = values
+        mean = sum((v * (size / total) for size, v in others), value * (first / total))
         servers.append(servers[-1].update({"model": mean}))
     return servers, private
 
@@ -173,22 +171,36 @@ def test_the_log_of_a_late_run_is_its_schedule(tmp_path):
     assert lost > 0
 
 
+class Twice(Job):
+    """Client 0 trains from the models 0 and 1, and the server takes both uploads in round 2."""
+
+    def schedule(self, after):
+        def visits(*pairs):
+            return tuple(Visit(f"Client {number}/ü", model, 0.0, 1.0) for number, model in pairs)
+
+        plans = [visits((1, 0), (2, 0)), visits((0, 0), (0, 1), (3, 1))]
+        rounds = (ScheduledRound(number, 0.0, plan, (), 0) for number, plan in enumerate(plans, 1))
+        return (plan for plan in rounds if plan.number > after)
+
+
 def test_two_uploads_of_one_client_in_a_round(tmp_path):
-    """6 equal clients reply at once and 2 replies make a merge: who had to wait is asked again from the newer
-    model, and both of its uploads are merged in one round. Its second visit goes on from what the first left:
-    private states are as :func:`replay` has them, which visits one after the other."""
-    fleet = {"server": "buffered", "buffer": 4}
-    whole = job(fleet, rounds=6, cohort=6)
-    toy.run_job(tmp_path / "run", whole)
-    plans = list(whole.schedule(0))
-    twice = [len(plan.visits) - len({v.client for v in plan.visits}) for plan in plans]
-    assert sum(twice) > 0
-    _, private = replay(replace(whole), "model")
-    for client, state in private.items():
-        mine = RunReader(tmp_path / "run").client(client)
-        assert mine.tensors["personal"].layout == state.tensors["personal"].layout
-    assert [len(r["visits"]) for r in records(tmp_path / "run")] == [4] * 6
-    assert [4 - len(r["cohort"]) for r in records(tmp_path / "run")] == twice
+    """Oracle: :func:`replay`, which visits one after the other: the second visit goes on from the private
+    state that the first one left, and both uploads count."""
+    plain = job({"max_delay": 1}, rounds=2, optimizer_state="kept")
+    whole = Twice(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+    server = toy.run_job(tmp_path / "run", whole)
+    servers, private = replay(whole, "model")
+    assert (server.tensors["model"] - servers[-1].tensors["model"]).norm() < 1e-12
+    mine = RunReader(tmp_path / "run").client("Client 0/ü")
+    assert mine.values["optimizer.train"] == private["Client 0/ü"].values["optimizer.train"] == 4
+    assert mine.tensors["personal"].equal(private["Client 0/ü"].tensors["personal"])
+    second = records(tmp_path / "run")[1]
+    assert [(visit["client"], visit["late"]) for visit in second["visits"]] == [
+        ("Client 0/ü", 1),
+        ("Client 0/ü", 0),
+        ("Client 3/ü", 0),
+    ]
+    assert second["cohort"] == ["Client 0/ü", "Client 3/ü"]
 
 
 def test_a_discount_shortens_the_steps_of_fedbuff():
