@@ -19,13 +19,14 @@ from pydantic import (
 
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
-from prefed.config.shorthand import fleet_of
+from prefed.config.shorthand import fleet_of, graph_of
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data import DataConfig, SelectorConfig
 from prefed.fleet import FleetConfig
 from prefed.merge import MergeConfig
+from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 from prefed.models import ModelConfig
 
@@ -184,6 +185,11 @@ class Experiment(StrictModel):
         description="a simulated fleet of clients, of different speeds, some of them late; left out: "
         "everybody replies in its round",
     )
+    graph: GraphConfig | None = Field(
+        None,
+        description="who is whose neighbour, for a method without its server; left out: a server, but for "
+        "decdpo, whose clients stand in a ring",
+    )
     evaluate: EvaluateConfig = Field(
         default_factory=lambda: EvaluateConfig(), description="how clients' models are evaluated"
     )
@@ -192,13 +198,24 @@ class Experiment(StrictModel):
 
     @model_validator(mode="after")
     def _coherent(self) -> Experiment:
-        _ = self.whole_fleet
+        fleet = self.whole_fleet
+        if self.whole_graph is None:
+            return self
+        if self.cohort != CohortConfig():
+            raise ValueError("[cohort]: without a server all clients train in every round: leave it out")
+        if fleet is not None:
+            raise ValueError("[fleet]: its clock is a server's, and a graph has none: leave one of them out")
         return self
 
     @property
     def whole_fleet(self) -> FleetConfig | None:
         """``[fleet]`` with what the method's settings say of it; ``None`` where nothing does."""
         return fleet_of(self.method.settings, self.fleet)
+
+    @property
+    def whole_graph(self) -> GraphConfig | None:
+        """``[graph]`` with what the method's settings say of it; ``None`` where there is a server."""
+        return graph_of(self.method.settings, self.graph)
 
     @property
     def whole_merge(self) -> MergeConfig:

@@ -6,6 +6,7 @@ from typing import Any
 
 from prefed.core.strict import StrictModel
 from prefed.fleet import FleetConfig
+from prefed.merge.graphs import GraphConfig
 from prefed.methods import TrainingSettings
 
 
@@ -23,6 +24,26 @@ def fleet_of(settings: TrainingSettings, fleet: FleetConfig | None) -> FleetConf
     if delay is None:
         return fleet
     made: FleetConfig = _with(fleet or FleetConfig(), "fleet", max_delay=("max_staleness", delay))
+    return made
+
+
+def graph_of(settings: TrainingSettings, graph: GraphConfig | None) -> GraphConfig | None:
+    """The graph of an experiment: ``[graph]``, with ``topology`` and ``mixing`` of DecDPO as its ``name`` and
+    ``weights``; ``None`` where there is a server.
+
+    Raises:
+        ValueError: they do not go together.
+
+    >>> from prefed.methods import METHODS
+    >>> graph_of(METHODS["decdpo"].Settings(topology="star"), GraphConfig(placement="random")).name
+    'star'
+    """
+    names = {"topology": "name", "mixing": "weights"}
+    if not names.keys() <= type(settings).model_fields.keys():
+        return graph
+    given = {key: (name, getattr(settings, name)) for name, key in names.items()}
+    given = {key: value for key, value in given.items() if value[1] is not None}
+    made: GraphConfig = _with(graph or GraphConfig(), "graph", **given)
     return made
 
 

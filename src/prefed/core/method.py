@@ -97,7 +97,12 @@ class Exchange:
         send: server state and client id → the client's download.
         work: what the client does: trainer, private state and download → its upload and next private state.
         merge: server state, uploads sorted by client id, round → the server's next state.
-        to: the round's sampled cohort, or every client.
+        to: the round's sampled cohort, every client, or each client's neighbours. Among neighbours there is
+            no server. Each client that trains has a state of its own, of the kind that the server has
+            elsewhere: ``send`` makes of it what the client starts from, and ``publish`` what it predicts
+            with. The upload goes to the neighbours of the round, and each client mixes the groups that it
+            receives with its own, by the weights of the round's graph, in place of ``merge``. An upload to
+            neighbours weighs 1 and holds no numbers: those of ``scalars`` go to the round log alone.
         due: round number → whether the exchange takes place in that round.
         scalars: names of the numbers in an upload of this exchange, each a mean over the client's pairs; see
             :meth:`numbers`.
@@ -110,6 +115,8 @@ class Exchange:
             it is; ``"delta"``, as the step that the client took, from the server's newest state; or it is
             refused, and no schedule may ask for one. The groups of a late upload are groups of the server's
             state.
+        max_ratio: among neighbours, two models do not mix if one is more than so many times as long as the
+            other; 0: all do.
         figures: server state after the merge → what the method itself tells the round log: numbers, or names
             such as the members of a cluster.
     """
@@ -118,12 +125,13 @@ class Exchange:
     send: Callable[[State, str], Download]
     work: Callable[[ClientTrainer, State, Download], tuple[Upload, State]]
     merge: Callable[[State, Sequence[Upload], Round], State]
-    to: Literal["cohort", "all"] = "cohort"
+    to: Literal["cohort", "all", "neighbours"] = "cohort"
     due: Callable[[int], bool] = lambda number: True
     scalars: frozenset[str] = frozenset({"loss"})
     over: Literal["train", "validation"] = "train"
     groups: Callable[[str, Round], Mapping[str, Layout]] | None = None
     late: Literal["refused", "model", "delta"] = "refused"
+    max_ratio: float = 0.0
     figures: Callable[[State], Mapping[str, Plain]] = lambda state: {}
 
     def numbers(self, client: str, now: Round) -> frozenset[str]:

@@ -5,6 +5,7 @@ from prefed.engines.backends import BACKENDS, InProcess, WorkerProcesses, backen
 from prefed.engines.backends.worker import WorkerError
 from prefed.engines.course import RoundError
 from prefed.engines.job import Job, JobFactory, TrainerFactory
+from prefed.engines.neighbours import NeighbourRounds
 from prefed.engines.rounds import ServerRounds
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
@@ -16,6 +17,7 @@ __all__ = [
     "InProcess",
     "Job",
     "JobFactory",
+    "NeighbourRounds",
     "RoundError",
     "ServerRounds",
     "Task",

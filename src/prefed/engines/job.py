@@ -27,6 +27,8 @@ from prefed.core import (
     Tensors,
 )
 from prefed.fleet import FleetConfig, ScheduledRound, Visit, schedule
+from prefed.merge.graphs import GraphConfig
+from prefed.merge.topology import Topology
 from prefed.metrics import ChoiceScores, PairScores
 
 
@@ -93,6 +95,7 @@ class Job:
             replies in the round.
         work: client → the work of its visits, as a multiple of the usual; see
             :func:`prefed.fleet.schedule`.
+        graph: who mixes with whom where the method has no server; ``None`` where it has one.
 
     Raises:
         FleetError: the fleet cannot do what is asked of it.
@@ -118,6 +121,7 @@ class Job:
     privacy: Privacy = NO_MINIMUM
     fleet: FleetConfig | None = None
     work: Mapping[str, float] | None = None
+    graph: GraphConfig | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
@@ -147,6 +151,22 @@ class Job:
         if self.fleet is not None:
             self._check_late(self.fleet)
             self.schedule(0)
+        self._check_graph()
+
+    def _check_graph(self) -> None:
+        """Refuse a graph that cannot serve, and a server's ways where there is none."""
+        if self.graph is None:
+            return
+        if self.cohort is not None or self.fleet is not None:
+            table = "[cohort]" if self.cohort is not None else "[fleet]"
+            raise ValueError(f"{table}: without a server all clients train in every round: leave it out")
+        self.topology.check()
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Who mixes with whom in each round; only where there is a graph."""
+        assert self.graph is not None
+        return Topology(self.graph, self.members, Key(self.seed))
 
     def _check_late(self, fleet: FleetConfig) -> None:
         """Refuse late uploads where the method takes none."""

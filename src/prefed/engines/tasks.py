@@ -7,8 +7,8 @@ client's own store, which :func:`run_task` reads and writes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -62,12 +62,14 @@ class TaskResult:
         message: the encoded upload, or the figures as JSON; empty if something was withheld.
         withheld: why nothing was sent; empty if all is well.
         asked: as of its task.
+        report: numbers for the round log that go to nobody else: those of an upload to neighbours.
     """
 
     client: str
     message: bytes
     withheld: str = ""
     asked: int = 0
+    report: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:
@@ -86,6 +88,8 @@ def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
     stored = states.read(task.client)
     before = _decoded(job, task.client, stored)
     upload, after = exchange.work(trainer, before, decode_download(task.message))
+    told = exchange.numbers(task.client, now) if exchange.to == "neighbours" else ()
+    report = {name: value for name, value in upload.scalars.items() if name in told}
     upload = withhold_scalars(upload, task.client, exchange, now)
     # Nothing may change the upload between its validation and its bytes.
     reason = validate_upload(upload, task.client, exchange, job.method.ownership, job.trainers.initial, now)
@@ -98,7 +102,7 @@ def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
     state = encode(after, job.state_dtype)
     if state != (encode(before, job.state_dtype) if stored is None else stored):
         states.stage(task.client, state)
-    return TaskResult(task.client, encode(upload))
+    return TaskResult(task.client, encode(upload), report=report)
 
 
 def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:

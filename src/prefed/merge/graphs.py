@@ -63,6 +63,9 @@ class GraphConfig(StrictModel):
         description="redrawn: a new erdos_renyi graph each round; matching: each round a client talks to one "
         "neighbour at most, drawn anew",
     )
+    order: Literal["train_mix", "mix_train"] = Field(
+        "train_mix", description="what comes first in a round: the clients' training, or the mix"
+    )
     edge_failure: float = Field(0.0, ge=0, lt=1, description="probability that an edge fails in a round")
     window: int = Field(
         10, ge=1, description="a graph that changes must connect all clients within so many rounds"

@@ -82,8 +82,21 @@ def fail_edges(matrix: Matrix, probability: float, key: Key) -> Matrix:
     The weight of an edge that fails becomes self weight at both of its ends, so W stays symmetric and doubly
     stochastic.
     """
+    values = _neighbour_weights(matrix)[1]
+    return _without(matrix, key.numpy().random(len(values)) < probability)
+
+
+def without_edges(matrix: Matrix, edges: Sequence[tuple[int, int]]) -> Matrix:
+    """W of a round in which these edges fail, as those of :func:`fail_edges` do; rows i < j."""
+    if not edges:
+        return matrix
+    graph, gone = matrix_graph(matrix), set(edges)
+    return _without(matrix, np.array([tuple(edge) in gone for edge in graph.edges.tolist()], dtype=bool))
+
+
+def _without(matrix: Matrix, fails: NDArray[np.bool_]) -> Matrix:
     graph, values = _neighbour_weights(matrix)
-    works = key.numpy().random(len(values)) >= probability
+    works = ~fails
     failed = np.bincount(graph.edges[~works].ravel(), np.repeat(values[~works], 2), minlength=graph.nodes)
     own = matrix.diagonal() + failed
     return _assemble(Graph(graph.nodes, graph.edges[works]), values[works], own)

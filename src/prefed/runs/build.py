@@ -15,7 +15,7 @@ from prefed.data import FederatedDataset, SelectorConfig, build_dataset
 from prefed.engines import Job
 from prefed.merge import Aggregator, TooFewUploads, lora
 from prefed.merge.robust import check_upload_count
-from prefed.methods import TrainingSettings
+from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base.ppo import BaselineSettings
 from prefed.models import load_backbone, load_pretrained
 from prefed.train.trainer_factory import PairTrainerFactory
@@ -93,6 +93,9 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     settings, evaluate, backbone = experiment.method.settings, experiment.evaluate, trainers.backbone
     aggregator = Aggregator(experiment.whole_merge, backbone.layout, backbone.scaling)
     method = experiment.method.kind.build(settings, backbone.layout, aggregator, experiment.rounds)
+    graph = experiment.whole_graph
+    if graph is not None and method.exchanges[0].to != "neighbours":
+        method = to_neighbours(method, settings, experiment.merge)
     unseen = _unseen(experiment, trainers.dataset)
     job = Job(
         trainers=trainers,
@@ -111,6 +114,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         privacy=experiment.privacy,
         fleet=experiment.whole_fleet,
         work=_work(settings, trainers, unseen),
+        graph=graph,
     )
     _check_cohort(experiment, job)
     return job

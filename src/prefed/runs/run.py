@@ -13,7 +13,16 @@ from prefed import files
 from prefed.config import Experiment, to_toml
 from prefed.core import Callback, Callbacks, State
 from prefed.data import DataMismatchError
-from prefed.engines import BACKENDS, Backend, BackendSettings, Job, JobFactory, ServerRounds, backend_name
+from prefed.engines import (
+    BACKENDS,
+    Backend,
+    BackendSettings,
+    Job,
+    JobFactory,
+    NeighbourRounds,
+    ServerRounds,
+    backend_name,
+)
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.build import build_job
@@ -115,7 +124,8 @@ def run(
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
     job = _begin(experiment, writer)
     with _backend(experiment, job, writer) as backend:
-        server = ServerRounds(job, writer, backend, callback).run()
+        rounds = ServerRounds if job.graph is None else NeighbourRounds
+        server = rounds(job, writer, backend, callback).run()
         profiles = read_profiles(job, backend.states)
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
@@ -144,8 +154,8 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
 
 def _digests(experiment: Experiment) -> dict[str, str]:
     """Digests of the files, besides the data, on which numbers depend."""
-    fleet = experiment.whole_fleet
-    named = {"trace": fleet.trace if fleet else None}
+    fleet, graph = experiment.whole_fleet, experiment.whole_graph
+    named = {"trace": fleet.trace if fleet else None, "graph": graph.file if graph else None}
     return {name: files.file_digest(Path(path)) for name, path in named.items() if path is not None}
 
 

@@ -37,12 +37,14 @@ class Digests:
         clients: file name of a client → of its private state.
         past: number of a round, as text → of the server's state after it, where a later upload starts from
             it.
+        nodes: of the states of nodes that have no server.
     """
 
     server: str | None = None
     rounds: str | None = None
     clients: Mapping[str, str] = field(default_factory=dict)
     past: Mapping[str, str | None] = field(default_factory=dict)
+    nodes: str | None = None
 
 
 @dataclass(frozen=True)

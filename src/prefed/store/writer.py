@@ -23,6 +23,7 @@ from prefed.store.commit import (
     read_state,
     write_commit,
 )
+from prefed.store.nodes import NodeStates
 from prefed.store.reader import plain, records_in
 
 
@@ -31,6 +32,7 @@ class RunWriter:
 
     Attributes:
         states: the clients' private states. The accepted ones are committed with the round.
+        nodes: the states of nodes, in a run without a server. The next ones are committed with the round.
         commit: the last commit; ``None`` before the first one.
         last: the record of the last committed round. Earlier records are not kept in memory.
 
@@ -48,6 +50,7 @@ class RunWriter:
         self.path = Path(path)
         self._folder = self.path / "checkpoint"
         self.states = ClientStateFiles(self._folder / "clients")
+        self.nodes = NodeStates(self._folder / "nodes")
         self._log = files.Hasher()
         self._settings: str | None = None
         self._committing = False
@@ -145,6 +148,7 @@ class RunWriter:
         """
         self._check()
         self.states.rollback()
+        self.nodes.rollback()
 
     def finish_round(
         self,
@@ -203,11 +207,14 @@ class RunWriter:
             self._log.update(line)
         before = self._server_digests()
         past = {str(version): digest for version, digest in before.items() if version >= keep}
-        digests = Digests(files.digest(server), self._log.hexdigest(), clients, past)
+        digests = Digests(
+            files.digest(server), self._log.hexdigest(), clients, past, self.nodes.prepare(number)
+        )
         commit = Commit(number, dict(totals), dict(fingerprint), self._settings, digests, versions)
         write_commit(self._folder, commit)
         self.commit = commit
         self.states.finish(commit)
+        self.nodes.finish(commit)
         for version in before.keys() - {int(version) for version in past}:
             files.remove(path_of(self._folder, "server", version))
         self._committing = False
@@ -242,6 +249,7 @@ class RunWriter:
         server = [("server", number) for number in self._server_digests()]
         keep_versions(self.path, self._folder, server, "the server's")
         self.states.recover(self.path, self.commit)
+        self.nodes.recover(self.path, self.commit)
         size = 0
         for record, line in records_in(log, self.commit) if self.commit else ():
             self.last, size = record, size + len(line)
