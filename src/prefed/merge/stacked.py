@@ -95,5 +95,6 @@ def column_blocks(nodes: int, size: int) -> Iterator[slice]:
 
 
 def _spread(rows: Tensor) -> float:
-    """(1/N) Σ‖x_i − x̄‖²; it changes ``rows`` by nothing."""
-    return float((rows - rows.mean(0)).square().sum()) / len(rows)
+    """(1/N) Σ‖x_i − x̄‖²; 0 for equal rows."""
+    away = rows - rows[0]
+    return float((away - away.mean(0)).square().sum()) / len(rows)

@@ -18,12 +18,12 @@ from pydantic import Field, model_validator
 from prefed.core import Layout, Method
 from prefed.merge import Aggregator
 from prefed.merge.graphs import GraphName
-from prefed.methods.base import BaselineSettings, FedAvgBase, lora_parts, to_neighbours
+from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, to_neighbours
 
 SOURCE = "Distributed DPO (arXiv:2605.20696), algorithm 2"
 
 
-class Settings(BaselineSettings):
+class Settings(LocalSettings):
     """Settings of DecDPO. The paper's experiments: batch_size 4, beta 0.2, optimizer_state 'kept'."""
 
     local_steps: int | None = Field(
