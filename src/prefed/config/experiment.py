@@ -67,6 +67,15 @@ class EvaluateConfig(StrictModel):
     beta: float | None = Field(
         None, gt=0, description="beta of the reported DPO loss; left out: the method's, else 0.1"
     )
+    diagnose: int | None = Field(
+        None,
+        ge=1,
+        description="rounds from one diagnosis to the next: the global objective's loss and gradient, how "
+        "much clients' gradients differ, their variance; left out: none",
+    )
+    diagnostic_pairs: int | None = Field(
+        None, ge=2, description="training pairs of each client that a diagnosis draws; left out: all"
+    )
     unseen: int | list[str] = Field(
         0, description="clients, by number or by id, that never train; they are evaluated apart, as newcomers"
     )

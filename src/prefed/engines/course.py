@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefed.core import Callback, Download, Exchange, Plain, State, Upload
+from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
 from prefed.engines.backend import Backend, peak_memory_mb
+from prefed.engines.diagnostics import DIAGNOSE, Diagnosis
 from prefed.engines.job import Job
 from prefed.engines.tasks import Task, TaskResult
-from prefed.engines.validation import printable_reason, read_figures
+from prefed.engines.validation import printable_reason, read_figures, read_upload
 from prefed.metrics import (
     ACCURACY_METRICS,
     MEAN_METRICS,
@@ -112,6 +113,40 @@ class Course:
     def warn(self, number: int, text: str) -> None:
         """Tell of something that went wrong in a round that goes on."""
         self.callback.on_warning(f"round {number}: {text}")
+
+    def diagnose(self, publish: Callable[[str], Download], now: Round, tally: Tally) -> None:
+        """Add the diagnostics of the round to its figures, if it has any.
+
+        Clients with fewer pairs than ``[privacy] minimum_pairs`` take no part.
+
+        Args:
+            publish: client → what is published to it.
+        """
+        job = self.job
+        if job.diagnostics is None or now.number % job.diagnostics.every:
+            return
+        diagnosis, number = Diagnosis(job.diagnostics), now.number
+        clients = [client for client in job.members if job.privacy.may_report(job.weights[client])]
+
+        def task(client: str) -> Task:
+            return Task("visit", client, number, DIAGNOSE, encode(publish(client)))
+
+        waiting, uploads = list(clients), dict[str, Upload]()
+        for result in self.ask(DIAGNOSE, number, map(task, clients), len(clients)):
+            upload, reason = None, result.withheld
+            if not reason:
+                upload, reason = read_upload(job, result.message, result.client, job.diagnosis, now)
+            if upload is None:
+                self.warn(number, f"{result.client!r} is not diagnosed: {printable_reason(reason)}")
+                waiting.remove(result.client)
+            else:
+                uploads[result.client] = upload
+            # Sums are made in the order of the clients, and no more is kept than waits for its turn.
+            while waiting and waiting[0] in uploads:
+                diagnosis.add(uploads.pop(waiting.pop(0)))
+        for client in sorted(uploads):
+            diagnosis.add(uploads[client])
+        tally.figures |= diagnosis.figures()
 
     def evaluate(self, publish: Callable[[str], Download], number: int) -> dict[str, Any] | None:
         """Evaluate clients on their own pairs, each with the model that it would use.

@@ -26,6 +26,7 @@ from prefed.core import (
     State,
     Tensors,
 )
+from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
 from prefed.fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.topology import Topology
@@ -96,6 +97,7 @@ class Job:
         work: client → the work of its visits, as a multiple of the usual; see
             :func:`prefed.fleet.schedule`.
         graph: who mixes with whom where the method has no server; ``None`` where it has one.
+        diagnostics: how the rounds are diagnosed; ``None``: they are not.
 
     Raises:
         FleetError: the fleet cannot do what is asked of it.
@@ -122,6 +124,7 @@ class Job:
     fleet: FleetConfig | None = None
     work: Mapping[str, float] | None = None
     graph: GraphConfig | None = None
+    diagnostics: Diagnostics | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
@@ -152,6 +155,7 @@ class Job:
             self._check_late(self.fleet)
             self.schedule(0)
         self._check_graph()
+        self._check_diagnostics()
 
     def _check_graph(self) -> None:
         """Refuse a graph that cannot serve, and a server's ways where there is none."""
@@ -161,6 +165,29 @@ class Job:
             table = "[cohort]" if self.cohort is not None else "[fleet]"
             raise ValueError(f"{table}: without a server all clients train in every round: leave it out")
         self.topology.check()
+
+    def _check_diagnostics(self) -> None:
+        """Refuse diagnostics of several models, and means over fewer pairs than may be told."""
+        if self.diagnostics is None:
+            return
+        if self.jury:
+            raise ValueError(
+                f"[evaluate] diagnose: {self.method.name} has several models, and no gradient is that of one "
+                "objective: leave it out"
+            )
+        pairs = self.diagnostics.least
+        if pairs is not None and not self.privacy.may_report(pairs):
+            raise ValueError(
+                f"[evaluate] diagnostic_pairs makes means over {pairs} pairs, and [privacy] minimum_pairs is "
+                f"{self.privacy.minimum_pairs}: ask for {2 * self.privacy.minimum_pairs} pairs, or leave "
+                "diagnose out"
+            )
+
+    @cached_property
+    def diagnosis(self) -> Exchange:
+        """What a diagnosis asks of a client."""
+        assert self.diagnostics is not None
+        return self.diagnostics.exchange(self.method.ownership, self.trainers.initial.layout)
 
     @cached_property
     def topology(self) -> Topology:
@@ -262,7 +289,9 @@ class Job:
         return number == self.rounds or (every > 0 and number % every == 0)
 
     def exchange(self, name: str) -> Exchange:
-        """The method's exchange of that name."""
+        """The method's exchange of that name, or that of a diagnosis."""
+        if name == DIAGNOSE and self.diagnostics is not None:
+            return self.diagnosis
         return next(exchange for exchange in self.method.exchanges if exchange.name == name)
 
     def shared(self, published: Download) -> Tensors:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -90,6 +90,7 @@ class NeighbourRounds(Course):
                 return job.method.publish(own, client)
 
             evaluation = self.evaluate(publish, number)
+        self.diagnose(partial(job.method.publish, mean), now, tally)
         self.commit(mean, job.members, evaluation, tally, time.perf_counter() - started)
         return mean
 

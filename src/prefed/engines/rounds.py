@@ -63,6 +63,7 @@ class ServerRounds(Course):
                 server = self._exchange(server, exchange, asked, now, tally)
         if job.evaluates(number):
             evaluation = self.evaluate(partial(job.method.publish, server), number)
+        self.diagnose(partial(job.method.publish, server), now, tally)
         if job.fleet is not None:
             tally.figures |= _told(plan)
         clients = list(dict.fromkeys(client for client, _ in cohort))

@@ -42,7 +42,7 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
     """θ_i ← Σ_j W_ij θ_j for all nodes, accumulated in float64.
 
     A row is computed as θ_0 + Σ_j W_ij (θ_j − θ_0), in the order of the nodes. So equal models stay as they
-    are to the bit, and on the complete graph a row is what :func:`prefed.merge.flat.weighted_mean` gives.
+    are to the bit, as does that of a node without a neighbour, and on the complete graph a row is what :func:`prefed.merge.flat.weighted_mean` gives.
 
     Args:
         matrix: W, each row of which sums to 1.
@@ -59,6 +59,7 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
     matrix.sort_indices()
     ends, others, weights = (part.tolist() for part in (matrix.indptr, matrix.indices, matrix.data))
     nodes, before, after = len(ends) - 1, 0.0, 0.0
+    alone = [node for node in range(nodes) if ends[node + 1] - ends[node] == 1]
     for columns in column_blocks(nodes, size):
         rows = read(columns)
         away = rows - rows[0]
@@ -67,7 +68,9 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
             for place in range(ends[node], ends[node + 1]):
                 mixed[node].add_(away[others[place]], alpha=weights[place])
         before, after = before + _spread(away), after + _spread(mixed)
-        write(columns, mixed.add_(rows[0]))
+        mixed.add_(rows[0])
+        mixed[alone] = rows[alone]
+        write(columns, mixed)
     return Mixed(before, after)
 
 

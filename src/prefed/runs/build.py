@@ -13,6 +13,7 @@ from prefed.config import ConfigError, Experiment
 from prefed.core import Key, Owner
 from prefed.data import FederatedDataset, SelectorConfig, build_dataset
 from prefed.engines import Job
+from prefed.engines.diagnostics import Diagnostics
 from prefed.merge import Aggregator, TooFewUploads, lora
 from prefed.merge.robust import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
@@ -115,9 +116,26 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         fleet=experiment.whole_fleet,
         work=_work(settings, trainers, unseen),
         graph=graph,
+        diagnostics=_diagnostics(experiment),
     )
     _check_cohort(experiment, job)
     return job
+
+
+def _diagnostics(experiment: Experiment) -> Diagnostics | None:
+    """How ``[evaluate]`` has the rounds diagnosed.
+
+    Raises:
+        ConfigError: the method's objective has no gradient on given pairs.
+    """
+    evaluate, settings = experiment.evaluate, experiment.method.settings
+    if evaluate.diagnose is None:
+        return None
+    goal = settings.goal()
+    if goal.name == "ppo":
+        raise ConfigError("[evaluate] diagnose: objective 'ppo' has no gradient on given pairs; leave it out")
+    uniform = experiment.whole_graph is not None or experiment.merge.weights == "uniform"
+    return Diagnostics(evaluate.diagnose, evaluate.diagnostic_pairs, goal, settings.step_pairs(), uniform)
 
 
 def _work(
