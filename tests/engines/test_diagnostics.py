@@ -62,15 +62,15 @@ def test_on_all_pairs_the_figures_are_those_of_the_objective(tmp_path, graph):
 
 
 def test_few_pairs_estimate_the_same_without_bias():
-    """Means over 400 draws. The variance of a batch of 2 of client i's pairs is S_i²/2 · (1 − 2/n_i), with S_i²
-    the sum of the sample variances. κ² is what all pairs give, though each g_i is of 4 pairs."""
+    """Means over 150 draws. A batch of 2 of client i's pairs has the variance S_i²/2 · (1 − 2/n_i), where S_i²
+    is the sum of the sample variances. κ² is what all pairs give, though each g_i is of 4 pairs."""
     from prefed.engines.diagnostics import Diagnosis
 
     whole = diagnosed(None, 4, batch=2)
     exchange, method = whole.diagnosis, whole.method
     server = method.init_server(whole.trainers.initial)
     draws = []
-    for number in range(1, 401):
+    for number in range(1, 151):
         sums = Diagnosis(whole.diagnostics)
         for client in whole.members:
             trainer = whole.trainer(client, number, "exchange", "diagnose")
@@ -88,7 +88,7 @@ def test_few_pairs_estimate_the_same_without_bias():
         zeta += size / total * float(spread) / 2 * (1 - 2 / size)
     for name, expected in (("kappa2", kappa), ("zeta2", zeta)):
         found = sum(draw[name] for draw in draws) / len(draws)
-        assert found == pytest.approx(expected, rel=0.05), name
+        assert found == pytest.approx(expected, rel=0.15), name
 
 
 def test_a_diagnosis_changes_nothing_but_the_log(tmp_path):

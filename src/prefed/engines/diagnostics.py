@@ -30,6 +30,7 @@ from prefed.core import (
     Plain,
     Round,
     State,
+    Tensors,
     Upload,
 )
 
@@ -77,7 +78,7 @@ class Diagnostics:
 
             def slope(name: str, size: int) -> tuple[torch.Tensor, float]:
                 full, loss = trainer.gradient(model, self.objective, batch_size=size, name=name)
-                return full.select(shared).flat.double(), loss
+                return full.select(shared.names).flat.double(), loss
 
             size = self.batch if self.least is None else self.least
             one, loss = slope("first", size)
@@ -90,16 +91,11 @@ class Diagnostics:
                 variance = float((one - other).square().sum()) / 2
             clipped = min(float(torch.linalg.vector_norm(one)), 1.0) ** 2
             numbers = {"loss": loss, "variance": variance, "clipped": clipped}
-            like = model.select(shared)
-            return trainer.upload({"gradient": like.replace(_named(shared, mean))}, numbers), private
+            gradient = Tensors(shared, mean.to(model.flat.dtype))
+            return trainer.upload({"gradient": gradient}, numbers), private
 
         groups = {"gradient": shared}
         return Exchange(DIAGNOSE, send, work, merge, to="all", scalars=NUMBERS, groups=lambda c, now: groups)
-
-
-def _named(layout: Layout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    spans = {entry.name: (layout.span(entry.name), entry.shape) for entry in layout.entries}
-    return {name: flat[start:stop].view(shape) for name, ((start, stop), shape) in spans.items()}
 
 
 @dataclass

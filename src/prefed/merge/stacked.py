@@ -42,7 +42,8 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
     """θ_i ← Σ_j W_ij θ_j for all nodes, accumulated in float64.
 
     A row is computed as θ_0 + Σ_j W_ij (θ_j − θ_0), in the order of the nodes. So equal models stay as they
-    are to the bit, as does that of a node without a neighbour, and on the complete graph a row is what :func:`prefed.merge.flat.weighted_mean` gives.
+    are to the bit, as does that of a node without a neighbour. On the complete graph a row is what
+    :func:`prefed.merge.flat.weighted_mean` gives.
 
     Args:
         matrix: W, each row of which sums to 1.
