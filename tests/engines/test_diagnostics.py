@@ -62,8 +62,10 @@ def test_on_all_pairs_the_figures_are_those_of_the_objective(tmp_path, graph):
 
 
 def test_few_pairs_estimate_the_same_without_bias():
-    """Means over 150 draws. A batch of 2 of client i's pairs has the variance S_i²/2 · (1 − 2/n_i), where S_i²
-    is the sum of the sample variances. κ² is what all pairs give, though each g_i is of 4 pairs."""
+    """Means over 150 draws. A batch of 2 of client i's pairs has the variance S_i²/2 · (1 − 2/n_i).
+
+    S_i² is the sum of the sample variances. κ² is what all pairs give, though each g_i is of 4 pairs.
+    """
     from prefed.engines.diagnostics import Diagnosis
 
     whole = diagnosed(None, 4, batch=2)
@@ -105,6 +107,6 @@ def test_a_diagnosis_changes_nothing_but_the_log(tmp_path):
 
 def test_a_diagnosis_keeps_to_minimum_pairs():
     """Means over 2 pairs may not be told where 3 is the least, and smaller clients take no part."""
-    with pytest.raises(ValueError, match="makes means over 2 pairs, .* minimum_pairs is 3: ask for 6 pairs"):
+    with pytest.raises(ValueError, match=r"makes means over 2 pairs, .* minimum_pairs is 3: ask for 6 pairs"):
         replace(diagnosed(None, 4), privacy=Privacy(minimum_pairs=3))
     assert toy.build(toy.text()).diagnostics is None

@@ -39,7 +39,8 @@ class NodeFile:
                 self.dtype: torch.dtype = getattr(torch, _DTYPES[entry["dtype"]])
             except (ValueError, KeyError, TypeError) as error:
                 raise damaged(path, error) from error
-        self._start, self._width = 8 + length, self.dtype.itemsize
+        self._start = 8 + length
+        self._width: int = self.dtype.itemsize
         self._handle = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
 
     @staticmethod
