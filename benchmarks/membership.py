@@ -106,7 +106,7 @@ def clients(args: argparse.Namespace, pairs: int, steps: int, seed: int) -> Iter
 def attack(job: Job, client: str, states: ClientStates, others: int, goal: Objective) -> list[float]:
     """What the server makes of one client's first upload."""
     method, place = job.method, job.trainers
-    sent = method.exchanges[0].send(method.init_server(place.initial), client)
+    sent = method.exchanges[0].send(method.init_server(place.initial), client, job.round(1))
     result = run_task(job, Task("visit", client, 1, "train", encode(sent)), states)
     before = place.initial.replace(*sent.tensors.values())
     after = before.replace(*decode_upload(result.message).tensors.values())

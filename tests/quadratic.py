@@ -65,6 +65,10 @@ def crowd(size: int, dimension: int, seed: int = 0, pairs: int = 5) -> dict[str,
     return clients
 
 
+LATER = Round(9, 9, Key(0), {})
+"""For a move that asks nothing of its round."""
+
+
 @dataclass
 class Quadratic:
     """One client's data: targets ``[n, d]`` and curvature ``[d, d]`` (identity if left out)."""
@@ -282,7 +286,7 @@ def simulate(
             uploads = []
             for client in sorted(sampled if exchange.to == "cohort" else clients):
                 client = str(client)
-                download = exchange.send(run.server, client)
+                download = exchange.send(run.server, client, now)
                 key = now.key.at("exchange", exchange.name).at("client", client)
                 trainer = QuadraticTrainer(client, clients[client], now, key, method.ownership, initial)
                 upload, run.private[client] = exchange.work(trainer, run.private[client], download)

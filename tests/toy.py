@@ -194,7 +194,7 @@ def toy_method(options: Mapping[str, Any]) -> Method:
     def init_client(initial: Tensors, client: str) -> State:
         return State({"personal": ownership.select(initial, Owner.PERSONAL)} if options["personal"] else {})
 
-    def send(server: State, client: str) -> Download:
+    def send(server: State, client: str, now: Round) -> Download:
         return Download({"model": server.tensors["model"]}, {"merges": server.values["merges"]})
 
     def train(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:

@@ -77,7 +77,8 @@ def test_few_pairs_estimate_the_same_without_bias():
         for client in whole.members:
             trainer = whole.trainer(client, number, "exchange", "diagnose")
             private = method.init_client(whole.trainers.initial, client)
-            sums.add(exchange.work(trainer, private, method.publish(server, client))[0])
+            download = exchange.send(server, client, whole.round(number))
+            sums.add(exchange.work(trainer, private, download)[0])
         draws.append(sums.figures())
     rows = list(slopes(whole, server.tensors["model"]))
     total, names = sum(size for size, _, _ in rows), method.ownership.names(Owner.SHARED)

@@ -225,7 +225,7 @@ def test_what_is_not_declared_never_becomes_bytes(leak, reason):
         return replace(upload, **leak(upload)), after
 
     leaky = replace(one, method=replace(one.method, exchanges=(replace(exchange, work=work),)))
-    message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD))
+    message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD, one.round(1)))
     result = run_task(leaky, Task("visit", BAD, 1, "train", message), toy.MemoryStates())
     assert result.message == b""
     assert re.search(reason, result.withheld)

@@ -77,7 +77,8 @@ def replay(whole, late):
                 whole.trainers.initial,
             )
             before = private.get(visit.client) or method.init_client(whole.trainers.initial, visit.client)
-            upload, private[visit.client] = exchange.work(trainer, before, exchange.send(start, visit.client))
+            download = exchange.send(start, visit.client, now)
+            upload, private[visit.client] = exchange.work(trainer, before, download)
             value = upload.tensors["model"]
             if late == "delta" and now.number < number:
                 value = newest + (value - start.tensors["model"])

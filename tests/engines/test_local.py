@@ -72,11 +72,11 @@ def test_the_record_of_a_round(tmp_path):
     job = toy.build(toy.text(rounds=2))
     method, now = job.method, job.round(1)
     server = method.init_server(job.trainers.initial)
-    down = [len(encode(method.exchanges[1].send(server, client))) for client in first["cohort"]]
+    down = [len(encode(method.exchanges[1].send(server, client, now))) for client in first["cohort"]]
     assert first["bytes_down"] == sum(down)
     up, losses, weights = 0, [], []
     for client in job.sample(now):
-        message = encode(method.exchanges[1].send(server, client))
+        message = encode(method.exchanges[1].send(server, client, now))
         result = run_task(job, Task("visit", client, 1, "train", message), toy.MemoryStates())
         upload = decode_upload(result.message)
         up += len(result.message)
@@ -255,7 +255,8 @@ def test_what_must_not_leave_never_becomes_bytes():
     """The client's own side withholds: the refused upload is not encoded at all."""
     client = "Client 2/ü"
     job = toy.build(toy.text(faults={client: "leak"}))
-    message = encode(job.method.exchanges[1].send(job.method.init_server(job.trainers.initial), client))
+    server = job.method.init_server(job.trainers.initial)
+    message = encode(job.method.exchanges[1].send(server, client, job.round(1)))
     states = toy.MemoryStates()
     result = run_task(job, Task("visit", client, 1, "train", message), states)
     assert result.message == b""

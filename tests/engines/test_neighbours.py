@@ -99,7 +99,8 @@ def gossip(whole):
                 whole.trainers.initial,
             )
             own = first.update({"model": models[client]})
-            upload, private[client] = exchange.work(trainer, private[client], exchange.send(own, client))
+            download = exchange.send(own, client, now)
+            upload, private[client] = exchange.work(trainer, private[client], download)
             models[client] = models[client].replace(upload.tensors["model"])
 
     def mix(number):
@@ -218,9 +219,8 @@ def test_bytes_are_counted_per_copy(tmp_path):
     run(tmp_path / "run", whole)
     (exchange,), client = whole.method.exchanges, whole.members[0]
     start = whole.method.init_server(whole.trainers.initial)
-    result = run_task(
-        whole, Task("visit", client, 1, "train", encode(exchange.send(start, client))), toy.MemoryStates()
-    )
+    message = encode(exchange.send(start, client, whole.round(1)))
+    result = run_task(whole, Task("visit", client, 1, "train", message), toy.MemoryStates())
     upload = decode_upload(result.message)
     assert (upload.weight, upload.scalars) == (1.0, {})
     assert set(result.report) == {"loss"}
@@ -239,8 +239,8 @@ def test_nobody_tells_its_neighbours_how_many_pairs_it_has():
     (exchange,), client = whole.method.exchanges, whole.members[0]
     start = whole.method.init_server(whole.trainers.initial)
     trainer = whole.trainer(client, 1, "exchange", "train")
-    upload, _ = exchange.work(trainer, whole.method.init_client(whole.trainers.initial, client),
-                              exchange.send(start, client))  # fmt: skip
+    private = whole.method.init_client(whole.trainers.initial, client)
+    upload, _ = exchange.work(trainer, private, exchange.send(start, client, whole.round(1)))
 
     def verdict(upload):
         model, ownership = whole.trainers.initial, whole.method.ownership

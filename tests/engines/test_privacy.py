@@ -126,7 +126,7 @@ def test_an_undeclared_number_of_a_small_client_is_still_refused():
         return replace(upload, scalars={**upload.scalars, "length": 17.0}), after
 
     leaky = replace(one, method=replace(one.method, exchanges=(replace(exchange, work=work),)))
-    message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD))
+    message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD, one.round(1)))
     result = run_task(leaky, Task("visit", BAD, 1, "train", message), toy.MemoryStates())
     assert result.message == b""
     assert "numbers that the exchange does not expect: length" in result.withheld

@@ -12,7 +12,7 @@ from tests.engines.test_experiment import place as place
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from prefed import Experiment, run
+from prefed import ConfigError, Experiment, run
 from prefed.cli import app
 from prefed.metrics import choice_metrics
 from prefed.report.page import render
@@ -71,7 +71,7 @@ def test_an_evaluation_afterwards_gives_what_the_summary_has(finished, place):
     opened = load_run(finished, data=True)
     again = evaluate(opened).figures
     summary = json.loads((finished / "summary.json").read_text())
-    names = ("preference_accuracy", "majority_accuracy", "baseline_accuracy", "reward_accuracy")
+    names = ("preference_accuracy", "majority_accuracy", "baseline_accuracy", "selector_1_accuracy")
     assert {name: again[name] for name in names} == {name: summary[name] for name in names}
     assert summary["choice_loss"] == pytest.approx(again["choice_loss"]["mean"])
     members = opened.server.values["clusters"]
@@ -119,6 +119,20 @@ def test_commands_know_selectors(finished, tmp_path):
     command("export", finished, "--client", "w1", "--out", tmp_path / "w1")
     assert "trains selectors" in command("generate", finished, "--prompt", "Hello?", code=1)
     assert "majority" in render(read_run(finished))
+
+
+def test_a_run_whose_rounds_are_raised_keeps_its_warm_up(place, tmp_path):
+    """Of 4 rounds one is left for each of two selectors; of 12 rounds it would be three. The run of another
+    warm-up is refused."""
+    method = {
+        name: value for name, value in BISCUIT.items() if name not in ("warmup_rounds", "regroup_every")
+    }
+    run(selectors(place, method), tmp_path / "run")
+    assert read_run(tmp_path / "run").config["method"]["warmup_rounds"] == 1
+    result = run(selectors(place, method, rounds=12), tmp_path / "run", resume=True)
+    assert [record["round"] for record in result.rounds if "clusters" in record] == list(range(3, 13))
+    with pytest.raises(ConfigError, match=r"method\.warmup_rounds: 1 → 2"):
+        run(selectors(place, {**method, "warmup_rounds": 2}, rounds=12), tmp_path / "run", resume=True)
 
 
 def test_fedbis_shares_one_selector(place, tmp_path):

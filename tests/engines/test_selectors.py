@@ -71,6 +71,9 @@ def test_a_client_is_evaluated_with_its_clusters_selector_and_by_the_vote(tmp_pa
         expected = choice_metrics(jury[u], jury)
         for name in ("preference_accuracy", "majority_accuracy"):
             assert rounds[-1]["evaluation"][name]["per_client"][client] == expected[name]
+        for k, each in enumerate(jury):
+            alone = rounds[-1]["evaluation"][f"selector_{k}_accuracy"]["per_client"][client]
+            assert alone == choice_metrics(each)["preference_accuracy"]
         votes = sum(np.sign(each.orders.mean(1)) for each in jury)
         assert expected["majority_accuracy"] == (votes > 0).mean()
 
@@ -99,6 +102,29 @@ def test_a_newcomer_takes_the_selector_of_its_least_loss_on_its_training_pairs(t
         assert 0 < (adapted - best).norm() < 2.6
         own = choice_metrics(job.trainers.score(client, best, "test"))["preference_accuracy"]
         assert evaluate_newcomer(job, client, published, 5)["0"] == own
+
+
+def test_newcomers_tell_of_every_selector_and_small_clients_are_in_means_alone(tmp_path):
+    """The published selectors on a newcomer's pairs, without a step of its own."""
+    job = replace(toy.build(toy.text(**OPTIONS)), unseen=NAMES[4:], unseen_steps=(0, 2))
+    listener, names = Warnings(), ["majority_accuracy", "selector_0_accuracy", "selector_1_accuracy"]
+    with RunWriter(tmp_path) as writer, InProcess(job, writer.states) as backend:
+        writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
+        server = ServerRounds(job, writer, backend, listener).run()
+    assert listener.warnings == []
+    evaluation = RunReader(tmp_path).rounds()[-1]["evaluation"]
+    assert list(evaluation["unseen_accuracy"]) == ["0", "2"]
+    assert list(evaluation["unseen_selectors"]) == names
+    for client in NAMES[4:]:
+        for u in (0, 1):
+            model = job.trainers.initial.replace(server.tensors[f"selector-{u}"])
+            own = choice_metrics(job.trainers.score(client, model, "test"))["preference_accuracy"]
+            assert evaluation["unseen_selectors"][names[1 + u]]["per_client"][client] == own
+    _, rounds, _ = play(tmp_path / "small", minimum_pairs=5)
+    listed = set(rounds[-1]["evaluation"]["preference_accuracy"]["per_client"])
+    assert listed < set(NAMES)
+    for name in names:
+        assert set(rounds[-1]["evaluation"][name]["per_client"]) == listed
 
 
 def test_a_grouping_uploads_as_many_losses_as_there_are_selectors_and_nothing_else(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from prefed.core import Entry, Layout, Method, Tensors
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from quadratic import Quadratic, simulate
+from quadratic import LATER, Quadratic, simulate
 
 RATE, SIZES, EYE = 0.2, (1, 2, 5), np.eye(3)
 PLAIN = {
@@ -236,7 +236,7 @@ def test_rounds_of_fedamp_by_cosines():
     for client, end, mixture in zip(clients, ends, sent, strict=True):
         close(own[client], end)
         close(run.server.tensors[f"client/{client}"], end)
-        close(method.exchanges[0].send(run.server, client).tensors["model"], mixture)
+        close(method.exchanges[0].send(run.server, client, LATER).tensors["model"], mixture)
     close(model(run), weighted(list(ends)))
 
 
@@ -275,7 +275,7 @@ def test_too_long_a_step_of_fedamp_is_cut():
     assert server.values["alpha"] == pytest.approx(20 / c.sum(1).max())
     c /= c.sum(1).max()
     for client, mixture in zip(clients, (c + np.diag(1 - c.sum(1))) @ ends, strict=True):
-        close(method.exchanges[0].send(server, client).tensors["model"], mixture)
+        close(method.exchanges[0].send(server, client, LATER).tensors["model"], mixture)
 
 
 def test_fedamps_fixed_point_of_two_opposed_clients():

@@ -114,6 +114,21 @@ def test_an_honest_regret_of_ten_stands_against_any_claim():
     assert greedy(losses) == {"a": 0, "b": 1}
 
 
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 20), st.integers(2, 5), st.data())
+def test_liars_get_the_cluster_they_want_until_it_is_full(rule, size, count, data):
+    """Honest losses are within 0.1 of ln 2. As many liars as the smallest cluster has places claim 0
+    there and 10 elsewhere: all get in. So ten of 53 are more than half of a cluster of 18 or 17."""
+    number, wanted = max(size, count), data.draw(st.integers(0, count - 1))
+    near = st.floats(math.log(2) - 0.1, math.log(2) + 0.1)
+    losses = {f"h{k:02}": data.draw(st.lists(near, min_size=count, max_size=count)) for k in range(number)}
+    liars = sorted(losses, reverse=True)[: number // count]
+    losses |= {liar: [0.0 if u == wanted else MOST for u in range(count)] for liar in liars}
+    assigned = RULES[rule](losses)
+    assert all(assigned[liar] == wanted for liar in liars)
+
+
 @settings(max_examples=40, deadline=None)
 @given(tables(most_clients=8), st.sets(st.text("xyz", min_size=1, max_size=2), max_size=5))
 def test_clients_without_losses_go_where_fewest_are(losses, others):

@@ -127,7 +127,7 @@ def test_a_private_state_counts_once_it_is_accepted(name, tmp_path):
     job = toy.build(toy.text())
     exchange, server = job.exchange("train"), job.method.init_server(job.trainers.initial)
     clients = job.members[:2]
-    message = encode(exchange.send(server, clients[0]))
+    message = encode(exchange.send(server, clients[0], job.round(1)))
     with (
         RunWriter(tmp_path / "run") as writer,
         toy.registered(name, toy.text(), job, writer.states) as backend,

@@ -120,7 +120,7 @@ def messages(method: Method, layout: Layout, private: tuple[str, ...]) -> Iterat
                 continue
             uploads = []
             for client, data in clients.items():
-                download = exchange.send(server, client)
+                download = exchange.send(server, client, now)
                 yield encode(download)
                 key = now.key.at("client", client)
                 trainer = MarkedTrainer(client, data, now, key, method.ownership, start)

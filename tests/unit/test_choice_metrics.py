@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from prefed.core import Privacy
-from prefed.metrics import ChoiceScores, choice_metrics, federated_metrics, majority
+from prefed.metrics import ChoiceScores, choice_metrics, federated_metrics, majority, selector_metrics
 
 
 def scores(orders: list[list[float]], baseline: list[list[float]] | None = None) -> ChoiceScores:
@@ -52,13 +52,15 @@ def test_a_selector_that_always_names_a_letter_is_wrong_on_every_pair() -> None:
 
 
 def test_majority_by_hand() -> None:
-    """Four selectors, five pairs: 3 to 1; 1 to 3 though the sum is 97; 2 to 2 with sums 3, −3 and 0."""
+    """Four selectors, five pairs: 3 to 1; 1 to 3 though the sum is 97; 2 to 2 with sums 3, −3 and 0. The
+    selectors alone are right on 5, 4, 1 and 0 of the five."""
     jury = [
         scores([[a, a] for a in column])
         for column in ([1, 100, 5, 1, 1], [1, -1, 1, 1, 1], [1, -1, -1, -4, -1], [-100, -1, -2, -1, -1])
     ]
     figures = choice_metrics(jury[0], jury)
     assert figures["majority_accuracy"] == 2 / 5
+    assert [figures[name] for name in selector_metrics(4)] == [5 / 5, 4 / 5, 1 / 5, 0]
     votes = majority(np.stack([each.orders.mean(1) for each in jury]))
     np.testing.assert_array_equal(votes, [2, -2, 3, -3, 0])
 
@@ -69,6 +71,7 @@ def test_a_selector_without_finite_log_odds_has_no_vote() -> None:
     jury = [broken, scores([[1, 1], [1, 1], [1, 1]]), scores([[1, 1], [-2, -2], [1, 1]])]
     figures = choice_metrics(broken, jury)
     assert figures["majority_accuracy"] == 2 / 3
+    assert [figures[name] for name in selector_metrics(3)] == [1 / 3, 1, 2 / 3]
     assert figures["preference_accuracy"] == 1 / 3
     assert figures["not_finite"] == 2
     assert math.isnan(figures["choice_loss"])

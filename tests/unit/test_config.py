@@ -1,5 +1,6 @@
 """The experiment file: what it accepts, what it says of what it does not."""
 
+import re
 import tomllib
 from contextlib import suppress
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefed.config import CohortConfig, ConfigError, Experiment, to_toml
+from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, to_toml
 from prefed.config.starting import starting_file
 from prefed.losses import OBJECTIVES
 from prefed.methods import METHODS
@@ -200,7 +201,8 @@ def test_a_starting_file_loads_and_says_what_the_defaults_are(method):
     text = starting_file(method)
     plain = Experiment.parse(text)
     lines = text.splitlines()
-    shown = [number for number, line in enumerate(lines) if line.startswith("# ") and " = " in line]
+    before_align = lines[: lines.index("# [align]")] if "# [align]" in lines else lines
+    shown = [number for number, line in enumerate(before_align) if line.startswith("# ") and " = " in line]
     shown = [number for number in shown if lines[number].split(" = ")[0][2:].isidentifier()]
     assert len(shown) > 30
     for number in shown:
@@ -210,6 +212,17 @@ def test_a_starting_file_loads_and_says_what_the_defaults_are(method):
         assert any(line.removeprefix("# ").startswith(f"{key} =") for line in lines), key
     uncommented = [n for n, line in enumerate(lines) if line and line[0] not in "#[" and n]
     assert all(lines[number - 1].startswith(("# ", "[")) for number in uncommented)
+
+
+def test_a_starting_file_has_the_alignments_keys_behind_comments():
+    """For methods that train selectors: with # taken from the table's name, its prompts and all keys with a
+    value, the file loads with the defaults."""
+    head, _, table = starting_file("fedbis").partition("# [align]\n")
+    keys = [line[2:] for line in table.splitlines() if re.match(r"# \w+ = ", line)]
+    plain = Experiment.parse("\n".join([head, "[align]", *keys]))
+    assert plain.align == AlignConfig(prompts="prompts.jsonl")
+    assert all(f"\n# {key} =" in table for key in AlignConfig.model_fields)
+    assert "# [align]\n" not in starting_file("feddpo")
 
 
 def test_a_method_may_be_given_from_python():

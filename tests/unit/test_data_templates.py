@@ -1,6 +1,6 @@
 import pytest
 
-from prefed.data import DataError, Message, Template, dialogue
+from prefed.data import DataError, Message, Template, dialogue, instruction
 from prefed.data.errors import RowError
 from preferences import CHATML, tokenizer
 
@@ -40,6 +40,22 @@ def test_kinds():
     assert Template(tokenizer(chat=CHATML), "dialogue").prompt(TALK) == dialogue(TALK)
     with pytest.raises(DataError, match="no chat template"):
         Template(tokenizer(), "chat")
+
+
+def test_instruction_form():
+    """FedBiscuit's figure 4, with and without an input, also for a tokenizer with a chat template."""
+    template = Template(tokenizer(chat=CHATML), "instruction")
+    asked = Message("user", "Shorten it.\n\n### Input:\nA long text.")
+    prompt, chosen, _ = template.pair((asked,), "Text.", " T.")
+    assert prompt == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nShorten it.\n\n### Input:\nA long text.\n\n### Response:"
+    )
+    assert chosen == " Text."
+    assert template.prompt((Message("user", "Hi"),)) == instruction("Hi")
+    with pytest.raises(RowError, match="takes a prompt of one turn"):
+        template.prompt(TALK)
 
 
 def test_a_template_that_rewrites_the_past_leaves_the_response_alone():

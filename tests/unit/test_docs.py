@@ -113,17 +113,39 @@ def test_every_path_on_the_page_of_rooms_exists() -> None:
     ]
 
 
+REFERENCE = re.compile(r"\]\[(prefed[\w.]*)\]")
+SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?$", re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_references_name_something(page: Path) -> None:
     """``::: module.name`` with its members, and ``[text][module.name]``."""
     text = page.read_text("utf-8")
-    names = re.findall(r"\]\[(prefed[\w.]*)\]", text)
-    for name, members in re.findall(
-        r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?$", text, re.MULTILINE
-    ):
+    names = REFERENCE.findall(text)
+    for name, members in SHOWN.findall(text):
         names += [name, *(f"{name}.{member}" for member in members.split(", ") if member)]
     for name in names:
         pkgutil.resolve_name(name)
+
+
+def test_references_are_shown_on_a_page() -> None:
+    """Otherwise ``make docs`` fails: a reference is what a ``:::`` names, or one of its members, and in that
+    case no file has its name."""
+    texts = [page.read_text("utf-8") for page in PAGES]
+    shown = {name: members.split(", ") for text in texts for name, members in SHOWN.findall(text)}
+
+    def is_shown(target: str) -> bool:
+        if target in shown:
+            return True
+        if (ROOT / "src" / target.replace(".", "/")).with_suffix(".py").exists():
+            return False
+        parents = [name for name in shown if target.startswith(f"{name}.")]
+        return any(
+            shown[name] == [""] or target.removeprefix(f"{name}.").split(".")[0] in shown[name]
+            for name in parents
+        )
+
+    assert [target for text in texts for target in REFERENCE.findall(text) if not is_shown(target)] == []
 
 
 def test_every_method_has_a_page_and_a_line_in_the_readme() -> None:

@@ -1,14 +1,9 @@
 """The committed experiments: what their cells say, that they run, and the scripts beside them."""
 
-import contextlib
-import gzip
-import io
 import json
 import math
 import random
-import runpy
 import statistics
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 from typer.testing import CliRunner
 
+from experiment_scripts import EXPERIMENTS, rows, script
 from prefed import run
 from prefed.cli import app
 from prefed.config import Experiment
@@ -26,36 +22,14 @@ from prefed.models.tiny import make_tiny
 from prefed.runs.build import build_data
 from preferences import jsonl
 
-HERE = Path(__file__).resolve().parents[2] / "experiments"
 CELLS = {
     f"{path.parent.name}/{path.stem}/{name}": cell
     for paper in ("fedpdpo", "fedsdg")
-    for path in sorted((HERE / paper).glob("*.toml"))
+    for path in sorted((EXPERIMENTS / paper).glob("*.toml"))
     for name, cell in load_table(path).cells(path).items()
 }
 """FOLDER/TABLE/CELL → the cell."""
 FEDPDPO, FEDSDG = ({name: CELLS[name] for name in CELLS if name.startswith(p)} for p in ("fedpdpo", "fedsdg"))
-
-
-def script(name, *arguments, fails=False):
-    """What a script prints; its complaint if it is to fail."""
-    printed, complained, status = io.StringIO(), io.StringIO(), None
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(complained),
-    ):
-        patch.setattr(sys, "argv", [name, *map(str, arguments)])
-        try:
-            runpy.run_path(str(HERE / name), run_name="__main__")
-        except SystemExit as end:
-            status = end.code
-    assert bool(status) is fails, (status, complained.getvalue())
-    return printed.getvalue() + complained.getvalue() + str(status) if fails else printed.getvalue()
-
-
-def rows(path):
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().split("\n") if line]
 
 
 # What the cells say
@@ -68,7 +42,10 @@ def test_every_cell_is_a_valid_experiment():
     assert len(FEDPDPO) == 11 * 5 + 11 + 2 + (4 + 3 + 3 + 3) * 5
     assert len(FEDSDG) == 12 + 4 + 7
     assert all(isinstance(cell.experiment(), Experiment) for cell in CELLS.values())
-    files = [HERE / name for name in ("personas/base.toml", "personas/opposed.toml", "hh_harmless/base.toml")]
+    files = [
+        EXPERIMENTS / name
+        for name in ("personas/base.toml", "personas/opposed.toml", "hh_harmless/base.toml")
+    ]
     assert all(isinstance(Experiment.load(file), Experiment) for file in files)
 
 
@@ -317,7 +294,7 @@ def test_a_paper_table_of_two_seeds(place, tmp_path):
     are of the runs' own records. Given again, the command runs nothing and prints the same."""
     name = "fedpdpo/table1/imdb-3/fedavg-dpo"
     table = tmp_path / "two.toml"
-    head = f'title = "Two seeds"\nextends = "{HERE / "fedpdpo/table1.toml"}"\nseeds = [1, 2]\n'
+    head = f'title = "Two seeds"\nextends = "{EXPERIMENTS / "fedpdpo/table1.toml"}"\nseeds = [1, 2]\n'
     table.write_text(
         head + 'columns = { imdb-3 = "IMDB (3)" }\n[rows.fedavg-dpo]\nsets = ["fedavg", "dpo"]\n'
         'paper.imdb-3 = "82.73±0.22"\nclients.imdb-3 = { client-1 = "83.19±0.22" }\n'
@@ -439,7 +416,7 @@ def test_opposed_clients_hold_the_same_pairs_swapped(prepared, place, tmp_path):
     assert not {r["chosen"] for r in roles["train"]} & {r["chosen"] for r in roles["validation"]}
     files = [f"data.{role}={tmp_path / f'opposed.{role}.jsonl.gz'}" for role in roles]
     common = [f"model.name={place['model']}", "engine.threads=1", "data.max_length=128", "rounds=1"]
-    result = run(Experiment.load(HERE / "personas/opposed.toml", [*common, *files]), tmp_path / "run")
+    result = run(Experiment.load(EXPERIMENTS / "personas/opposed.toml", [*common, *files]), tmp_path / "run")
     assert set(result.summary["clients"]) == {
         f"{start}{persona}" for start in ("", "not-") for persona in ("risk-averse", "risk-seeking")
     }

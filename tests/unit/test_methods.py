@@ -40,7 +40,7 @@ def test_every_setting_has_a_default_and_a_description(kind):
 def test_kinds_and_methods_agree(kind):
     method = make(kind.name)
     assert (method.name, method.source) == (kind.name, kind.source)
-    assert method.personal == kind.personal
+    assert (method.personal, method.reads) == (kind.personal, kind.reads)
     assert kind.needs(kind.Settings()) >= {"lora"}
     assert method.pooled == (kind.name == "centralized")
 

@@ -10,7 +10,7 @@ from prefed.core import Download, Key, Method, Objective, Owner, Phase, Round, S
 from prefed.losses import OBJECTIVES, PPO
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS, fedsdg
-from quadratic import Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
+from quadratic import LATER, Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
 
 BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
 PERSONAL = tuple(name for name, kind in METHODS.items() if kind.personal and name != "local")
@@ -236,7 +236,9 @@ def test_fedamp_sends_each_client_its_own_and_a_new_one_the_mean():
     senders = {upload.client for upload in outcome.uploads}
     stored = {name.removeprefix("client/") for name in outcome.server.tensors if name.startswith("client/")}
     assert stored == senders
-    sent = {client: method.exchanges[0].send(outcome.server, client).tensors["model"] for client in clients}
+    sent = {
+        client: method.exchanges[0].send(outcome.server, client, LATER).tensors["model"] for client in clients
+    }
     mean = outcome.server.tensors["model"]
     for client, model in sent.items():
         assert model.equal(mean) == (client not in senders)
@@ -260,7 +262,7 @@ def test_fedamps_mixtures_are_of_products_under_the_rules_that_mean_products(rul
 
     models = {c: outcome.server.tensors[f"client/{c}"] for c in outcome.private}
     for receiver, row in outcome.server.values["attention"].items():
-        mixed = product(method.exchanges[0].send(outcome.server, receiver).tensors["model"])
+        mixed = product(method.exchanges[0].send(outcome.server, receiver, LATER).tensors["model"])
         expected = sum(weight * product(models[sender]) for sender, weight in row.items())
         assert (mixed - expected).abs().max() < 1e-12
 
@@ -270,7 +272,9 @@ def test_fedamp_keeps_what_rested_as_the_client_was_sent_it():
     method, start = make("fedamp", "rolora", lr=0.3, optimizer="sgd", clip=0)
     clients = crowd(3, start.layout.size)
     outcome = simulate(method, clients, start, 1)
-    sent = {c: method.exchanges[0].send(outcome.server, c).tensors["model"]["lora/0/q/B"] for c in clients}
+    sent = {
+        c: method.exchanges[0].send(outcome.server, c, LATER).tensors["model"]["lora/0/q/B"] for c in clients
+    }
     outcome = simulate(method, clients, start, 2, run=outcome)
     for client in clients:
         assert outcome.server.tensors[f"client/{client}"]["lora/0/q/B"].equal(sent[client])

@@ -13,7 +13,13 @@ from quadratic import initial, simulate
 
 START = initial()
 NAMES = "abcd"
-NOW = Round(3, 9, Key(0), dict.fromkeys(NAMES, 2.0))
+
+
+def at(number: int, clients: str = NAMES) -> Round:
+    return Round(number, 9, Key(0), dict.fromkeys(clients, 2.0))
+
+
+NOW = at(3)
 
 
 def make(name: str, merge: MergeConfig | None = None, rounds: int = 9, **settings: object) -> Method:
@@ -34,7 +40,7 @@ def sends(client: str, step: float, weight: float = 2.0, number: int = 3) -> Upl
 
 def grouped(method: Method, **members: int):
     """The server's first state with these clusters, after the warm-up."""
-    return method.init_server(START).update(values={"round": 2, "clusters": members})
+    return method.init_server(START).update(values={"clusters": members})
 
 
 @pytest.mark.parametrize("name", ["fedbis", "fedbiscuit"])
@@ -79,10 +85,37 @@ def test_means_that_contradict_each_other_are_refused(name, merge, settings, mes
 
 def test_a_run_that_is_all_warm_up_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "prefed"):
-        make("fedbiscuit", rounds=151)
+        make("fedbiscuit", rounds=151, warmup_rounds=50)
         assert not caplog.messages
-        make("fedbiscuit", rounds=150)
+        make("fedbiscuit", rounds=150, warmup_rounds=50)
     assert "warm-up takes 150 rounds of 150" in caplog.text
+    assert "raise rounds above 150, or lower method.warmup_rounds to 49 or fewer" in caplog.text
+    assert "never trained" not in caplog.text
+
+
+def test_selectors_that_never_train_are_named(caplog):
+    """Three of 50 rounds each: the second has one of 51 rounds, and none of 50."""
+    for rounds, names in ((51, "selector-2"), (50, "selector-1, selector-2")):
+        with caplog.at_level(logging.WARNING, "prefed"):
+            make("fedbiscuit", rounds=rounds, warmup_rounds=50)
+        assert caplog.messages[-1].endswith(f"never trained, yet with a vote: {names}")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "selectors", "groupings"),
+    [
+        (10, 3, range(4, 11)),  # of 10 rounds at most 5 for 3 selectors: 1 each
+        (20, 3, [10, 13, 16, 19]),  # at most 10 for 3: 3 each
+        (500, 3, range(151, 501, 50)),
+        (500, 5, range(251, 501, 50)),  # the paper's 50
+    ],
+)
+def test_a_warm_up_that_nobody_names_fits_the_rounds(rounds, selectors, groupings, caplog):
+    with caplog.at_level(logging.WARNING, "prefed"):
+        method = make("fedbiscuit", rounds=rounds, selectors=selectors)
+    due = [number for number in range(1, rounds + 1) if method.exchanges[0].due(number)]
+    assert due == list(groupings)
+    assert not caplog.messages
 
 
 def test_selectors_warm_up_in_turn_and_groupings_follow():
@@ -90,14 +123,44 @@ def test_selectors_warm_up_in_turn_and_groupings_follow():
     method = biscuit(warmup_rounds=2)
     server, sent = method.init_server(START), []
     for number in range(1, 5):
-        download = method.exchanges[1].send(server, "a")
+        download = method.exchanges[1].send(server, "a", at(number))
         sent.append(download.scalars["cluster"])
         assert list(download.tensors) == ["model"]
         upload = sends("a", 0.1 * number, number=number)
-        server = method.exchanges[1].merge(server, [upload], Round(number, 9, Key(0), {"a": 2.0}))
+        server = method.exchanges[1].merge(server, [upload], at(number))
         assert method.publish(server, "a").scalars["cluster"] == sent[-1]
     assert sent == [0, 0, 1, 1]
     assert [number for number in range(1, 13) if method.exchanges[0].due(number)] == [5, 8, 11]
+
+
+def test_a_round_that_merges_nothing_delays_no_warm_up():
+    """Two selectors of one round each. Round 1 merges nothing: round 2 is selector 1's all the same, and
+    its tensors alone move. Clients predict with the selector that was trained last."""
+    method = biscuit()
+    server, train = method.init_server(START), method.exchanges[1]
+    assert method.publish(server, "a").scalars["cluster"] == 0
+    assert train.send(server, "a", at(2)).scalars["cluster"] == 1
+    after = train.merge(server, [sends("a", 0.1, number=2)], at(2))
+    assert after.values["trained"] == ["selector-1"]
+    assert after.tensors["selector-0"] is server.tensors["selector-0"]
+    assert method.publish(after, "a").scalars["cluster"] == 1
+
+
+def test_after_a_grouping_that_came_to_nothing_all_are_placed_together():
+    """No upload of the grouping was valid. Four clients go to two selectors in turn, by their ids, and the
+    round's merge keeps that: each upload is in its own selector, and the next grouping tells who moved."""
+    method = biscuit(cluster_mean="normalised")
+    scores, train = method.exchanges
+    server = train.merge(method.init_server(START), [sends("a", 0.1)], at(2))
+    expected = {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert {c: train.send(server, c, at(3)).scalars["cluster"] for c in NAMES} == expected
+    after = train.merge(server, [sends("a", 0.5), sends("d", 0.7)], at(3))
+    for name, step in (("selector-0", 0.5), ("selector-1", 0.7)):
+        torch.testing.assert_close(after.tensors[name].flat, START.flat + step)
+    assert after.values["clusters"] == expected
+    assert [method.publish(after, c).scalars["cluster"] for c in NAMES] == [0, 1, 0, 1]
+    reports = [Upload(c, 2.0, {}, {"loss_0": 0.7, "loss_1": 0.5 + (c in "ab") / 2}, 6) for c in NAMES]
+    assert scores.merge(after, reports, at(6)).values["moved"] == ["b", "c"]
 
 
 def test_a_cluster_with_too_few_uploads_keeps_its_selector():
@@ -138,6 +201,31 @@ def test_an_upload_is_measured_against_its_own_selector_and_the_whole_cohort():
     torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.1)
 
 
+def test_an_oversized_upload_does_not_hide_behind_a_longer_one():
+    """The median needs three uploads. Cluster 0 cannot do without c's, the longest, and withstands it;
+    cluster 1 can do without g's."""
+    method = biscuit(MergeConfig(rule="median"), cluster_mean="normalised")
+    server, now = grouped(method, a=0, b=0, c=0, d=1, e=1, f=1, g=1), at(3, "abcdefg")
+    steps = dict.fromkeys("abdef", 0.1) | {"c": 1e7, "g": 1e6}
+    uploads = [sends(client, steps[client]) for client in sorted(steps)]
+    with pytest.raises(BadUpload, match=r"client 'g'.*times the median of the round's"):
+        method.exchanges[1].merge(server, uploads, now)
+    after = method.exchanges[1].merge(server, uploads[:-1], now)
+    for name in ("selector-0", "selector-1"):
+        torch.testing.assert_close(after.tensors[name].flat, START.flat + 0.1)
+
+
+def test_norm_clip_bounds_a_client_that_is_alone_in_its_cluster():
+    """Lengths are in steps of 1 in every number: 0.1, 0.2, 0.3 and 9. Their median, the lower of the middle
+    ones, is 0.2, also for client d, whose own cluster has no other upload."""
+    method = biscuit(MergeConfig(rule="norm_clip"), cluster_mean="normalised")
+    server = grouped(method, a=0, b=0, c=0, d=1)
+    uploads = [sends(client, step) for client, step in zip(NAMES, (0.1, 0.2, 0.3, 9.0), strict=True)]
+    after = method.exchanges[1].merge(server, uploads, NOW)
+    torch.testing.assert_close(after.tensors["selector-1"].flat, START.flat + 0.2)
+    torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.5 / 3)
+
+
 def test_each_selector_has_its_own_memory_of_the_server_optimizer():
     """FedAvgM, momentum 0.5 at rate 1, twice an upload of start + 1. The first step is 1. Then all is done,
     and the momentum's 0.5 is the second. The other selector and its memory do not move."""
@@ -156,7 +244,8 @@ def test_each_selector_has_its_own_memory_of_the_server_optimizer():
 def test_a_client_outside_the_map_has_the_selector_with_fewest_members():
     method = biscuit(selectors=3)
     server = grouped(method, a=0, b=0, c=2)
-    assert method.exchanges[1].send(server, "x").scalars["cluster"] == 1
+    assert method.exchanges[1].send(server, "x", at(4, "abcx")).scalars["cluster"] == 1
+    assert method.publish(server, "x").scalars["cluster"] == 1
     assert method.publish(server, "c").scalars["cluster"] == 2
 
 

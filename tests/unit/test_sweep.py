@@ -198,6 +198,21 @@ def test_a_table_takes_up_what_is_finished(tmp_path):
     assert (tmp_path / "toy.md").read_text() == before
 
 
+def test_a_table_of_before_a_column_is_read(tmp_path):
+    """Its row has no figure in the new column, which the other row has: majority 0.5 for three seeds."""
+    cells = toy_cells(tmp_path, "local", "feddpo")
+    make(Toy(peak(3e-3)), cells)
+    rows = json.loads((tmp_path / "toy.json").read_text())
+    for row in rows:
+        assert row.pop("majority_accuracy.mean") == []
+    (tmp_path / "toy.json").write_text(json.dumps(rows))
+    new = {**rows[0], "majority_accuracy.mean": [0.5, 0.5, 0.5]}
+    keep(cells[0], [row["method"] for row in rows], new)
+    head, _, _, *lines = (tmp_path / "toy.md").read_text().splitlines()
+    cell = [name.strip() for name in head.split("|")].index("majority")
+    assert sorted(line.split("|")[cell].strip() for line in lines) == ["", "0.500 ± 0.000"]
+
+
 def test_a_row_names_every_commit_of_its_runs(tmp_path):
     """Also of those that lost: they had a part in the choice. A run from elsewhere may have none."""
     toy, cells = Toy(peak(3e-3)), toy_cells(tmp_path)

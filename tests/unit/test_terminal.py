@@ -19,7 +19,7 @@ from prefed.report.dataset import print_dataset_statistics
 from prefed.report.result import print_result
 from prefed.report.tables import clients_table
 from prefed.runs.record import read_run
-from prefed.trackers.terminal import stdout_console
+from prefed.trackers.terminal import Terminal, stdout_console
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
 
@@ -152,3 +152,26 @@ def test_callbacks_that_are_no_list_of_instances_are_refused_before_anything_is_
     with pytest.raises(TypeError, match=r"a list of instances of prefed\.Callback"):
         run(experiment, tmp_path / "run", callbacks=callbacks)
     assert not (tmp_path / "run").exists()
+
+
+def test_stages_of_an_alignment_in_a_pipe_and_on_a_terminal():
+    """In a pipe: a line for each tenth of the steps, and one at the end. A terminal has a bar."""
+    figures = {"completions": 1600, "tokens": 9000, "tokens_per_second": 12.5, "seconds": 95.0}
+    shown = {}
+    for terminal in (False, True):
+        file = io.StringIO()
+        tracker = Terminal(Console(file=file, width=100, highlight=False, force_terminal=terminal))
+        tracker.on_stage_begin("completions", 0, 1600)
+        for done in range(16, 1601, 16):
+            tracker.on_stage_step("completions", done, 1600, {"tokens_per_second": 1234.56})
+        tracker.on_stage_end("completions", figures)
+        shown[terminal] = file.getvalue()
+    lines = shown[False].splitlines()
+    assert lines[0] == "completions 16/1600  tokens/second 1235"
+    assert lines[-2:] == [
+        "completions 1600/1600  tokens/second 1235",
+        "completions: completions 1,600  tokens 9,000  1m35s",
+    ]
+    assert len(lines) == 12
+    assert "completions 1600/1600" in shown[True]
+    assert shown[True].rstrip().endswith("1m35s")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.align import align
 from prefed.cli.compare import compare
 from prefed.cli.data import data
 from prefed.cli.demo import demo
@@ -14,6 +15,7 @@ from prefed.cli.evaluate import evaluate
 from prefed.cli.export import export
 from prefed.cli.generate import generate
 from prefed.cli.init import init
+from prefed.cli.judge import judge
 from prefed.cli.methods import methods
 from prefed.cli.report import report
 from prefed.cli.run import run
@@ -28,7 +30,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (run, sweep, init, methods, data, demo, evaluate, compare, report, export, generate, theory):
+for _command in (
+    run,
+    align,
+    judge,
+    sweep,
+    init,
+    methods,
+    data,
+    demo,
+    evaluate,
+    compare,
+    report,
+    export,
+    generate,
+    theory,
+):
     app.command()(user_errors()(_command))
 
 

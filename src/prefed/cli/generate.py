@@ -36,33 +36,24 @@ def generate(
     if not 0 < top_p <= 1:
         raise ValueError(f"--top-p {top_p}: above 0 and at most 1")
     from prefed.core import Key
-    from prefed.data import Template
     from prefed.models.notices import silence_transformers
     from prefed.runs.loaded import load_run
-    from prefed.train.generation import Sampling, as_prompt, complete, prompt_ids
+    from prefed.runs.texts import Models
+    from prefed.train.generation import Sampling, complete
 
     silence_transformers()
-    loaded_run = load_run(run)
-    if loaded_run.method.reads == "choice":
-        raise ValueError(
-            f"{loaded_run.method.name} trains selectors, which say which of two responses is better and do "
-            "not write: `prefed align` makes a model that does"
-        )
-    backbone = loaded_run.backbone
-    aligned = loaded_run.published_model if client is None else loaded_run.model(client)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-    template = Template(backbone.tokenizer, loaded_run.experiment.data.template)
-    heading = "aligned" if client is None else f"aligned, {client}"
-    dataset, responses = loaded_run.trainers.dataset, []
-    example = dataset.tokens.record(0).prompt if dataset.has_pairs else None
+    models = Models(load_run(run), sampling, seed=seed, raw=raw)
+    aligned, base = models.own(client), models.base()
+    heading, responses = "aligned" if client is None else f"aligned, {client}", []
     for text in (sys.stdin.read() if text == "-" else text for text in prompt):
-        ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, example, raw=raw))
+        ids = aligned.ids(text)
         for number in range(samples):
             key = Key(seed).at("generate", text).at("sample", number)
-            base, ours = (complete(backbone, t, ids, sampling, key) for t in (backbone.reference, aligned))
-            responses.append({"prompt": text, "sample": number, "base": base, "aligned": ours})
+            first, second = (complete(m.backbone, m.tensors, ids, sampling, key) for m in (base, aligned))
+            responses.append({"prompt": text, "sample": number, "base": first, "aligned": second})
             if not as_json:
-                print_responses(text if number == 0 else "", base, ours, heading)
+                print_responses(text if number == 0 else "", first, second, heading)
     if as_json:
         typer.echo(json.dumps(responses, indent=2, ensure_ascii=False))
 

@@ -29,7 +29,7 @@ def run(
     overrides = overrides or []
     words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
     words += [word for text in overrides for word in ("--set", text)]
-    with _interruptible(words, out, resume) as paths:
+    with interruptible(words, out, resume) as paths:
         from prefed.config.table import load_cell
 
         # Errors in the file are found before PyTorch is imported, which takes seconds.
@@ -37,6 +37,7 @@ def run(
         from prefed.core.text import pluralize
         from prefed.models.notices import silence_transformers
         from prefed.report.result import print_result
+        from prefed.runs.groupings import groupings_of
         from prefed.runs.run import default_out
         from prefed.runs.run import run as run_experiment
         from prefed.store.directory import refuse_foreign
@@ -53,24 +54,37 @@ def run(
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
         result = run_experiment(experiment, path, resume=resume, callbacks=[Terminal(console)])
-        print_result(result.summary, console)
+        print_result(result.summary, console, groupings=groupings_of(result.rounds))
         adapters = ", ".join(map(str, result.adapters)) or "none: see `prefed export`"
         for line in (
             f"{'adapters' if len(result.adapters) > 1 else 'adapter'}: {adapters}",
+            *([f"aligned: {path / 'align' / 'adapter'}"] if experiment.align else []),
             f"summary: {path / 'summary.json'}",
             f"report: prefed report {shlex.quote(str(path))}",
+            *next_commands(path, experiment.method.kind.reads == "choice", experiment.align is not None),
         ):
             console.print(line, markup=False, soft_wrap=True)
 
 
+def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
+    """Lines with the command that goes on from a run's selectors; none for a run without them."""
+    run = shlex.quote(str(path))
+    if aligned:
+        return [f"judge: prefed judge {run} --judge NAME --prompts FILE"]
+    return [f"align: prefed align {run} --prompts FILE"] if selectors else []
+
+
 @contextmanager
-def _interruptible(words: list[str], out: Path | None, resume: bool) -> Iterator[list[Path]]:
+def interruptible(
+    words: list[str], out: Path | None, resume: bool, kept: str = "whole rounds are kept"
+) -> Iterator[list[Path]]:
     """End on Ctrl-C or SIGTERM with the command that resumes.
 
     Args:
         words: the command, without ``out`` and ``resume``.
         out: the run directory, if the user names one.
         resume: whether the user resumes a run.
+        kept: what an interrupted command leaves, in words.
 
     Yields:
         A list; the run directory is appended to it before the run uses it.
@@ -91,7 +105,7 @@ def _interruptible(words: list[str], out: Path | None, resume: bool) -> Iterator
         path = paths[0] if paths else out
         begun = resume or (bool(paths) and (paths[0] / "checkpoint").is_dir())
         options = [*(["--out", str(path)] if path else []), *(["--resume"] if begun else [])]
-        state = "whole rounds are kept. To go on" if begun else "nothing was begun. To start again"
+        state = f"{kept}. To go on" if begun else "nothing was begun. To start again"
         typer.echo(f"\nstopped; {state}:\n  {shlex.join([*words, *options])}", err=True)
         # A shell gives 130 and 143 for a program that the signal itself ended.
         raise typer.Exit(128 + received[0]) from None

@@ -1,5 +1,6 @@
 """The experiment file: typed records, their errors, and files to begin with."""
 
+from prefed.config.align import AlignConfig
 from prefed.config.errors import ConfigError
 from prefed.config.experiment import (
     CohortConfig,
@@ -12,6 +13,7 @@ from prefed.config.experiment import (
 )
 
 __all__ = [
+    "AlignConfig",
     "CohortConfig",
     "ConfigError",
     "EngineConfig",

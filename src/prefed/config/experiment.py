@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from prefed.config.align import AlignConfig
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
 from prefed.config.shorthand import fleet_of, graph_of
@@ -204,6 +205,27 @@ class Experiment(StrictModel):
     )
     privacy: Privacy = Field(default_factory=lambda: Privacy(), description="limits on what leaves a client")
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig(), description="where clients work")
+    align: AlignConfig | None = Field(
+        None,
+        description="how the server aligns a model of its own after the last round, with prompts and the "
+        "clients' selectors; left out: not at all",
+    )
+
+    @model_validator(mode="after")
+    def _selectors(self) -> Experiment:
+        if self.align is not None and self.method.kind.reads != "choice":
+            named = ", ".join(name for name, kind in METHODS.items() if kind.reads == "choice")
+            raise ValueError(
+                f"[align] needs selectors, and {self.method.name} trains none: take one of {named}, or leave "
+                "[align] out"
+            )
+        count = getattr(self.method.settings, "selectors", 1)
+        if self.align is not None and isinstance(self.align.labels, int) and self.align.labels >= count:
+            raise ValueError(
+                f"[align] labels = {self.align.labels}: {self.method.name} trains {count} selectors here, "
+                "numbered from 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _coherent(self) -> Experiment:

@@ -116,8 +116,18 @@ def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], o
 
 def _paths(tables: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Find each text that may be a path: the table or list that holds it, and its key there."""
-    for name, key in (("model", "name"), ("method", "reward_model"), ("fleet", "trace"), ("graph", "file")):
-        table = tables.get(name)
+    align = tables.get("align")
+    inside = align if isinstance(align, dict) else {}
+    for table, key in (
+        (tables.get("model"), "name"),
+        (tables.get("method"), "reward_model"),
+        (tables.get("fleet"), "trace"),
+        (tables.get("graph"), "file"),
+        (inside.get("model"), "name"),
+        (inside.get("prompts"), "path"),
+        (inside, "prompts"),
+        (inside, "sft"),
+    ):
         if isinstance(table, dict) and isinstance(table.get(key), str):
             yield table, key
     data, roles = tables.get("data"), ("train", "validation", "test")

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prefed.config import Experiment
+from prefed.config import AlignConfig, Experiment
 from prefed.methods import METHODS, MethodKind
 
 WIDTH = 100
@@ -21,6 +21,7 @@ EXAMPLES: dict[tuple[str, ...], Any] = {
     ("data", "train"): "train.jsonl",
     ("data", "partition"): {"by": "column", "column": "client"},
     ("model", "name"): "distilbert/distilgpt2",
+    ("align", "prompts"): "prompts.jsonl",
 }
 """Values of the keys that have no default."""
 EXAMPLE = """\
@@ -95,6 +96,8 @@ def describe(record: type[BaseModel], name: str) -> str:
 def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> Iterator[str]:
     inner: list[tuple[str, type[BaseModel]]] = []
     for name, field in record.model_fields.items():
+        if (*path, name) == ("align",):
+            continue  # comes last
         below = _record(field, (*path, name), kind)
         if below is not None:
             inner.append((name, below))
@@ -109,6 +112,20 @@ def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> 
             yield f'name = "{kind.name}"'
             yield ""
         yield from _table(below, (*path, name), kind)
+    if record is Experiment:
+        yield from _alignment(describe(record, "align"), kind)
+
+
+def _alignment(meaning: str, kind: MethodKind) -> Iterator[str]:
+    """The table ``[align]``, all of it behind #: a table that is there changes what a run does."""
+    yield from _comment(f"[align]: {meaning}")
+    if kind.reads == "choice":
+        yield "# [align]"
+        for key, field in AlignConfig.model_fields.items():
+            yield ""
+            yield from _comment(describe(AlignConfig, key))
+            yield f"# {_assignment(key, field, ('align', key)).removeprefix('# ')}"
+    yield ""
 
 
 def _record(field: FieldInfo, path: tuple[str, ...], kind: MethodKind) -> type[BaseModel] | None:

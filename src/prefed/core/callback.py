@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -32,6 +32,15 @@ class Callback:
 
     def on_run_end(self) -> None:
         """The rounds are over, whether they succeeded or failed."""
+
+    def on_stage_begin(self, stage: str, done: int, of: int) -> None:
+        """A stage of an alignment begins, or goes on after a stop with ``done`` of ``of`` steps done."""
+
+    def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
+        """``done`` of ``of`` steps of a stage are on the disk; ``figures`` are e.g. ``tokens_per_second``."""
+
+    def on_stage_end(self, stage: str, figures: dict[str, Any]) -> None:
+        """A stage of an alignment is done; ``figures`` are those of ``align/summary.json``."""
 
 
 class Callbacks(Callback):
@@ -70,3 +79,18 @@ class Callbacks(Callback):
         """Call each."""
         for callback in self._callbacks:
             callback.on_run_end()
+
+    def on_stage_begin(self, stage: str, done: int, of: int) -> None:
+        """Call each."""
+        for callback in self._callbacks:
+            callback.on_stage_begin(stage, done, of)
+
+    def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
+        """Call each."""
+        for callback in self._callbacks:
+            callback.on_stage_step(stage, done, of, figures)
+
+    def on_stage_end(self, stage: str, figures: dict[str, Any]) -> None:
+        """Call each."""
+        for callback in self._callbacks:
+            callback.on_stage_end(stage, figures)

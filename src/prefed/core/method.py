@@ -94,7 +94,7 @@ class Exchange:
 
     Attributes:
         name: e.g. ``"train"``, ``"score"``.
-        send: server state and client id → the client's download.
+        send: server state, client id and round → the client's download.
         work: what the client does: trainer, private state and download → its upload and next private state.
         merge: server state, uploads sorted by client id, round → the server's next state.
         to: the round's sampled cohort, every client, or each client's neighbours. Among neighbours there is
@@ -122,7 +122,7 @@ class Exchange:
     """
 
     name: str
-    send: Callable[[State, str], Download]
+    send: Callable[[State, str, Round], Download]
     work: Callable[[ClientTrainer, State, Download], tuple[Upload, State]]
     merge: Callable[[State, Sequence[Upload], Round], State]
     to: Literal["cohort", "all", "neighbours"] = "cohort"

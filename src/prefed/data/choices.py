@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prefed import files
 from prefed.data.config import SelectorConfig
 from prefed.data.encoding import Encoded, Outcome, TooLong, token_ids
-from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
+from prefed.data.errors import DataError, RowError
 from prefed.data.record import Prompt, Record
 from prefed.data.templates import Tokenizer, dialogue, start_tokens
-from prefed.data.tokens import MANIFEST, TokenSet
-from prefed.data.writer import TokenWriter
+from prefed.data.tokens import TokenSet
+from prefed.data.writer import write_records
 
 SHORTEST = 8
 """No response is cut to fewer tokens."""
@@ -91,8 +90,9 @@ class ChoiceTemplate:
         missing = [name for name in wording.fields if record.extra.get(name) is None]
         if missing:
             raise RowError(
-                f"no {' and no '.join(missing)}, which a selector's {self._kind} template shows; "
-                'set [selector] template = "general"'
+                f"no {' and no '.join(missing)}",
+                f"A selector's {self._kind} template shows these fields. Give rows that have them, or set "
+                '[selector] template = "general".',
             )
         fields = {name: str(record.extra[name]).strip() for name in wording.fields}
         query = _plain(record.prompt) if wording.query is None else fields[wording.query]
@@ -219,34 +219,17 @@ class ChoiceEncoder:
 def write_choices(
     folder: Path, tokenizer: Tokenizer, config: SelectorConfig, records: Iterable[Record], max_length: int
 ) -> TokenSet:
-    """Write a selector's questions about ``records`` into ``folder``, e.g. about pairs to be labelled.
-
-    Row k of :attr:`TokenSet.rows` is the number of its record, from 1. Pairs that do not fit are left out, so
-    numbers may be absent. What the folder holds of an earlier call is replaced.
+    """Write a selector's questions about ``records``, as :func:`~prefed.data.writer.write_records` does.
 
     Args:
-        folder: it is made if it is absent.
         records: which response is the chosen one makes no difference to the tokens.
         max_length: tokens that the model reads, as for :class:`ChoiceEncoder`.
 
     Raises:
         DataError: a record lacks a field of the template, or is too long and ``too_long`` is ``error``.
     """
-    files.private_folder(folder)
-    # A call that is killed leaves no manifest, so nothing takes its files for a whole set.
-    (folder / MANIFEST).unlink(missing_ok=True)
-    errors = ErrorCollector()
     encoder = ChoiceEncoder(tokenizer, config, max_length=max_length)
-    writer = TokenWriter(folder, encoder, errors=errors)
-    try:
-        for number, record in enumerate(records, 1):
-            writer.add(record, RowLocation("the pairs to be judged", number))
-        writer.flush()
-        errors.raise_if_any()
-        writer.finish()
-    finally:
-        writer.close()
-    return TokenSet(folder)
+    return write_records(folder, encoder, records, "the pairs to be judged")
 
 
 def _letters(tokenizer: Tokenizer, tail: str) -> tuple[int, int]:

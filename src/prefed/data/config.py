@@ -212,6 +212,7 @@ class DataConfig(StrictModel):
         encoding: the encoding of text files.
         template: how conversations are rendered. ``chat`` is the tokenizer's chat template, ``dialogue`` the
             Human/Assistant form. ``auto`` takes the first if the tokenizer has one, otherwise the second.
+            ``instruction`` is the form of Alpaca and of FedBiscuit's figure 4, for prompts of a single turn.
         max_length: tokens of a prompt and the longer of its responses together. A longer prompt loses its
             beginning.
         too_long: what happens to a pair whose longer response leaves no room for a token of the prompt.
@@ -246,7 +247,7 @@ class DataConfig(StrictModel):
     format: str = "auto"
     columns: Columns | None = None
     encoding: str = "utf-8"
-    template: Literal["auto", "chat", "dialogue"] = "auto"
+    template: Literal["auto", "chat", "dialogue", "instruction"] = "auto"
     max_length: int = Field(default=512, ge=2)
     too_long: Literal["drop", "error"] = "drop"
     invalid: Literal["error", "drop"] = "error"

@@ -15,7 +15,15 @@ class DataMismatchError(DataError):
 
 
 class RowError(ValueError):
-    """One row does not give a preference pair. The reader adds the file and the row to the message."""
+    """One row does not give a preference pair. The reader adds the file and the row to the message.
+
+    Attributes:
+        remedy: a sentence that a message about several rows has once.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.remedy = remedy
 
 
 class MissingColumnError(RowError):
@@ -74,9 +82,13 @@ class ErrorCollector:
     count: int = 0
     first: str = ""
     messages: list[str] = field(default_factory=list)
+    _remedies: dict[str, None] = field(default_factory=dict)
 
-    def add(self, location: RowLocation, message: str) -> None:
+    def add(self, location: RowLocation, message: str, remedy: str = "") -> None:
         """Note an error about a row. With ``count_only`` it is only counted.
+
+        Args:
+            remedy: a sentence of the message's end, which has each such sentence once.
 
         Raises:
             DataError: this is error number ``limit``. The message lists all of them.
@@ -87,6 +99,7 @@ class ErrorCollector:
         if self.count_only:
             return
         self.messages.append(text)
+        self._remedies |= {remedy: None} if remedy else {}
         if len(self.messages) >= self.limit:
             self.raise_if_any(stopped=True)
 
@@ -100,4 +113,4 @@ class ErrorCollector:
             return
         head = "these rows cannot be used" + (f" (stopped at {self.limit} problems)" if stopped else "")
         text = f"{head}:\n  " + "\n  ".join(self.messages)
-        raise DataError(text + (f"\n{self.hint}" if self.hint else ""))
+        raise DataError("\n".join([text, *self._remedies, *([self.hint] if self.hint else [])]))

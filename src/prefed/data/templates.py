@@ -50,36 +50,51 @@ def instruction(text: str, context: str | None = None) -> str:
     )
 
 
+def _instruction_of(messages: Sequence[Message]) -> str:
+    """The instruction in a user's turn, with the input that it is about if it names one.
+
+    Raises:
+        RowError: there are other turns.
+    """
+    if [turn.role for turn in messages] != ["user"]:
+        raise RowError('template = "instruction" takes a prompt of one turn, a user\'s')
+    text, mark, context = messages[0].content.partition("\n\n### Input:\n")
+    return instruction(text, context if mark else None)
+
+
 class Template:
     """Renders prompts and responses for one tokenizer.
 
     A text prompt and its responses are used unchanged. A conversation is rendered with the tokenizer's chat
     template, up to and including the mark that opens the assistant's turn. Its responses end with the mark
-    that closes a turn. Without a chat template a conversation takes the Human/Assistant form. There a
-    response begins with a blank.
+    that closes a turn. Without a chat template a conversation takes the Human/Assistant form, or that of an
+    :func:`instruction`. There a response begins with a blank.
 
     Raises:
         DataError: ``kind`` is ``chat`` and the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, kind: Literal["auto", "chat", "dialogue"] = "auto") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, kind: Literal["auto", "chat", "dialogue", "instruction"] = "auto"
+    ) -> None:
         self._tokenizer = tokenizer
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if kind == "chat" and not has_template:
             raise DataError(
                 'template = "chat", but the tokenizer has no chat template; use "dialogue" or "auto"'
             )
-        self.chat = has_template and kind != "dialogue"
+        self.chat = has_template and kind in ("auto", "chat")
+        self._plain = _instruction_of if kind == "instruction" else dialogue
 
     def prompt(self, prompt: Prompt) -> str:
         """The text that a response follows.
 
         Raises:
-            RowError: the chat template refuses the conversation.
+            RowError: the template refuses the conversation.
         """
         if isinstance(prompt, str):
             return prompt
-        return self._render(prompt, generate=True) if self.chat else dialogue(prompt)
+        return self._render(prompt, generate=True) if self.chat else self._plain(prompt)
 
     def pair(self, prompt: Prompt, chosen: str, rejected: str) -> tuple[str, str, str]:
         """The texts of a prompt and two responses, each of which continues the prompt."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from prefed import files
 from prefed.data.encoding import Encoder, TooLong
 from prefed.data.errors import ErrorCollector, RowError, RowLocation
-from prefed.data.record import Record
-from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, column_path
+from prefed.data.record import Prompt, Record
+from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, TokenSet, column_path
 
 _BATCH = 256
 
@@ -92,7 +93,7 @@ class TokenWriter:
             if outcome is None:
                 self.identical += 1
             elif isinstance(outcome, RowError):
-                self._errors.add(location, str(outcome))
+                self._errors.add(location, str(outcome), outcome.remedy)
             elif isinstance(outcome, TooLong):
                 self.shortest = min(self.shortest or outcome.needed, outcome.needed)
                 self._long.add(location, outcome.problem)
@@ -128,9 +129,8 @@ class TokenWriter:
         columns["offsets"].append(self._offset)
         columns["lines"].append(self._line)
         columns["margins"].append(math.nan if record.margin is None else record.margin)
-        text = record.prompt if isinstance(record.prompt, str) else repr(record.prompt)
-        columns["prompts"].append(_hash64(text))
-        columns["pairs"].append(_hash64(text, *sorted((record.chosen, record.rejected))))
+        columns["prompts"].append(prompt_hash(record.prompt))
+        columns["pairs"].append(_hash64(_text(record.prompt), *sorted((record.chosen, record.rejected))))
         columns["categories"].append(
             -1 if category is None else self._categories.setdefault(category, len(self._categories))
         )
@@ -192,6 +192,35 @@ class TokenWriter:
         return RowLocation(list(self._files)[self.column("sources")[index]], int(self.column("rows")[index]))
 
 
+def write_records(folder: Path, encoder: Encoder, records: Iterable[Record], what: str) -> TokenSet:
+    """Write pairs that are in memory, such as those to be labelled, into ``folder``, without clients.
+
+    Row k of :attr:`TokenSet.rows` is the number of its record, from 1. Pairs that the encoder leaves out are
+    absent, so numbers may be. What the folder holds of an earlier call is replaced.
+
+    Args:
+        folder: it is made if it is absent.
+        what: the records in words, for messages.
+
+    Raises:
+        DataError: the encoder refuses a record.
+    """
+    files.private_folder(folder)
+    # A call that is killed leaves no manifest, so nothing takes its files for a whole set.
+    (folder / MANIFEST).unlink(missing_ok=True)
+    errors = ErrorCollector()
+    writer = TokenWriter(folder, encoder, errors=errors)
+    try:
+        for number, record in enumerate(records, 1):
+            writer.add(record, RowLocation(what, number))
+        writer.flush()
+        errors.raise_if_any()
+        writer.finish()
+    finally:
+        writer.close()
+    return TokenSet(folder)
+
+
 def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256, in hexadecimal, of everything that decides how a tokenizer splits text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -204,6 +233,15 @@ def tokenizer_digest(tokenizer: Any) -> str:
         state = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     whole = [state, tokenizer.eos_token_id, tokenizer.bos_token_id, getattr(tokenizer, "chat_template", None)]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def prompt_hash(prompt: Prompt) -> int:
+    """The value that :attr:`TokenSet.prompts` has for a prompt."""
+    return _hash64(_text(prompt))
+
+
+def _text(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else repr(prompt)
 
 
 def _hash64(*texts: str) -> int:

@@ -13,7 +13,6 @@ from prefed.engines.job import Job
 from prefed.engines.tasks import Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload
 from prefed.metrics import (
-    ACCURACY_METRICS,
     MEAN_METRICS,
     FederatedMetric,
     divergence_warning,
@@ -114,13 +113,13 @@ class Course:
         """Tell of something that went wrong in a round that goes on."""
         self.callback.on_warning(f"round {number}: {text}")
 
-    def diagnose(self, publish: Callable[[str], Download], now: Round, tally: Tally) -> None:
+    def diagnose(self, server: State, now: Round, tally: Tally) -> None:
         """Add the diagnostics of the round to its figures, if it has any.
 
         Clients with fewer pairs than ``[privacy] minimum_pairs`` take no part.
 
         Args:
-            publish: client → what is published to it.
+            server: whose published models are diagnosed.
         """
         job = self.job
         if job.diagnostics is None or now.number % job.diagnostics.every:
@@ -129,7 +128,8 @@ class Course:
         clients = [client for client in job.members if job.privacy.may_report(job.weights[client])]
 
         def task(client: str) -> Task:
-            return Task("visit", client, number, DIAGNOSE, encode(publish(client)))
+            message = encode(job.diagnosis.send(server, client, now))
+            return Task("visit", client, number, DIAGNOSE, message)
 
         waiting, uploads = list(clients), dict[str, Upload]()
         for result in self.ask(DIAGNOSE, number, map(task, clients), len(clients)):
@@ -156,11 +156,12 @@ class Course:
             :func:`~prefed.metrics.choice_metrics` gives, each as an
             :class:`~prefed.metrics.FederatedMetric`, and the means over clients of its other figures. For
             a personal method ``shared_accuracy``, of the published model alone. ``unseen_accuracy``, one for
-            each number of local steps, where there are newcomers. ``split``. ``clients`` and ``left_out``:
-            how many were evaluated, and how many have no pair in the split. ``not_evaluated``: client → why
-            no figures of it can be used, where there are such clients. ``not_finite``: client → pairs
-            without a finite log-probability, where there are any. Clients with fewer pairs than ``[privacy]
-            minimum_pairs`` count in means alone.
+            each number of local steps, where there are newcomers; ``unseen_selectors``, of each selector and
+            of their vote on the newcomers' pairs, where there are several. ``split``. ``clients`` and
+            ``left_out``: how many were evaluated, and how many have no pair in the split.
+            ``not_evaluated``: client → why no figures of it can be used, where there are such clients.
+            ``not_finite``: client → pairs without a finite log-probability, where there are any. Clients
+            with fewer pairs than ``[privacy] minimum_pairs`` count in means alone.
 
             ``None`` if there are no figures of a client that may be listed.
 
@@ -194,10 +195,13 @@ class Course:
                 )
             self.warn(number, text)
             return None
-        evaluation: dict[str, Any] = {name: metrics[name] for name in ACCURACY_METRICS if name in metrics}
+        evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
         if unseen:
-            evaluation["unseen_accuracy"] = unseen
+            steps = {str(steps): unseen[str(steps)] for steps in job.unseen_steps}
+            evaluation["unseen_accuracy"] = steps
+            if job.jury:
+                evaluation["unseen_selectors"] = {name: unseen[name] for name in unseen if name not in steps}
         elif job.newcomers:
             self.warn(number, "no newcomer's figures can be used, and there is no unseen_accuracy")
         if reasons:

@@ -24,9 +24,9 @@ from prefed.core import (
     Download,
     Exchange,
     Layout,
+    Method,
     Objective,
     Owner,
-    Ownership,
     Plain,
     Round,
     State,
@@ -62,12 +62,12 @@ class Diagnostics:
         """How many pairs the smallest mean is over; ``None`` for all of a client."""
         return None if self.pairs is None else max(1, self.pairs // 2)
 
-    def exchange(self, ownership: Ownership, layout: Layout) -> Exchange:
+    def exchange(self, method: Method, layout: Layout) -> Exchange:
         """What is asked of a client: two gradients at the model that is published to it."""
-        shared = layout.select(ownership.names(Owner.SHARED))
+        shared = layout.select(method.ownership.names(Owner.SHARED))
 
-        def send(server: State, client: str) -> Download:
-            raise NotImplementedError("a diagnosis sends what the method publishes")
+        def send(server: State, client: str, now: Round) -> Download:
+            return method.publish(server, client)
 
         def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
             return server

@@ -7,7 +7,7 @@ from typing import TypeAlias, cast
 
 from prefed.core import Download, State, Tensors
 from prefed.engines.job import Job
-from prefed.metrics import ChoiceScores, PairScores, choice_metrics, client_metrics
+from prefed.metrics import ChoiceScores, PairScores, choice_metrics, client_metrics, jury_metrics
 
 Scores: TypeAlias = PairScores | ChoiceScores
 Score: TypeAlias = Callable[[Tensors], Scores]
@@ -60,10 +60,14 @@ def evaluate_client(
 def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -> dict[str, float]:
     """Number of local steps → preference accuracy of a client that never took part.
 
+    Where several models are published, they are the jury: its
+    :func:`~prefed.metrics.jury_metrics` follow, of the published models alone.
+
     Before its first step, or without a pair to train on, the client has the published model alone: personal
     tensors that start at random are noise. Of several published models the method gives it one.
     """
-    method, accuracies, score = job.method, {}, _own_pairs(job, client)
+    method, score = job.method, _own_pairs(job, client)
+    accuracies: dict[str, float] = {}
     trainer = job.trainer(client, number, "predict")
     for steps in job.unseen_steps:
         if method.adapt is not None and steps and trainer.size:
@@ -73,6 +77,9 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
         else:
             model = job.shared(published)
         accuracies[str(steps)] = pair_figures(job, score(model))["preference_accuracy"]
+    if job.jury:
+        jury = [cast("ChoiceScores", score(each)) for each in job.shared_models(published).values()]
+        accuracies |= jury_metrics(jury)
     return accuracies
 
 

@@ -187,7 +187,7 @@ class Job:
     def diagnosis(self) -> Exchange:
         """What a diagnosis asks of a client."""
         assert self.diagnostics is not None
-        return self.diagnostics.exchange(self.method.ownership, self.trainers.initial.layout)
+        return self.diagnostics.exchange(self.method, self.trainers.initial.layout)
 
     @cached_property
     def topology(self) -> Topology:

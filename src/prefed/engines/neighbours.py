@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
@@ -90,7 +90,7 @@ class NeighbourRounds(Course):
                 return job.method.publish(own, client)
 
             evaluation = self.evaluate(publish, number)
-        self.diagnose(partial(job.method.publish, mean), now, tally)
+        self.diagnose(mean, now, tally)
         self.commit(mean, job.members, evaluation, tally, time.perf_counter() - started)
         return mean
 
@@ -146,7 +146,7 @@ class NeighbourRounds(Course):
 
         def tasks() -> Iterator[Task]:
             for client in job.members:
-                message = encode(exchange.send(state(client), client))
+                message = encode(exchange.send(state(client), client, now))
                 yield Task("visit", client, now.number, exchange.name, message)
 
         answers.silent = dict.fromkeys(job.members, NO_ANSWER)

@@ -63,7 +63,7 @@ class ServerRounds(Course):
                 server = self._exchange(server, exchange, asked, now, tally)
         if job.evaluates(number):
             evaluation = self.evaluate(partial(job.method.publish, server), number)
-        self.diagnose(partial(job.method.publish, server), now, tally)
+        self.diagnose(server, now, tally)
         if job.fleet is not None:
             tally.figures |= _told(plan)
         clients = list(dict.fromkeys(client for client, _ in cohort))
@@ -125,7 +125,8 @@ class ServerRounds(Course):
 
         def tasks(wave: Sequence[_Asked]) -> Iterator[Task]:
             for client, number in wave:
-                message = encode(exchange.send(starts[number], client))
+                # The client trains as in the round in which it was asked.
+                message = encode(exchange.send(starts[number], client, self.job.round(number)))
                 tally.bytes_down += len(message)
                 asked = number if number < now.number else 0
                 yield Task("visit", client, now.number, exchange.name, message, asked)

@@ -13,7 +13,14 @@ from prefed.core.text import printable
 from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
 from prefed.merge.uploads import LARGEST
-from prefed.metrics import ACCURACY_METRICS, CHOICE_METRICS, MEAN_METRICS, POLICY_METRICS, REWARD_METRICS
+from prefed.metrics import (
+    ACCURACY_METRICS,
+    CHOICE_METRICS,
+    MEAN_METRICS,
+    POLICY_METRICS,
+    REWARD_METRICS,
+    selector_metrics,
+)
 from prefed.wire import WireError, decode_upload, upload_limits
 
 MAX_REASON = 300
@@ -112,8 +119,10 @@ def read_figures(job: Job, message: bytes, client: str) -> tuple[dict[str, float
 
 def _expected_figures(job: Job, client: str) -> list[str]:
     """The names of the figures that an evaluation of ``client`` has, apart from ``not_finite``."""
+    single = selector_metrics(len(job.jury))
     if client in job.unseen:
-        return [str(steps) for steps in job.unseen_steps]
+        vote = ["majority_accuracy", *single] if job.jury else []
+        return [*map(str, job.unseen_steps), *vote]
     rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
     choices = job.method.reads == "choice"
     absent = {*POLICY_METRICS} if choices else {*CHOICE_METRICS}
@@ -121,7 +130,7 @@ def _expected_figures(job: Job, client: str) -> list[str]:
     # Several published models are a jury, and no shared model.
     absent |= set() if job.method.personal and not job.jury else {"shared_accuracy"}
     absent |= set() if job.jury else {"majority_accuracy"}
-    return [name for name in (*ACCURACY_METRICS, *MEAN_METRICS) if name not in absent]
+    return [name for name in (*ACCURACY_METRICS, *single, *MEAN_METRICS) if name not in absent]
 
 
 def validate_upload(

@@ -4,7 +4,7 @@ The loss of selectors reads log-odds of choices.
 """
 
 from prefed.losses.batch import LossOutput, PairBatch, reward_figures
-from prefed.losses.choice import ChoiceBatch, choice
+from prefed.losses.choices import ChoiceBatch, choice
 from prefed.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
 from prefed.losses.pdpo import pdpo
 from prefed.losses.reference_free import orpo, sft, simpo

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefed.core.text import did_you_mean
 from prefed.losses.batch import LossOutput, PairBatch
-from prefed.losses.choice import ChoiceBatch, choice
+from prefed.losses.choices import ChoiceBatch, choice
 from prefed.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
 from prefed.losses.pdpo import pdpo
 from prefed.losses.reference_free import orpo, sft, simpo

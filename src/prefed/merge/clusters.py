@@ -15,7 +15,11 @@ from prefed.core import Plain
 from prefed.core.lazy import np
 
 MOST = 10.0
-"""The highest loss of a client that counts. Without it one inflated loss would buy a place in any cluster."""
+"""The highest loss of a client that counts: a claim beyond it weighs no more.
+
+It does not keep a liar from its cluster of choice. Honest losses are near ln 2, so a client that claims 0
+there and 10 elsewhere gets a place before them.
+"""
 MOST_CLIENTS = 2000
 """With more clients the greedy rule is not compared with the exact one, which takes seconds and more."""
 
@@ -120,10 +124,10 @@ def place(clients: Collection[str], clusters: Mapping[str, int], count: int) -> 
     >>> place(["d", "c"], {"a": 1, "b": 0}, 3)
     {'a': 1, 'b': 0, 'c': 2, 'd': 0}
     """
-    placed = dict(clusters)
+    placed, sizes = dict(clusters), Counter(clusters.values())
     for client in sorted(set(clients) - set(clusters)):
-        sizes = Counter(placed.values())
-        placed[client] = min(range(count), key=lambda cluster: sizes[cluster])
+        placed[client] = min(range(count), key=sizes.__getitem__)
+        sizes[placed[client]] += 1
     return placed
 
 

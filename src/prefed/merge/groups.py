@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from prefed.core import Round, State, Upload
-from prefed.merge import rules
+from prefed.merge import robust, rules
 from prefed.merge.aggregator import Aggregator
-from prefed.merge.uploads import BadUpload, TooFewUploads, check_update_sizes, update_norm
+from prefed.merge.lora import without_residuals
+from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_length, update_norm
 
 SENT = "model"
 """The group in which every client sends its tensors, whichever of the server's groups they belong to."""
@@ -62,6 +63,7 @@ def merge_groups(
         group = groups[upload.client]
         members.setdefault(group, []).append(replace(upload, tensors={group: upload.tensors[SENT]}))
     _check_sizes(aggregator, state, uploads, groups, {name: len(own) for name, own in members.items()})
+    aggregator = _with_one_bound(aggregator, state, members, names)
     short: dict[str, str] = {}
     for group in sorted(members):
         try:
@@ -73,6 +75,23 @@ def merge_groups(
     return state, short
 
 
+def _with_one_bound(
+    aggregator: Aggregator, state: State, members: Mapping[str, Sequence[Upload]], names: Collection[str]
+) -> Aggregator:
+    """``aggregator``, in which ``norm_clip`` has one bound for all groups: the median length of the round.
+
+    By the median of its group alone, a client that is by itself there would set its own bound.
+    """
+    config = aggregator.config
+    if config.rule != "norm_clip" or config.max_norm is not None:
+        return aggregator
+    norms: list[float] = []
+    for group, own in members.items():
+        current = without_residuals(state.tensors[group].select(names))
+        norms += robust.update_norms(align(own, group, current), current)
+    return replace(aggregator, config=config.model_copy(update={"max_norm": robust.median_norm(norms)}))
+
+
 def _check_sizes(
     aggregator: Aggregator,
     state: State,
@@ -80,18 +99,18 @@ def _check_sizes(
     groups: Mapping[str, str],
     sizes: Mapping[str, int],
 ) -> None:
-    """As :meth:`Aggregator.with_size_check` over all uploads, each as a step from its own group's tensors."""
-    steps, lengths = [], {}
-    for upload in uploads:
-        own = state.tensors[groups[upload.client]]
-        step = upload.tensors[SENT] - own.select(upload.tensors[SENT])
-        steps.append(replace(upload, tensors={SENT: step}))
-        lengths[upload.client] = update_norm(step)
-    longest = max(sorted(lengths), key=lengths.__getitem__)
-    origin = {SENT: state.tensors[groups[longest]]}
-    try:
-        check_update_sizes(steps, origin, aggregator.config.max_ratio, {SENT})
-    except BadUpload as error:
-        # Otherwise one client could stop its group's every round by an upload that is refused.
-        if rules.can_merge(aggregator.config, sizes[groups[error.client]] - 1):
-            raise
+    """As :meth:`Aggregator.with_size_check` over all uploads, each as a step from its own group's tensors.
+
+    Each of them is checked: the longest may be one that its group cannot do without.
+    """
+    most, sent = aggregator.config.max_ratio, {upload.client: upload.tensors[SENT] for upload in uploads}
+    origins = {client: state.tensors[groups[client]].select(sent[client]) for client in sent}
+    lengths = {client: update_norm(sent[client], origins[client]) for client in sorted(sent)}
+    for client in sorted(lengths, key=lengths.__getitem__, reverse=True) if most else ():
+        try:
+            own = update_norm(origins[client])
+            check_length(client, lengths[client], lengths.values(), own, most, SENT)
+        except BadUpload:
+            # Otherwise one client could stop its group's every round by an upload that is refused.
+            if rules.can_merge(aggregator.config, sizes[groups[client]] - 1):
+                raise

@@ -121,12 +121,22 @@ def clip_norms(values: Sequence[Tensors], current: Tensors, max_norm: float | No
     Returns:
         The φ_i. A φ_i within the bound is returned as it is.
     """
-    norms = [float(torch.linalg.vector_norm(v.flat.double() - current.flat.double())) for v in values]
-    bound = max_norm if max_norm is not None else sorted(norms)[(len(norms) - 1) // 2]
+    norms = update_norms(values, current)
+    bound = max_norm if max_norm is not None else median_norm(norms)
     return [
         value if norm <= bound else weighted_mean([current, value], [1 - bound / norm, bound / norm])
         for value, norm in zip(values, norms, strict=True)
     ]
+
+
+def update_norms(values: Sequence[Tensors], current: Tensors) -> list[float]:
+    """The Euclidean lengths of the updates φ_i − φ."""
+    return [float(torch.linalg.vector_norm(v.flat.double() - current.flat.double())) for v in values]
+
+
+def median_norm(norms: Sequence[float]) -> float:
+    """The median of at least one length, of an even number the lower of the two in the middle."""
+    return sorted(norms)[(len(norms) - 1) // 2]
 
 
 def _cut(uploads: int, trim: float) -> int:

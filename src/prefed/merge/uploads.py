@@ -108,25 +108,43 @@ def check_update_sizes(
         origin = origins.get(group, Tensors.empty())
         start = None if group in steps else origin
         lengths = [update_norm(upload.tensors[group], start) for upload in sent]
-        ranked = sorted(lengths)
-        low, middle = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
         longest = max(lengths)
         worst = min(
             (upload for upload, length in zip(sent, lengths, strict=True) if length == longest),
             key=lambda upload: (upload.client, upload.sent_at),
         )
         own = update_norm(origin.select(name for name in worst.tensors[group] if name in origin), None)
-        of = "the median of the round's"
-        if own and middle > most * max(low, own):
-            middle, of = max(low, own), "what the server has and half of the round send"
-        if not middle or (longest <= most * middle and math.isfinite(longest)):
-            continue
-        if longest > own:
-            raise BadUpload(
-                worst.client,
-                f"its update of group {group!r} has length {longest:.3g}, {longest / middle:.3g} times "
-                f"{of}, {middle:.3g}; [merge] max_ratio = {most:g} is the most",
-            )
+        check_length(worst.client, longest, lengths, own, most, group)
+
+
+def check_length(
+    client: str, length: float, lengths: Collection[float], own: float, most: float, group: str
+) -> None:
+    """:func:`check_update_sizes` for the update of one client.
+
+    Args:
+        length: of the update.
+        lengths: of all updates of the round.
+        own: the length of the server's own tensors that the update starts from.
+        most: how many times the median.
+        group: for the error.
+
+    Raises:
+        BadUpload: the update does not pass.
+    """
+    ranked = sorted(lengths)
+    low, middle = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
+    of = "the median of the round's"
+    if own and middle > most * max(low, own):
+        middle, of = max(low, own), "what the server has and half of the round send"
+    if not middle or (length <= most * middle and math.isfinite(length)):
+        return
+    if length > own:
+        raise BadUpload(
+            client,
+            f"its update of group {group!r} has length {length:.3g}, {length / middle:.3g} times "
+            f"{of}, {middle:.3g}; [merge] max_ratio = {most:g} is the most",
+        )
 
 
 def update_norm(tensors: Tensors, origin: Tensors | None = None) -> float:

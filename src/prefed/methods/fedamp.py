@@ -107,7 +107,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         start = fedavg.init_server(initial)
         return start.update({"initial": start.tensors["model"]}, {"attention": {}, "alpha": None})
 
-    def send(server: State, client: str) -> Download:
+    def send(server: State, client: str, now: Round) -> Download:
         alpha = server.values["alpha"]
         scalars = {"alpha": alpha} if isinstance(alpha, float) else {}
         return Download({"model": mixture(server, client)}, {**schedule.announce(server), **scalars})

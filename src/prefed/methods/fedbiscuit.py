@@ -39,24 +39,15 @@ from prefed.core import (
     Upload,
 )
 from prefed.merge import Aggregator, by_mass, clusters, merge_groups
-from prefed.methods.base import FedAvgBase, Selectors, SelectorSettings, lora_parts, schedule
+from prefed.methods.base import ClusterSettings, FedAvgBase, Selectors, lora_parts, schedule
 
 SOURCE = "FedBiscuit (arXiv:2407.03038), algorithm 1"
 _log = logging.getLogger("prefed")
 
 
-class Settings(SelectorSettings):
+class Settings(ClusterSettings):
     """Settings of FedBiscuit. Tables 3 and 4 of the paper: these defaults, 500 rounds, cohorts of 5 or 10."""
 
-    selectors: int = Field(
-        3, ge=1, description="selectors, and clusters of clients; the paper takes odd numbers, 3 and 5"
-    )
-    warmup_rounds: int = Field(
-        50, ge=0, description="rounds of each selector, one after the other, before clients are grouped"
-    )
-    regroup_every: int = Field(
-        50, ge=1, description="rounds from one grouping of the clients to the next (the paper: 50 or 100)"
-    )
     cluster_mean: Literal["eq6", "normalised"] = Field(
         "eq6",
         description="how a cluster's uploads merge: eq6, each by its share of all clients' pairs, and the "
@@ -81,26 +72,27 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     by_cluster = by_mass(aggregator, "cluster_mean = 'eq6'") if eq6 else aggregator
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
     selectors = Selectors(fedavg, settings.selectors)
-    names, warmup = selectors.names, settings.selectors * settings.warmup_rounds
-    if warmup >= rounds:
-        advice = "no clients are grouped: raise rounds, or lower method.warmup_rounds"
+    names, (each, every) = selectors.names, settings.intervals(rounds)
+    if (warmup := len(names) * each) >= rounds:
+        advice = f"no clients are grouped: raise rounds above {warmup}"
+        if fitting := (rounds - 1) // len(names):
+            advice += f", or lower method.warmup_rounds to {fitting} or fewer"
+        if untrained := names[-(-rounds // each) :]:
+            advice += f"; never trained, yet with a vote: {', '.join(untrained)}"
         _log.warning("fedbiscuit: warm-up takes %d rounds of %d, and %s", warmup, rounds, advice)
 
     def init_server(initial: Tensors) -> State:
-        values = {**schedule.begin(settings), "round": 0, "clusters": {}, "trained": [], "too_few": {}}
+        values = {**schedule.begin(settings), "clusters": {}, "trained": [], "too_few": {}}
         return State(selectors.init(initial), values)
 
-    def warming(server: State, number: int) -> bool:
-        return number <= warmup and not _clusters(server)
+    def owned(server: State, now: Round) -> Mapping[str, int]:
+        """Client → its selector in this round: the one that warms up, else its cluster's."""
+        if now.number <= warmup:
+            return dict.fromkeys(now.weights, (now.number - 1) // each)
+        # After a grouping without a valid upload all are placed together, and so evenly.
+        return clusters.place(now.weights, _clusters(server), len(names))
 
-    def selector(server: State, client: str, number: int) -> int:
-        """Which selector the client has in round ``number``: the one that warms up, else its cluster's."""
-        if warming(server, number):
-            return (number - 1) // settings.warmup_rounds
-        known = _clusters(server)
-        return (known if client in known else clusters.place([client], known, len(names)))[client]
-
-    def send_all(server: State, client: str) -> Download:
+    def send_all(server: State, client: str, now: Round) -> Download:
         return Download(selectors.all(server))
 
     def score(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
@@ -116,18 +108,19 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         report = {name: server.values[name] for name in ("moved", "selector_losses", "balance_gap")}
         return {"clusters": clusters.members(_clusters(server), len(names)), **report}
 
-    def send(server: State, client: str) -> Download:
-        own = selector(server, client, _round(server) + 1)
+    def send(server: State, client: str, now: Round) -> Download:
+        own = owned(server, now)[client]
         return Download({"model": server.tensors[names[own]]}, {**schedule.announce(server), "cluster": own})
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         # An upload goes where the server sent its client. What the client says of that counts for nothing.
-        number, trainable = _round(server) + 1, fedavg.trainable(now, Owner.SHARED)
-        groups = {upload.client: names[selector(server, upload.client, number)] for upload in uploads}
-        mean = aggregator if warming(server, number) else by_cluster
-        merged, short = merge_groups(mean, server, uploads, groups, now, trainable)
+        own, warming = owned(server, now), now.number <= warmup
+        groups = {upload.client: names[own[upload.client]] for upload in uploads}
+        rule, trainable = aggregator if warming else by_cluster, fedavg.trainable(now, Owner.SHARED)
+        merged, short = merge_groups(rule, server, uploads, groups, now, trainable)
         trained: list[Plain] = [*sorted({*groups.values()} - {*short})]
-        report: dict[str, Plain] = {"round": now.number, "trained": trained, "too_few": {**short}}
+        report: dict[str, Plain] = {"trained": trained, "too_few": {**short}}
+        report["clusters"] = {} if warming else {**own}
         return fedavg.advance(merged.update(values=report), uploads)
 
     def figures(server: State) -> dict[str, Plain]:
@@ -136,7 +129,11 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return {"selectors": own, **({"too_few": short} if short else {}), **schedule.announce(server)}
 
     def publish(server: State, client: str) -> Download:
-        return Download(selectors.all(server), {"cluster": selector(server, client, max(1, _round(server)))})
+        known, trained = _clusters(server), cast("list[str]", server.values["trained"])
+        # In warm-up all have the selector that was trained last.
+        last = names.index(trained[0]) if trained else 0
+        own = clusters.place([client], known, len(names))[client] if known else last
+        return Download(selectors.all(server), {"cluster": own})
 
     grouping = Exchange(
         "score",
@@ -144,7 +141,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         score,
         group,
         to="all",
-        due=lambda number: number > warmup and (number - warmup - 1) % settings.regroup_every == 0,
+        due=lambda number: number > warmup and (number - warmup - 1) % every == 0,
         scalars=frozenset(selectors.losses),
         over="validation",
         groups=lambda client, now: {},
@@ -169,10 +166,5 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def _clusters(server: State) -> Mapping[str, int]:
-    """Client → its cluster; empty before the first grouping."""
+    """Client → its cluster; empty in warm-up."""
     return cast("Mapping[str, int]", server.values["clusters"])
-
-
-def _round(server: State) -> int:
-    """The last round whose training was merged."""
-    return cast("int", server.values["round"])

@@ -30,7 +30,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def init_server(initial: Tensors) -> State:
         return State({}, schedule.begin(settings))
 
-    def send(server: State, client: str) -> Download:
+    def send(server: State, client: str, now: Round) -> Download:
         return Download({}, schedule.announce(server))
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:

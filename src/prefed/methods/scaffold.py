@@ -66,8 +66,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def init_client(initial: Tensors, client: str) -> State:
         return fedavg.init_client(initial, client).update({"control": zero(initial)})
 
-    def send(server: State, client: str) -> Download:
-        broadcast = fedavg.send(server, client)
+    def send(server: State, client: str, now: Round) -> Download:
+        broadcast = fedavg.send(server, client, now)
         return Download({**broadcast.tensors, "control": server.tensors["control"]}, broadcast.scalars)
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:

@@ -1,6 +1,6 @@
 """Metrics of models on preference pairs, per client and over clients."""
 
-from prefed.metrics.choices import ChoiceScores, choice_metrics, majority
+from prefed.metrics.choices import ChoiceScores, choice_metrics, jury_metrics, majority, selector_metrics
 from prefed.metrics.clients import (
     FederatedMetric,
     Spread,
@@ -36,8 +36,10 @@ __all__ = [
     "federated_metric",
     "federated_metrics",
     "flat_loss_warning",
+    "jury_metrics",
     "majority",
     "not_finite_counts",
+    "selector_metrics",
     "small_clients_note",
     "spread",
 ]

@@ -35,17 +35,15 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
     Returns:
         Shares of pairs:
 
-        - ``preference_accuracy`` and ``reward_accuracy``: the score is above 0. A selector has no reward
-          beside its choice, so the two are one number.
+        - ``preference_accuracy`` and ``reward_accuracy``, one number: the score is above 0.
         - ``baseline_accuracy``: the score of the untouched model is above 0.
-        - ``majority_accuracy``, only with a jury: more of its selectors score above 0 than below. An even
-          vote goes by the sum of their scores.
+        - those of :func:`jury_metrics`, only with a jury.
 
         Means over pairs: ``margin`` is the score in nats, ``choice_loss`` the cross-entropy over the two
         letters, the mean of both orders.
 
         A tie counts as wrong, and so does a pair whose log-odds are not finite; if there are such pairs,
-        ``not_finite`` is their number. In a jury a selector has no vote on such a pair.
+        ``not_finite`` is their number.
 
     Raises:
         ValueError: there are no pairs.
@@ -67,12 +65,43 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
         "reward_accuracy": right,
         "baseline_accuracy": scores.baseline.astype(np.float64).mean(1) > 0,
     }
-    if jury:
-        figures["majority_accuracy"] = majority(np.stack([_votes(each.orders) for each in jury])) > 0
     figures |= {"margin": margin, "choice_loss": losses}
     means = {name: float(values.mean()) for name, values in figures.items()}
+    means |= jury_metrics(jury) if jury else {}
     broken = int((~finite).sum())
     return means | ({"not_finite": broken} if broken else {})
+
+
+def jury_metrics(jury: Sequence[ChoiceScores]) -> dict[str, float]:
+    """The metrics of U ≥ 1 selectors that vote on one client's pairs.
+
+    Returns:
+        Shares of pairs. For ``majority_accuracy`` more selectors score above 0 than below; an even vote goes
+        by the sum of their scores. For ``selector_0_accuracy`` and so on (:func:`selector_metrics`) that
+        selector alone scores above 0.
+
+        A tie counts as wrong. A selector has no vote on a pair for which its log-odds are not finite, and is
+        wrong on it.
+
+    >>> pairs = np.array([[[1.0, 1.0], [1.0, 1.0]], [[2.0, 0.0], [-9.0, 1.0]], [[3.0, -3.0], [2.0, -1.0]]])
+    >>> jury_metrics([ChoiceScores(orders, orders) for orders in pairs])["majority_accuracy"]
+    1.0
+    """
+    votes = np.stack([_votes(each.orders) for each in jury])
+    single = (votes > 0).mean(1).tolist()
+    return {
+        "majority_accuracy": float((majority(votes) > 0).mean()),
+        **dict(zip(selector_metrics(len(jury)), single, strict=True)),
+    }
+
+
+def selector_metrics(count: int) -> tuple[str, ...]:
+    """The names of the accuracies of ``count`` selectors that vote, each by itself.
+
+    >>> selector_metrics(2)
+    ('selector_0_accuracy', 'selector_1_accuracy')
+    """
+    return tuple(f"selector_{u}_accuracy" for u in range(count))
 
 
 def majority(scores: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:

@@ -86,6 +86,12 @@ class Backbone:
         dtype: torch.dtype = self.causal.dtype
         return dtype
 
+    @property
+    def window(self) -> int | None:
+        """The tokens that the model has positions for; ``None`` if its configuration does not say."""
+        window: int | None = getattr(self.causal.config, "max_position_embeddings", None)
+        return window
+
     def load(self, tensors: Tensors) -> None:
         """Put a client's tensors (full layout) into the model: one copy of one vector.
 
@@ -131,7 +137,12 @@ class Backbone:
             self.reward.train(top)
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is the fastest one.
+
+    Raises:
+        ModelError: PyTorch finds none on this machine.
+    """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(device for device in available if available[device])
@@ -244,7 +255,7 @@ def make_backbone(
         wrapped: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ModelError(f"[model.lora] targets = {targets!r}: {error}") from error
-    device = _device(config.device)
+    device = find_device(config.device)
     wrapped.to(device).eval()
     if config.fast:
         fuse(wrapped)

@@ -9,6 +9,7 @@ from prefed.core.strict import flatten
 from prefed.core.text import duration, size
 from prefed.report.tables import SHOWN, literal, new_table, setting
 from prefed.runs.figures import REWARDED
+from prefed.runs.outcomes import judged_of
 from prefed.runs.record import RunRecord
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
 def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
     """All that this file says of runs: tables, and a line for each thing that a reader must know."""
     console.print(comparison_table(runs))
-    for table in (reward_table(runs), differences_table(runs)):
+    for table in (reward_table(runs), selectors_table(runs), judged_table(runs), differences_table(runs)):
         if table is not None:
             console.print(table)
     names = labels(runs)
@@ -128,6 +129,56 @@ def reward_table(runs: Sequence[RunRecord]) -> Table | None:
         shares = (run.spread(figure).mean for figure in REWARDED)
         margins = (run.summary[figure] for figure in ("margin", "explicit_margin"))
         table.add_row(literal(name), *(f"{value:.3f}" for value in (*shares, *margins)))
+    return table
+
+
+def selectors_table(runs: Sequence[RunRecord]) -> Table | None:
+    """How the selectors of runs agree with clients, and the clusters; ``None`` where no run has several."""
+    several = [(name, run) for name, run in zip(labels(runs), runs, strict=True) if run.agreements]
+    if not several:
+        return None
+    heads = (
+        "selectors",
+        "own",
+        "lowest alone",
+        "highest alone",
+        "vote",
+        "worst by vote",
+        "groupings",
+        "moves",
+    )
+    table = new_table("selectors: share of pairs ordered rightly, over clients", "run", *heads)
+    for name, run in several:
+        *alone, vote = run.agreements
+        shares = [run.spread("preference_accuracy").mean, *(f(a.mean for a in alone) for f in (min, max))]
+        table.add_row(
+            literal(name),
+            f"{len(alone)}",
+            *(f"{share:.3f}" for share in (*shares, vote.mean, vote.worst)),
+            f"{len(run.groupings):,}",
+            f"{sum(len(grouping.moved) for grouping in run.groupings):,}",
+        )
+    return table
+
+
+def judged_table(runs: Sequence[RunRecord]) -> Table | None:
+    """The win rates that runs have; ``None`` where no run has any."""
+    judged = [(n, o.summary) for n, run in zip(labels(runs), runs, strict=True) for o in judged_of(run.path)]
+    if not judged:
+        return None
+    heads = ("compared", "judge", "win rate", "95% interval", "wins", "judged")
+    table = new_table("win rates: a tie counts half; wins: a tie counts nothing", "run", *heads)
+    for name, summary in judged:
+        rate = summary["win_rate"]
+        table.add_row(
+            literal(name),
+            literal(f"{summary['model']} against {summary['against']}"),
+            literal(summary["judge"]),
+            f"{rate['mean']:.1%}",
+            f"{rate['low']:.1%} to {rate['high']:.1%}",
+            f"{summary['wins']:.1%}",
+            f"{summary['judged']:,}",
+        )
     return table
 
 

@@ -7,12 +7,10 @@ from elsewhere may have.
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomli_w
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -21,17 +19,12 @@ from prefed import files
 from prefed.core.text import duration, pluralize, printable_lines, size
 from prefed.methods import METHODS
 from prefed.metrics import flat_loss_warning, spread
-from prefed.report import plots
-from prefed.report.drawing import DARK, LIGHT, Theme, svg
+from prefed.report import outcomes, plots, selectors
+from prefed.report.parts import ROWS, Facts, Plot, Table, number, plot
 from prefed.report.tables import SPREAD, UNSEEN, setting, unseen_rows
 from prefed.runs.figures import REWARDED
+from prefed.runs.outcomes import Outcome, alignment_of, judged_of
 from prefed.runs.record import RunRecord
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-ROWS = 500
-"""Rows that a table of clients or rounds has at most."""
 
 NUMBERS = {
     "margin": "mean gain in likelihood of the chosen over that of the rejected response, in nats.",
@@ -40,33 +33,19 @@ NUMBERS = {
     "choice_loss": "mean cross-entropy over the two letters of a selector, both orders of each pair.",
 }
 """Figures of an evaluation that are no shares, and what they mean."""
-
-Facts = list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A plot for both kinds of screen. ``light`` and ``dark`` are addresses that hold the image itself."""
-
-    light: str
-    dark: str
-    alt: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table. ``heads`` are those of all columns; each row has a name and the cells that follow it."""
-
-    caption: str
-    heads: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[str]]]
+CHOICE_NUMBERS = {"margin": "mean score of the chosen response over the rejected one, in nats."}
+"""What they mean of a selector, where that is another thing."""
 
 
 def write_page(run: RunRecord, path: Path) -> None:
-    """Write :func:`render` of a run to ``path``, whole or not at all."""
+    """Write :func:`render` of a run to ``path``, whole or not at all.
+
+    A page that quotes what a judge read can be read by its owner alone, as the judge's files.
+    """
+    judged = judged_of(run.path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, render(run).encode())
+    mode = 0o600 if any(each.examples for each in judged) else 0o666
+    files.write(path, _render(run, judged).encode(), mode=mode)
 
 
 def render(run: RunRecord) -> str:
@@ -74,7 +53,15 @@ def render(run: RunRecord) -> str:
 
     Images are inline, each in a light and a dark version with a text that says what it shows. There is no
     script, and the page's own policy forbids it to load anything.
+
+    Raises:
+        RunError: a file of a judge's or of an alignment is damaged.
     """
+    return _render(run, judged_of(run.path))
+
+
+def _render(run: RunRecord, judged: Sequence[Outcome]) -> str:
+    alignment = alignment_of(run.path)
     rounds = pluralize(run.summary["rounds"], "round", "rounds")
     clients = pluralize(run.judged, "client", "clients")
     method = {name: value for name, value in run.config["method"].items() if not isinstance(value, dict)}
@@ -93,6 +80,16 @@ def render(run: RunRecord) -> str:
         fairness=_fairness(run),
         unseen=_unseen(run),
         clients=_clients(run),
+        agreement=selectors.agreement_table(run),
+        clusters=selectors.clusters_table(run),
+        clusters_plot=selectors.clusters_plot(run),
+        alignment=outcomes.alignment_facts(alignment) if alignment else None,
+        epochs=outcomes.epochs_table(alignment) if alignment else None,
+        alignment_examples=outcomes.alignment_examples(alignment) if alignment else [],
+        judged=outcomes.judged_table(judged),
+        judged_plot=outcomes.judged_plot(judged),
+        judged_notes=outcomes.judged_notes(judged),
+        judged_examples=outcomes.judged_examples(judged),
         blocks=_blocks(run),
         costs=_costs(run),
         costs_plot=_costs_plot(run),
@@ -153,19 +150,19 @@ def _curves(run: RunRecord) -> list[Plot]:
     elif means:
         text += f"The mean over clients ends at {means[-1]:.1%}."
     caption = "Round 0 is the untouched model. The worst client may be another one in each round."
-    curves = [_plot(partial(plots.accuracy, run), text, caption)]
+    curves = [plot(partial(plots.accuracy, run), text, caption)]
     _, losses = run.curve("loss")
     if losses:
         text = f"Training loss over rounds, from {losses[0]:.4g} to {losses[-1]:.4g}."
         caption = "Loss on the clients' training batches, weighted by their numbers of pairs."
-        curves.append(_plot(partial(plots.loss, run), text, caption))
+        curves.append(plot(partial(plots.loss, run), text, caption))
     ends = {name: run.curve(name)[1] for name in REWARDED if name in run.figures}
     if ends:
         text = "; ".join(
             f"{run.figures[name].label} ends at {values[-1]:.1%}" for name, values in ends.items() if values
         )
         caption = "The explicit reward head, means over clients; what each figure means is said below."
-        curves.append(_plot(partial(plots.reward_head, run), f"{text}.", caption))
+        curves.append(plot(partial(plots.reward_head, run), f"{text}.", caption))
     return curves
 
 
@@ -175,9 +172,9 @@ def _rounds(run: RunRecord) -> Table:
     rows = []
     for record in run.rounds[-ROWS:]:
         means = [record.get("evaluation", {}).get(name, {}).get("mean") for name in names]
-        figures = [_number(record.get("loss"), ".4f"), *map(_number, means)]
+        figures = [number(record.get("loss"), ".4f"), *map(number, means)]
         traffic = [size(record[way]) for way in ("bytes_up", "bytes_down")]
-        rows.append((str(record["round"]), [*figures, *traffic, _number(record.get("seconds"), ".1f")]))
+        rows.append((str(record["round"]), [*figures, *traffic, number(record.get("seconds"), ".1f")]))
     more = f"The last {ROWS:,} of {len(run.rounds):,} rounds. " if len(run.rounds) > ROWS else ""
     return Table(f"{more}Means over clients where they were measured.", heads, rows)
 
@@ -187,7 +184,7 @@ def _clients_plot(run: RunRecord) -> Plot:
     text = f"{len(ranking):,} clients; lowest {ranking[0]} with {accuracies[ranking[0]]:.1%}, "
     text += f"highest {ranking[-1]} with {accuracies[ranking[-1]]:.1%}."
     caption = f"Share of each client's {run.split} pairs that its model orders rightly, lowest first."
-    return _plot(partial(plots.clients, run), text, caption)
+    return plot(partial(plots.clients, run), text, caption)
 
 
 def _fairness(run: RunRecord) -> Table:
@@ -209,14 +206,19 @@ def _unseen(run: RunRecord) -> Table | None:
 
 def _clients(run: RunRecord) -> Table:
     ranking, figures = plots.ranking(run), run.figures.values()
+    clusters = run.groupings[-1].clusters if run.groupings else ()
+    own = {client: f"selector-{u}" for u, clients in enumerate(clusters) for client in clients}
     rows = []
     for client in ranking[:ROWS]:
         pairs = run.pairs(client)
-        values = [_number(figure.values["per_client"].get(client)) for figure in figures]
-        rows.append((client, ["" if pairs is None else f"{pairs:,}", *values]))
+        values = [number(figure.values["per_client"].get(client)) for figure in figures]
+        cluster = [own.get(client, "")] if own else []
+        rows.append((client, ["" if pairs is None else f"{pairs:,}", *cluster, *values]))
     more = f"The {ROWS:,} lowest of {len(ranking):,}; the others are in summary.json. "
     caption = f"{more if len(ranking) > ROWS else ''}Lowest first."
-    return Table(caption, ["client", "pairs", *(figure.label for figure in figures)], rows)
+    return Table(
+        caption, ["client", "pairs", *(["cluster"] if own else []), *(f.label for f in figures)], rows
+    )
 
 
 def _blocks(run: RunRecord) -> list[tuple[str, Plot, Table]]:
@@ -241,7 +243,7 @@ def _blocks(run: RunRecord) -> list[tuple[str, Plot, Table]]:
         more = more if clients > ROWS else ""
         table = Table(f"By block.{more}", ["client", *map(str, profile.blocks)], rows)
         text = f"{label}, means over {clients:,} clients: {text}."
-        blocks.append((label, _plot(draw, text, caption), table))
+        blocks.append((label, plot(draw, text, caption), table))
     return blocks
 
 
@@ -265,7 +267,7 @@ def _costs(run: RunRecord) -> Facts:
 def _costs_plot(run: RunRecord) -> Plot:
     traffic = run.summary["bytes"]
     text = f"In all {size(traffic['up'])} went up and {size(traffic['down'])} down."
-    return _plot(partial(plots.cost, run), text, "Bytes are those of the messages as sent.")
+    return plot(partial(plots.cost, run), text, "Bytes are those of the messages as sent.")
 
 
 def _own_figures(run: RunRecord) -> Plot | None:
@@ -273,7 +275,7 @@ def _own_figures(run: RunRecord) -> Plot | None:
         return None
     curves = ((name.replace("_", " "), run.curve(name)[1]) for name in run.own_figures)
     ends = [f"{name} from {values[0]:.4g} to {values[-1]:.4g}" for name, values in curves if values]
-    return _plot(partial(plots.figures, run), "; ".join(ends[:12]) + ".")
+    return plot(partial(plots.figures, run), "; ".join(ends[:12]) + ".")
 
 
 def _versions(run: RunRecord) -> Facts:
@@ -283,22 +285,13 @@ def _versions(run: RunRecord) -> Facts:
 
 def _meanings(run: RunRecord) -> Facts:
     facts = [(figure.label, f"{figure.meaning}.") for figure in run.figures.values()]
-    facts += [(name.replace("_", " "), NUMBERS[name]) for name in run.own_figures if name in NUMBERS]
+    numbers = NUMBERS | (CHOICE_NUMBERS if "choice_loss" in run.summary else {})
+    facts += [(name.replace("_", " "), numbers[name]) for name in run.own_figures if name in numbers]
     facts += [
         ("worst tenth", "mean of the lowest tenth of the clients, at least one of them."),
         ("Jain index", "(Σx)² / (n Σx²): 1 where all clients have the same, 1/n where one has everything."),
     ]
     return facts
-
-
-def _number(value: Any, form: str = ".3f") -> str:
-    return format(value, form) if isinstance(value, int | float) else ""
-
-
-def _plot(draw: Callable[[Theme], Figure], alt: str, caption: str = "") -> Plot:
-    """Draw a plot for both kinds of screen."""
-    light, dark = (base64.b64encode(svg(draw, theme).encode()).decode() for theme in (LIGHT, DARK))
-    return Plot(f"data:image/svg+xml;base64,{light}", f"data:image/svg+xml;base64,{dark}", alt, caption)
 
 
 def _render_template(template: str, /, **values: Any) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import pluralize, size
 from prefed.metrics import MEAN_METRICS, small_clients_note
+from prefed.report.selectors import agreement_terminal
 from prefed.report.tables import clients_table, literal, lowest_clients, unseen_table
 from prefed.runs.figures import REWARDED, figures_of, profiles_of
+from prefed.runs.groupings import Grouping, agreements, selector_figures
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,12 +20,15 @@ if TYPE_CHECKING:
 
 
 def print_result(
-    summary: Mapping[str, Any], console: Console, more: Mapping[str, Mapping[str, Any]] | None = None
+    summary: Mapping[str, Any],
+    console: Console,
+    more: Mapping[str, Mapping[str, Any]] | None = None,
+    groupings: Sequence[Grouping] = (),
 ) -> None:
     """Each client before and after, what a reader should know, and what the run cost.
 
     ``summary`` is what ``summary.json`` holds. ``more`` are further columns, each shaped as
-    ``preference_accuracy`` is in the summary.
+    ``preference_accuracy`` is in the summary. ``groupings`` are the run's, where it has selectors.
     """
     console.print(_clients(summary, more or {}, narrow=console.width < 100))
     if summary["left_out"]:
@@ -42,6 +47,14 @@ def print_result(
             f"mean margin {summary['explicit_margin']:.3f}, the policy's {summary['margin']:.3f} nats",
             soft_wrap=True,
         )
+    selectors = agreements(summary, groupings[-1].clusters if groupings else ())
+    if selectors:
+        console.print(agreement_terminal(selectors, f"{summary['split']} pairs"))
+    if groupings:
+        last = groupings[-1]
+        sizes = ", ".join(f"{len(clients):,}" for clients in last.clusters)
+        moved = pluralize(len(last.moved), "client", "clients")
+        console.print(f"clusters of {sizes} clients since round {last.round}, where {moved} moved")
     for profile in profiles_of(summary).values():
         console.print(f"{profile.label}: mean {profile.ends}", markup=False)
     traffic, parameters = summary["bytes"], summary["parameters"]
@@ -62,7 +75,10 @@ def _clients(summary: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]], 
         columns |= {"shared model": summary["shared_accuracy"], "own model": after}
     else:
         columns["after"] = after
-    columns["reward"] = summary["reward_accuracy"]
+    if "majority_accuracy" in summary:
+        columns["majority"] = summary["majority_accuracy"]
+    else:
+        columns["reward"] = summary["reward_accuracy"]
     if "combined_accuracy" in summary:
         columns["combined"] = summary["combined_accuracy"]
     columns |= more
@@ -89,9 +105,13 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
     """Each client's figures, those of clients that never took part, and what a reader should know."""
     if evaluation.figures:
         figures = {n: figure for n, figure in figures_of(evaluation.figures).items() if n not in MEAN_METRICS}
-        usual = [figure for n, figure in figures.items() if n not in REWARDED]
+        single = selector_figures(figures)
+        usual = [figure for n, figure in figures.items() if n not in (*REWARDED, *single)]
         title = f"{name}: share of {evaluation.what} ordered rightly"
         console.print(clients_table(title, usual, evaluation.pairs.get))
+        if single:
+            title = f"{name}: each selector by itself"
+            console.print(clients_table(title, [figures[n] for n in single], evaluation.pairs.get))
         rewarded = [figures[n] for n in ("preference_accuracy", *REWARDED) if n in figures]
         if len(rewarded) > 1:
             title = f"{name}: with the reward head"
@@ -105,5 +125,8 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
             console.print(f"mean margin of the reward head {explicit:.3f}")
     if evaluation.unseen:
         console.print(unseen_table(evaluation.unseen))
+    if evaluation.unseen_selectors:
+        selectors = agreements(evaluation.unseen_selectors)
+        console.print(agreement_terminal(selectors, "the pairs of clients that never took part,"))
     for note in evaluation.notes:
         console.print(note, markup=False, soft_wrap=True)

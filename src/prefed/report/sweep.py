@@ -21,6 +21,7 @@ COLUMNS = (
     ("worst client", "reward_accuracy.worst"),
     ("with the reward head", "combined_accuracy.mean"),
     ("reward head alone", "explicit_accuracy.mean"),
+    ("majority", "majority_accuracy.mean"),
 )
 
 Outcome = Mapping[str, Any]
@@ -58,7 +59,7 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
 
     A column that no cell has a figure for is left out.
     """
-    columns = [(name, key) for name, key in COLUMNS if any(each[key] for each in outcomes)]
+    columns = [(name, key) for name, key in COLUMNS if any(each.get(key) for each in outcomes)]
     paper = ["paper"] if any("paper" in each for each in outcomes) else []
     head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns)]
     first = ["untouched model", "", "", *("" for _ in paper)]
@@ -67,7 +68,7 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
         first.append("" if before == key else _spread(outcomes[0][before]))
     lines = [[*first, "", ""]]
     for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
-        figures = [_spread(each[key]) if each[key] else "" for _, key in columns]
+        figures = [_spread(each[key]) if each.get(key) else "" for _, key in columns]
         theirs = [_paper(each) for _ in paper]
         lines.append([each["text"], *_rate(each), *theirs, *figures, _sent(each["bytes"]), _code(each)])
     return _table([*head, "MB sent", "commit"], lines)

@@ -22,6 +22,7 @@ ACCURACIES = (
     "shared_accuracy",
     "combined_accuracy",
     "explicit_accuracy",
+    "majority_accuracy",
 )
 """The figures that are kept of a run on test pairs."""
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -102,12 +103,13 @@ class SweepRun:
         if not config.exists():
             return
         # Imported here: it needs PyTorch, which takes seconds, and an invalid table is found before.
-        from prefed.runs.resume import differing, is_place
+        from prefed.runs.resume import differing, fitted, is_place
 
         stored = Experiment.parse(config.read_text("utf-8"))
+        asked = fitted(self.experiment, stored).tables()
         listed = [
             f"{name} is {before!r}, not {after!r}"
-            for name, (before, after) in differing(stored.tables(), self.experiment.tables()).items()
+            for name, (before, after) in differing(stored.tables(), asked).items()
             if not is_place(name) and not name.startswith("engine.")
         ]
         if listed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -35,6 +35,7 @@ class Evaluation:
         pairs: client → pairs it was evaluated on.
         figures: as :func:`prefed.engines.evaluation.evaluate_client` names them, over clients.
         unseen: number of local steps → preference accuracy of the clients that never took part.
+        unseen_selectors: accuracy of each selector and of their vote on the pairs of those clients.
         notes: what a reader should know, a sentence each.
     """
 
@@ -43,6 +44,7 @@ class Evaluation:
     figures: Mapping[str, FederatedMetric]
     unseen: Mapping[str, FederatedMetric]
     notes: tuple[str, ...] = ()
+    unseen_selectors: Mapping[str, FederatedMetric] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it; accuracies have the shape they have in ``summary.json``."""
@@ -50,6 +52,7 @@ class Evaluation:
             "pairs": self.what,
             **self.figures,
             **({"unseen_accuracy": self.unseen} if self.unseen else {}),
+            **({"unseen_selectors": self.unseen_selectors} if self.unseen_selectors else {}),
             "clients": {client: {"pairs": count} for client, count in self.pairs.items()},
             "notes": list(self.notes),
         }
@@ -168,4 +171,6 @@ def _over_clients(
     seen, newcomers = (federated_metrics(table, pairs, privacy) for table in (figures, unseen))
     small = [small_clients_note(next(iter(over.values()))) for over in (seen, newcomers) if over]
     notes = [*notes, *diverged, *filter(None, dict.fromkeys(small))]
-    return Evaluation(what, pairs, seen, newcomers, tuple(notes))
+    steps = {name: over for name, over in newcomers.items() if name.isdigit()}
+    selectors = {name: over for name, over in newcomers.items() if name not in steps}
+    return Evaluation(what, pairs, seen, steps, tuple(notes), selectors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,17 @@ USUAL = (
     "majority_accuracy",
 )
 """Usual figures, in the order in which they are shown. Other figures follow in the run's own order."""
+
+CHOICE_WORDS: Mapping[str, tuple[str, str]] = {
+    "baseline_accuracy": ("before", "the untouched model"),
+    "preference_accuracy": (
+        "after",
+        "the client's selector, which is that of its cluster where there are some",
+    ),
+    "reward_accuracy": ("reward", "that selector too: its score is its only reward"),
+    "majority_accuracy": ("majority", "more selectors than not"),
+}
+"""Figures of selectors: their labels, and whose scores they are about."""
 
 REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
 """Figures that only models with an explicit reward head have."""
@@ -49,18 +61,29 @@ class Figure:
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:
     """The figures in a summary that every client has, by name, in the order in which they are shown."""
     values = {name: value for name, value in summary.items() if _per_client(value)}
-    personal = "shared_accuracy" in values
+    kind = "personal" if "shared_accuracy" in values else "choice" if "choice_loss" in summary else ""
     order = [name for name in USUAL if name in values] + [name for name in values if name not in USUAL]
-    return {name: Figure(name, *_words(name, personal), values[name]) for name in order}
+    return {name: Figure(name, *_words(name, kind), values[name]) for name in order}
 
 
 def _per_client(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("per_client"), Mapping)
 
 
-def _words(name: str, personal: bool) -> tuple[str, str]:
-    """The label and the meaning of a figure."""
+def _words(name: str, kind: str) -> tuple[str, str]:
+    """The label and the meaning of a figure.
+
+    Args:
+        kind: ``"personal"`` of a method with models of clients' own, ``"choice"`` of one with selectors.
+    """
     likelier = "share of pairs whose chosen response the model finds likelier than the rejected one"
+    scored = "share of pairs whose chosen response scores higher than the rejected one, by {}"
+    if kind == "choice":
+        if number := re.fullmatch(r"selector_(\d+)_accuracy", name):
+            return f"selector {number[1]}", scored.format(f"selector {number[1]} alone")
+        if name in CHOICE_WORDS:
+            label, by = CHOICE_WORDS[name]
+            return label, scored.format(by)
     known = {
         "baseline_accuracy": ("before", f"{likelier}, by the untouched model"),
         "shared_accuracy": (
@@ -68,15 +91,13 @@ def _words(name: str, personal: bool) -> tuple[str, str]:
             f"{likelier}, by the shared model without the client's own parts",
         ),
         "preference_accuracy": (
-            ("own model", f"{likelier}, by the client's own model") if personal else ("after", likelier)
+            ("own model", f"{likelier}, by the client's own model")
+            if kind == "personal"
+            else ("after", likelier)
         ),
         "reward_accuracy": (
             "reward",
             "share of pairs whose chosen response gained more likelihood over the untouched model",
-        ),
-        "majority_accuracy": (
-            "majority",
-            "share of pairs whose chosen response more selectors score higher than lower",
         ),
         "normalized_accuracy": ("per token", f"{likelier}, token for token"),
         "combined_accuracy": (

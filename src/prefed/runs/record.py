@@ -14,6 +14,7 @@ from typing import Any
 from prefed.core.text import did_you_mean
 from prefed.metrics import FederatedMetric, Spread, small_clients_note, spread
 from prefed.runs.figures import USUAL, Figure, Profile, figures_of, profiles_of
+from prefed.runs.groupings import Agreement, Grouping, agreements, groupings_of
 from prefed.runs.schema import read_config, read_rounds, read_summary
 from prefed.store import RunReader, StoreError
 
@@ -67,6 +68,16 @@ class RunRecord:
     def profiles(self) -> Mapping[str, Profile]:
         """Figures of each block from private states, such as gates, by name."""
         return profiles_of(self.summary)
+
+    @cached_property
+    def groupings(self) -> tuple[Grouping, ...]:
+        """How clients were grouped, in the order of rounds; empty if they never were."""
+        return groupings_of(self.rounds)
+
+    @cached_property
+    def agreements(self) -> list[Agreement]:
+        """How each of several selectors, and their vote, agree with clients; empty without such."""
+        return agreements(self.summary, self.groupings[-1].clusters if self.groupings else ())
 
     @property
     def clients(self) -> tuple[str, ...]:

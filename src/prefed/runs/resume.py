@@ -22,7 +22,7 @@ _PLACES = ("data.*.path", "model.name", "method.reward_model")
 _CHANGEABLE = {"engine.workers", "engine.visit_timeout"}
 """Settings that change no number. A resumed run may have others."""
 
-_NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy", "fleet", "graph"}
+_NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy", "fleet", "graph", "align"}
 """Keys and tables of an experiment that nothing in ``cache/`` depends on."""
 
 _REMEDY = "put a copy of it back, or start a new run with another --out"
@@ -34,7 +34,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     Before the first round, another experiment replaces the one in the directory.
 
     Returns:
-        The experiment with its number of threads filled in.
+        The experiment with its number of threads, and what follows the number of rounds, filled in.
 
     Raises:
         ConfigError: the directory holds a run of another experiment.
@@ -42,7 +42,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     """
     config = writer.config()
     if writer.round == 0:
-        changed = differing(config or {}, experiment.tables())
+        changed = differing(config or {}, fitted(experiment).tables())
         if changed.keys() - {"engine.threads", *_CHANGEABLE}:
             reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= _NOT_CACHED)
             config = None
@@ -50,7 +50,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
         stored = None if config is None else Experiment.from_tables(config, f"{writer.path / 'config.toml'}")
     except ConfigError as error:
         raise StoreError(f"{error}\n{_REMEDY}") from error
-    experiment = _with_threads(experiment, stored)
+    experiment = _with_threads(fitted(experiment, stored), stored)
     _check_digest(config, experiment, writer)
     if config is None or stored is None:
         writer.write_config(to_toml(experiment))
@@ -107,6 +107,21 @@ def settings_digest(config: Mapping[str, Any]) -> str:
     return files.digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
+def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experiment:
+    """Fill in the settings that follow the number of rounds, as the stored run has them if there is one.
+
+    So a run whose rounds are raised keeps those that it was begun with.
+    """
+    left_out = experiment.method.settings
+    settings = left_out.for_rounds(experiment.rounds)
+    if stored is not None and isinstance(stored.method.settings, type(settings)):
+        names = (name for name in type(settings).model_fields if getattr(left_out, name) is None)
+        begun = {name: getattr(stored.method.settings, name) for name in names if getattr(settings, name)}
+        settings = settings.model_copy(update=begun)
+    method = experiment.method.model_copy(update={"settings": settings})
+    return experiment.model_copy(update={"method": method})
+
+
 def _with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:
     """Fill in the number of threads: the stored run's, or the machine's shared out over the workers."""
     engine = experiment.engine
@@ -151,9 +166,11 @@ def _may_change(name: str) -> bool:
     """Whether a resumed run may have another value of a setting, whatever the value.
 
     Other data or another model at a new place are found by their fingerprints. The commit has no fingerprint
-    of the reward model, so its place may not change.
+    of the reward model, so its place may not change. The stages of an alignment have manifests of their own.
     """
-    return name in _CHANGEABLE or (is_place(name) and name != "method.reward_model")
+    if name in _CHANGEABLE or name.partition(".")[0] == "align":
+        return True
+    return is_place(name) and name != "method.reward_model"
 
 
 def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed import files
+from prefed.align import check_inputs
 from prefed.config import Experiment, to_toml
 from prefed.core import Callback, Callbacks, State
 from prefed.data import DataMismatchError
@@ -25,6 +26,7 @@ from prefed.engines import (
 )
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
+from prefed.runs.align import align, check_judge
 from prefed.runs.build import build_job
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.summary import mean_models, read_profiles, summarize
@@ -84,8 +86,9 @@ def run(
             experiment fails before its first round.
         resume: continue the run in ``out``, which must exist. ``resume=out.exists()`` starts a new run or
             continues the existing one. ``rounds`` may be raised, ``engine.workers`` and
-            ``engine.visit_timeout`` may change, and data and model may have moved. All other settings must be
-            the same.
+            ``engine.visit_timeout`` may change, and data and model may have moved. ``[align]`` may change
+            too, but a stage of the alignment that was done with other settings is refused. All other settings
+            must be the same.
         progress: show the progress on the terminal.
         callbacks: receive the events of the run, in this order. An exception from one of them ends the run.
             Committed rounds are kept.
@@ -98,6 +101,7 @@ def run(
         ConfigError: the run in ``out`` has other settings.
         DataError, ModelError: the data or the model cannot be used.
         RoundError: no client answered in a round, or none could be evaluated after the last.
+        AlignError: the alignment after the rounds cannot go on.
         WorkerError: a worker process died or took longer than ``engine.visit_timeout``.
     """
     path = Path(out) if out is not None else default_out(experiment)
@@ -106,19 +110,27 @@ def run(
         from prefed.trackers.terminal import Terminal
 
         callback = Callbacks([Terminal(), callback])
+    if experiment.align is not None:
+        check_inputs(experiment.align, experiment.data)
+        check_judge(experiment.align)
     with RunWriter(path, resume=resume) as writer:
         try:
             experiment = reconcile(experiment, writer)
             finished = writer.round == experiment.rounds and (path / "summary.json").exists()
             if not finished or moved(experiment, writer):
                 _run_rounds(experiment, writer, callback)
+            else:
+                update_config(experiment, writer)
         except Exception as error:
             if isinstance(error, files.WriteError) and writer.commit is not None:
                 error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")
             # A start that failed is removed. One that was killed or interrupted stays, for --resume.
             writer.discard()
             raise
-        return _result(path, decode_state(writer.server()))
+        server = decode_state(writer.server())
+    if experiment.align is not None:
+        align(path, experiment.align, callbacks=[callback])
+    return _result(path, server)
 
 
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:

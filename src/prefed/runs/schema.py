@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -47,6 +47,8 @@ class _Summary(_Schema):
     shared_accuracy: _Figure | None = None
     reward_accuracy: _Figure | None = None
     unseen_accuracy: dict[str, _Figure] = {}
+    unseen_selectors: dict[str, _Figure] = {}
+    majority_accuracy: _Figure | None = None
     bytes: _Traffic
     seconds: float
     clients: dict[str, dict[str, int]] = {}
@@ -63,6 +65,89 @@ class _Round(_Schema):
     cohort: list[str] = []
 
 
+class _Rate(_Schema):
+    mean: float
+    low: float
+    high: float
+
+
+class _Judged(_Schema):
+    name: str
+    judge: str
+    model: str
+    against: str
+    win_rate: _Rate
+    wins: float
+    length_controlled: float | None
+    ties: int
+    judged: int
+    failed: int
+    note: str
+
+
+class Verdict(_Schema):
+    """A row of ``verdicts.jsonl``."""
+
+    row: int
+    prompt: str | list[dict[str, str]]
+    text: str
+    against: str
+    result: str
+
+
+class _Prompts(_Schema):
+    read: int
+    clients: int
+    duplicates: int
+    kept: int
+
+
+class _Completions(_Schema):
+    completions: int
+    too_long: int
+
+
+class _Labels(_Schema):
+    pairs: int
+    identical: int
+    blank: int
+    too_long: int
+    ties: int
+    labelled: int
+    unanimous: int
+
+
+class _Epoch(_Schema):
+    epoch: int
+    loss: float | None
+    agreement: float | None
+
+
+class _Training(_Schema):
+    pairs: int
+    held_out: int
+    epochs: list[_Epoch]
+    kept: int
+
+
+class _Alignment(_Schema):
+    prompts: _Prompts
+    completions: _Completions
+    labels: _Labels
+    train: _Training
+
+
+class Label(_Schema):
+    """A row of ``labels.jsonl``."""
+
+    prompt: str | list[dict[str, str]]
+    chosen: str
+    rejected: str
+    votes: list[int] = Field(min_length=2, max_length=2)
+    margin: float
+    index: int
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Read ``config.toml``.
 
@@ -77,6 +162,43 @@ def read_summary(path: Path) -> dict[str, Any]:
     """Read ``summary.json``; raises as :func:`read_config`."""
     summary: dict[str, Any] = _read(path, json.loads, _Summary)
     return summary
+
+
+def read_judged(path: Path) -> dict[str, Any]:
+    """Read ``summary.json`` of a comparison by a judge; raises as :func:`read_config`."""
+    summary: dict[str, Any] = _read(path, json.loads, _Judged)
+    return summary
+
+
+def read_alignment(path: Path) -> dict[str, Any]:
+    """Read ``summary.json`` of an alignment; raises as :func:`read_config`."""
+    summary: dict[str, Any] = _read(path, json.loads, _Alignment)
+    return summary
+
+
+RowT = TypeVar("RowT", bound=_Schema)
+
+
+def read_rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
+    """The whole rows of a file of JSON lines, one at a time; none if it is missing.
+
+    A last line that has no end is under way, and no row.
+
+    Raises:
+        ValueError: a line is damaged; the message names the file, the line and the problem.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield kind.model_validate(json.loads(line))
+            except ValidationError as error:
+                raise _damage(path, f"line {number}: {_problem(error)}") from error
+            except ValueError as error:
+                raise _damage(path, f"line {number}: {error}") from error
 
 
 def read_rounds(path: Path, rounds: int) -> tuple[dict[str, Any], ...]:
@@ -104,14 +226,21 @@ def _read(path: Path, parse: Callable[[str], Any], schema: Any) -> Any:
     except FileNotFoundError:
         wrong = "it is not there"
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = [f"line {step + 1}" if isinstance(step, int) else step for step in first["loc"]]
-        message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", first["msg"])
-        wrong = f"{'.'.join(place) or 'all of it'}: {message.removeprefix('Input ').lower()}"
-        if not isinstance(first["input"], Mapping | list):
-            wrong += f", and is {first['input']!r}"
+        wrong = _problem(error)
     except (OSError, ValueError) as error:
         wrong = str(error)
     else:
         return content
-    raise ValueError(f"{path} is damaged: {wrong}; put a copy of it back")
+    raise _damage(path, wrong)
+
+
+def _problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = [f"line {step + 1}" if isinstance(step, int) else step for step in first["loc"]]
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", first["msg"])
+    wrong = f"{'.'.join(place) or 'all of it'}: {message.removeprefix('Input ').lower()}"
+    return wrong if isinstance(first["input"], Mapping | list) else f"{wrong}, and is {first['input']!r}"
+
+
+def _damage(path: Path, wrong: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {wrong}; put a copy of it back")

@@ -13,7 +13,7 @@ from prefed.core import Owner, State, Tensors
 from prefed.engines import ClientStates, Job
 from prefed.engines.backend import peak_memory_mb
 from prefed.merge import lora
-from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS
+from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state
 
@@ -34,7 +34,8 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
     layout, ownership = job.trainers.initial.layout, job.method.ownership
     moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
     counts = ("split", "left_out", "not_evaluated", "not_finite")
-    names = (*ACCURACY_METRICS, "unseen_accuracy", *MEAN_METRICS, *counts)
+    accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)))
+    names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, *counts)
     return {
         "method": job.method.name,
         "rounds": writer.round,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from prefed.core import Callback
-from prefed.core.text import printable, size
+from prefed.core.text import duration, printable, size
 
 PIPE_WIDTH = 120
 """Columns of an output that is no terminal, such as a pipe or a log: tables with long names fit."""
@@ -31,6 +31,7 @@ class Terminal(Callback):
         self.console = console or stdout_console()
         self._rounds = 0
         self._bar: Progress | None = None
+        self._tenth = ("", 0)
 
     def on_run_begin(self, done: int, rounds: int) -> None:
         """Start the bar at ``done`` rounds."""
@@ -81,3 +82,36 @@ class Terminal(Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def on_stage_begin(self, stage: str, done: int, of: int) -> None:
+        """Start a bar at ``done`` steps."""
+        if not self.console.is_terminal or done >= of:
+            return
+        self._bar = Progress(
+            TextColumn(f"{stage} {{task.completed:.0f}}/{{task.total:.0f}}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("", total=of, completed=done, figures="")
+
+    def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
+        """Move the bar; in a pipe or a log, write a line for each tenth of the steps."""
+        text = "  ".join(f"{name.replace('_per_', '/')} {value:.4g}" for name, value in figures.items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, figures=text)
+        elif not self.console.is_terminal and self._tenth != (stage, 10 * done // of):
+            self._tenth = stage, 10 * done // of
+            self.console.print(f"{stage} {done}/{of}  {text}", soft_wrap=True)
+
+    def on_stage_end(self, stage: str, figures: Mapping[str, Any]) -> None:
+        """Remove the bar, and write the stage's counts and time."""
+        self.on_run_end()
+        counts = [f"{name} {value:,}" for name, value in figures.items() if isinstance(value, int)]
+        line = "  ".join([*counts, duration(figures["seconds"])])
+        self.console.print(f"{stage}: {line}", markup=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from prefed.data import Message, Prompt, Template
 from prefed.data.templates import start_tokens
 from prefed.models import Backbone
 
-_TURN = "\n\nAssistant:"
+_USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
 class Sampling(StrictModel):
@@ -36,6 +36,7 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
     r"""A user's text in the form of the prompts of a run's data.
 
     The text becomes a user's turn where these prompts are conversations, or end where the assistant speaks.
+    A text that is a dialogue already, by its beginning or its end, stays as it is.
 
     Args:
         like: a prompt of the run's data; ``None`` if there is none.
@@ -46,12 +47,12 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
     >>> as_prompt("def add(a, b):", "def mul(a, b):")
     'def add(a, b):'
     """
-    if raw or text.endswith(_TURN):
+    if raw or text.startswith(_USER) or text.endswith(_TURN):
         return text
     if like is not None and not isinstance(like, str):
         return (Message("user", text),)
-    if like is not None and like.startswith("\n\nHuman: ") and like.endswith(_TURN):
-        return f"\n\nHuman: {text}{_TURN}"
+    if like is not None and like.startswith(_USER) and like.endswith(_TURN):
+        return f"{_USER}{text}{_TURN}"
     return text
 
 
@@ -61,6 +62,28 @@ def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
     if not (template.chat and not isinstance(prompt, str)) and ids[:1] != [tokenizer.bos_token_id]:
         ids = [*start_tokens(tokenizer), *ids]
     return ids or [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+
+
+def room_for(backbone: Backbone, length: int, how: Sampling) -> int:
+    """Tokens that a response to a prompt of ``length`` tokens may have.
+
+    Raises:
+        ValueError: the prompt fills the model's window.
+    """
+    window = backbone.window
+    room = how.max_tokens if window is None else min(how.max_tokens, window - length)
+    if room < 1:
+        raise ValueError(f"the prompt has {length} tokens and the model's window {window}: shorten it")
+    return room
+
+
+def end_tokens(backbone: Backbone) -> set[int]:
+    """The end-of-text tokens of the tokenizer and of the model's generation settings."""
+    own = getattr(backbone.causal.generation_config, "eos_token_id", None)
+    return {
+        backbone.tokenizer.eos_token_id,
+        *([] if own is None else own if isinstance(own, list) else [own]),
+    }
 
 
 def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampling, key: Key) -> str:
@@ -75,14 +98,7 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     """
     from transformers import GenerationConfig
 
-    window = getattr(backbone.causal.config, "max_position_embeddings", None)
-    room = how.max_tokens if window is None else min(how.max_tokens, window - len(prompt))
-    if room < 1:
-        raise ValueError(f"the prompt has {len(prompt)} tokens and the model's window {window}: shorten it")
-    tokenizer = backbone.tokenizer
-    # The end-of-text tokens of the tokenizer and of the model's generation settings.
-    own = getattr(backbone.causal.generation_config, "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *([] if own is None else own if isinstance(own, list) else [own])}
+    room, tokenizer, ends = room_for(backbone, len(prompt), how), backbone.tokenizer, end_tokens(backbone)
     sampling: dict[str, float] = {}
     if how.temperature:
         sampling = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed.data import Record, TokenSet
+from prefed.data import Prompt, Record, TokenSet
 from prefed.data.templates import Template
 from prefed.models import ModelError, load_pretrained
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
@@ -33,19 +33,20 @@ class RewardModel:
 
     Args:
         name: a folder or a hub name.
+        key: the setting that holds the name, for messages.
 
     Raises:
         ModelError: there is no such model, its head is not a trained one, or it has more than two outputs.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, key: str = _KEY) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self.name, self.device = name, device
-        self.tokenizer = load_pretrained(AutoTokenizer, _KEY, name, "tokenizer", truncation_side="left")
+        self.tokenizer = load_pretrained(AutoTokenizer, key, name, "tokenizer", truncation_side="left")
         self.model, report = load_pretrained(
             AutoModelForSequenceClassification,
-            _KEY,
+            key,
             name,
             _KIND,
             dtype=torch.float32,
@@ -54,12 +55,12 @@ class RewardModel:
         missing = set(report["missing_keys"]) & {key for key, _ in self.model.named_parameters()}
         if missing:
             raise ModelError(
-                f"[method] reward_model = {name!r}: this is no reward model; it has no weights for "
+                f"{key} = {name!r}: this is no reward model; it has no weights for "
                 f"{', '.join(sorted(missing))}"
             )
         if self.model.config.num_labels > 2:
             raise ModelError(
-                f"[method] reward_model = {name!r} has {self.model.config.num_labels} outputs; a reward "
+                f"{key} = {name!r} has {self.model.config.num_labels} outputs; a reward "
                 "model has one, or two of which the second is the good one"
             )
         if self.tokenizer.pad_token is None:
@@ -72,8 +73,14 @@ class RewardModel:
 
     def encode(self, record: Record) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """The tokenizer's output, token ids among others, for the chosen and for the rejected response."""
-        prompt, chosen, rejected = self._template.pair(record.prompt, record.chosen, record.rejected)
-        whole = self._template.chat and not isinstance(record.prompt, str)
+        return self.encode_texts(record.prompt, record.chosen, record.rejected)
+
+    def encode_texts(
+        self, prompt: Prompt, chosen: str, rejected: str
+    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """As :meth:`encode`, of responses that may be empty."""
+        whole = self._template.chat and not isinstance(prompt, str)
+        prompt, chosen, rejected = self._template.pair(prompt, chosen, rejected)
         return self._tokens(prompt, chosen, whole), self._tokens(prompt, rejected, whole)
 
     def _tokens(self, prompt: str, response: str, whole: bool) -> dict[str, list[int]]:
@@ -102,6 +109,30 @@ class RewardModel:
         return scores
 
 
+def model_fingerprint(name: str, key: str = _KEY, kind: str = _KIND) -> str:
+    """SHA-256 over the files of a model's folder, or over a hub name and its commit.
+
+    Args:
+        key: the setting that holds the name, for messages.
+        kind: the kind of model in words, for messages.
+
+    Raises:
+        ModelError: there is no model of that name.
+    """
+    from transformers import AutoConfig
+
+    config: Any = load_pretrained(AutoConfig, key, name, kind)
+    folder = Path(name)
+    if not folder.is_dir():
+        commit = getattr(config, "_commit_hash", None)
+        return hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        with path.open("rb") as stream:
+            digest.update(path.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
 class Rewards:
     """r(x, y) of both responses of every record; the model is loaded when the first score is missing.
 
@@ -122,23 +153,8 @@ class Rewards:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the files of a folder, or over a hub name and its commit.
-
-        Raises:
-            ModelError: there is no model of that name.
-        """
-        from transformers import AutoConfig
-
-        config: Any = load_pretrained(AutoConfig, _KEY, self._name, _KIND)
-        folder = Path(self._name)
-        if not folder.is_dir():
-            commit = getattr(config, "_commit_hash", None)
-            return hashlib.sha256(f"{self._name}@{commit}".encode()).hexdigest()
-        digest = hashlib.sha256()
-        for path in sorted(path for path in folder.iterdir() if path.is_file()):
-            with path.open("rb") as stream:
-                digest.update(path.name.encode() + hashlib.file_digest(stream, "sha256").digest())
-        return digest.hexdigest()
+        """:func:`model_fingerprint` of the model."""
+        return model_fingerprint(self._name)
 
     @cached_property
     def _model(self) -> RewardModel:

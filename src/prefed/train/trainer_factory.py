@@ -60,7 +60,7 @@ class PairTrainerFactory:
         rewards = None
         if reward_model is not None:
             rewards = Rewards(reward_model, dataset.tokens, cache, backbone.device)
-        self._model = _digest(backbone)
+        self._model = model_digest(backbone)
         kind = "reference" if dataset.tokens.letters is None else "choices"
         name = f"{kind}-{self._model[:12]}-{dataset.tokens.fingerprint[:12]}"
         self.pair_trainer = PairTrainer(
@@ -123,9 +123,7 @@ def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None
     Raises:
         ModelError: the pair is longer, and the model has no further positions.
     """
-    config = backbone.causal.config
-    window = getattr(config, "max_position_embeddings", None)
-    longest = longest_sequence(tokens, rows)
+    window, longest = backbone.window, longest_sequence(tokens, rows)
     if window is None or longest <= window:
         return
     what = "response" if tokens.letters is None else "two responses"
@@ -133,12 +131,19 @@ def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None
         f"[model] name = {backbone.config.name!r} has a context of {window} tokens, and the longest prompt "
         f"with its {what} has {longest}: set [data] max_length = {window}, or shorten such pairs"
     )
-    if not hasattr(config, "rope_parameters"):
+    if not hasattr(backbone.causal.config, "rope_parameters"):
         raise ModelError(message)
     _log.warning("%s; the model may not have been trained on positions beyond its context", message)
 
 
-def _digest(backbone: Backbone) -> str:
+def longest_input(backbone: Backbone, max_length: int) -> int:
+    """``max_length``, or the model's context where this is shorter and there are no positions beyond it."""
+    config = backbone.causal.config
+    window = getattr(config, "max_position_embeddings", None)
+    return max_length if window is None or hasattr(config, "rope_parameters") else min(max_length, window)
+
+
+def model_digest(backbone: Backbone) -> str:
     """SHA-256 over the architecture, a sample of every weight, and the start of the adapter."""
     config = backbone.causal.config.to_dict()
     for where in ("_name_or_path", "transformers_version"):

@@ -14,7 +14,15 @@ from prefed.data.sources import files, hub
 from prefed.data.sources.formats import FORMATS, Format, detect_format, get_format, pairs_format
 from prefed.data.sources.pairs import RawPair, split_prompt, value_at
 
-__all__ = ["FORMATS", "Format", "ReadCounts", "read_records", "source_digests"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "ReadCounts",
+    "format_setting",
+    "read_records",
+    "read_rows",
+    "source_digests",
+]
 
 
 @dataclass
@@ -44,10 +52,10 @@ def read_records(
     Raises:
         DataError: the source cannot be read, or the format of its rows is unknown.
     """
-    setting = _format_setting(source, config)
+    setting = format_setting(source, config.columns, config.format)
     form, file = setting, None
     spellings = _SpellingCheck(source, config)
-    for count, (row, location) in enumerate(_read_rows(source, config, role, setting, errors)):
+    for count, (row, location) in enumerate(read_rows(source, config.encoding, role, setting, errors)):
         if config.rows is not None and count >= config.rows:
             return
         counts.read += 1
@@ -130,11 +138,16 @@ def _is_on_hub(source: Source) -> bool:
     return not _path(source).exists() and hub.looks_like_hub_name(source.path)
 
 
-def _format_setting(source: Source, config: DataConfig) -> Format | None:
-    """The format that the settings name; ``None`` where it must be detected."""
-    if source.columns is not None or (source.format is None and config.columns is not None):
-        return pairs_format(source.columns or config.columns)
-    name = source.format or config.format
+def format_setting(source: Source, columns: Columns | None = None, name: str = "auto") -> Format | None:
+    """The format that the settings name; ``None`` where it must be detected.
+
+    Args:
+        columns: the names of the columns where the source names neither these nor a format.
+        name: the format where nothing else says one.
+    """
+    if source.columns is not None or (source.format is None and columns is not None):
+        return pairs_format(source.columns or columns)
+    name = source.format or name
     if name != "auto":
         return get_format(name)
     if _is_on_hub(source):
@@ -143,13 +156,21 @@ def _format_setting(source: Source, config: DataConfig) -> Format | None:
     return None
 
 
-def _read_rows(
-    source: Source, config: DataConfig, role: str, form: Format | None, errors: ErrorCollector
+def read_rows(
+    source: Source, encoding: str, role: str, form: Format | None, errors: ErrorCollector
 ) -> Iterator[tuple[files.Row, RowLocation]]:
+    """The rows of a source as they stand there; raises as :func:`read_records`.
+
+    Args:
+        encoding: that of text files where the source names none.
+        role: the hub split where the source names none.
+        form: says where on the hub the rows lie.
+        errors: takes what is no row.
+    """
     path = _path(source)
     if path.exists():
         for item in files.data_files(path):
-            yield from files.read_rows(item, source.encoding or config.encoding, errors)
+            yield from files.read_rows(item, source.encoding or encoding, errors)
     elif hub.looks_like_hub_name(source.path):
         yield from hub.read_rows(
             source.path,

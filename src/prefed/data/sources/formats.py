@@ -46,7 +46,7 @@ class Format:
     detected_by: frozenset[str] = frozenset()
 
 
-_FIELDS = ("subreddit", "title", "post")
+POST_FIELDS = ("subreddit", "title", "post")
 """The fields of a Reddit post, which FedBiscuit's templates show."""
 
 
@@ -111,7 +111,7 @@ def _summaries(row: Row) -> RawPair:
             **extra_columns(row, ("split",)),
             **({} if info.get("id") is None else {"post_id": str(info["id"])}),
             **({} if confidence is None else {"confidence": int(confidence)}),
-            **{name: str(info[name]) for name in _FIELDS if info.get("post") and info.get(name)},
+            **{name: str(info[name]) for name in POST_FIELDS if info.get("post") and info.get(name)},
         },
     )
 
@@ -119,10 +119,10 @@ def _summaries(row: Row) -> RawPair:
 def _summaries_instruction(row: Row) -> RawPair:
     """A comparison of summaries whose prompt is FedBiscuit's instruction (figure 4)."""
     pair = _summaries(row)
-    missing = [name for name in _FIELDS if name not in pair.extra]
+    missing = [name for name in POST_FIELDS if name not in pair.extra]
     if missing:
         raise RowError(f"info has no {' and no '.join(missing)}, which the instruction shows")
-    subreddit, title, post = (pair.extra[name] for name in _FIELDS)
+    subreddit, title, post = (pair.extra[name] for name in POST_FIELDS)
     pair.prompt = instruction(
         "Summarize the following Reddit post in a paragraph of 50 words or less.",
         f"SUBREDDIT: r/{subreddit}\nTITLE: {title}\nPOST: {post}",

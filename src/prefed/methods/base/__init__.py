@@ -3,12 +3,13 @@
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.neighbours import to_neighbours
 from prefed.methods.base.ppo import VALUE, BaselineSettings, lora_parts
-from prefed.methods.base.selector import Selectors, SelectorSettings
+from prefed.methods.base.selector import ClusterSettings, Selectors, SelectorSettings
 from prefed.methods.base.settings import LocalSettings, PersonalSettings, TrainingSettings, TwoPhaseSettings
 
 __all__ = [
     "VALUE",
     "BaselineSettings",
+    "ClusterSettings",
     "FedAvgBase",
     "LocalSettings",
     "PersonalSettings",

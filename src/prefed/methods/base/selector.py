@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -62,6 +62,44 @@ class SelectorSettings(TrainingSettings):
     def batches(self) -> tuple[int, int]:
         """Pairs in a batch, and batches that make an optimiser step."""
         return self.batch_size // 2, self.accumulate
+
+
+class ClusterSettings(SelectorSettings):
+    """Several selectors and their clusters of clients: FedBiscuit, tables 3 and 4.
+
+    >>> [ClusterSettings(selectors=count).intervals(500) for count in (3, 5)]
+    [(50, 50), (50, 50)]
+    >>> ClusterSettings().intervals(10), ClusterSettings(regroup_every=4).intervals(20)
+    ((1, 1), (3, 4))
+    """
+
+    selectors: int = Field(
+        3, ge=1, description="selectors, and clusters of clients; the paper takes odd numbers, 3 and 5"
+    )
+    warmup_rounds: int | None = Field(
+        None,
+        ge=0,
+        description="rounds of each selector, one after the other, before clients are grouped; left out: 50, "
+        "or fewer, so that all of them take at most half of the rounds",
+    )
+    regroup_every: int | None = Field(
+        None,
+        ge=1,
+        description="rounds from one grouping of the clients to the next (the paper: 50 or 100); left out: "
+        "as many as a selector's warm-up has where that is left out",
+    )
+
+    def intervals(self, rounds: int) -> tuple[int, int]:
+        """Rounds of each selector's warm-up, and rounds from grouping to grouping, in a run of ``rounds``."""
+        # The paper's 50 of 500 are half of the rounds for 5 selectors.
+        usual = max(1, min(50, rounds // (2 * self.selectors)))
+        warmup = usual if self.warmup_rounds is None else self.warmup_rounds
+        return warmup, self.regroup_every or usual
+
+    def for_rounds(self, rounds: int) -> Self:
+        """These settings with their schedule in a run of ``rounds`` rounds."""
+        warmup, every = self.intervals(rounds)
+        return self.model_copy(update={"warmup_rounds": warmup, "regroup_every": every})
 
 
 @dataclass(frozen=True)

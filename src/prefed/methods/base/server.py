@@ -58,7 +58,7 @@ class FedAvgServer:
         state = self.aggregator.init(self.ownership.select(initial, Owner.SHARED), self.group)
         return state.update(values=schedule.begin(self.settings))
 
-    def send(self, server: State, client: str) -> Download:
+    def send(self, server: State, client: str, now: Round) -> Download:
         """Broadcast: the shared tensors φ, and the learning-rate schedule's numbers."""
         return Download({self.group: server.tensors[self.group]}, schedule.announce(server))
 

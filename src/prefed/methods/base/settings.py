@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -78,6 +78,10 @@ class TrainingSettings(StrictModel):
     def step_pairs(self) -> int:
         """Pairs that make an optimiser step."""
         return math.prod(self.batches())
+
+    def for_rounds(self, rounds: int) -> Self:
+        """These settings in a run of ``rounds`` rounds: those that follow this number are filled in."""
+        return self
 
     def passes(self, epochs: int) -> int:
         """How often a phase of ``epochs`` goes over the client's pairs."""

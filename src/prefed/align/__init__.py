@@ -1,0 +1,22 @@
+"""The server aligns a model of its own with prompts and selectors alone, in stages.
+
+Source: FedBiscuit (ICLR 2025), stage 2. A stage has named inputs and outputs in a folder, goes on where it
+was stopped, and can be run again alone.
+"""
+
+from prefed.align.alignment import Alignment, ClientPrompts
+from prefed.align.errors import AlignError
+from prefed.align.run import STAGES, align
+from prefed.align.selectors import Scorer, Selectors
+from prefed.align.start import check_inputs
+
+__all__ = [
+    "STAGES",
+    "AlignError",
+    "Alignment",
+    "ClientPrompts",
+    "Scorer",
+    "Selectors",
+    "align",
+    "check_inputs",
+]

@@ -1,0 +1,98 @@
+"""Stage ``completions``: several completions of each prompt by the policy at the start."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prefed.align.alignment import Alignment
+from prefed.align.errors import AlignError
+from prefed.align.lines import append, rows_in, whole_batches
+from prefed.align.prompts import own_prompts
+from prefed.align.stages import Figures, Stage
+from prefed.data.prompts import plain_prompt
+from prefed.data.writer import prompt_hash
+from prefed.train.completions import as_text, complete_batch, length_batches
+from prefed.train.generation import Sampling, prompt_ids
+
+FILE = "completions.jsonl"
+
+
+def _work(alignment: Alignment) -> Figures:
+    config, prompts, policy = alignment.config, own_prompts(alignment), alignment.policy
+    ids = [prompt_ids(policy.tokenizer, alignment.template, own.prompt) for own in prompts]
+    # In training a completion ends with the end-of-text token, which is none of its own.
+    room = _longest(alignment) - config.max_new_tokens - 1
+    # Each prompt is there once for each of its completions.
+    wanted = [
+        (number, sample)
+        for number, tokens in enumerate(ids)
+        if len(tokens) <= room
+        for sample in range(config.completions)
+    ]
+    if not wanted:
+        raise AlignError(
+            f"every prompt has more than {room} tokens: with align.max_new_tokens = {config.max_new_tokens} "
+            "none fits; lower it, or raise data.max_length"
+        )
+    sequences = [ids[number] for number, _ in wanted]
+    batches = length_batches(sequences, config.generate)
+    path = alignment.folder / FILE
+    done = whole_batches(path, map(len, batches))
+    how = Sampling(
+        max_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+    )
+    hashes = [prompt_hash(own.prompt) for own in prompts]
+    begun, tokens, finished = time.perf_counter(), 0, sum(map(len, batches[:done]))
+    alignment.callback.on_stage_begin("completions", finished, len(wanted))
+    for batch in batches[done:]:
+        keys = [
+            alignment.key.at("prompt", hashes[number]).at("sample", sample)
+            for number, sample in (wanted[place] for place in batch)
+        ]
+        responses = complete_batch(policy, policy.reference, [sequences[place] for place in batch], how, keys)
+        rows = []
+        for place, response in zip(batch, responses, strict=True):
+            number, sample = wanted[place]
+            rows.append(
+                {
+                    "prompt": plain_prompt(prompts[number].prompt),
+                    "completion": as_text(policy.tokenizer, response),
+                    "index": number,
+                    "sample": sample,
+                    "tokens": len(response),
+                }
+            )
+        append(path, rows)
+        tokens, finished = tokens + sum(map(len, responses)), finished + len(batch)
+        rate = tokens / max(time.perf_counter() - begun, 1e-9)
+        alignment.callback.on_stage_step("completions", finished, len(wanted), {"tokens_per_second": rate})
+    seconds = max(time.perf_counter() - begun, 1e-9)
+    return {
+        "completions": len(wanted),
+        "tokens": sum(row["tokens"] for row in rows_in(path)),
+        "too_long": sum(len(tokens) > room for tokens in ids),
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def _longest(alignment: Alignment) -> int:
+    """Tokens of a prompt with its completion at most."""
+    return min(alignment.data.max_length, alignment.policy.window or alignment.data.max_length)
+
+
+def _settings(alignment: Alignment) -> dict[str, Any]:
+    config, data = alignment.config, alignment.data
+    names = ("completions", "max_new_tokens", "temperature", "top_p", "top_k", "generate")
+    return {
+        **{name: getattr(config, name) for name in names},
+        "seed": alignment.seed,
+        "template": data.template,
+        "max_length": data.max_length,
+    }
+
+
+STAGE = Stage("completions", ("prompts", "policy"), _settings, (FILE,), _work)

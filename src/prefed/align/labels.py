@@ -1,0 +1,135 @@
+"""Stage ``labels``: every two completions of a prompt, judged by the selectors in both orders."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from prefed import files
+from prefed.align import completions
+from prefed.align.alignment import Alignment
+from prefed.align.errors import AlignError
+from prefed.align.lines import append, dumps, rows_in, whole_batches
+from prefed.align.prompts import own_prompts
+from prefed.align.selectors import Scorer
+from prefed.align.stages import Figures, Stage
+from prefed.data import Record
+from prefed.data.prompts import PromptRow, plain_prompt
+from prefed.metrics import majority
+
+FILE, SCORES = "labels.jsonl", "scores.jsonl"
+BATCH = 256
+"""Pairs that are judged together. They are the same ones after a stop, so scores are equal to the bit."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Two different completions of a prompt, by the prompt's number and the samples' numbers."""
+
+    prompt: int
+    samples: tuple[int, int]
+    texts: tuple[str, str]
+
+
+def candidates(alignment: Alignment, counts: dict[str, int]) -> Iterator[Candidates]:
+    """Every two completions of each prompt that differ; ``counts`` gets those that do not."""
+    texts: defaultdict[int, dict[int, str]] = defaultdict(dict)
+    for row in rows_in(alignment.folder / completions.FILE):
+        texts[row["index"]][row["sample"]] = row["completion"]
+    for prompt in sorted(texts):
+        for one, other in combinations(sorted(texts[prompt]), 2):
+            first, second = texts[prompt][one], texts[prompt][other]
+            counts["pairs"] += 1
+            # Blanks around a response are no difference to a selector.
+            if first.strip() == second.strip():
+                counts["identical"] += 1
+            elif not first.strip() or not second.strip():
+                counts["blank"] += 1
+            else:
+                yield Candidates(prompt, (one, other), (first, second))
+
+
+def _work(alignment: Alignment) -> Figures:
+    names = ("pairs", "identical", "blank", _not_judged(alignment), "ties", "unanimous")
+    counts = dict.fromkeys(names, 0)
+    pairs = list(candidates(alignment, counts))
+    prompts = own_prompts(alignment)
+    batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
+    _judge(alignment, prompts, batches)
+    labels = list(_labels(alignment, prompts, pairs, counts)) if pairs else []
+    if not labels:
+        left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+        raise AlignError(
+            f"{alignment.folder}: no two completions of a prompt got a label ({left_out}); give more "
+            "prompts, a higher align.temperature, or a longer data.max_length"
+        )
+    files.write(alignment.folder / FILE, dumps(labels))
+    return {**counts, "labelled": len(labels)}
+
+
+def _not_judged(alignment: Alignment) -> str:
+    """What is said of pairs without scores."""
+    return "too_long" if alignment.judge is None else "failed"
+
+
+def _scorer(alignment: Alignment) -> Scorer:
+    return alignment.judge or alignment.selectors().chosen_by(alignment.config.labels)
+
+
+def _judge(alignment: Alignment, prompts: list[PromptRow], batches: list[list[Candidates]]) -> None:
+    """Append the scores of all pairs that have none yet to :data:`SCORES`."""
+    path = alignment.folder / SCORES
+    done = whole_batches(path, map(len, batches))
+    alignment.callback.on_stage_begin("labels", done, len(batches))
+    scorer = _scorer(alignment) if done < len(batches) else None
+    for number, batch in enumerate(batches[done:], done + 1):
+        assert scorer is not None
+        records = [
+            Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
+            for pair in batch
+        ]
+        asked, scores = scorer.scores(records)
+        column = {int(row): scores[:, k].astype(float).tolist() for k, row in enumerate(asked)}
+        rows = [
+            {"index": pair.prompt, "samples": pair.samples, "scores": column.get(row)}
+            for row, pair in enumerate(batch)
+        ]
+        append(path, rows)
+        alignment.callback.on_stage_step("labels", number, len(batches), {})
+
+
+def _labels(
+    alignment: Alignment, prompts: list[PromptRow], pairs: list[Candidates], counts: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    for pair, row in zip(pairs, rows_in(alignment.folder / SCORES), strict=True):
+        scores = row["scores"]
+        if scores is None:
+            counts[_not_judged(alignment)] += 1
+            continue
+        sign = int(np.sign(majority(np.array(scores)[:, None])[0]))
+        if sign == 0:
+            counts["ties"] += 1
+            continue
+        chosen, rejected = pair.texts[::sign]
+        votes = [sum(sign * score > 0 for score in scores), sum(sign * score < 0 for score in scores)]
+        counts["unanimous"] += votes[0] == len(scores)
+        yield {
+            "prompt": plain_prompt(prompts[pair.prompt].prompt),
+            "chosen": chosen,
+            "rejected": rejected,
+            "votes": votes,
+            "margin": sign * sum(scores) / len(scores),
+            "index": pair.prompt,
+        }
+
+
+def _settings(alignment: Alignment) -> dict[str, Any]:
+    return {"labels": alignment.config.labels}
+
+
+STAGE = Stage("labels", ("prompts", "completions", "selectors"), _settings, (FILE,), _work, (SCORES,))

@@ -1,0 +1,56 @@
+"""All stages of an alignment in their order, and its summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefed import files
+from prefed.align import completions, labels, prompts, start, training
+from prefed.align.alignment import Alignment
+from prefed.align.stages import check_settings, left_anything, run_stages
+
+SETTINGS, SUMMARY = "settings.json", "summary.json"
+STAGES = (prompts.STAGE, start.STAGE, completions.STAGE, labels.STAGE, training.STAGE)
+"""The stages in their order."""
+
+
+def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
+    """Do every stage that is not done yet, and write ``summary.json``.
+
+    A process that is killed anywhere can be followed by another one, which ends with the same numbers.
+
+    Args:
+        again: the stage to do again, with all stages after it.
+
+    Returns:
+        What ``summary.json`` holds: the figures of each stage, and their ``seconds`` together. The seconds
+        and rates of a stage are those of the process that finished it.
+
+    Raises:
+        AlignError: a stage was done with other settings or inputs, there is no such stage, or nothing is left
+            to label or to train on.
+        DataError, ModelError: prompts, rows, selectors or model cannot be used.
+        OSError: a file cannot be written. Stages that are done stay.
+    """
+    check_settings(alignment, STAGES, again)
+    (alignment.folder / "stages").mkdir(parents=True, exist_ok=True)
+    settings = alignment.config.model_dump(mode="json", exclude_none=True)
+    files.write(alignment.folder / SETTINGS, _pretty(settings))
+    if again is not None:
+        files.remove(alignment.folder / SUMMARY)
+    figures = run_stages(alignment, STAGES, again)
+    summary = {**figures, "seconds": sum(float(stage["seconds"]) for stage in figures.values())}
+    files.write(alignment.folder / SUMMARY, _pretty(summary))
+    return summary
+
+
+def begun(folder: Path) -> bool:
+    """Whether a folder holds an alignment, be it unfinished."""
+    return left_anything(folder, STAGES)
+
+
+def _pretty(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"

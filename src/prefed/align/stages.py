@@ -1,0 +1,196 @@
+"""Stages: named inputs and outputs in a folder, and a manifest that says what a stage was done with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefed import files
+from prefed.align.alignment import Alignment
+from prefed.align.errors import AlignError
+from prefed.core.strict import flatten
+from prefed.core.text import did_you_mean
+
+Figures = Mapping[str, Any]
+"""What a stage tells of its work, as JSON has it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        name: as ``--stage`` takes it.
+        inputs: the stages whose outputs it reads, and names of :attr:`Alignment.sources`.
+        settings: the settings that decide its result.
+        outputs: files and folders in the alignment's folder that later stages and people read.
+        parts: what it keeps only to go on after a stop.
+        work: begins or goes on with the work, and gives its figures.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    settings: Callable[[Alignment], Mapping[str, Any]]
+    outputs: tuple[str, ...]
+    work: Callable[[Alignment], Figures]
+    parts: tuple[str, ...] = ()
+
+
+def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None = None) -> dict[str, Figures]:
+    """Do what is not done yet, in order, and give the figures of every stage.
+
+    Before a stage begins, its manifest says with which settings and inputs. At its end the manifest gets
+    digests of the outputs: this one step makes the stage count.
+
+    Args:
+        again: the stage to do again, with all stages after it.
+
+    Raises:
+        AlignError: a stage was begun with other settings or other inputs, or its outputs changed since.
+    """
+    kept = _kept(stages, again)
+    for stage in reversed(stages[kept:]):
+        _forget(alignment.folder, stage)
+    figures: dict[str, Figures] = {}
+    digests: dict[str, Any] = dict(alignment.sources)
+    for stage in stages:
+        wanted = {
+            "settings": _settings(alignment, stage),
+            "inputs": {name: digests[name] for name in stage.inputs},
+        }
+        path = _manifest(alignment.folder, stage)
+        before = _read(alignment.folder, stage)
+        if before is not None:
+            _check_same(alignment.folder, stage, before, wanted)
+        if before is not None and "outputs" in before:
+            check_outputs(alignment.folder, stage, before["outputs"])
+            figures[stage.name] = before["figures"]
+        else:
+            files.write(path, files.dumps_with_digest(wanted, indent=1))
+            figures[stage.name] = _do(alignment, stage)
+            before = {
+                **wanted,
+                "outputs": _outputs(alignment.folder, stage),
+                "figures": figures[stage.name],
+            }
+            files.write(path, files.dumps_with_digest(before, indent=1))
+            alignment.callback.on_stage_end(stage.name, dict(figures[stage.name]))
+        digests[stage.name] = before["outputs"]
+    return figures
+
+
+def check_settings(alignment: Alignment, stages: Sequence[Stage], again: str | None = None) -> None:
+    """Compare the settings with those of every stage that was begun and is not to be done again.
+
+    Raises:
+        AlignError: they differ, or there is no stage ``again``.
+    """
+    for stage in stages[: _kept(stages, again)]:
+        before = _read(alignment.folder, stage)
+        if before is not None:
+            wanted = {"settings": _settings(alignment, stage), "inputs": {}}
+            _check_same(alignment.folder, stage, before, wanted)
+
+
+def _kept(stages: Sequence[Stage], again: str | None) -> int:
+    """How many stages stay if ``again`` is done again."""
+    names = [stage.name for stage in stages]
+    if again is None:
+        return len(names)
+    if again not in names:
+        raise AlignError(f"there is no stage {again!r}{did_you_mean(again, names)} ({', '.join(names)})")
+    return names.index(again)
+
+
+def _settings(alignment: Alignment, stage: Stage) -> Any:
+    """A stage's settings as JSON gives them back."""
+    return json.loads(json.dumps(stage.settings(alignment)))
+
+
+def _do(alignment: Alignment, stage: Stage) -> Figures:
+    begun = time.perf_counter()
+    figures = stage.work(alignment)
+    return {**figures, "seconds": time.perf_counter() - begun}
+
+
+def _manifest(folder: Path, stage: Stage) -> Path:
+    return folder / "stages" / f"{stage.name}.json"
+
+
+def left_anything(folder: Path, stages: Sequence[Stage]) -> bool:
+    """Whether any of the stages left outputs, or parts of its work."""
+    return any((folder / name).exists() for stage in stages for name in (*stage.outputs, *stage.parts))
+
+
+def _read(folder: Path, stage: Stage) -> dict[str, Any] | None:
+    """What the manifest of a stage says; ``None`` if it was not begun, or failed before it left anything."""
+    path = _manifest(folder, stage)
+    try:
+        manifest = files.loads_with_digest(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except files.DamagedError as error:
+        raise AlignError(f"{path} is damaged: {error}; do the stage again: --stage {stage.name}") from error
+    return manifest if "outputs" in manifest or left_anything(folder, [stage]) else None
+
+
+def _check_same(
+    folder: Path, stage: Stage, before: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]
+) -> None:
+    old, new = flatten(before["settings"]), flatten(wanted["settings"])
+    lines = [
+        f"  {name}: {old.get(name)!r} → {new.get(name)!r}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+    lines += [
+        f"  {name} changed" for name, value in wanted["inputs"].items() if before["inputs"].get(name) != value
+    ]
+    if lines:
+        state = "was done" if "outputs" in before else "was begun"
+        raise AlignError(
+            f"stage {stage.name} in {folder} {state} with other settings or inputs (then → now):\n"
+            + "\n".join(lines)
+            + f"\nput them back, or do this stage and those after it again: --stage {stage.name}"
+        )
+
+
+def check_outputs(folder: Path, stage: Stage, digests: Mapping[str, str]) -> None:
+    """Compare outputs of a stage with their digests, see :func:`output_digest`.
+
+    Raises:
+        AlignError: one is missing or changed.
+    """
+    for name, digest in digests.items():
+        if not (folder / name).exists() or output_digest(folder / name) != digest:
+            raise AlignError(
+                f"{folder / name} is not what stage {stage.name} wrote; put a copy of it back, or do this "
+                f"stage and those after it again: --stage {stage.name}"
+            )
+
+
+def _outputs(folder: Path, stage: Stage) -> dict[str, str]:
+    return {name: output_digest(folder / name) for name in stage.outputs if (folder / name).exists()}
+
+
+def output_digest(path: Path) -> str:
+    """The digest of a file, or of the names and contents in a folder."""
+    if path.is_file():
+        return files.file_digest(path)
+    names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
+    return files.digest("".join(f"{name} {files.file_digest(path / name)}\n" for name in names).encode())
+
+
+def _forget(folder: Path, stage: Stage) -> None:
+    """Delete what a stage left, its manifest first: without it nothing of the stage counts."""
+    files.remove(_manifest(folder, stage))
+    for name in (*stage.outputs, *stage.parts):
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        else:
+            files.remove(folder / name)

@@ -1,0 +1,137 @@
+"""Stage ``policy``: the policy that completions and π_ref start from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefed import files
+from prefed.align.alignment import Alignment
+from prefed.align.epochs import Training, train_epochs
+from prefed.align.errors import AlignError
+from prefed.align.pairs import write_pairs
+from prefed.align.policy import CONFIG, FILE, FOLDER, WEIGHTS, adapter_settings, load_base
+from prefed.align.stages import Figures, Stage
+from prefed.config.align import AlignConfig
+from prefed.core import Objective, Optimizer
+from prefed.data import DataConfig, DataError, Prompt, Record, Source
+from prefed.data.prompts import prompt_digests, read_prompts
+from prefed.models import Backbone, save_adapter
+from prefed.models.adapters import atomic_folder
+from prefed.train import PairTrainer
+from prefed.train.generation import as_prompt
+from prefed.train.trainer_factory import model_digest
+
+STATE = "policy.state"
+_NOBODY = "∅"
+"""Stands for the rejected response of a row that has none. The loss ``sft`` does not read it."""
+
+
+def _settings(alignment: Alignment) -> dict[str, Any]:
+    config = alignment.config
+    settings = {"model": alignment.model.model_dump(mode="json", exclude_none=True), "seed": alignment.seed}
+    if config.sft is None:
+        return settings
+    if _is_adapter(config.sft):
+        folder = Path(config.sft).expanduser()
+        present = [name for name in (CONFIG, WEIGHTS) if (folder / name).exists()]
+        digests = {name: files.file_digest(folder / name) for name in present}
+        return {**settings, "adapter": digests}
+    return {
+        **settings,
+        "sft": prompt_digests(Source(path=config.sft)),
+        "sft_lr": config.sft_lr,
+        "sft_epochs": config.sft_epochs,
+        "batch_size": config.batch_size,
+        "raw": config.raw,
+        "template": alignment.data.template,
+        "max_length": alignment.data.max_length,
+    }
+
+
+def _is_adapter(sft: str) -> bool:
+    return (Path(sft).expanduser() / CONFIG).exists()
+
+
+def _work(alignment: Alignment) -> Figures:
+    config, folder = alignment.config, alignment.folder
+    figures: dict[str, Any] = {"start": "model"}
+    if config.sft is not None and _is_adapter(config.sft):
+        given = Path(config.sft).expanduser()
+        adapter_settings(given)
+        # One that does not fit leaves nothing behind.
+        load_base(alignment.model, alignment.seed, given)
+        with atomic_folder(folder / FOLDER) as partial:
+            for name in (CONFIG, WEIGHTS):
+                shutil.copyfile(given / name, partial / name)
+        figures = {"start": "adapter"}
+    elif config.sft is not None:
+        figures = {"start": "rows", **_fine_tune(alignment, config.sft)}
+    adapter = folder / FOLDER
+    digest = model_digest(load_base(alignment.model, alignment.seed, adapter if adapter.exists() else None))
+    files.write(folder / FILE, json.dumps({**figures, "model": digest}, indent=1).encode() + b"\n")
+    return figures
+
+
+def _fine_tune(alignment: Alignment, sft: str) -> dict[str, Any]:
+    """Fine-tune the base model on the responses of a file, and write the adapter."""
+    config = alignment.config
+    backbone: Backbone = load_base(alignment.model, alignment.seed, None)
+    tokens = write_pairs(alignment, backbone, _responses(alignment, sft), "sft")
+    if not len(tokens):
+        raise DataError(f"[align] sft: no row of {sft} fits data.max_length = {alignment.data.max_length}")
+    trainer = PairTrainer(backbone, tokens, max_tokens=alignment.max_tokens, fast=alignment.model.fast)
+    training = Training(
+        stage="policy",
+        rows=np.arange(len(tokens)),
+        objective=Objective("sft"),
+        optimizer=Optimizer("adamw", lr=config.sft_lr),
+        batch_size=config.batch_size,
+        epochs=config.sft_epochs,
+        state=alignment.folder / STATE,
+        remedy="lower align.sft_lr",
+    )
+    key = alignment.key.at("sft")
+    tensors, history = train_epochs(trainer, training, key, alignment.callback, lambda epoch, now: {})
+    save_adapter(backbone, tensors, alignment.folder / FOLDER)
+    return {"rows": len(tokens), "losses": [epoch["loss"] for epoch in history]}
+
+
+def _responses(alignment: Alignment, sft: str) -> Iterator[Record]:
+    example = alignment.client_prompts().example
+    for prompt, response in _rows(sft, alignment.data):
+        if isinstance(prompt, str):
+            prompt = as_prompt(prompt, example, raw=alignment.config.raw)
+        yield Record(prompt, response, _NOBODY)
+
+
+def _rows(sft: str, data: DataConfig) -> Iterator[tuple[Prompt, str]]:
+    for row, location in read_prompts(Source(path=sft), data.encoding, data.format):
+        if row.response is None or not row.response.strip():
+            raise AlignError(f"{location}: there is no response to fine-tune on; name the column response")
+        yield row.prompt, row.response
+
+
+def check_inputs(config: AlignConfig, data: DataConfig) -> None:
+    """Read the prompts and the rows of ``sft`` through: no client trains for a file that is of no use.
+
+    Raises:
+        DataError: a file is not there, or has a row without a prompt.
+        AlignError: a row has no response, or the adapter is not a plain LoRA.
+    """
+    for _ in islice(read_prompts(config.prompts, data.encoding, data.format), config.limit):
+        pass
+    if config.sft is not None and _is_adapter(config.sft):
+        adapter_settings(Path(config.sft).expanduser())
+    elif config.sft is not None:
+        for _ in _rows(config.sft, data):
+            pass
+
+
+STAGE = Stage("policy", ("clients",), _settings, (FILE, FOLDER), _work, (STATE,))

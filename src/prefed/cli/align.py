@@ -1,0 +1,69 @@
+"""``prefed align RUN``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefed.cli.arguments import Overrides
+from prefed.cli.run import interruptible, next_commands
+
+
+def align(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="The server's prompts: a file, folder or hub set; left out: align.prompts."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Do this stage and those after it again: prompts, policy, …"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the alignment in the directory, with its settings.")
+    ] = False,
+) -> None:
+    """Align a model with a finished run's selectors, on prompts alone."""
+    overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
+    words = ["prefed", "align", str(run), *(word for text in overrides for word in ("--set", text))]
+    with interruptible(words, None, resume=True, kept="what was done is kept"):
+        from prefed.runs.record import read_run
+
+        record = read_run(run)
+        from prefed.align.run import begun
+        from prefed.config.align import align_settings
+        from prefed.runs.align import FOLDER, stored_settings
+        from prefed.runs.align import align as align_run
+        from prefed.runs.selectors import check_selectors
+
+        check_selectors(record)
+        folder = record.path / FOLDER
+        anew = not (resume or stage)
+        if anew and begun(folder):
+            raise ValueError(
+                f"{folder} holds an alignment: go on with it with --resume, or do a stage and those after it "
+                "again with --stage NAME (--stage prompts: all of it)"
+            )
+        config = align_settings(stored_settings(record, anew=anew), overrides, record.path)
+        from prefed.models.notices import silence_transformers
+        from prefed.trackers.terminal import Terminal, stdout_console
+
+        silence_transformers()
+        console = stdout_console()
+        console.print(f"{config.prompts.path} → {folder}", markup=False, soft_wrap=True)
+        training = align_run(run, config, stage=stage, callbacks=[Terminal(console)])["train"]
+        kept = training["epochs"][training["kept"] - 1]
+        agreement = "" if kept["agreement"] is None else f", agreement {kept['agreement']:.3f}"
+        for line in (
+            f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{agreement}",
+            f"adapter: {folder / 'adapter'}",
+            f"summary: {folder / 'summary.json'}",
+            *next_commands(run, selectors=True, aligned=True),
+        ):
+            console.print(line, markup=False, soft_wrap=True)

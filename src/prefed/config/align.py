@@ -1,0 +1,148 @@
+"""The ``[align]`` table: what the server does with the selectors after the last round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from prefed.config.errors import ConfigError, explain
+from prefed.config.file import override
+from prefed.core import Objective
+from prefed.core.strict import StrictModel
+from prefed.data import Source
+from prefed.losses import OBJECTIVES, objective
+from prefed.models import ModelConfig
+
+POLICY_OBJECTIVES = tuple(
+    name for name, loss in OBJECTIVES.items() if loss.needs_rejected and not loss.needs_reward
+)
+
+
+class AlignConfig(StrictModel):
+    """How the server aligns a model of its own with prompts alone.
+
+    Source: FedBiscuit (ICLR 2025), stage 2.
+
+    >>> config = AlignConfig(prompts="prompts.jsonl")
+    >>> config.prompts.path, config.completions, config.goal().name
+    ('prompts.jsonl', 4, 'dpo')
+    """
+
+    prompts: Source = Field(
+        description="a file, a folder or a hub set with a column prompt, preference pairs, or a .txt file of "
+        "one prompt a line; prompts that clients hold are left out and counted"
+    )
+    limit: int | None = Field(None, ge=1, description="take so many prompts at most; left out: all")
+    raw: bool = Field(
+        False,
+        description="take prompts as they are; otherwise a text becomes a user's turn where the clients' "
+        "prompts are dialogues",
+    )
+    sft: str | None = Field(
+        None,
+        min_length=1,
+        description="the policy to start from: a PEFT adapter's folder, or a file of rows with prompt and "
+        "response (or preference pairs) on which the policy is fine-tuned first; left out: the model itself",
+    )
+    sft_lr: float = Field(1e-4, gt=0, description="learning rate of that fine-tuning, by adamw")
+    sft_epochs: int = Field(1, ge=1, description="its passes over the rows")
+    model: ModelConfig | None = Field(None, description="the model to align; left out: that of [model]")
+    completions: int = Field(4, ge=2, description="completions of each prompt; each two make a pair")
+    max_new_tokens: int = Field(80, ge=1, description="tokens of a completion at most")
+    temperature: float = Field(0.7, gt=0, description="temperature of the draws")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens of this probability")
+    top_k: int = Field(0, ge=0, description="draw from so many of the likeliest tokens; 0: all")
+    generate: int = Field(16, ge=1, description="completions of one batch; they have prompts of equal length")
+    labels: int | str = Field(
+        "majority",
+        description="who labels: the majority of all selectors, one by its number, or judge:NAME, a judge of "
+        "`prefed judge` in the selectors' place, such as judge:reward:FOLDER",
+    )
+    objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
+    beta: float | None = Field(
+        0.1, gt=0, description="strength of the pull towards the start; left out: the objective's"
+    )
+    objective_settings: dict[str, float] = Field(
+        default_factory=dict, description="the objective's further settings"
+    )
+    optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("rmsprop", description="the optimiser")
+    lr: float = Field(1e-6, gt=0, description="learning rate")
+    clip: float = Field(
+        1.0, ge=0, description="bound on the gradient's Euclidean norm before each step; 0 for none"
+    )
+    batch_size: int = Field(32, ge=1, description="labelled pairs in a step")
+    epochs: int = Field(3, ge=1, description="passes over the labelled pairs; a checkpoint after each")
+    held_out: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="share of the prompts whose pairs are not trained on; the checkpoint that orders most of "
+        "these as the selectors do is kept; 0: the last checkpoint is kept",
+    )
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _source(cls, value: Any) -> Any:
+        return {"path": str(value)} if isinstance(value, str | Path) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlignConfig:
+        number = isinstance(self.labels, int) and self.labels >= 0
+        if not number and self.labels != "majority" and not self.judge:
+            raise ValueError("labels is majority, a selector's number from 0, or judge:NAME")
+        if "beta" in self.objective_settings:
+            raise ValueError("beta is a key of its own, not one of objective_settings")
+        self.goal()
+        return self
+
+    @property
+    def judge(self) -> str | None:
+        """The judge that labels in the selectors' place, without ``judge:``; ``None`` if selectors label."""
+        kind, _, name = str(self.labels).partition(":")
+        return name if kind == "judge" else None
+
+    def goal(self) -> Objective:
+        """The objective with all its settings.
+
+        Raises:
+            ValueError: there is no such objective, labelled pairs do not suffice for it, or it has no such
+                setting.
+        """
+        loss = objective(self.objective)
+        if loss.name not in POLICY_OBJECTIVES:
+            raise ValueError(
+                f"objective {self.objective!r} is not for labelled pairs; there are: "
+                + ", ".join(POLICY_OBJECTIVES)
+            )
+        own = {} if self.beta is None else {"beta": self.beta}
+        return Objective(loss.name, loss.resolve({**own, **self.objective_settings}))
+
+
+class _Tables(StrictModel):
+    """What ``--set`` may change for an alignment."""
+
+    align: AlignConfig
+
+
+def align_settings(stored: Mapping[str, Any] | None, overrides: Sequence[str], folder: Path) -> AlignConfig:
+    """The ``[align]`` table with overrides laid over it.
+
+    Args:
+        stored: the table as it is; ``None`` if there is none.
+        overrides: ``"align.KEY=VALUE"`` each.
+        folder: relative paths are looked for in the working folder, and then here.
+
+    Raises:
+        ConfigError: there are no prompts, an unknown key, or a value that is not allowed.
+    """
+    tables: dict[str, Any] = {"align": dict(stored or {})}
+    origins = override(tables, overrides, folder)
+    if "prompts" not in tables["align"]:
+        raise ConfigError(f"{folder}: there is no [align] table: name the server's prompts, --prompts FILE")
+    try:
+        return _Tables.model_validate(tables).align
+    except ValidationError as error:
+        raise ConfigError(explain(error, _Tables, tables, f"[align] of {folder}", origins)) from None

@@ -1,0 +1,76 @@
+"""A file of JSON lines that one process appends to, and a later one goes on with."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prefed import files
+from prefed.runs.record import RunError
+
+
+class Journal:
+    """Numbered rows, each a JSON object with its number under ``"row"``.
+
+    A row that was appended is on the disk, with a digest of its content under ``"digest"``. The rest of a
+    line that a killed process did not finish is removed. Only its owner can read the file, and one process
+    at a time can have it open.
+
+    Attributes:
+        rows: number → row, of all rows in the file; the last one counts where a number comes twice.
+
+    Raises:
+        RunError: another process has the file open, or a line is no row or was changed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows: dict[int, dict[str, Any]] = {}
+        if not path.exists():
+            files.private_folder(path.parent)
+            files.write(path, b"", mode=0o600)
+        self._handle: BinaryIO = path.open("rb")
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._handle.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.close()
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows and bring them to the disk."""
+        # Half of a surrogate pair, which an endpoint may answer, cannot be encoded.
+        texts = (json.dumps(dict(row), ensure_ascii=False).encode("utf-8", "replace") for row in rows)
+        added = [json.loads(text) for text in texts]
+        files.append(self._path, b"".join(files.dumps_with_digest(row) + b"\n" for row in added))
+        self.rows |= {row["row"]: row for row in added}
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{self._path} is in use by another process; wait for it") from None
+
+    def _read(self) -> None:
+        whole = 0
+        for number, line in enumerate(self._handle, 1):
+            if not line.endswith(b"\n"):
+                files.truncate(self._path, whole)
+                break
+            whole += len(line)
+            try:
+                row = files.loads_with_digest(line)
+                self.rows[int(row["row"])] = row
+            except (ValueError, KeyError, TypeError) as error:
+                raise RunError(
+                    f"{self._path}, line {number}: no row ({error}); delete the line, and it is made again"
+                ) from error

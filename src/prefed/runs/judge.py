@@ -1,0 +1,275 @@
+"""A judge compares what a run's model responds with what another model responds, or with reference answers.
+
+::
+
+    RUN/judge/texts/…                   what each model responds: a file for a model, prompts and sampling
+    RUN/judge/NAME/settings.json        what is compared, how responses are drawn, and by which judge
+    RUN/judge/NAME/verdicts.jsonl       a row for each prompt: both texts, both verdicts in the judge's words
+    RUN/judge/NAME/summary.json         the win rates
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefed import files
+from prefed.core import Key
+from prefed.core.text import pluralize
+from prefed.data.prompts import plain_prompt
+from prefed.judge import Judge, Question, Verdict, outcome
+from prefed.judge.prompts import NumberedPrompt, numbered_prompts, references
+from prefed.judge.registry import JudgeOptions, split_name
+from prefed.metrics.winrate import NothingJudgedError, length_controlled, win_rate
+from prefed.runs.journal import Journal
+from prefed.runs.judges import make_judge
+from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.record import RunError
+from prefed.runs.resume import differing
+from prefed.runs.texts import Models, Progress, References, Side, slug
+from prefed.train.generation import Sampling
+
+SETTINGS = "settings.json"
+SAME = "the texts are the same, and the judge was not asked"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and how.
+
+    Attributes:
+        judge: ``NAME`` or ``NAME:ARGUMENT``, see :data:`~prefed.judge.registry.ARGUMENTS`.
+        prompts: file of the prompts.
+        other: another run, whose model is compared with; left out: the untouched model.
+        reference: file with reference answers, to be compared with.
+        column: of the reference answers.
+        client: compares this client's own model, of both runs where there are two.
+        against_shared: compares the client's own model with the shared one.
+        prompt_column: of the prompts; left out: ``prompt``, or the prompt of preference pairs.
+        raw: prompts are taken unchanged.
+        sampling: of the responses.
+        seed: of the responses and of the interval.
+        options: of the judge.
+        name: of the folder; left out: made of the judge and of what is compared.
+
+    Raises:
+        ValueError: the attributes do not go together, or there is no such judge.
+    """
+
+    judge: str
+    prompts: Path
+    other: Path | None = None
+    reference: Path | None = None
+    column: str | None = None
+    client: str | None = None
+    against_shared: bool = False
+    prompt_column: str | None = None
+    raw: bool = False
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
+    seed: int = 0
+    options: JudgeOptions = field(default_factory=JudgeOptions)
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        split_name(self.judge)
+        if (self.other is not None) + (self.reference is not None) + self.against_shared > 1:
+            raise ValueError(
+                "give one thing to compare with: a second run, --against FILE or --against-shared"
+            )
+        if (self.reference is None) != (self.column is None):
+            raise ValueError("--against FILE and --column NAME belong together: the column has the answers")
+        if self.against_shared and self.client is None:
+            raise ValueError("--against-shared belongs to --client ID, whose own model is compared")
+        if self.name is not None and (slug(self.name) != self.name or self.name in ("texts", ".", "..")):
+            raise ValueError(f"--name {self.name!r}: letters, digits, dots and hyphens, and not 'texts'")
+
+
+def judge(
+    path: str | Path, how: Comparison, progress: Progress = lambda what, done, of: None
+) -> dict[str, Any]:
+    """Compare a run's model as ``how`` says, and write verdicts and win rates under ``RUN/judge``.
+
+    Called again after it was stopped, it goes on: it neither generates a text nor asks about a prompt that
+    the files hold already. Only the questions that were under way when it stopped are asked once more.
+
+    Returns:
+        What ``summary.json`` holds.
+
+    Raises:
+        ValueError: the prompts or the references cannot be used, or nothing was judged.
+        RunError: there is no such run, model or client; the folder holds verdicts of another comparison.
+        ModelError, JudgeError: a model or the judge cannot be used.
+    """
+    run = load_run(path, data=split_name(how.judge)[0] == "utility")
+    data = run.experiment.data
+    prompts = numbered_prompts(how.prompts, how.prompt_column, data.encoding, data.format)
+    own, other = _sides(run, how, prompts)
+    judge = make_judge(how.judge, how.options, run)
+    base = run.record.path / "judge"
+    texts = base / "texts"
+    folder = base / (how.name or slug(f"{how.judge} {own.name} against {other.name}"))
+    settings = {"judge": how.judge, **judge.identity, "model": own.name, "against": other.name}
+    settings |= {"client": how.client, "texts": None, "responses": _responses(how, prompts)}
+    _check_settings(folder, settings)
+    own_texts, other_texts = (side.texts(prompts, texts, progress) for side in (own, other))
+    pairs = [
+        (row, Question(row.prompt, own_texts[row.row], other_texts[row.row], row.extra))
+        for row in prompts
+        if row.row in own_texts and row.row in other_texts
+    ]
+    settings["texts"] = _digest(pairs)
+    _check_settings(folder, settings)
+    files.private_folder(folder)
+    settings_file = json.dumps(settings, indent=2, ensure_ascii=False).encode()
+    files.write(folder / SETTINGS, settings_file, mode=0o600)
+    with Journal(folder / "verdicts.jsonl") as journal:
+        for verdict in _verdicts(judge, pairs, journal):
+            journal.append([verdict])
+            progress("verdicts", len(journal.rows), len(pairs))
+        verdicts = [journal.rows[row.row] for row, _ in pairs]
+    summary = summarize(verdicts, len(prompts) - len(pairs), how)
+    about = {"judge": how.judge, "model": own.name, "against": other.name}
+    summary = {"name": folder.name, **about, **summary}
+    files.write(
+        folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False).encode(), mode=0o600
+    )
+    return summary
+
+
+def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Comparison) -> dict[str, Any]:
+    """The win rates over rows of ``verdicts.jsonl``.
+
+    Args:
+        left_out: how many prompts fill a model's window.
+
+    Raises:
+        NothingJudgedError: no question to the judge has an outcome; the message quotes the first failure.
+    """
+    outcomes = [row["outcome"] for row in verdicts]
+    asked = [row["outcome"] for row in verdicts if row["first"]["words"] != SAME]
+    # Equal texts are ties that no judge saw: beside failures alone they make no rate.
+    unjudged = bool(asked) and all(outcome is None for outcome in asked)
+    try:
+        rate = win_rate(asked if unjudged else outcomes, Key(how.seed).at("win rate"))
+    except NothingJudgedError as error:
+        answers = (row[order] for row in verdicts for order in ("first", "second"))
+        words = [answer["words"] for answer in answers if answer["preference"] is None]
+        quoted = f"; the first: {words[0][:300]}" if words else "; all prompts fill the model's window"
+        raise NothingJudgedError(f"{error}{quoted}") from error
+    lengths = [(len(row["text"]), len(row["against"])) for row in verdicts]
+    controlled = length_controlled(outcomes, lengths)
+    notes = [controlled.note]
+    if rate.failed:
+        failed = pluralize(rate.failed, "prompt has", "prompts have")
+        notes.append(f"{failed} no usable verdict and count nowhere; verdicts.jsonl has the words")
+    if left_out:
+        long = pluralize(left_out, "prompt fills", "prompts fill")
+        notes.append(f"{long} a model's window and is left out")
+    if rate.low == rate.high:
+        notes.append("all outcomes are equal, so the interval is a point and says nothing")
+    return {
+        "prompts": len(verdicts) + left_out,
+        "win_rate": {"mean": rate.mean, "low": rate.low, "high": rate.high},
+        "wins": rate.wins,
+        "length_controlled": controlled.rate,
+        "ties": rate.ties,
+        "judged": rate.judged,
+        "failed": rate.failed,
+        "left_out": left_out,
+        "note": "; ".join(notes),
+    }
+
+
+def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[NumberedPrompt]) -> tuple[Side, Side]:
+    models = Models(run, how.sampling, seed=how.seed, raw=how.raw)
+    own = models.own(how.client)
+    if how.reference is not None:
+        assert how.column is not None
+        answers = references(
+            how.reference, how.column, prompts, how.prompt_column, run.experiment.data.encoding
+        )
+        return own, References(f"{how.reference.name}, {how.column}", answers)
+    if how.other is not None:
+        other = Models(load_run(how.other), how.sampling, seed=how.seed, raw=how.raw).own(how.client)
+        if other.name == own.name:
+            other.name = str(how.other)
+        return own, other
+    if how.against_shared:
+        assert how.client is not None
+        return own, models.shared(how.client)
+    return own, models.base()
+
+
+def _verdicts(
+    judge: Judge, pairs: Sequence[tuple[NumberedPrompt, Question]], journal: Journal
+) -> Iterator[dict[str, Any]]:
+    """A row of ``verdicts.jsonl`` for each pair that has none, each as soon as it is there."""
+    asked = []
+    for row, question in pairs:
+        if row.row in journal.rows:
+            continue
+        if question.first.strip() == question.second.strip():
+            tie = Verdict(0.5, SAME)
+            yield _row(row, question, tie, tie)
+        else:
+            asked.append((row, question))
+    orders = (order for _, question in asked for order in (question, question.swapped()))
+    answers = iter(judge.compare(orders))
+    for row, question in asked:
+        yield _row(row, question, next(answers), next(answers))
+
+
+def _row(row: NumberedPrompt, question: Question, first: Verdict, second: Verdict) -> dict[str, Any]:
+    result = outcome(first, second)
+    return {
+        "row": row.row,
+        "prompt": plain_prompt(row.prompt),
+        "text": question.first,
+        "against": question.second,
+        "outcome": result,
+        "result": {1.0: "win", 0.5: "tie", 0.0: "loss", None: "failed"}[result],
+        "first": {"preference": first.preference, "words": first.text},
+        "second": {
+            "preference": None if second.preference is None else 1 - second.preference,
+            "words": second.text,
+        },
+    }
+
+
+def _digest(pairs: Sequence[tuple[NumberedPrompt, Question]]) -> str:
+    texts = [[row.row, repr(question.prompt), question.first, question.second] for row, question in pairs]
+    return files.digest(json.dumps(texts).encode())
+
+
+def _responses(how: Comparison, prompts: Sequence[NumberedPrompt]) -> dict[str, Any]:
+    """What the responses of models depend on, beside the models."""
+    texts = json.dumps([[row.row, repr(row.prompt)] for row in prompts]).encode()
+    sampling = how.sampling.model_dump()
+    drawn = {"seed": how.seed} if how.sampling.temperature else {}
+    asked = f"{pluralize(len(prompts), 'prompt', 'prompts')}, {files.digest(texts)}"
+    sampling["max_new_tokens"] = sampling.pop("max_tokens")
+    return {**sampling, **drawn, "raw": how.raw, "prompts": asked}
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with a comparison of other settings, before texts are made and after it."""
+    path = folder / SETTINGS
+    if not path.exists():
+        return
+    try:
+        # Earlier versions wrote nothing of the responses but the digest of the texts.
+        stored = {"responses": settings["responses"], **json.loads(path.read_text("utf-8"))}
+        texts = settings["texts"] or stored.get("texts")
+        changed = differing(stored, {**settings, "texts": texts})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is damaged ({error}); delete the folder, or give another --name") from error
+    if changed:
+        lines = [f"  {name}: {before!r} → {after!r}" for name, (before, after) in changed.items()]
+        raise RunError(
+            f"{folder} holds verdicts of another comparison (there → asked for):\n"
+            + "\n".join(lines)
+            + "\ngive this one another --name, or delete the folder"
+        )

@@ -1,0 +1,145 @@
+"""Judges by name, those among them that come from a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefed import files
+from prefed.align import Selectors
+from prefed.data import Record
+from prefed.judge import Judge, Question, Verdict, outcome
+from prefed.judge.base import blocks, by_score
+from prefed.judge.registry import JUDGES, JudgeOptions, split_name
+from prefed.judge.utility import UtilityJudge, read_taste
+from prefed.metrics import majority
+from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.selectors import check_selectors, selectors_of
+
+BLOCK = 64
+"""Questions whose tokens are in memory at a time."""
+
+
+def make_judge(name: str, options: JudgeOptions, run: LoadedRun) -> Judge:
+    """The judge of that name.
+
+    Args:
+        name: ``NAME`` or ``NAME:ARGUMENT``.
+        run: the run whose model is judged. For the judge ``utility`` it is loaded with its data.
+
+    Raises:
+        ValueError: there is no such judge.
+        JudgeError, ModelError, RunError: it lacks what it needs.
+    """
+    kind, argument = split_name(name)
+    if kind == "utility":
+        return _utility(options.taste, run)
+    if kind == "selector":
+        return _selector(Path(argument), run)
+    return JUDGES[kind](argument, options)
+
+
+def _utility(taste: str, run: LoadedRun) -> Judge:
+    dataset = run.trainers.dataset
+    records = (dataset.tokens.record(row) for row in range(len(dataset.tokens)))
+    return UtilityJudge(read_taste(taste, records, dataset.flipped))
+
+
+def _selector(path: Path, judged: LoadedRun) -> Judge:
+    run = judged if path.resolve() == judged.record.path.resolve() else load_run(path)
+    check_selectors(run.record)
+    selectors = selectors_of(run)
+    models = {name: files.digest(t.flat.cpu().numpy().tobytes()) for name, t in selectors.models.items()}
+    identity = {
+        "model": run.trainers.fingerprint["model"],
+        "selectors": models,
+        **selectors.config.model_dump(),
+        "max_length": selectors.max_length,
+    }
+    return SelectorJudge(selectors, identity)
+
+
+class SelectorJudge:
+    """The response that most selectors prefer is the better one; the summed score decides an even vote.
+
+    A score is symmetrised over both orders, so it does not depend on the order of a question.
+    """
+
+    def __init__(self, selectors: Selectors, identity: Mapping[str, Any]) -> None:
+        self._selectors, self.identity = selectors, identity
+
+    def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
+        """A verdict for every question, block by block; both orders of a question are scored once.
+
+        Raises:
+            AlignError: a selector gives a score that is not finite.
+        """
+        for block in blocks(questions, BLOCK):
+            pairs = {_pair(question): _record(question) for question in block}
+            scores = self._scores({key: pair for key, pair in pairs.items() if isinstance(pair, Record)})
+            for question in block:
+                key = _pair(question)
+                pair, own = pairs[key], scores.get(key)
+                if not isinstance(pair, Record):
+                    yield Verdict(None, pair)
+                elif own is None:
+                    yield Verdict(None, "the pair does not fit into the selectors' [data] max_length")
+                else:
+                    yield self._verdict(own if pair.chosen == question.first else -own)
+
+    def _scores(self, pairs: Mapping[Any, Record]) -> dict[Any, npt.NDArray[np.float32]]:
+        """``[U]`` scores of chosen over rejected, for each pair that is not too long."""
+        keys = list(pairs)
+        asked, scores = self._selectors.scores(list(pairs.values()))
+        return {keys[number]: own for number, own in zip(asked, scores.T, strict=True)}
+
+    def _verdict(self, scores: npt.NDArray[np.float32]) -> Verdict:
+        words = (f"{name} {value:+.4f}" for name, value in zip(self._selectors.models, scores, strict=True))
+        lead = float(majority(scores[:, None])[0])
+        return by_score(lead, 0.0, f"log-odds of the first: {', '.join(words)}")
+
+
+@dataclass(frozen=True)
+class JudgeLabels:
+    """A judge as the one who labels an alignment's pairs."""
+
+    judge: Judge
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What its labels depend on."""
+        return self.judge.identity
+
+    def scores(self, pairs: Sequence[Record]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Ask about pairs in both orders.
+
+        Returns:
+            Numbers of the pairs with two usable verdicts, ``[n]``; and their scores ``[1, n]``: 1 where both
+            verdicts prefer the chosen response, −1 where both prefer the rejected one, else 0.
+
+        Raises:
+            JudgeError: the judge cannot answer at all.
+        """
+        questions = [Question(pair.prompt, pair.chosen, pair.rejected, pair.extra) for pair in pairs]
+        answers = iter(self.judge.compare(q for each in questions for q in (each, each.swapped())))
+        outcomes = [outcome(next(answers), next(answers)) for _ in questions]
+        usable = {number: value for number, value in enumerate(outcomes) if value is not None}
+        asked = np.fromiter(usable, np.int64)
+        return asked, np.array([[2 * value - 1 for value in usable.values()]], np.float32)
+
+
+def _pair(question: Question) -> Any:
+    return question.prompt, frozenset((question.first, question.second))
+
+
+def _record(question: Question) -> Record | str:
+    """The question as a pair, or why it is none."""
+    try:
+        return Record(question.prompt, question.first, question.second, extra=question.fields)
+    except ValueError as error:
+        return f"selectors cannot be shown this pair: {error}"

@@ -1,0 +1,231 @@
+"""What the models of runs respond to prompts: generated once, and kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from prefed import files
+from prefed.align.policy import load_base
+from prefed.core import Key, Tensors
+from prefed.data import Prompt, Template
+from prefed.judge.prompts import NumberedPrompt
+from prefed.models import Backbone, ModelConfig
+from prefed.runs.align import stored_settings
+from prefed.runs.journal import Journal
+from prefed.runs.loaded import LoadedRun
+from prefed.runs.record import RunError
+from prefed.train.completions import as_text, complete_batch, length_batches
+from prefed.train.generation import Sampling, as_prompt, prompt_ids
+from prefed.train.trainer_factory import model_digest
+
+BATCH = 16
+"""Responses that are generated together."""
+
+ALIGNED = Path("align") / "adapter"
+"""In a run directory: the adapter of the model that selectors aligned."""
+
+Progress = Callable[[str, int, int], None]
+"""Is called with what is being done, how much of it is done, and of how much."""
+
+
+class Side(Protocol):
+    """One of the two whose texts are compared.
+
+    Attributes:
+        name: for people, and for the names of files.
+    """
+
+    name: str
+
+    def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
+        """Row of a prompt → the text; prompts without one are absent."""
+
+
+@dataclass
+class References:
+    """Reference answers from a file."""
+
+    name: str
+    answers: Sequence[str]
+
+    def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
+        """The answer of each prompt."""
+        return {prompt.row: answer for prompt, answer in zip(prompts, self.answers, strict=True)}
+
+
+@dataclass
+class ModelSide:
+    """A model that responds.
+
+    Attributes:
+        name: for people, and for the names of files.
+        run: gives the form of prompts.
+        backbone: the frozen model.
+        tensors: what is laid over it (full layout).
+        identity: tells this model from any other.
+        how: the sampling.
+        seed: of the draws.
+        raw: prompts are taken unchanged.
+    """
+
+    name: str
+    run: LoadedRun
+    backbone: Backbone
+    tensors: Tensors
+    identity: Mapping[str, Any]
+    how: Sampling
+    seed: int
+    raw: bool
+
+    def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
+        """The response to each prompt that does not fill the model's window.
+
+        Responses are appended to a file in ``folder``, whose name has a digest of all that they depend on.
+        What it holds is not generated again.
+
+        Raises:
+            RunError: another process writes to that file.
+        """
+        ids = {row.row: self.ids(row.prompt) for row in prompts}
+        about = {**self.identity, **self.how.model_dump(), "seed": self.seed, "ids": ids}
+        digest = files.digest(json.dumps(about, sort_keys=True, default=str).encode())
+        with Journal(folder / f"{slug(self.name)}-{digest}.jsonl") as journal:
+            for batch in self._responses(ids, frozenset(journal.rows)):
+                journal.append({"row": row, "text": text} for row, text in batch)
+                progress(f"responses of {self.name}", len(journal.rows), len(ids))
+            rows = journal.rows
+        return {row: rows[row]["text"] for row in ids if rows[row]["text"] is not None}
+
+    def _responses(
+        self, ids: Mapping[int, list[int]], done: Collection[int]
+    ) -> Iterator[list[tuple[int, str | None]]]:
+        """Row and response of each prompt, batch by batch; ``None`` for a prompt that fills the window.
+
+        A batch is left out if all of it is done. Batches do not depend on what is done, because the number of
+        sequences in a batch may change a last digit.
+        """
+        backbone, key = self.backbone, Key(self.seed).at("judge")
+        window = backbone.window
+        long = [row for row in ids if window is not None and len(ids[row]) >= window]
+        yield [(row, None) for row in long if row not in done]
+        rows = [row for row in ids if row not in long]
+        for batch in length_batches([ids[row] for row in rows], BATCH):
+            names = [rows[place] for place in batch]
+            if all(row in done for row in names):
+                continue
+            keys = [key.at("row", row) for row in names]
+            tokens = complete_batch(backbone, self.tensors, [ids[row] for row in names], self.how, keys)
+            texts = (as_text(backbone.tokenizer, own) for own in tokens)
+            yield [(row, text) for row, text in zip(names, texts, strict=True) if row not in done]
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; unless it is taken unchanged, a text has the form of the run's data."""
+        if isinstance(prompt, str):
+            prompt = as_prompt(prompt, self._example, raw=self.raw)
+        return prompt_ids(self.backbone.tokenizer, self._template, prompt)
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template(self.backbone.tokenizer, self.run.experiment.data.template)
+
+    @cached_property
+    def _example(self) -> Any:
+        dataset = self.run.trainers.dataset
+        return dataset.tokens.record(0).prompt if dataset.has_pairs else None
+
+
+class Models:
+    """The models of a run that respond to prompts."""
+
+    def __init__(self, run: LoadedRun, how: Sampling, *, seed: int = 0, raw: bool = False) -> None:
+        self._run, self._how, self._seed, self._raw = run, how, seed, raw
+
+    @property
+    def aligned(self) -> bool:
+        """Whether selectors have aligned a model in this run."""
+        return (self._run.record.path / ALIGNED).is_dir()
+
+    def own(self, client: str | None) -> ModelSide:
+        """The aligned model where the run has one, else the published one; with ``client`` that client's own.
+
+        Raises:
+            RunError: the run has no such model or client, or it has selectors alone, which write no text.
+        """
+        run = self._run
+        name = run.record.name
+        if client is None and self.aligned:
+            backbone = self._adapted
+            identity = {"model": model_digest(backbone)}
+            return self._side(f"{name}, aligned", backbone, backbone.reference, identity)
+        if run.method.reads == "choice" and self.aligned:
+            raise RunError(
+                f"{run.record.path}: {run.method.name} gives no client a model that writes text; without "
+                "--client the aligned model is taken"
+            )
+        if run.method.reads == "choice":
+            raise RunError(
+                f"{run.record.path}: {run.method.name} trains selectors, which write no text; "
+                f"align a model with them first: prefed align {run.record.path} --prompts FILE"
+            )
+        if client is None:
+            return self._laid_over(name, run.published_model)
+        return self._laid_over(f"{name}, {client}", run.model(client))
+
+    def shared(self, client: str) -> ModelSide:
+        """The model that the server publishes to a client, without any client's own parts.
+
+        Raises:
+            RunError: there is no such client, or the method shares no model.
+        """
+        run = self._run
+        published = run.method.publish(run.server, run.check(client))
+        if not published.tensors or run.method.reads == "choice":
+            raise RunError(f"{run.record.path}: {run.method.name} shares no model that writes text")
+        return self._laid_over(f"{run.record.name}, shared", run.job.shared(published))
+
+    def base(self) -> ModelSide:
+        """The untouched model: the one that the aligned adapter is for, or the run's."""
+        run = self._run
+        if self.aligned and self._model != run.experiment.model:
+            backbone = load_base(self._model, run.experiment.seed, None)
+            return self._side("base", backbone, backbone.reference, {"model": model_digest(backbone)})
+        return self._laid_over("base", run.backbone.reference)
+
+    @cached_property
+    def _model(self) -> ModelConfig:
+        """The model that the run's alignment began with."""
+        model = (stored_settings(self._run.record) or {}).get("model")
+        return self._run.experiment.model if model is None else ModelConfig.model_validate(model)
+
+    @cached_property
+    def _adapted(self) -> Backbone:
+        return load_base(self._model, self._run.experiment.seed, self._run.record.path / ALIGNED)
+
+    def _laid_over(self, name: str, tensors: Tensors) -> ModelSide:
+        backbone = self._run.backbone
+        identity = {
+            "model": self._run.trainers.fingerprint["model"],
+            "tensors": files.digest(tensors.flat.cpu().numpy().tobytes()),
+        }
+        return self._side(name, backbone, tensors, identity)
+
+    def _side(
+        self, name: str, backbone: Backbone, tensors: Tensors, identity: Mapping[str, Any]
+    ) -> ModelSide:
+        return ModelSide(name, self._run, backbone, tensors, identity, self._how, self._seed, self._raw)
+
+
+def slug(text: str) -> str:
+    """A text as part of a file's name.
+
+    >>> slug("endpoint:org/model:free"), slug("run, Zoë")
+    ('endpoint-org-model-free', 'run-Zoë')
+    """
+    name = "-".join("".join(c if c.isalnum() or c in "._" else " " for c in text).split())[:80]
+    # File systems count bytes, and a letter has up to four.
+    return name.encode()[:160].decode(errors="ignore")

@@ -1,0 +1,445 @@
+"""``prefed judge`` on small real runs: who is compared, what is written, and how it goes on."""
+
+import json
+import re
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from endpoint import answer, failure, serving
+from prefed import Experiment
+from prefed import run as run_experiment
+from prefed.cli import app
+from prefed.core import Key
+from prefed.data import synthetic
+from prefed.judge import endpoint
+from prefed.metrics.winrate import NothingJudgedError
+from prefed.models.tiny import make_tiny
+from prefed.runs import texts
+from prefed.runs.judge import SAME, Comparison, summarize
+from prefed.runs.loaded import load_run
+
+pytest.importorskip("openai")
+
+KEY = "sk-very-secret-0123456789"
+CLIENTS = ("ada", "ben")
+PROMPTS = 6
+
+
+def experiment(folder, method, **settings):
+    return {
+        "seed": 3,
+        "rounds": 1,
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "test": str(folder / "test.jsonl"),
+            "partition": {"by": "column", "column": "client"},
+            "max_length": 256,
+        },
+        "model": {"name": str(folder / "model"), "lora": {"rank": 2}},
+        "method": {"name": method, "lr": 0.3, "local_steps": 3, "batch_size": 4, **settings},
+        "engine": {"threads": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The synthetic set with two clients of opposite tastes, and runs over it: with a shared model, and with
+    models of the clients' own beside it."""
+    folder = tmp_path_factory.mktemp("place")
+    synthetic.write(folder, synthetic.generate(Key(1), clients=2, train=8, test=3))
+    documents = list(synthetic.corpus(Key(1), 40))
+    make_tiny(
+        folder / "model", documents, Key(0), layers=1, width=32, heads=2, vocabulary=300, context=256, steps=8
+    )
+    for method in ("feddpo", "ditto"):
+        run_experiment(Experiment.model_validate(experiment(folder, method)), folder / method)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def selectors(place):
+    """Three selectors, trained for a round each and then grouped."""
+    tree = experiment(place, "fedbiscuit", selectors=3, warmup_rounds=1, regroup_every=1)
+    tree["rounds"] = 4
+    tree["method"] |= {"lr": 0.03, "local_steps": 8}
+    tree["data"]["validation_fraction"] = 0.25
+    run_experiment(Experiment.model_validate(tree), place / "fedbiscuit")
+    return place / "fedbiscuit"
+
+
+@pytest.fixture
+def runs(place, tmp_path):
+    """Copies of the runs, without earlier verdicts."""
+    for method in ("feddpo", "ditto"):
+        shutil.copytree(place / method, tmp_path / method)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(endpoint, "RETRIES", 0)
+
+
+def prefed_(*words, code=0):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
+
+
+def judge(run, place, *more, code=0, tokens=8):
+    words = ("judge", run, "--prompts", place / "test.jsonl", "--max-new-tokens", tokens, "--json", *more)
+    output = prefed_(*words, code=code)
+    return json.loads(output) if code == 0 else output
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def shown(text):
+    """The two responses in a question."""
+    return [text.split(f"<response {x}>\n")[1].split(f"\n</response {x}>")[0] for x in "AB"]
+
+
+def prefers_o(text, number):
+    """Prefers the response with more o's; the same number is a tie."""
+    first, second = (part.count("o") for part in shown(text))
+    return answer("tie" if first == second else "A" if first > second else "B")
+
+
+def test_a_run_against_reference_answers(runs, place):
+    """Oracle: the responses by transformers' greedy ``generate`` on the exported adapter, and the rule."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prefed_("export", runs / "feddpo", "--out", runs / "out")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), runs / "out")
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    expected = []
+    for row in rows(place / "test.jsonl"):
+        ids = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
+        with torch.inference_mode():
+            output = model.generate(ids, max_new_tokens=8, do_sample=False, repetition_penalty=1.0)
+        text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        gap = text.count("o") - row["chosen"].count("o")
+        expected.append((row["prompt"], text, row["chosen"], 0.5 if gap == 0 else float(gap > 0)))
+    options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "vs-chosen")
+    with serving(prefers_o) as server:
+        result = judge(runs / "feddpo", place, "--judge", "endpoint:m", "--url", server.url, *options)
+    folder = runs / "feddpo/judge/vs-chosen"
+    verdicts = rows(folder / "verdicts.jsonl")
+    assert [(v["prompt"], v["text"], v["against"], v["outcome"]) for v in verdicts] == expected
+    assert [v["row"] for v in verdicts] == list(range(1, PROMPTS + 1))
+    outcomes = [entry[-1] for entry in expected]
+    assert result["win_rate"]["mean"] == sum(outcomes) / PROMPTS
+    assert result["wins"] == outcomes.count(1.0) / PROMPTS
+    assert (result["ties"], result["judged"], result["failed"]) == (outcomes.count(0.5), PROMPTS, 0)
+    assert len(server.requests) == 2 * PROMPTS
+    assert json.loads((folder / "summary.json").read_text()) == result
+
+
+def test_a_judge_that_always_says_a_decides_nothing(runs, place):
+    options = ("--against", place / "test.jsonl", "--column", "rejected")
+    with serving(lambda text, number: answer("A")) as server:
+        result = judge(runs / "feddpo", place, "--judge", "endpoint:m", "--url", server.url, *options)
+    assert (result["win_rate"]["mean"], result["wins"], result["ties"]) == (0.5, 0.0, PROMPTS)
+
+
+def test_what_was_asked_is_not_asked_again(runs, place, monkeypatch):
+    """The endpoint breaks at question 6, in the middle of the third pair. Given again, the command generates
+    nothing and asks about pairs 3 to 6: all in all 5 good answers, the broken one and 8 more."""
+    broken = [True]
+
+    def reply(text, number):
+        return failure(500, "oops") if broken[0] and number >= 6 else prefers_o(text, number)
+
+    options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "n", "--parallel", "1")
+    with serving(reply) as server:
+        words = ("--judge", "endpoint:m", "--url", server.url, *options)
+        message = judge(runs / "feddpo", place, *words, code=1)
+        assert "answers 500" in message
+        assert len(rows(runs / "feddpo/judge/n/verdicts.jsonl")) == 2
+        # A process that was killed while it wrote leaves half a line.
+        with (runs / "feddpo/judge/n/verdicts.jsonl").open("a") as file:
+            file.write('{"row": 3, "prom')
+        broken[0] = False
+        monkeypatch.setattr(texts, "complete_batch", lambda *words: pytest.fail("generated again"))
+        resumed = judge(runs / "feddpo", place, *words)
+        assert len(server.requests) == 6 + 8
+        assert judge(runs / "feddpo", place, *words) == resumed
+        assert len(server.requests) == 6 + 8
+        whole = judge(runs / "feddpo", place, *words, "--name", "whole")
+    assert whole == {**resumed, "name": "whole"}
+    assert rows(runs / "feddpo/judge/n/verdicts.jsonl") == rows(runs / "feddpo/judge/whole/verdicts.jsonl")
+
+
+def test_texts_go_on_where_they_stopped(runs, place, monkeypatch):
+    """The third batch dies. Given again, the command makes what is missing and nothing else, and the texts
+    are those of a command that was never stopped."""
+    made, real = [], texts.complete_batch
+
+    def dies(backbone, tensors, prompts, *others):
+        made.append(len(prompts))
+        if len(made) == 3:
+            raise OSError("killed")
+        return real(backbone, tensors, prompts, *others)
+
+    monkeypatch.setattr(texts, "complete_batch", dies)
+    monkeypatch.setattr(texts, "BATCH", 2)
+    assert "killed" in judge(runs / "feddpo", place, "--judge", "utility", "--name", "n", code=1)
+    judge(runs / "feddpo", place, "--judge", "utility", "--name", "n")
+    assert sum(made) - made[2] == 2 * PROMPTS
+    shutil.copytree(place / "feddpo", runs / "other")
+    judge(runs / "other", place, "--judge", "utility", "--name", "n")
+    one, two = (rows(runs / run / "judge/n/verdicts.jsonl") for run in ("feddpo", "other"))
+    assert one == two
+
+
+def test_another_comparison_needs_another_name(runs, place, tmp_path):
+    with serving(prefers_o) as server:
+        words = ("--judge", "endpoint:m", "--url", server.url, "--name", "n")
+        judge(runs / "feddpo", place, *words)
+        message = judge(runs / "feddpo", place, *words, "--template", "mt-bench", code=1)
+        assert "template: 'plain' → 'mt-bench'" in message
+        assert "--name" in message
+        (tmp_path / "test.jsonl").write_text(
+            "".join((place / "test.jsonl").read_text().splitlines(True)[:-1])
+        )
+        message = judge(runs / "feddpo", tmp_path, *words, code=1)
+        assert re.search(r"responses\.prompts: '6 prompts, \w+' → '5 prompts, \w+'", message)
+
+
+def test_other_settings_are_refused_before_a_response_is_made(runs, place, monkeypatch):
+    """The message names the option. Settings of an earlier version, which have nothing of the responses, are
+    gone on with."""
+    words = ("--judge", "utility", "--name", "n")
+    first = judge(runs / "feddpo", place, *words)
+    monkeypatch.setattr(texts, "complete_batch", lambda *words: pytest.fail("generated"))
+    message = judge(runs / "feddpo", place, *words, code=1, tokens=9)
+    assert "responses.max_new_tokens: 8 → 9" in message
+    assert "responses.temperature: 0.0 → 1.0" in judge(
+        runs / "feddpo", place, *words, "--temperature", "1", code=1
+    )
+    path = runs / "feddpo/judge/n/settings.json"
+    stored = json.loads(path.read_text())
+    del stored["responses"]
+    path.write_text(json.dumps(stored))
+    assert judge(runs / "feddpo", place, *words) == first
+
+
+def test_prompts_have_the_encoding_and_the_format_of_the_runs_data(runs, place, tmp_path):
+    """In Latin-1 é is a byte that no UTF-8 text has there."""
+    tree = experiment(tmp_path, "feddpo")
+    tree["data"] |= {"encoding": "latin-1", "test_fraction": 0.25}
+    del tree["data"]["test"]
+    tree["model"]["name"] = str(place / "model")
+    tree["method"]["local_steps"] = 1
+    for name in ("train", "prompts"):
+        content = (place / "train.jsonl").read_text().replace('prompt": "', 'prompt": "é ')
+        (tmp_path / f"{name}.jsonl").write_bytes(content.encode("latin-1"))
+    run_experiment(Experiment.model_validate(tree), tmp_path / "run")
+    words = (
+        "--judge",
+        "utility",
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--max-new-tokens",
+        2,
+        "--name",
+        "n",
+    )
+    prefed_("judge", tmp_path / "run", *words, "--against", tmp_path / "prompts.jsonl", "--column", "chosen")
+    assert all(row["prompt"].startswith("é ") for row in rows(tmp_path / "run/judge/n/verdicts.jsonl"))
+
+
+def test_files_are_private_and_hold_no_key(runs, place):
+    def reply(text, number):
+        return answer(f"Your key is {KEY}.\nA")
+
+    with serving(reply) as server:
+        output = judge(runs / "feddpo", place, "--judge", "endpoint:m", "--url", server.url)
+    assert KEY not in json.dumps(output)
+    for path in (runs / "feddpo/judge").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    for path in runs.rglob("*"):
+        assert path.is_dir() or KEY.encode() not in path.read_bytes(), path
+
+
+def test_no_rate_over_nothing(runs, place):
+    with serving(lambda text, number: answer("Hm.")) as server:
+        options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "n")
+        words = ("--judge", "endpoint:m", "--url", server.url, *options)
+        message = judge(runs / "feddpo", place, *words, code=1)
+    assert "nothing was judged: 6 of 6 prompts have no usable verdict" in message
+    assert "no verdict in the answer: Hm." in message
+    assert not (runs / "feddpo/judge/n/summary.json").exists()
+    assert rows(runs / "feddpo/judge/n/verdicts.jsonl")[0]["result"] == "failed"
+
+
+def test_equal_texts_are_no_rate_where_the_judge_failed():
+    """A tie that nobody judged is half a win beside verdicts; beside failures alone it is not a rate of 0.5.
+    Equal texts everywhere are a rate of 0.5."""
+
+    def row(outcome, words):
+        said = {"preference": outcome, "words": words}
+        return {"outcome": outcome, "text": "x", "against": "x", "first": said, "second": said}
+
+    how, tie = Comparison("utility", Path("p.txt")), row(0.5, SAME)
+    with pytest.raises(NothingJudgedError, match=r"1 of 1 prompts have no usable verdict; the first: Hm\."):
+        summarize([tie, row(None, "Hm.")], 0, how)
+    result = summarize([tie, row(None, "Hm."), row(1.0, "A")], 0, how)
+    assert (result["win_rate"]["mean"], result["judged"], result["failed"]) == (0.75, 2, 1)
+    assert summarize([tie, tie], 0, how)["win_rate"]["mean"] == 0.5
+
+
+def test_failed_prompts_count_nowhere_and_are_said(runs, place):
+    """The judge answers nothing usable about the first prompt when it sees it swapped."""
+    first = rows(place / "test.jsonl")[0]["chosen"].strip()
+
+    def reply(text, number):
+        return answer("Hm." if shown(text)[0] == first else prefers_o(text, number)[2] and "A")
+
+    options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "n")
+    with serving(reply) as server:
+        result = judge(runs / "feddpo", place, "--judge", "endpoint:m", "--url", server.url, *options)
+    assert (result["judged"], result["failed"]) == (PROMPTS - 1, 1)
+    assert "1 prompt has no usable verdict" in result["note"]
+
+
+def test_a_clients_own_model_against_the_shared_one(runs, place):
+    """Which text is whose: oracle is the run's own tensors, loaded and generated with here."""
+    run = load_run(runs / "ditto", data=True)
+    own, shared = run.model("ada"), run.job.shared(run.method.publish(run.server, "ada"))
+    judge(runs / "ditto", place, "--judge", "utility", "--client", "ada", "--against-shared", "--name", "n")
+    verdicts = rows(runs / "ditto/judge/n/verdicts.jsonl")
+    for name, tensors in (("text", own), ("against", shared)):
+        run.backbone.load(tensors)
+        for row in verdicts:
+            ids = torch.tensor([run.backbone.tokenizer(row["prompt"])["input_ids"]])
+            with torch.inference_mode():
+                output = run.backbone.causal.generate(ids, max_new_tokens=8, do_sample=False)
+            text = run.backbone.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+            assert row[name] == text
+    assert any(row["text"] != row["against"] for row in verdicts)
+    message = judge(runs / "ditto", place, "--judge", "utility", "--client", "adda", code=1)
+    assert "did you mean 'ada'" in message
+    assert "belongs to --client" in judge(
+        runs / "ditto", place, "--judge", "utility", "--against-shared", code=1
+    )
+
+
+def test_two_runs_are_mirror_images(runs, place):
+    """RUN against RUN2 and RUN2 against RUN: the rates add up to 1. The utility is that of
+    :mod:`prefed.data.synthetic`, of the tastes that were drawn."""
+    words = ("--judge", "utility", "--taste", "ben")
+    one = judge(runs / "feddpo", place, runs / "ditto", *words, "--name", "n", "--client", "ada")
+    other = judge(runs / "ditto", place, runs / "feddpo", *words, "--name", "n", "--client", "ada")
+    assert one["win_rate"]["mean"] + other["win_rate"]["mean"] == 1
+    taste = synthetic.tastes(Key(1), 2)["ben"]
+    for row in rows(runs / "feddpo/judge/n/verdicts.jsonl"):
+        gap = synthetic.utility(row["text"], taste) - synthetic.utility(row["against"], taste)
+        assert row["outcome"] == (0.5 if gap == 0 else float(gap > 0))
+
+
+def test_the_aligned_model_of_a_run_is_judged(runs, place):
+    """An adapter under align/ is the run's model: the published one, exported there, responds alike."""
+    words = ("--judge", "utility", "--temperature", "1", "--name")
+    judge(runs / "feddpo", place, *words, "published")
+    (runs / "feddpo/align").mkdir()
+    prefed_("export", runs / "feddpo", "--out", runs / "feddpo/align/adapter")
+    result = judge(runs / "feddpo", place, *words, "aligned")
+    assert result["model"] == "feddpo, aligned"
+    one, two = (rows(runs / f"feddpo/judge/{name}/verdicts.jsonl") for name in ("published", "aligned"))
+    assert [row["text"] for row in one] == [row["text"] for row in two]
+    assert any(row["text"] != row["against"] for row in one)
+
+
+def test_a_table_for_people(runs, place):
+    text = prefed_("judge", runs / "feddpo", "--judge", "utility", "--prompts", place / "test.jsonl")
+    assert re.search(r"win rate .* at equal lengths", text)
+    assert "feddpo against base, judged by utility" in text
+    assert "verdicts: " in text
+
+
+def test_prompts_beyond_the_window_are_left_out_and_counted(runs, place, tmp_path):
+    lines = (place / "test.jsonl").read_text().splitlines()
+    long = json.dumps({"prompt": "word " * 2000})
+    (tmp_path / "test.jsonl").write_text("\n".join([long, *lines]) + "\n")
+    result = judge(runs / "feddpo", tmp_path, "--judge", "utility", "--name", "n")
+    assert (result["prompts"], result["judged"], result["left_out"]) == (PROMPTS + 1, PROMPTS, 1)
+    assert "1 prompt fills a model's window and is left out" in result["note"]
+    verdicts = rows(runs / "feddpo/judge/n/verdicts.jsonl")
+    assert [(row["row"], row["prompt"]) for row in verdicts] == [
+        (number, json.loads(line)["prompt"]) for number, line in enumerate(lines, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--judge", "rewards:x"), "did you mean 'reward'"),
+        (("--judge", "utility", "--template", "none"), "the templates are plain"),
+        (("--judge", "utility", "--column", "y"), "belong together"),
+        (("--judge", "utility", "--name", "../x"), "--name '../x'"),
+        (("--judge", "utility", "--taste", "zoe"), "no client of the run's data"),
+        (("--judge", "utility", "--prompt-column", "question"), "no column 'question'"),
+        (("--judge", "selector:{run}"), "feddpo trains no selectors"),
+        (("--judge", "endpoint:m", "--url", "nowhere"), "--url is http"),
+    ],
+)
+def test_what_cannot_be_judged(runs, place, words, message):
+    words = [word.format(run=runs / "feddpo") for word in words]
+    assert message in judge(runs / "feddpo", place, *words, code=1)
+
+
+def test_selectors_vote(runs, place, selectors):
+    """Oracle: plain transformers with each selector's exported adapter, question by question, in both orders;
+    and the sign of the sum of the signs of the three mean log-odds."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "n", "--temperature", "1")
+    judge(runs / "feddpo", place, "--judge", f"selector:{selectors}", *options)
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    letters = [tokenizer(f"\nBetter: {letter}")["input_ids"][-1] for letter in "AB"]
+    models = [
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), adapter).eval()
+        for adapter in sorted((selectors / "adapters").glob("selector-*"))
+    ]
+    assert len(models) == 3
+
+    def log_odds(model, prompt, a, b):
+        ids = tokenizer(f"Query: {prompt.strip()}")["input_ids"]
+        ids += tokenizer(f"\nA: {a.strip()}\nB: {b.strip()}\nBetter: A")["input_ids"][:-1]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        return float(logits[letters[0]] - logits[letters[1]])
+
+    decided = 0
+    for row in rows(runs / "feddpo/judge/n/verdicts.jsonl"):
+        own, other = row["text"], row["against"]
+        if not own.strip():
+            assert row["result"] == "failed"
+            continue
+        scores = [
+            log_odds(m, row["prompt"], own, other) - log_odds(m, row["prompt"], other, own) for m in models
+        ]
+        votes = sum(1 if score > 0 else -1 for score in scores)
+        if min(map(abs, scores)) > 1e-4:
+            assert row["outcome"] == float(votes > 0)
+            decided += 1
+        words = row["first"]["words"]
+        assert [float(word) for word in re.findall(r"[+-]\d\.\d{4}", words)] == pytest.approx(
+            [score / 2 for score in scores], abs=2e-4
+        )
+    assert decided >= 3
+    message = judge(selectors, place, "--judge", "utility", code=1)
+    assert "trains selectors, which write no text" in message

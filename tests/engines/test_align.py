@@ -1,0 +1,419 @@
+"""Alignment with prompts alone: its stages, and adapters that load elsewhere."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from alignments import HELD, content, make_alignment, make_place, make_selectors, rows
+from finished import small_experiment
+from prefed.align import AlignError, align
+from prefed.align.pairs import write_pairs
+from prefed.align.run import STAGES, begun
+from prefed.align.stages import run_stages
+from prefed.cli import app
+from prefed.config import AlignConfig, ConfigError, Experiment
+from prefed.config.align import align_settings
+from prefed.data import Record, Source, Template
+from prefed.runs.align import align as align_run
+from prefed.runs.record import RunError
+from prefed.runs.run import run
+from prefed.train.generation import prompt_ids
+from prefed.wire import decode_state
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="module")
+def selectors(place):
+    return make_selectors(place)
+
+
+@pytest.fixture
+def alignment(place, selectors, tmp_path):
+    return make_alignment(place, selectors, tmp_path / "align")
+
+
+def plain_logits(model, texts=((5, 9, 2, 40), (7, 3, 11, 8))):
+    with torch.inference_mode():
+        return model(torch.tensor(texts)).logits
+
+
+def test_the_whole_path(alignment):
+    """13 rows: clients hold cases 22 and 23, case 30 is there twice. Ten prompts have three completions
+    and three pairs each. Labels are what the votes in scores.jsonl say, all pairs are accounted for, and no
+    prompt is a client's."""
+    summary = align(alignment)
+    counts = {name: summary["prompts"][name] for name in ("read", "clients", "duplicates", "kept")}
+    assert counts == {"read": 13, "clients": 2, "duplicates": 1, "kept": 10}
+    made = rows(alignment.folder, "completions.jsonl")
+    assert sorted((row["index"], row["sample"]) for row in made) == [
+        (i, k) for i in range(10) for k in range(3)
+    ]
+    assert {row["prompt"] for row in made}.isdisjoint(HELD)
+    assert summary["completions"]["tokens"] == sum(row["tokens"] for row in made)
+    figures = summary["labels"]
+    left_out = sum(figures[name] for name in ("identical", "blank", "too_long", "ties"))
+    assert (figures["pairs"], figures["pairs"] - left_out) == (30, figures["labelled"])
+    texts = {(row["index"], row["sample"]): row["completion"] for row in made}
+    expected = []
+    for row in rows(alignment.folder, "scores.jsonl"):
+        one, other = (texts[row["index"], sample] for sample in row["samples"])
+        first = sum(np.sign(row["scores"])) > 0
+        expected.append((one, other) if first else (other, one))
+    labels = rows(alignment.folder, "labels.jsonl")
+    assert [(row["chosen"], row["rejected"]) for row in labels] == expected
+    assert summary["train"]["pairs"] + summary["train"]["held_out"] == len(labels)
+    best = max(summary["train"]["epochs"], key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))
+    assert summary["train"]["kept"] == best["epoch"]
+    kept, adapter = (alignment.folder / name for name in (f"checkpoints/epoch-{best['epoch']}", "adapter"))
+    assert content(kept) == content(adapter)
+
+
+def test_scores_are_those_of_both_orders(selectors):
+    """The score of a pair is minus that of the pair with its responses swapped, exactly; the full head's
+    logits of plain forward passes give it too."""
+    records = [Record("Case 40:", " up we go", " down"), Record("Case 41:", " a", " down we go")]
+    asked, scores = selectors.scores(records)
+    again, turned = selectors.scores([r.swapped() for r in records])
+    assert asked.tolist() == again.tolist() == [0, 1]
+    assert np.array_equal(scores, -turned)
+    backbone, tokenizer = selectors.backbone, selectors.backbone.tokenizer
+    for name, own in zip(selectors.models, scores, strict=True):
+        backbone.load(selectors.models[name])
+        total = 0.0
+        for a, b, sign in ((" up we go", " down", 1), (" down", " up we go", -1)):
+            parts = ["Query: Case 40:", f"\nA: {a.strip()}\nB: {b.strip()}\nBetter: A"]
+            ids = [token for part in parts for token in tokenizer(part)["input_ids"]]
+            letters = [tokenizer(f" {letter}")["input_ids"][-1] for letter in "AB"]
+            with torch.inference_mode():
+                logits = backbone.causal(torch.tensor([ids[:-1]])).logits[0, -1, letters]
+            total += sign * float(logits[0] - logits[1]) / 2
+        assert own[0] == pytest.approx(total, abs=1e-4)
+
+
+def test_what_exceeds_the_models_context_is_cut_or_left_out(alignment, selectors):
+    """The model has 64 positions, and ``max_length`` is 512. A question of about 160 tokens is shortened as
+    for a ``max_length`` of 64. A response of 80 tokens makes no pair of the policy's; one of 40 does."""
+    long = Record("Case 40:", " up" + " we go" * 60, " down" + " go we" * 60)
+    judged = replace(selectors, max_length=512).scores([long])
+    narrow = selectors.scores([long])
+    assert judged[0].tolist() == [0]
+    assert np.array_equal(judged[1], narrow[1])
+    wide = replace(alignment, data=alignment.data.model_copy(update={"max_length": 512}))
+    backbone = selectors.backbone
+    texts = [" up" * count for count in (80, 40)]
+    assert [len(backbone.tokenizer(text)["input_ids"]) for text in texts] == [80, 40]
+    tokens = write_pairs(wide, backbone, [Record("Case 40:", text, " down") for text in texts], "labels")
+    assert tokens.rows.tolist() == [2]
+
+
+def test_one_selector_labels_alone(alignment, selectors):
+    align(replace(alignment, config=alignment.config.model_copy(update={"labels": 1, "epochs": 1})))
+    for row in rows(alignment.folder, "labels.jsonl"):
+        assert row["votes"] == [1, 0]
+    with pytest.raises(AlignError, match=r"labels = 3: the run has 3 selectors"):
+        selectors.chosen_by(3)
+
+
+def base(place):
+    return AutoModelForCausalLM.from_pretrained(place / "model")
+
+
+def test_the_adapter_loads_elsewhere(alignment, place):
+    """Plain transformers and PEFT give the logits of the policy with the tensors of the only epoch."""
+    align(replace(alignment, config=alignment.config.model_copy(update={"epochs": 1})))
+    loaded = PeftModel.from_pretrained(base(place), alignment.folder / "adapter").eval()
+    settings = json.loads((alignment.folder / "adapter/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(place / "model")
+    state = decode_state((alignment.folder / "train.state").read_bytes().partition(b"\n")[2])
+    backbone = alignment.policy
+    backbone.load(state.tensors["policy"])
+    assert torch.allclose(plain_logits(loaded), plain_logits(backbone.causal), atol=1e-5)
+    assert not torch.allclose(plain_logits(loaded), plain_logits(base(place)), atol=1e-5)
+
+
+@pytest.mark.parametrize("start", ["adapter", "rows"])
+def test_a_fine_tuned_start_is_in_policy_reference_and_result(alignment, place, start, tmp_path):
+    """The policy's logits at the start are those of plain PEFT with the adapter of the start, and with a
+    learning rate of almost nothing so are the result's: one adapter for the base model holds both."""
+    if start == "adapter":
+        torch.manual_seed(0)
+        tuned = get_peft_model(base(place), LoraConfig(r=3, lora_alpha=5, target_modules=["c_proj"]))
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        sft = tmp_path / "sft"
+        tuned.save_pretrained(sft)
+    else:
+        sft = tmp_path / "sft.jsonl"
+        texts = [{"prompt": f"Case {k}:", "response": f" up {k}"} for k in range(6)]
+        sft.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    changes = {"sft": str(sft), "sft_lr": 0.01, "sft_epochs": 2, "lr": 1e-12, "epochs": 1}
+    alignment = replace(alignment, config=alignment.config.model_copy(update=changes))
+    summary = align(alignment)
+    assert summary["policy"]["start"] == start
+    begun = PeftModel.from_pretrained(base(place), alignment.folder / "policy").eval()
+    aligned = PeftModel.from_pretrained(base(place), alignment.folder / "adapter").eval()
+    backbone = alignment.policy
+    backbone.load(backbone.reference)
+    expected = plain_logits(begun)
+    assert not torch.allclose(expected, plain_logits(base(place)), atol=1e-2)
+    assert torch.allclose(plain_logits(backbone.causal), expected, atol=1e-4)
+    assert torch.allclose(plain_logits(aligned), expected, atol=1e-4)
+
+
+def test_more_than_a_plain_lora_is_no_start(alignment, place, tmp_path):
+    tuned = get_peft_model(base(place), LoraConfig(r=3, target_modules=["c_proj"], use_dora=True))
+    tuned.save_pretrained(tmp_path / "sft")
+    config = alignment.config.model_copy(update={"sft": str(tmp_path / "sft")})
+    with pytest.raises(AlignError, match="use_dora = True, and only a plain LoRA"):
+        align(replace(alignment, config=config))
+
+
+def test_a_prompt_leaves_room_for_a_whole_completion_and_its_end(alignment):
+    """The longest prompts have n tokens, a completion at most 6, and in training the end of text is one more.
+    With ``max_length`` n + 7 such a pair keeps its whole prompt. With n + 6 it would lose a token, so these
+    prompts are left out and counted."""
+    backbone = alignment.selectors().backbone
+    template = Template(backbone.tokenizer, alignment.data.template)
+    texts = [*(f"Case {number}:" for number in range(24, 31)), "A word", "Two words", "Up"]
+    lengths = {text: len(prompt_ids(backbone.tokenizer, template, text)) for text in texts}
+    text, longest = max(lengths.items(), key=lambda item: item[1])
+    for more, too_long in ((6, [*lengths.values()].count(longest)), (7, 0)):
+        data = alignment.data.model_copy(update={"max_length": longest + more})
+        one = replace(alignment, data=data, folder=alignment.folder / str(more))
+        (one.folder / "stages").mkdir(parents=True)
+        assert run_stages(one, STAGES[:3])["completions"]["too_long"] == too_long
+        tokens = write_pairs(one, backbone, [Record(text, " up" * 6, " down")], "labels")
+        assert tokens.lengths[0, :2].tolist() == [longest - (more == 6), 7]
+
+
+def test_clip_bounds_a_step(alignment):
+    """SGD at rate 1 and all pairs in one batch: one step, as long as the bound that the gradient exceeds."""
+    for clip in (1e-3, 2e-3):
+        changes = {"optimizer": "sgd", "lr": 1.0, "clip": clip, "batch_size": 64, "epochs": 1, "beta": 100.0}
+        config = alignment.config.model_copy(update=changes)
+        one = replace(alignment, config=config, folder=alignment.folder / str(clip))
+        align(one)
+        state = decode_state((one.folder / "train.state").read_bytes().partition(b"\n")[2])
+        assert (state.tensors["policy"] - one.policy.initial).norm() == pytest.approx(clip, rel=1e-3)
+
+
+def test_nothing_left_is_an_error(alignment, place, tmp_path):
+    """Prompts that are all clients' own; completions that cannot differ."""
+    file = tmp_path / "own.txt"
+    file.write_text("\n".join(HELD))
+    with pytest.raises(AlignError, match="of 24 there, clients hold 24"):
+        align(replace(alignment, config=AlignConfig(prompts=str(file))))
+    shutil.rmtree(alignment.folder)
+    greedy = alignment.config.model_copy(update={"top_k": 1})
+    with pytest.raises(AlignError, match=r"no two completions .* got a label \(30 pairs, 30 identical"):
+        align(replace(alignment, config=greedy))
+
+
+def test_a_table_with_overrides(place):
+    config = align_settings({"prompts": {"path": "x.txt"}, "lr": 0.1}, ["align.lr=0.2"], place)
+    assert (config.lr, config.prompts.path) == (0.2, "x.txt")
+    assert align_settings(None, ["align.prompts.path=prompts.jsonl"], place).prompts.path == str(
+        place / "prompts.jsonl"
+    )
+    with pytest.raises(ConfigError, match=r"--set align\.tempreture=1: .* no such key; did you mean"):
+        align_settings({"prompts": "x"}, ["align.tempreture=1"], place)
+    with pytest.raises(ConfigError, match="--prompts FILE"):
+        align_settings(None, [], place)
+    with pytest.raises(ConfigError, match=r"labels is majority, a selector's number from 0, or judge:NAME"):
+        align_settings({"prompts": "x", "labels": "most"}, [], place)
+    with pytest.raises(ConfigError, match="objective 'sft' is not for labelled pairs"):
+        align_settings({"prompts": "x", "objective": "sft"}, [], place)
+    with pytest.raises(ConfigError, match="feddpo trains none: take one of fedbis, fedbiscuit"):
+        Experiment.from_tables({**small_experiment(place), "align": {"prompts": "x"}}, "x.toml")
+
+
+SELECTORS = {"name": "fedbiscuit", "selectors": 2, "warmup_rounds": 1, "lr": 0.02, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def experiment(place):
+    """The whole path in one file: two selectors in three rounds, then the alignment."""
+    tables = small_experiment(
+        place,
+        rounds=3,
+        method={**SELECTORS, "local_steps": 2},
+        align={
+            "prompts": str(place / "prompts.jsonl"),
+            "completions": 2,
+            "max_new_tokens": 6,
+            "temperature": 1.0,
+            "epochs": 1,
+            "lr": 1e-3,
+        },
+    )
+    tables["data"] |= {"max_length": 64, "test_fraction": 0.0, "validation_fraction": 0.25}
+    return Experiment.from_tables(tables, "whole.toml")
+
+
+@pytest.fixture(scope="module")
+def finished(experiment, tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    run(experiment, path)
+    return path
+
+
+def test_one_file_goes_the_whole_path(finished, place):
+    """The clients hold 24 prompts by their tokens' hashes, also of those that they test on:
+    cases 22 and 23 of the server's 13 rows. The adapter loads elsewhere."""
+    summary = json.loads((finished / "align/summary.json").read_text())
+    assert (summary["prompts"]["clients"], summary["prompts"]["kept"]) == (2, 10)
+    assert {row["prompt"] for row in rows(finished / "align", "labels.jsonl")}.isdisjoint(HELD)
+    assert {tuple(sorted(row["votes"])) for row in rows(finished / "align", "labels.jsonl")} <= {
+        (0, 2),
+        (1, 1),
+    }
+    PeftModel.from_pretrained(base(place), finished / "align/adapter")
+
+
+def test_generate_shows_the_aligned_model(finished, place):
+    """Selectors write nothing: the responses are those of plain transformers with and without the adapter."""
+    words = ("--prompt", "Case 30:", "--temperature", "0", "--max-tokens", "6", "--json")
+    result = CliRunner().invoke(app, ["generate", str(finished), *words])
+    assert result.exit_code == 0, result.output
+    (shown,) = json.loads(result.stdout)
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    ids = tokenizer("Case 30:", return_tensors="pt")
+    aligned = PeftModel.from_pretrained(base(place), finished / "align/adapter").eval()
+    for name, model in (("base", base(place)), ("aligned", aligned)):
+        answer = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        assert shown[name] == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_a_resumed_run_may_have_another_table(experiment, finished, tmp_path):
+    """The rounds stay; a changed [align] is refused by its stage, and a run without one is left alone. What
+    is asked for last is in config.toml, and the run still opens."""
+    path = tmp_path / "run"
+    shutil.copytree(finished, path)
+    before = content(path / "align")
+    run(experiment, path, resume=True)
+    assert content(path / "align") == before
+    other = experiment.model_copy(update={"align": experiment.align.model_copy(update={"lr": 2e-3})})
+    with pytest.raises(AlignError, match=r"lr: 0\.001 → 0\.002"):
+        run(other, path, resume=True)
+    align_run(path, other.align, stage="train")
+    run(other, path, resume=True)
+    assert Experiment.load(path / "config.toml").align.lr == 2e-3
+    run(experiment.model_copy(update={"align": None}), path, resume=True)
+    assert Experiment.load(path / "config.toml").align is None
+
+
+def test_files_are_read_before_clients_train(experiment, place, tmp_path):
+    """Prompts that are not there, a row without a prompt, or one of sft without a response: nothing is begun.
+    A selector's number is compared with how many there are, which the file says."""
+    (tmp_path / "gap.jsonl").write_text('{"prompt": "Up"}\n{"text": "Down"}\n')
+    (tmp_path / "sft.jsonl").write_text('{"prompt": "Up", "response": " "}\n')
+    for changes, message in (
+        ({"prompts": Source(path=str(tmp_path / "no.jsonl"))}, "no.jsonl"),
+        ({"prompts": Source(path=str(tmp_path / "gap.jsonl"))}, "row 2"),
+        ({"sft": str(tmp_path / "sft.jsonl")}, "row 1: there is no response"),
+    ):
+        other = experiment.model_copy(update={"align": experiment.align.model_copy(update=changes)})
+        with pytest.raises(ValueError, match=message):
+            run(other, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    tables = experiment.tables()
+    with pytest.raises(ConfigError, match=r"labels = 2: fedbiscuit trains 2 selectors"):
+        Experiment.from_tables({**tables, "align": {**tables["align"], "labels": 2}}, "x.toml")
+
+
+def test_a_start_that_failed_holds_nothing(finished, place, tmp_path):
+    """After a typo in --prompts, and after a file with an unusable row, the right file is taken as it
+    is given; the failed start's other settings are not kept either."""
+    path, runner = tmp_path / "run", CliRunner(env={"COLUMNS": "200"})
+    shutil.copytree(finished, path, ignore=lambda at, names: ["align"] if at == str(finished) else [])
+    (tmp_path / "gap.jsonl").write_text('{"prompt": "Up"}\n{"text": "Down"}\n')
+    for wrong in ("no.jsonl", "gap.jsonl"):
+        words = ["align", str(path), "--prompts", str(tmp_path / wrong), "--set", "align.limit=2"]
+        assert runner.invoke(app, words).exit_code == 1
+    right = ["align", str(path), "--prompts", str(place / "prompts.jsonl")]
+    result = runner.invoke(app, [*right, "--set", "align.labels=2"])
+    assert "labels = 2: the run has 2 selectors" in result.output
+    assert "--set align.labels=majority" in result.output
+    assert not begun(path / "align")
+    result = runner.invoke(app, right)
+    assert (result.exit_code, "kept 10" in result.output) == (0, True), result.output
+
+
+def test_a_run_without_selectors_is_refused(place, tmp_path):
+    path = tmp_path / "run"
+    run(Experiment.from_tables(small_experiment(place, rounds=1), "x.toml"), path)
+    with pytest.raises(RunError, match=r"run: feddpo trains no selectors.*run fedbis or fedbiscuit"):
+        align_run(path, AlignConfig(prompts=str(place / "prompts.jsonl")))
+    assert not (path / "align").exists()
+
+
+def test_the_command(finished, place, tmp_path):
+    """A run that was aligned asks for --resume or --stage; a finished alignment has nothing left to do, and
+    another key is read by --set. The settings are those of the last time."""
+    path, runner = tmp_path / "run", CliRunner(env={"COLUMNS": "200"})
+    shutil.copytree(finished, path)
+
+    def command(*words):
+        result = runner.invoke(app, ["align", str(path), *words])
+        return result.exit_code, result.output
+
+    code, text = command()
+    assert (code, "--resume" in text, "--stage NAME" in text) == (1, True, True)
+    assert command("--resume")[0] == 0
+    code, text = command("--resume", "--set", "align.epochs=2")
+    assert (code, "epochs: 1 → 2" in text) == (1, True)
+    assert command("--resume")[0] == 0
+    code, text = command("--stage", "train", "--set", "align.epochs=2")
+    assert (code, "of 2, agreement" in text) == (0, True)
+    assert f"judge: prefed judge {path} --judge NAME --prompts FILE" in text
+    assert "never trained" not in text
+
+    assert "adapter:" in command("--resume")[1]
+    shutil.rmtree(path / "align")
+    other = str(place / "prompts.jsonl")
+    code, text = command("--prompts", other, "--set", "align.limit=4", "--set", "align.held_out=0")
+    assert (code, "kept 4" in text, "agreement" in text) == (0, True, False)
+    settings = json.loads((path / "align/settings.json").read_text())
+    assert (settings["limit"], settings["prompts"]["path"]) == (4, other)
+
+
+def test_a_selector_that_nobody_trained_is_named(experiment, place, tmp_path):
+    """One round of warm-up for each of two selectors, and one round in all: the second is as it began."""
+    path = tmp_path / "run"
+    run(experiment.model_copy(update={"rounds": 1, "align": None}), path)
+    runner = CliRunner(env={"COLUMNS": "200"})
+    words = ["align", str(path), "--prompts", str(place / "prompts.jsonl"), "--set", "align.max_new_tokens=2"]
+    words += ["--set", "align.epochs=1", "--set", "align.completions=2", "--set", "align.temperature=2.0"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "never trained, yet labels completions: selector-1;" in result.output
+    result = runner.invoke(app, ["align", str(path), "--stage", "labels", "--set", "align.labels=0"])
+    assert "never trained" not in result.output
+
+
+def test_an_adapter_of_another_model_leaves_nothing_behind(alignment, tmp_path):
+    """Every tensor has half the rows that the model's has. The right start is then taken as it is given."""
+    whole = replace(alignment, folder=tmp_path / "whole")
+    align(whole)
+    other = shutil.copytree(whole.folder / "adapter", tmp_path / "other")
+    tensors = load_file(other / "adapter_model.safetensors")
+    halves = {name: tensor[: len(tensor) // 2].clone() for name, tensor in tensors.items()}
+    save_file(halves, other / "adapter_model.safetensors")
+    config = alignment.config.model_copy(update={"sft": str(other)})
+    with pytest.raises(AlignError, match=r"other does not fit the model .*\[align\.model\]$"):
+        align(replace(alignment, config=config))
+    align(alignment)
+    assert content(alignment.folder) == content(whole.folder)

@@ -1,0 +1,155 @@
+"""Alignments that stop, go on, and find what another process or hand changed."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from alignments import content, make_alignment, make_place, make_selectors
+from prefed.align import AlignError, align
+from prefed.core import Callback
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="module")
+def selectors(place):
+    return make_selectors(place)
+
+
+@pytest.fixture
+def alignment(place, selectors, tmp_path):
+    return make_alignment(place, selectors, tmp_path / "align")
+
+
+def stop_at(alignment, stage, step):
+    """An alignment until this step of this stage."""
+
+    class Stop(Callback):
+        def on_stage_step(self, name, done, total, figures):
+            if name == stage and (done >= step):
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        align(replace(alignment, callback=Stop()))
+
+
+class Killed(BaseException):
+    """What ends a process."""
+
+
+def test_killed_at_every_write(alignment, monkeypatch):
+    """Every process is killed in the middle of its fifth write or rename: half of the bytes are there. The
+    next one goes on, until one comes through. What is then in the folder is what one process leaves."""
+    whole = replace(alignment, folder=alignment.folder.with_name("whole"))
+    align(whole)
+    left, write, rename = [0], os.write, Path.rename
+
+    def killed():
+        left[0] -= 1
+        return left[0] == 0
+
+    def half(handle, data):
+        if killed():
+            write(handle, data[: len(data) // 2])
+            raise Killed
+        return write(handle, data)
+
+    def no_rename(self, target):
+        if killed():
+            raise Killed
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setattr(os, "write", half)
+    monkeypatch.setattr(Path, "rename", no_rename)
+    processes = 0
+    while processes < 40:
+        left[0], processes = 5, processes + 1
+        # A new process has nothing in memory.
+        try:
+            align(replace(alignment))
+            break
+        except Killed:
+            continue
+    assert 8 < processes < 40
+    assert content(alignment.folder) == content(whole.folder)
+
+
+def test_a_changed_byte_in_what_a_stopped_stage_left_is_noticed(alignment):
+    """A changed completion or score is made again, to the same bytes. A changed state of training is refused
+    with its name, and the stage done again gives the same bytes too."""
+    whole = replace(alignment, folder=alignment.folder.with_name("whole"))
+    align(whole)
+    for name, batch, there in (("completions", 3, b'"sample": 1'), ("labels", 1, b'"scores": [')):
+        stop_at(alignment, name, batch)
+        path = alignment.folder / {"completions": "completions.jsonl", "labels": "scores.jsonl"}[name]
+        data = bytearray(path.read_bytes())
+        data[data.index(there) + len(there) + 3] ^= 1
+        path.write_bytes(data)
+    stop_at(alignment, "train", 1)
+    path = alignment.folder / "train.state"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(AlignError, match=r"train\.state is damaged.*--stage train"):
+        align(alignment)
+    align(alignment, "train")
+    assert content(alignment.folder) == content(whole.folder)
+
+
+def test_a_stage_alone_and_changed_settings(alignment):
+    """Stages that are done are not done again. Another learning rate is refused until the stage is asked for;
+    then completions and labels stay as they are."""
+    align(alignment)
+    before = content(alignment.folder)
+    ran = []
+
+    class Watch(Callback):
+        def on_stage_end(self, stage, figures):
+            ran.append(stage)
+
+    def changed(**changes):
+        return replace(alignment, config=alignment.config.model_copy(update=changes), callback=Watch())
+
+    align(changed())
+    assert (ran, content(alignment.folder)) == ([], before)
+    with pytest.raises(AlignError, match=r"(?s)stage train .* lr: 0\.001 → 0\.01\n.*--stage train"):
+        align(changed(lr=0.01))
+    align(changed(lr=0.01), "train")
+    assert ran == ["train"]
+    after = content(alignment.folder)
+    assert after["labels.jsonl"] == before["labels.jsonl"]
+    assert after["adapter/adapter_model.safetensors"] != before["adapter/adapter_model.safetensors"]
+    with pytest.raises(AlignError, match=r"(?s)stage completions .* temperature: 1\.0 → 0\.5"):
+        align(changed(temperature=0.5, lr=0.01))
+    with pytest.raises(AlignError, match="selectors changed"):
+        align(replace(changed(lr=0.01), sources={"clients": "a", "selectors": "c"}))
+    with pytest.raises(AlignError, match="did you mean 'labels'"):
+        align(changed(), "label")
+    (alignment.folder / "labels.jsonl").write_text("")
+    with pytest.raises(AlignError, match=r"labels\.jsonl is not what stage labels wrote"):
+        align(changed(lr=0.01))
+    align(alignment, "prompts")
+    assert content(alignment.folder) == before
+
+
+@pytest.mark.parametrize("change", ["byte", "gone"])
+def test_a_checkpoint_that_changed_since_its_epoch_is_noticed(alignment, change):
+    """Training stops after the first of two epochs. Later its file is another."""
+    stop_at(alignment, "train", 1)
+    path = alignment.folder / "checkpoints/epoch-1/adapter_model.safetensors"
+    if change == "byte":
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    else:
+        path.unlink()
+    with pytest.raises(AlignError, match=r"checkpoints/epoch-1 is not what stage train wrote.*--stage train"):
+        align(replace(alignment))
+    assert not (alignment.folder / "adapter").exists()
+    assert "digest" not in align(alignment, "train")["train"]["epochs"][0]

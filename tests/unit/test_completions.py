@@ -1,0 +1,140 @@
+"""Completions of many prompts at once: draws from the softmax, each sequence by its own key."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from prefed.core import Key
+from prefed.data import Message
+from prefed.train.completions import GumbelNoise, _processors, complete_batch, length_batches
+from prefed.train.generation import Sampling, as_prompt
+from prefed.train.packed import NAME, enable_packing
+from small_models import VOCABULARY, away, backbone
+
+PROMPTS = [[5, 9, 2], [7, 7, 3], [1, 50, 80], [6, 4, 33]]
+KEYS = [Key(1).at("sequence", number) for number in range(4)]
+
+
+def small(family="gpt2", end=0):
+    """A backbone whose tokenizer is asked for nothing but its end-of-text token."""
+    model = backbone(family)
+    model.tokenizer = SimpleNamespace(eos_token_id=end)
+    model.causal.generation_config.eos_token_id = end
+    return model, away(model.layout, model.initial)
+
+
+def test_noise_makes_the_argmax_a_draw_from_the_softmax():
+    """16,000 draws from the softmax of five logits. Under the law the chi-squared statistic has 4 degrees of
+    freedom; the key is fixed, and p < 0.001 would be one key in a thousand."""
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf], dtype=torch.float64)
+    noise = GumbelNoise([Key(3).at("draw", number) for number in range(8)])
+    counts = torch.zeros(5)
+    for _ in range(2000):
+        draws = noise(torch.empty(8, 0), logits.expand(8, 5)).argmax(1)
+        counts += torch.bincount(draws, minlength=5)
+    assert counts[4] == 0
+    expected = 16_000 * logits.softmax(0)[:4]
+    assert chisquare(counts[:4].double().numpy(), expected.numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [
+        ({"temperature": 0.5}, [4.0, 2.0, 0.0, -2.0]),
+        ({"temperature": 0.5, "top_k": 2}, [4.0, 2.0]),
+        ({"temperature": 1.0, "top_p": 0.8}, [2.0, 1.0]),
+    ],
+)
+def test_temperature_and_cuts_come_before_the_noise(how, kept):
+    """Logits 2, 1, 0, −1 over T = 0.5; top-k 2 keeps two. At T = 1 their probabilities are 0.64, 0.24, 0.09,
+    0.03: the first two are the least that reach 0.8."""
+    *warpers, noise = _processors(Sampling(**how), [Key(0)])
+    scores = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    for warper in warpers:
+        scores = warper(torch.zeros(1, 1, dtype=torch.long), scores)
+    assert isinstance(noise, GumbelNoise)
+    assert scores[scores > -torch.inf].tolist() == kept
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_greedy_completions_are_those_of_generate(family):
+    """The peer: ``model.generate`` for each prompt by itself. Both stop at the same end-of-text token, the
+    fourth token that the first prompt gets."""
+    model, tensors = small(family)
+    model.load(tensors)
+
+    def generate(prompt, **stop):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.causal.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=9, **stop
+            )
+        return output[0, 3:].tolist()
+
+    end = generate(PROMPTS[0], eos_token_id=None, pad_token_id=0)[3]
+    model.tokenizer.eos_token_id = model.causal.generation_config.eos_token_id = end
+    expected = [generate(prompt, eos_token_id=end, pad_token_id=end) for prompt in PROMPTS]
+    expected = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in expected]
+    assert len(expected[0]) <= 3
+    assert complete_batch(model, tensors, PROMPTS, Sampling(max_tokens=9, temperature=0), KEYS) == expected
+
+
+def test_a_sequence_draws_by_its_key_alone():
+    """The same prompt and key beside other prompts, in another place, and alone. With one key two equal
+    prompts get equal tokens, with two keys they do not. The window leaves 64 − 3 tokens."""
+    model, tensors = small(end=VOCABULARY - 1)
+    how = Sampling(max_tokens=500, temperature=0.9)
+    together = complete_batch(model, tensors, PROMPTS, how, KEYS)
+    assert [max(map(len, together))] == [61]
+    turned = complete_batch(model, tensors, PROMPTS[::-1], how, KEYS[::-1])
+    assert turned[::-1] == together
+    assert [
+        complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(PROMPTS, KEYS, strict=True)
+    ] == together
+    same = complete_batch(model, tensors, [PROMPTS[0]] * 3, how, [KEYS[0], KEYS[0], KEYS[1]])
+    assert same[0] == same[1] == together[0]
+    assert same[2] != same[0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_that_was_trained_on_packed_pairs_completes_alike(family):
+    """Packing changes the model's attention, and its mask knows nothing of a cache that is not full."""
+    model, tensors = small(family, end=VOCABULARY - 1)
+    how = Sampling(max_tokens=20, temperature=0.9)
+    before = complete_batch(model, tensors, PROMPTS, how, KEYS)
+    assert enable_packing(model)
+    assert complete_batch(model, tensors, PROMPTS, how, KEYS) == before
+    assert model.causal.config._attn_implementation == NAME
+
+
+def test_bad_batches_are_refused():
+    model, tensors = small()
+    with pytest.raises(ValueError, match=r"2 prompts of lengths \[1, 2\] and 2 keys"):
+        complete_batch(model, tensors, [[1], [1, 2]], Sampling(), KEYS[:2])
+    with pytest.raises(ValueError, match="1 prompts of lengths"):
+        complete_batch(model, tensors, [[1]], Sampling(), KEYS[:2])
+    with pytest.raises(ValueError, match="64 tokens and the model's window 64"):
+        complete_batch(model, tensors, [[1] * 64], Sampling(), KEYS[:1])
+
+
+def test_batches_hold_each_prompt_once_and_one_length_each():
+    prompts = [[0] * length for length in (3, 1, 3, 3, 2, 1, 3, 3)]
+    batches = length_batches(prompts, 2)
+    assert sorted(number for batch in batches for number in batch) == list(range(8))
+    assert [[len(prompts[number]) for number in batch] for batch in batches] == [
+        [1, 1],
+        [2],
+        [3, 3],
+        [3, 3],
+        [3],
+    ]
+    assert length_batches([], 4) == []
+
+
+@pytest.mark.parametrize("like", [None, (Message("user", "Hi"),), "\n\nHuman: Hi\n\nAssistant:"])
+@pytest.mark.parametrize("text", ["\n\nHuman: A?\n\nAssistant: ", "\n\nHuman: A?", "A?\n\nAssistant:"])
+def test_a_dialogue_is_no_turn_of_a_dialogue(text, like):
+    """`prefed align`, `generate` and `judge` take a text in the Human/Assistant form as it is."""
+    assert as_prompt(text, like) == text

@@ -1,0 +1,93 @@
+"""Prompts without preferences, from files of every kind."""
+
+import json
+
+import pytest
+
+from prefed.data import Columns, DataError, Message, Source
+from prefed.data.prompts import parse_prompt, plain_prompt, prompt_digests, read_prompts
+from preferences import jsonl
+
+TURN = (Message("user", "Name a colour."),)
+POST = {"subreddit": "books", "title": "Help", "post": "I lost it."}
+
+
+def read(path, usual="auto", **options):
+    return [row for row, _ in read_prompts(Source(path=str(path), **options), usual=usual)]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "response"),
+    [
+        ({"prompt": "Q:"}, "Q:", None),
+        ({"prompt": "Q:", "response": " A"}, "Q:", " A"),
+        ({"prompt": "Q:", "output": " A", "chosen": " B"}, "Q:", " A"),
+        ({"prompt": [{"role": "user", "content": "Name a colour."}]}, TURN, None),
+        ({"prompt": "Q:", "response": [{"role": "assistant", "content": "A"}]}, "Q:", "A"),
+        ({"prompt": "Q:", "chosen": " A", "rejected": " B"}, "Q:", " A"),
+        (
+            {"chosen": "\n\nHuman: Hi\n\nAssistant: A", "rejected": "\n\nHuman: Hi\n\nAssistant: B"},
+            "\n\nHuman: Hi\n\nAssistant:",
+            " A",
+        ),
+        (
+            {"history": "Why?", "human_ref_A": "So.", "human_ref_B": "No.", "labels": 0, "domain": "x"},
+            (Message("user", "Why?"),),
+            "No.",
+        ),
+    ],
+)
+def test_the_prompt_and_the_response_of_a_row(tmp_path, row, prompt, response):
+    (found,) = read(jsonl(tmp_path / "rows.jsonl", [row]))
+    assert (found.prompt, found.response) == (prompt, response)
+    assert parse_prompt(json.loads(json.dumps(plain_prompt(found.prompt)))) == prompt
+
+
+def test_a_text_file_has_a_prompt_in_each_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\ufeffOne.\n\n Two. \n")
+    assert [row.prompt for row in read(file)] == ["One.", " Two. "]
+    before = prompt_digests(Source(path=str(file)))
+    file.write_text("One.\n")
+    assert prompt_digests(Source(path=str(file))) != before
+
+
+def test_named_columns_and_the_others(tmp_path):
+    """A number and a short text stay with the prompt; they may be what a selector's template shows."""
+    rows = [{"question": "Why?", "answer": "So.", "post": "A post.", "votes": 3, "long": "x" * 2000}]
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    (row,) = read(file, columns=Columns(prompt="question", chosen="answer"))
+    assert (row.prompt, row.response, row.extra) == ("Why?", "So.", {"post": "A post.", "votes": 3})
+
+
+def test_preference_sets_are_worded_as_the_clients_are(tmp_path):
+    """A comparison of summaries in the format of the clients' data, or in the one that its columns show."""
+    summaries = [{"text": "One."}, {"text": "Two."}]
+    file = jsonl(
+        tmp_path / "rows.jsonl", [{"info": POST, "summaries": summaries, "choice": 1, "worker": "w"}]
+    )
+    (plain,), (worded,) = read(file), read(file, "summarize-from-feedback-instruction")
+    assert str(plain.prompt).startswith("SUBREDDIT: r/books")
+    assert str(worded.prompt).startswith("Below is an instruction")
+    assert plain.extra["post"] == worded.extra["post"] == "I lost it."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": " "}\n', "row 1: the prompt is blank"),
+        ('{"prompt": 3}\n', "row 1: prompt is int, neither text nor messages"),
+        ('{"text": "x"}\n', "row 1: the columns are text"),
+        ('{"prompt": "\\ud83d"}\n', "row 1: half a surrogate pair at character 1"),
+        (
+            '{"prompt": "Q", "response": [{"role": "user", "content": "a"}, '
+            '{"role": "user", "content": "b"}]}\n',
+            "row 1: response has 2 messages",
+        ),
+        ("", "there is no prompt in it"),
+    ],
+)
+def test_rows_without_a_prompt_are_named(tmp_path, text, message):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "rows.jsonl")

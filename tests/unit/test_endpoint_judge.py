@@ -1,0 +1,256 @@
+"""A judge behind an endpoint: what it is asked, what happens when it fails, and where the key may appear."""
+
+import re
+import socket
+import threading
+
+import pytest
+
+from endpoint import answer, failure, serving
+from prefed.judge import JudgeError, Question, outcome
+from prefed.judge import endpoint as module
+from prefed.judge.endpoint import EndpointJudge
+
+pytest.importorskip("openai")
+
+KEY = "sk-very-secret-0123456789"
+PAIR = Question("Name a colour.", " Blue, the good one.", " Mud.")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+@pytest.fixture
+def naps(monkeypatch):
+    """Seconds that were slept; nobody sleeps in fact."""
+    seconds = []
+    monkeypatch.setattr("time.sleep", seconds.append)
+    return seconds
+
+
+def ask(server, questions=(PAIR,), **options):
+    options = {"template": "plain", "parallel": 1, "timeout": 20.0, **options}
+    return list(EndpointJudge("org/model", url=server.url, **options).compare(questions))
+
+
+def prefers_good(text, number):
+    first = text.split("<response A>")[1].split("</response A>")[0]
+    return answer("A" if "good" in first else "B")
+
+
+def test_a_question_and_its_answer():
+    """Asked both ways, the judge names the good response each time: the outcome is a win."""
+    with serving(prefers_good) as server:
+        verdicts = ask(server, [PAIR, PAIR.swapped()])
+    assert [verdict.preference for verdict in verdicts] == [1.0, 0.0]
+    assert outcome(*verdicts) == 1.0
+    body, headers = server.requests[0]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("org/model", 0.0, 1024)
+    assert "<prompt>\nName a colour.\n</prompt>" in body["messages"][0]["content"]
+    assert headers["authorization"] == f"Bearer {KEY}"
+
+
+def test_a_judge_that_always_says_a_gives_ties_alone():
+    questions = [Question(f"Prompt {n}", f"one {n}", f"two {n}") for n in range(5)]
+    with serving(lambda text, number: answer("A")) as server:
+        verdicts = ask(server, [order for q in questions for order in (q, q.swapped())])
+    assert [outcome(*verdicts[k : k + 2]) for k in range(0, 10, 2)] == [0.5] * 5
+
+
+def test_verdicts_come_in_the_order_of_the_questions():
+    """The first answer is held back until the third request is there: three are under way at a time."""
+    third = threading.Event()
+
+    def reply(text, number):
+        if number == 3:
+            third.set()
+        if "Prompt 0\n" in text:
+            assert third.wait(20)
+        return answer("A" if "Prompt 0\n" in text or "Prompt 7\n" in text else "B")
+
+    with serving(reply) as server:
+        verdicts = ask(server, [Question(f"Prompt {n}", "x", "y") for n in range(9)], parallel=3)
+    assert [k for k, verdict in enumerate(verdicts) if verdict.preference == 1] == [0, 7]
+
+
+def test_retry_after_is_honoured(naps):
+    def reply(text, number):
+        return failure(429, "slow down", {"Retry-After": "7"}) if number == 1 else answer("tie")
+
+    with serving(reply) as server:
+        assert ask(server)[0].preference == 0.5
+    assert len(server.requests) == 2
+    assert 7.0 in naps
+
+
+def test_too_many_requests_for_too_long_ends_the_judging(naps, monkeypatch):
+    monkeypatch.setattr(module, "RETRIES", 2)
+    with (
+        serving(lambda text, number: failure(429, "slow down", {"Retry-After": "3"})) as server,
+        pytest.raises(JudgeError, match=r"answers 429: .*slow down.*--parallel"),
+    ):
+        ask(server)
+    assert len(server.requests) == 3
+    assert [nap for nap in naps if nap == 3.0] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+def test_a_servers_own_failure_is_tried_again(naps, status):
+    def reply(text, number):
+        return (status, {"Content-Type": "text/html"}, b"<html>oops") if number < 3 else answer("B")
+
+    with serving(reply) as server:
+        assert ask(server)[0].preference == 0.0
+    assert len(server.requests) == 3
+
+
+def test_a_time_out_is_tried_again(naps):
+    over = threading.Event()
+
+    def reply(text, number):
+        if number == 1:
+            over.wait(20)
+        return answer("A")
+
+    with serving(reply) as server:
+        verdicts = ask(server, timeout=0.5)
+        over.set()
+    assert verdicts[0].preference == 1.0
+    assert len(server.requests) == 2
+
+
+def test_no_answer_at_all_ends_the_judging(naps, monkeypatch):
+    monkeypatch.setattr(module, "RETRIES", 1)
+    over = threading.Event()
+
+    def reply(text, number):
+        over.wait(20)
+        return answer("A")
+
+    with serving(reply) as server:
+        with pytest.raises(JudgeError, match=r"no answer within 0\.2 s, 2 times"):
+            ask(server, timeout=0.2)
+        over.set()
+    assert len(server.requests) == 2
+
+
+def test_a_closed_port(naps):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    with pytest.raises(JudgeError, match=r"cannot be reached .*check --url"):
+        list(EndpointJudge("m", url=url, timeout=5).compare([PAIR]))
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (answer("Both are fine colours."), "no verdict in the answer: Both are fine colours."),
+        (answer(""), "no verdict in the answer"),
+        (answer(None), "malformed answer: it holds no text"),
+        ((200, {"Content-Type": "application/json"}, b"{}"), "malformed answer"),
+        ((200, {"Content-Type": "application/json"}, b'{"choices": []}'), "malformed answer"),
+        ((200, {"Content-Type": "application/json"}, b'{"choi'), "malformed answer"),
+        ((200, {"Content-Type": "text/html"}, b"<html>Welcome"), "malformed answer"),
+        (failure(400, "the text is too long"), "refused: .*the text is too long"),
+        (failure(413, "the text is too long"), "refused: .*the text is too long"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_kept_with_its_words(reply, words):
+    with serving(lambda text, number: reply) as server:
+        verdicts = ask(server, [PAIR, PAIR.swapped()])
+    assert [verdict.preference for verdict in verdicts] == [None, None]
+    assert outcome(*verdicts) is None
+    assert re.match(words, verdicts[0].text)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_refusal_of_key_or_model_ends_the_judging_and_hides_the_key(status):
+    """The server repeats the key in its message, as some do."""
+    reply = failure(status, f"{KEY} may not use this model")
+    with serving(lambda text, number: reply) as server, pytest.raises(JudgeError) as caught:
+        ask(server)
+    assert f"answers {status}" in str(caught.value)
+    assert "(the key) may not use this model" in str(caught.value)
+    assert KEY not in str(caught.value)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "reply", [answer(f"I like {KEY}.\nA"), failure(400, f"no {KEY}"), (200, {}, KEY.encode())]
+)
+def test_the_key_is_in_no_verdict(reply):
+    with serving(lambda text, number: reply) as server:
+        verdict = ask(server)[0]
+    assert KEY not in verdict.text
+    assert "(the key)" in verdict.text
+
+
+def test_newer_parameters_are_taken_where_the_older_ones_are_refused():
+    """OpenAI's newer models name the limit otherwise and have one temperature alone."""
+
+    def reply(text, number):
+        body = server.requests[number - 1][0]
+        for name in ("max_tokens", "temperature"):
+            if name in body:
+                return failure(400, f"unsupported: {name}", param=name, code="unsupported_parameter")
+        return answer("A")
+
+    with serving(reply) as server:
+        verdicts = ask(server, [PAIR, PAIR])
+    assert [verdict.preference for verdict in verdicts] == [1.0, 1.0]
+    assert len(server.requests) == 4
+    assert server.requests[-1][0]["max_completion_tokens"] == 1024
+
+
+def test_openais_own_endpoint_needs_a_key(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(JudgeError, match=r"put the key for https://api.openai.com/v1 into .*OPENAI_API_KEY"):
+        EndpointJudge("m")
+    with serving(lambda text, number: answer("A")) as server:
+        assert ask(server)[0].preference == 1.0
+    monkeypatch.setenv("MY_KEY", KEY)
+    with serving(lambda text, number: answer("A")) as server:
+        ask(server, key_variable="MY_KEY")
+    assert server.requests[0][1]["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-one…"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, key):
+    """The library that sends the header would quote the first in its error, and the second failed question by
+    question."""
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with (
+        serving(lambda text, number: answer("A")) as server,
+        pytest.raises(JudgeError, match="OPENAI_API_KEY holds is no key") as caught,
+    ):
+        ask(server)
+    assert "sk-" not in str(caught.value)
+
+
+def test_an_answer_of_a_million_characters_is_not_kept_whole():
+    with serving(lambda text, number: answer("!" * 1_000_000 + "A")) as server:
+        verdict = ask(server)[0]
+    assert verdict.preference is None
+    assert len(verdict.text) < 1000
+    assert verdict.text.startswith("malformed answer of 1,000,001 characters: !!!")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://me:word@host/v1", "https://"])
+def test_urls_that_are_none(url):
+    with pytest.raises(JudgeError, match="--url is http") as caught:
+        EndpointJudge("m", url=url)
+    assert "word@" not in str(caught.value)
+
+
+def test_what_verdicts_depend_on_holds_no_key():
+    judge = EndpointJudge("m", url="http://127.0.0.1:1/v1")
+    assert dict(judge.identity) == {
+        "model": "m",
+        "url": "http://127.0.0.1:1/v1",
+        "template": "plain",
+        "judge_tokens": 1024,
+    }

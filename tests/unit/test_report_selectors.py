@@ -1,0 +1,198 @@
+"""Clusters and the agreement of selectors, on pages and terminals, on runs written by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from finished import CLIENTS, write_run
+from prefed.metrics import federated_metric
+from prefed.report import drawing, selectors
+from prefed.report.comparison import print_comparison
+from prefed.report.page import render
+from prefed.report.result import print_evaluation, print_result
+from prefed.runs.evaluate import Evaluation
+from prefed.runs.groupings import VOTE, groupings_of
+from prefed.runs.record import RunRecord, read_run
+
+ALONE = (
+    {"ann": 1.0, "bob": 0.5, "cyd": 0.0},
+    {"ann": 0.25, "bob": 0.5, "cyd": 0.75},
+)
+"""Each selector's accuracies."""
+MAJORITY = {"ann": 0.5, "bob": 0.5, "cyd": 0.25}
+FIRST = {"clusters": [["ann"], ["bob", "cyd"]], "moved": [], "selector_losses": [0.5, 0.625]}
+SECOND = {"clusters": [["ann", "bob"], ["cyd"]], "moved": ["bob"], "selector_losses": [0.25, 0.375]}
+
+
+def selectors_run(path: Path, *groupings: dict[str, Any], **summary: Any) -> RunRecord:
+    """A run of two selectors, with a grouping in each of its rounds."""
+    figures = {f"selector_{u}_accuracy": federated_metric(own) for u, own in enumerate(ALONE)}
+    figures |= {"majority_accuracy": federated_metric(MAJORITY)}
+    path = write_run(path, **{**figures, "choice_loss": 0.625, "margin": 0.125, **summary})
+    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    for line, grouping in zip(lines, groupings, strict=False):
+        line |= {**grouping, "balance_gap": 0.0}
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunRecord:
+    return selectors_run(tmp_path / "run", FIRST, SECOND)
+
+
+def printed(show: Any) -> str:
+    file = io.StringIO()
+    show(Console(file=file, width=200))
+    return file.getvalue()
+
+
+def test_agreement_by_hand(run: RunRecord) -> None:
+    """After the second grouping ann and bob are the first selector's: (1 + ½)/2 = ¾, cyd 0; the second's is
+    cyd: ¾, the others (¼ + ½)/2 = ⅜."""
+    first, second, vote = run.agreements
+    assert (first.clients, first.mean, first.worst, first.members, first.others) == (2, 0.5, 0.0, 0.75, 0.0)
+    assert (second.clients, second.mean, second.members, second.others) == (1, 0.5, 0.75, 0.375)
+    assert (vote.name, vote.clients, vote.mean, vote.worst) == (VOTE, None, pytest.approx(1.25 / 3), 0.25)
+
+
+def test_before_the_first_grouping_there_are_no_members(tmp_path: Path) -> None:
+    run = selectors_run(tmp_path / "run")
+    assert [(each.clients, each.members, each.others) for each in run.agreements] == [(None,) * 3] * 3
+    assert selectors.clusters_plot(run) is None
+    table = selectors.agreement_table(run)
+    assert table is not None
+    assert table.heads == ["selector", "mean", "worst"]
+
+
+def test_clients_too_small_for_a_figure_are_in_no_clusters_mean(tmp_path: Path) -> None:
+    """Bob is left out of the figures: the first cluster's mean is ann's alone. Its size counts him."""
+    small = federated_metric(ALONE[0], small=["bob"])
+    run = selectors_run(tmp_path / "run", SECOND, selector_0_accuracy=small)
+    first = run.agreements[0]
+    assert (first.clients, first.members, first.others, first.mean) == (2, 1.0, 0.0, 0.5)
+
+
+def test_the_page_shows_clusters_moves_losses_and_agreement(run: RunRecord) -> None:
+    page = re.sub(r"</?t[hd][^>]*>", "|", render(run))
+    assert (
+        "After 2 groupings the clients are 2 of selector-0, 1 of selector-1; in all 1 client moved." in page
+    )
+    assert "|2, selector-0||2||0.2500||bob||ann, bob|" in page
+    assert "|1, selector-1||2||0.6250||||bob, cyd|" in page
+    assert "|selector-0||2||0.500||0.000||0.750||0.000|" in page
+    assert "|vote of all||||0.417||0.250||||" in page
+    assert "|cyd||4||selector-1|" in page
+    assert "scores higher than the rejected one, by selector 1 alone." in page
+    assert "mean score of the chosen response over the rejected one, in nats." in page
+
+
+def test_newcomers_have_a_column(tmp_path: Path) -> None:
+    names = ("majority_accuracy", "selector_0_accuracy", "selector_1_accuracy")
+    unseen = {name: federated_metric({"dee": k / 4}) for k, name in enumerate(names)}
+    run = selectors_run(tmp_path / "run", FIRST, unseen_selectors=unseen)
+    assert [each.newcomers for each in run.agreements] == [0.25, 0.5, 0.0]
+    table = selectors.agreement_table(run)
+    assert table is not None
+    assert table.heads[-1] == "newcomers"
+    again = Evaluation("test pairs", {}, {}, {}, unseen_selectors=unseen)
+    assert re.search(r"selector-1 +0.500 +0.500", printed(lambda c: print_evaluation(again, "x", c)))
+
+
+def test_client_ids_cannot_break_the_page(tmp_path: Path) -> None:
+    nasty = "<script>alert('x')</script> & $a$"
+    clients = {nasty: (0.2, 0.3), "b": (0.1, 0.4)}
+    grouping = {**FIRST, "clusters": [[nasty], ["b"]], "moved": [nasty]}
+    page = render(selectors_run(tmp_path / "run", grouping, **figures_of(clients)))
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 3
+
+
+def figures_of(clients: dict[str, tuple[float, ...]]) -> dict[str, Any]:
+    names = ("baseline_accuracy", "preference_accuracy", "majority_accuracy")
+    names += ("selector_0_accuracy", "selector_1_accuracy")
+    return {name: federated_metric({c: v[0] for c, v in clients.items()}) for name in names}
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=7, max_size=7), min_size=1, max_size=6))
+def test_spans_are_the_groupings_again(table: list[list[int]]) -> None:
+    """At every round from the first grouping to the last one exactly one span says what the last grouping
+    says; two spans that follow each other have different clusters. Groupings are in rounds 3, 5, 7 …"""
+    rounds = [
+        {
+            "round": 3 + 2 * k,
+            "clusters": [[f"c{i}" for i in range(7) if row[i] == u] for u in range(3)],
+            "moved": [],
+            "selector_losses": [],
+        }
+        for k, row in enumerate(table)
+    ]
+    last = 3 + 2 * len(table)
+    run = RunRecord(Path(), {}, tuple(rounds), {"rounds": last}, {})
+    for client, own in selectors.spans(run).items():
+        for number in range(3, last + 1):
+            told = table[min((number - 3) // 2, len(table) - 1)][int(client[1:])]
+            assert [u for start, end, u in own if start <= number < end] == [told]
+        assert all(one[2] != other[2] for one, other in pairwise(own))
+
+
+def test_each_client_is_a_bar_in_the_colour_of_its_cluster(run: RunRecord) -> None:
+    """Ann and bob end in the first cluster and stand above cyd; bob is in the second for round 1."""
+    (axes,) = selectors.draw_clusters(run, drawing.LIGHT).axes
+    bars = {
+        (round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()): bar.get_facecolor()
+        for bar in axes.patches
+    }
+    assert set(bars) == {(0, 0.5, 2), (1, 0.5, 1), (1, 1.5, 1), (2, 0.5, 2)}
+    assert bars[0, 0.5, 2] == bars[1, 1.5, 1] != bars[2, 0.5, 2] == bars[1, 0.5, 1]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ann", "bob", "cyd"]
+
+
+def test_of_very_many_clients_sizes_and_moves_are_drawn(tmp_path: Path) -> None:
+    names = [f"c{k:04}" for k in range(selectors.CLIENTS + 1)]
+    groupings = [
+        {"clusters": [names[:cut], names[cut:]], "moved": names[:moved], "selector_losses": []}
+        for cut, moved in ((100, 0), (150, 50))
+    ]
+    run = selectors_run(tmp_path / "run", *groupings)
+    sizes, moves = selectors.draw_clusters(run, drawing.LIGHT).axes
+    assert [line.get_ydata().tolist() for line in sizes.lines] == [[100, 150], [201, 151]]
+    assert moves.lines[0].get_ydata().tolist() == [0, 50]
+    page = render(run)
+    assert "How many clients each selector" in page
+    assert "c0039 and 110 more" in page
+    assert "c0040" not in page
+
+
+def test_the_terminal_after_a_run(run: RunRecord) -> None:
+    summary = {**run.summary, "dropped": 0, "reward_accuracy": federated_metric(dict.fromkeys(CLIENTS, 0.5))}
+    text = printed(lambda console: print_result(summary, console, groupings=groupings_of(run.rounds)))
+    assert re.search(r"selector-0 +2 +0.500 +0.000 +0.750 +0.000", text)
+    assert re.search(r"vote of all +0.417 +0.250", text)
+    assert "clusters of 2, 1 clients since round 2, where 1 client moved" in text
+    assert re.search(r"client .*before .*after .*majority", text)
+
+
+def test_runs_side_by_side(run: RunRecord, tmp_path: Path) -> None:
+    """Own selectors: mean of ¾, 1 and ¼ is ⅔. A run without selectors is in no table of selectors."""
+    other = read_run(write_run(tmp_path / "other"))
+    text = printed(lambda console: print_comparison([run, other], console))
+    assert re.search(r"run +2 +0.667 +0.500 +0.500 +0.417 +0.250 +2 +1", text)
+    assert "selectors" not in printed(lambda console: print_comparison([other, other], console))
+
+
+def test_a_figure_of_this_name_that_is_no_list_is_a_figure(tmp_path: Path) -> None:
+    """A method outside of prefed may report a number under "clusters"."""
+    run = read_run(write_run(tmp_path / "run", figures={"clusters": [2.0, 3.0]}))
+    assert run.groupings == ()
+    assert run.curve("clusters") == ([1, 2], [2.0, 3.0])

@@ -1,0 +1,409 @@
+"""FedBiscuit's experiments and the mixes of tastes: what the cells say, that they run, their scripts."""
+
+import itertools
+import json
+import math
+import random
+import runpy
+from collections import Counter
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from experiment_scripts import EXPERIMENTS, rows, script
+from prefed.cli import app
+from prefed.config.table import load_table
+from prefed.core import Key
+from prefed.models.tiny import make_tiny
+from preferences import jsonl
+
+CELLS = {
+    f"{path.parent.name}/{path.stem}/{name}": cell
+    for folder in ("fedbiscuit", "selectors")
+    for path in sorted((EXPERIMENTS / folder).glob("*.toml"))
+    for name, cell in load_table(path).cells(path).items()
+}
+"""FOLDER/TABLE/CELL → the cell."""
+PAPER = {name: cell for name, cell in CELLS.items() if name.startswith("fedbiscuit/")}
+
+WINS = {
+    "raw": (4408, 5032),
+    "fedavg": (1878, 1850),
+    "feddpo": (3213, 5047),
+    "qwen2-0.5b-fedbis": (5681, 5874),
+    "qwen2-0.5b-fedbiscuit-3": (5141, 5458),
+    "qwen2-0.5b-fedbiscuit-5": (4847, 5376),
+    "gemma-2b-fedbis": (5068, 5650),
+    "gemma-2b-fedbiscuit-3": (5492, 5984),
+    "gemma-2b-fedbiscuit-5": (5447, 5893),
+    "llama-2-7b-fedbis": (5410, 6020),
+    "llama-2-7b-fedbiscuit-3": (5367, 5951),
+    "llama-2-7b-fedbiscuit-5": (5197, 5933),
+}
+"""Row of table 1 → wins of 6,553 with Gemma-2B and with LLaMA-2-7B, as the paper prints them."""
+
+
+# What the cells say
+
+
+def test_one_cell_for_each_of_the_papers():
+    """Tables 1 and 2: two base models; three baselines, and three methods with three selectors (table 1) or
+    three kinds of prompts (table 2). Table 6: three methods with two selectors. Cells with selectors stand a
+    second time, with 5 epochs."""
+    counts = Counter(name.split("/")[1] for name in PAPER)
+    assert counts == {
+        "table1-baselines": 2 * 3,
+        "table1": 2 * 9,
+        "table1-epochs5": 2 * 9,
+        "table2-baselines": 2 * 3,
+        "table2": 2 * 9,
+        "table2-epochs5": 2 * 9,
+        "table6": 2 * 3,
+        "table6-epochs5": 2 * 3,
+    }
+    assert all(cell.paper for cell in PAPER.values())
+    for cell in CELLS.values():
+        cell.experiment()
+
+
+def test_the_papers_wins_are_its_percentages():
+    """67.27% is 4408 of 6553, and so on: to 0.01, for the paper rounds some down. One is neither: 90.84%,
+    where 5951 wins are 90.81%. Table 6's first column is table 1's."""
+    for name, cell in PAPER.items():
+        table, column, row = name.split("/")[1:]
+        if table.startswith("table1") and (column, row) != ("llama-2-7b", "llama-2-7b-fedbiscuit-3"):
+            wins = WINS[row][column == "llama-2-7b"]
+            assert float(cell.paper) == pytest.approx(100 * wins / 6553, abs=0.01)
+        if table == "table6" and column == "qwen2-0.5b":
+            assert cell.paper == PAPER[f"fedbiscuit/table1/gemma-2b/qwen2-0.5b-{row}"].paper
+
+
+def test_fedbiscuit_is_set_as_the_paper_says():
+    """Tables 3 and 4, B.1 and B.2, whether it stands in the file or is a default."""
+    for name, cell in PAPER.items():
+        table, column, row = name.split("/")[1:]
+        experiment, answers = cell.experiment(), table.startswith("table2")
+        method, model, align = experiment.method.settings, experiment.model, experiment.align
+        if row == "raw":
+            continue
+        assert (experiment.rounds, experiment.cohort.size) == (500, 10 if answers else 5)
+        assert (method.lr, method.betas, method.optimizer) == (1e-5, (0.9, 0.95), "adamw")
+        assert (method.batch_size, method.local_steps) == (32, 30)
+        assert (model.lora.rank, model.lora.alpha, model.lora.dropout) == (8, 16, 0.05)
+        if answers:
+            partition = experiment.data.partition
+            assert (partition.by, partition.alpha, partition.clients) == ("dirichlet", 0.3, 200)
+            assert not partition.share_prompts
+            assert experiment.data.max_length == 512
+        if table.endswith("baselines"):
+            assert align is None
+            assert experiment.method.name == {"fedavg": "fedsft", "feddpo": "feddpo"}[row]
+            continue
+        assert experiment.method.name == ("fedbis" if row.endswith("fedbis") else "fedbiscuit")
+        if experiment.method.name == "fedbiscuit":
+            assert method.selectors == int(row[-1])
+            assert (method.warmup_rounds, method.regroup_every) == (50, 100 if answers else 50)
+            assert (method.cluster_mean, method.balance) == ("eq6", "greedy")
+        assert method.batches() == (16, 1)  # 32 presented orders
+        assert experiment.selector.template == ("answer" if answers else "summary")
+        assert experiment.selector.too_long == ("drop" if answers else "shorten")
+        assert (align.optimizer, align.lr, align.batch_size) == ("rmsprop", 1e-6, 32)
+        assert (align.objective, align.beta, align.labels) == ("dpo", 0.1, "majority")
+        assert align.epochs == (5 if table.endswith("epochs5") else 3)
+        assert (align.max_new_tokens, align.temperature) == (300 if answers else 80, 0.7)
+        assert align.completions == (4 if "reddit-4" in row else 2)
+        assert align.model.lora == model.lora
+        names = {
+            "gemma-2b": "google/gemma-2b",
+            "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+            "qwen2-0.5b": "Qwen/Qwen2-0.5B",
+            "qwen2-1.5b": "Qwen/Qwen2-1.5B",
+        }
+        if table.startswith("table6"):
+            aligned, selector = "gemma-2b", column
+        else:
+            aligned, selector = column, "gemma-2b" if answers else row.rpartition("-fedbis")[0]
+        assert (align.model.name, model.name) == (names[aligned], names[selector])
+
+
+# That they run, with a tiny model and small copies of the sets
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny model, small copies of every set, and what prepare.py makes of them."""
+    folder = tmp_path_factory.mktemp("fedbiscuit")
+    draw = random.Random(0)
+
+    def words(count=4):
+        return " ".join(draw.choice(("a", "cat", "sat", "on", "the", "mat", "today")) for _ in range(count))
+
+    def write(name, make, count):
+        (folder / name).parent.mkdir(exist_ok=True)
+        return jsonl(folder / f"{name}.jsonl", [make(k) for k in range(count)])
+
+    def reddit_post(k):
+        # Longer than the texts that other columns may have.
+        return {"id": f"t3_{k}", "subreddit": "cats", "title": f"Cat {k}", "post": f"Post {k}. {words(260)}"}
+
+    posts = [reddit_post(k) for k in range(40)]
+    for split, first, last in (("train", 0, 30), ("valid", 30, 32), ("test", 32, 40)):
+        summed = [{**row, "summary": f" Summary of {row['id']} "} for row in posts[first:last]]
+        write(f"posts/{split}", summed.__getitem__, last - first)
+    write(
+        "comparisons/train",
+        lambda k: {
+            "info": {**posts[k // 6], "site": None, "article": None},
+            "summaries": [{"text": f" one {words()} {k}"}, {"text": f" two {words()} {k}"}],
+            "choice": k % 2,
+            "worker": f"w{k % 5}",
+            "split": "train",
+            "extra": {"confidence": 5},
+        },
+        60,
+    )
+    write("alpaca", lambda k: {"instruction": f"Do {k}", "input": "it" * (k % 2), "output": words()}, 8)
+
+    def shp(k):
+        return {
+            "history": f"How {k}?",
+            "human_ref_A": f"{words()} {k}",
+            "human_ref_B": f"{words()} no",
+            "labels": k % 2,
+            "score_ratio": 2.0,
+            "domain": f"ask{k % 3}_train",
+        }
+
+    write("shp/train", shp, 40)
+    write("shp/validation", lambda k: shp(100 + k), 16)
+    write("shp/test", lambda k: shp(200 + k // 2), 8)
+    write("safe", lambda k: {"prompt": f"Is {k // 2} safe?", "response_0": "yes", "response_1": "no"}, 6)
+    write("eval", lambda k: {"instruction": f"Say {k}", "output": f"{k} it is", "dataset": "x"}, 3)
+    copies = {
+        "tldr": (folder / "posts", folder / "comparisons"),
+        "alpaca": (folder / "alpaca.jsonl",),
+        "reddit": (folder / "shp",),
+        "saferlhf": (folder / "safe.jsonl",),
+        "alpacaeval": (folder / "eval.jsonl",),
+    }
+    for what, sources in copies.items():
+        script("fedbiscuit/prepare.py", what, *sources, "--out", folder)
+    texts = [(folder / f"{name}.jsonl").read_text() for name in ("alpaca", "comparisons/train", "shp/train")]
+    size = {"layers": 2, "width": 16, "heads": 2, "vocabulary": 300, "context": 768}
+    make_tiny(folder / "model", texts, Key(0), **size, steps=1, batch=2)
+    return folder
+
+
+def test_what_prepare_makes_of_reddit_posts(place):
+    """30 posts, of which 10 are in comparisons of 6 each: 20 are left, 12 (60%) to fine-tune on, 8 to align
+    on."""
+    tuned, prompts, tested = (rows(place / f"tldr.{name}.jsonl.gz") for name in ("sft", "prompts", "test"))
+    assert (len(tuned), len(prompts), len(tested)) == (12, 8, 8)
+    compared = {json.loads(line)["info"]["post"] for line in (place / "comparisons/train.jsonl").open()}
+    assert not {row["post"] for row in prompts} & compared
+    assert not {row["prompt"] for row in prompts} & {row["prompt"] for row in tuned}
+    first = tested[0]
+    assert first["prompt"] == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nSummarize the following Reddit post in a paragraph of 50 words or less.\n\n"
+        f"### Input:\nSUBREDDIT: r/cats\nTITLE: {first['title']}\nPOST: {first['post']}\n\n### Response:"
+    )
+    assert (first["summary"], first["subreddit"]) == ("Summary of t3_32", "cats")
+    assert all(row["chosen"].startswith(" Summary of t3_") for row in tuned)
+    # The response to another prompt is what fine-tuning does not read.
+    assert [row["rejected"] for row in tuned[1:]] == [row["chosen"] for row in tuned[:-1]]
+
+
+def test_what_prepare_makes_of_questions(place):
+    """A prompt stands once, as a user's turn."""
+
+    def contents(name):
+        return [row["prompt"][0]["content"] for row in rows(place / f"{name}.jsonl.gz")]
+
+    assert contents("reddit.prompts") == [f"How {200 + k}?" for k in range(4)]
+    assert contents("saferlhf.prompts") == [f"Is {k} safe?" for k in range(3)]
+    assert contents("alpaca.sft")[:2] == ["Do 0", "Do 1\n\n### Input:\nit"]
+    assert rows(place / "alpacaeval.test.jsonl.gz")[2] == {
+        "prompt": [{"role": "user", "content": "Say 2"}],
+        "output": "2 it is",
+    }
+
+
+def test_prepare_names_what_is_wrong(place, tmp_path):
+    wrong = jsonl(tmp_path / "rows.jsonl", [{"instruction": "Do it"}])
+    message = script("fedbiscuit/prepare.py", "alpaca", wrong, "--out", tmp_path, fails=True)
+    assert f"{wrong}, row 1: no output; is this a row of tatsu-lab/alpaca?" in message
+    message = script("fedbiscuit/prepare.py", "reddit", place / "eval.jsonl", fails=True)
+    assert "row 1: no history" in message
+    message = script("fedbiscuit/prepare.py", "tldr", place / "comparisons", place / "shp", fails=True)
+    assert "no info" in message
+    message = script("fedbiscuit/prepare.py", "saferlhf", place / "model", fails=True)
+    assert "has no file whose name begins with 'train'" in message
+
+
+def run_cell(table, cell, out, *sets):
+    """The summary of a cell that the command line ran with these settings."""
+    path = EXPERIMENTS / f"{table}.toml"
+    words = [word for each in ("engine.threads=1", *sets) for word in ("--set", each)]
+    result = CliRunner().invoke(app, ["run", str(path), "--cell", cell, "--out", str(out), *words])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads((out / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("table", "cell", "sets"),
+    [
+        (
+            "fedbiscuit/table1",
+            "gemma-2b/qwen2-0.5b-fedbiscuit-3",
+            (
+                "method.warmup_rounds=1",
+                "method.regroup_every=1",
+                "cohort.size=3",
+                "data.train.path={place}/comparisons",
+                "align.prompts={place}/tldr.prompts.jsonl.gz",
+            ),
+        ),
+        (
+            "fedbiscuit/table2",
+            "llama-2-7b/reddit-4-fedbis",
+            (
+                "cohort.size=2",
+                "data.train={place}/shp/train.jsonl",
+                "data.validation={place}/shp/validation.jsonl",
+                "data.partition.clients=4",
+                "align.prompts={place}/reddit.prompts.jsonl.gz",
+            ),
+        ),
+    ],
+)
+def test_a_cell_runs_from_preferences_to_an_aligned_model(place, tmp_path, table, cell, sets):
+    """A cell with copies of its sets, 4 rounds and short completions; all else is as in the file."""
+    copies = [each.format(place=place) for each in sets]
+    copies += [f"model.name={place}/model", f"align.model.name={place}/model", "data.max_length=768"]
+    copies += [f"align.sft={place}/alpaca.sft.jsonl.gz", "align.max_new_tokens=4", "align.epochs=1"]
+    summary = run_cell(table, cell, tmp_path, *copies, "rounds=4", "method.local_steps=1")
+    assert math.isfinite(summary["preference_accuracy"]["mean"])
+    assert (tmp_path / "align/adapter/adapter_config.json").exists()
+    prompts, completions = (
+        len((tmp_path / f"align/{name}.jsonl").read_text().splitlines())
+        for name in ("prompts", "completions")
+    )
+    assert prompts == (8 if table.endswith("table1") else 4)
+    assert completions == prompts * (2 if table.endswith("table1") else 4)
+
+
+def test_the_raw_model_is_fine_tuned_in_one_place(place, tmp_path):
+    """Its adapter is what ``align.sft`` takes."""
+    copies = (
+        f"data.train={place}/alpaca.sft.jsonl.gz",
+        f"model.name={place}/model",
+        "data.test_fraction=0.2",
+    )
+    summary = run_cell("fedbiscuit/table1-baselines", "gemma-2b/raw", tmp_path, *copies, "rounds=1")
+    assert len(summary["clients"]) == 1
+    assert (tmp_path / "adapters/shared/adapter_config.json").exists()
+
+
+# Mixes of tastes
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Four clients of each mix, of two personas with 20 pairs to train on and 8 to test on."""
+    folder = tmp_path_factory.mktemp("mixes")
+    for role, count in (("train", 20), ("test", 8)):
+        pairs = [
+            {
+                "prompt": "\n\nHuman: What?\n\nAssistant:",
+                "chosen": f" {persona} yes {role} {k}",
+                "rejected": f" {persona} no {role} {k}",
+                "persona": persona,
+                "margin": 0.5,
+            }
+            for persona in ("bold", "shy")
+            for k in range(count)
+        ]
+        jsonl(folder / f"{role}.jsonl", pairs)
+    sizes = ("--clients", 4, "--pairs", 5, "--validation", 2, "--test-pairs", 3)
+    script("selectors/mixes.py", folder / "train.jsonl", folder / "test.jsonl", "--out", folder, *sizes)
+    return folder
+
+
+def test_clients_of_each_mix(mixed):
+    """Everyone has 5, 2 and 3 pairs. No pair has two owners, but for a client and its reverse."""
+    tastes = {
+        "like-minded": {"all": 4},
+        "mixed": {"bold": 2, "shy": 2},
+        "opposed": {"as it is": 2, "reversed": 2},
+    }
+    for mix, counts in tastes.items():
+        of_client = {}
+        for role, size in (("train", 5), ("validation", 2), ("test", 3)):
+            found = rows(mixed / f"{mix}.{role}.jsonl.gz")
+            assert Counter(row["client"] for row in found) == {f"client-{k:02}": size for k in range(4)}
+            of_client |= {row["client"]: row["taste"] for row in found}
+            texts = Counter(frozenset((row["chosen"], row["rejected"])) for row in found)
+            assert set(texts.values()) == {2 if mix == "opposed" else 1}
+            for row in found:
+                better = " no " if row["taste"] == "reversed" else " yes "
+                assert better in row["chosen"]
+                assert row["taste"] in ("all", "as it is", "reversed", row["persona"])
+        assert Counter(of_client.values()) == counts
+    # Reversed pairs are those of one other client, all of them.
+    found = rows(mixed / "opposed.train.jsonl.gz")
+    owners = {}
+    for row in found:
+        owners.setdefault(frozenset((row["chosen"], row["rejected"])), []).append(row["client"])
+    assert len({tuple(sorted(pair)) for pair in owners.values()}) == 2
+
+
+def test_mixes_refuses_what_cannot_be_dealt(mixed):
+    files = (mixed / "train.jsonl", mixed / "test.jsonl", "--out", mixed)
+    message = script("selectors/mixes.py", *files, "--clients", 3, fails=True)
+    assert "--clients 3: give an even number, divisible by the 2 personas" in message
+    message = script("selectors/mixes.py", *files, "--clients", 4, "--pairs", 30, fails=True)
+    assert "4 times 55 pairs are asked for, and there are 40" in message
+
+
+@cache
+def rand_index():
+    """The names that rand_index.py defines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXPERIMENTS / "selectors"))
+        return runpy.run_path(str(EXPERIMENTS / "selectors/rand_index.py"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=9))
+def test_adjusted_rand_index_counts_pairs_of_clients(members):
+    """Let a pairs of clients be together in both groupings, b and c in one alone, d in neither: the index is
+    2 (ad − bc) / ((a+b)(b+d) + (a+c)(c+d)) (Hubert and Arabie 1985)."""
+    clusters = [[str(k) for k, (u, _) in enumerate(members) if u == cluster] for cluster in range(4)]
+    tastes = {str(k): str(taste) for k, (_, taste) in enumerate(members)}
+    counts = Counter((u == v, s == t) for (u, s), (v, t) in itertools.combinations(members, 2))
+    a, b, c, d = (counts[key] for key in ((True, True), (True, False), (False, True), (False, False)))
+    value = rand_index()["adjusted_rand_index"](clusters, tastes)
+    if len(set(tastes.values())) == 1:
+        assert math.isnan(value)
+    else:
+        below = (a + b) * (b + d) + (a + c) * (c + d)
+        assert value == pytest.approx(2 * (a * d - b * c) / below if below else 1.0)
+
+
+def test_a_mix_runs_and_its_clusters_are_compared_with_tastes(mixed, place, tmp_path):
+    """Opposed clients get 0.5 on average from a vote, exactly: a test pair is right for one client of two."""
+    copies = [f"data.{role}={mixed}/opposed.{role}.jsonl.gz" for role in ("train", "validation", "test")]
+    short = ("rounds=4", "method.warmup_rounds=1", "method.regroup_every=1", "method.local_steps=1")
+    cell = "opposed/fedbiscuit-eq6"
+    summary = run_cell("selectors/mixes", cell, tmp_path, *copies, f"model.name={place}/model", *short)
+    assert summary["majority_accuracy"]["mean"] == 0.5
+    clusters = json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[3])["clusters"]
+    tastes = {row["client"]: row["taste"] for row in rows(mixed / "opposed.train.jsonl.gz")}
+    index = rand_index()["adjusted_rand_index"](clusters, tastes)
+    printed = script("selectors/rand_index.py", tmp_path)
+    assert printed.startswith(f"{tmp_path}: own cluster ")
+    assert printed.endswith(f"vote 0.500, round 4 {index:.2f}\n")
