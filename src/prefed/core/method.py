@@ -94,7 +94,7 @@ class Exchange:
 
     Attributes:
         name: e.g. ``"train"``, ``"score"``.
-        send: server state, client id and round → the client's download.
+        send: server state, client id and the round in which it is asked → the client's download.
         work: what the client does: trainer, private state and download → its upload and next private state.
         merge: server state, uploads sorted by client id, round → the server's next state.
         to: the round's sampled cohort, every client, or each client's neighbours. Among neighbours there is
