@@ -235,7 +235,8 @@ def test_a_discount_shortens_the_steps_of_fedbuff():
 @pytest.mark.parametrize("name", METHODS)
 def test_which_methods_take_late_uploads(name):
     """Methods whose merge is a mean of models do. Control variates, attention, alignment, clusters and
-    training alone do not; nor does any method under the LoRA rules that tie a model to its round."""
+    training alone do not, nor neighbours. Nor does any method under the LoRA rules that tie a model to its
+    round."""
     kind = METHODS[name]
     settings_ = kind.Settings()
 
@@ -245,11 +246,14 @@ def test_which_methods_take_late_uploads(name):
         if config.lora == "fedex":
             return {"refused"}
         method = kind.build(settings_, layout, Aggregator(config, layout, 2.0), 3)
-        return {exchange.late for exchange in method.exchanges if exchange.to == "cohort"}
+        return {exchange.late for exchange in method.exchanges if exchange.to != "all"}
 
     assert late() == ({"model"} if name in LATE else {"refused"})
     assert late(late="delta") == ({"delta"} if name in LATE else {"refused"})
-    if name != "fedbiscuit":
+    if name == "decdpo":
+        with pytest.raises(ValueError, match="does more than average models"):
+            late(lora="rolora")
+    elif name != "fedbiscuit":
         assert late(lora="rolora") == {"refused"}
 
 
