@@ -204,7 +204,7 @@ def test_worker_processes_give_the_same(tmp_path):
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
-FACTORY, TWO = toy.JobFactory("test_neighbours:build_ring", ""), toy.BackendSettings(2)
+FACTORY, TWO = toy.JobFactory("engines.test_neighbours:build_ring", ""), toy.BackendSettings(2)
 
 
 def build_ring(text):
