@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_neighbours import job, nodes, run
 
 import toy
+from engines.test_neighbours import job, nodes, run
 from prefed.core import Objective, Owner, Privacy, Tensors
 from prefed.engines.diagnostics import Diagnostics
 from prefed.store import RunReader
