@@ -118,7 +118,7 @@ def test_scaffolds_server_variate_is_the_mean_of_the_clients(problem, weights):
     assert (control - mean).abs().max() <= 1e-9 * (1 + mean.abs().max())
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "decdpo"])
 @settings(max_examples=8, deadline=None)
 @given(rule=st.sampled_from(RULES), problem=problems)
 def test_stopped_and_resumed_is_uninterrupted(name, rule, problem):
@@ -141,7 +141,7 @@ def test_stopped_and_resumed_is_uninterrupted(name, rule, problem):
         assert encode(decode_download(encode(download))) == encode(download)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "centralized"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("centralized", "decdpo")])
 @settings(max_examples=8, deadline=None)
 @given(problem=problems, data=st.data())
 def test_the_order_of_replies_changes_no_bit(name, problem, data):

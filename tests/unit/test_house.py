@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "prefed"
 
 FLOORS = (
     ("core", "files"),
-    ("losses", "merge", "models", "data", "metrics", "wire", "trackers"),
+    ("losses", "merge", "models", "data", "metrics", "wire", "trackers", "fleet", "theory"),
     ("methods", "train", "store"),
     ("config", "engines"),
     ("align", "judge"),
@@ -42,11 +42,13 @@ ALLOWED = {
     "metrics": BOTTOM,
     "wire": BOTTOM,
     "trackers": BOTTOM,
+    "fleet": BOTTOM,
+    "theory": BOTTOM,
     "methods": BOTTOM | {"losses", "merge"},
     "train": BOTTOM | {"data", "losses", "metrics", "models"},
     "store": BOTTOM | {"wire"},
-    "engines": BOTTOM | {"merge", "metrics", "store", "wire"},
-    "config": BOTTOM | {"data", "losses", "merge", "methods", "models"},
+    "engines": BOTTOM | {"fleet", "merge", "metrics", "store", "wire"},
+    "config": BOTTOM | {"data", "fleet", "losses", "merge", "methods", "models"},
     "align": BOTTOM | {"config", "data", "losses", "metrics", "models", "train", "wire"},
     "judge": BOTTOM | {"data", "metrics", "models", "train"},
     "runs": BOTTOM
@@ -55,6 +57,7 @@ ALLOWED = {
         "config",
         "data",
         "engines",
+        "fleet",
         "judge",
         "merge",
         "methods",

@@ -20,6 +20,7 @@ from prefed.cli.methods import methods
 from prefed.cli.report import report
 from prefed.cli.run import run
 from prefed.cli.sweep import sweep
+from prefed.cli.theory import theory
 
 app = typer.Typer(
     name="prefed",
@@ -43,6 +44,7 @@ for _command in (
     report,
     export,
     generate,
+    theory,
 ):
     app.command()(user_errors()(_command))
 

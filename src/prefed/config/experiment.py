@@ -20,11 +20,14 @@ from pydantic import (
 from prefed.config.align import AlignConfig
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
+from prefed.config.shorthand import fleet_of, graph_of
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data import DataConfig, SelectorConfig
+from prefed.fleet import FleetConfig
 from prefed.merge import MergeConfig
+from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 from prefed.models import ModelConfig, VariationalSettings
 
@@ -64,6 +67,15 @@ class EvaluateConfig(StrictModel):
     )
     beta: float | None = Field(
         None, gt=0, description="beta of the reported DPO loss; left out: the method's, else 0.1"
+    )
+    diagnose: int | None = Field(
+        None,
+        ge=1,
+        description="rounds from one diagnosis to the next: the global objective's loss and gradient, how "
+        "much clients' gradients differ, their variance; left out: none",
+    )
+    diagnostic_pairs: int | None = Field(
+        None, ge=2, description="training pairs of each client that a diagnosis draws; left out: all"
     )
     unseen: int | list[str] = Field(
         0, description="clients, by number or by id, that never train; they are evaluated apart, as newcomers"
@@ -185,6 +197,16 @@ class Experiment(StrictModel):
         description="how selectors are asked which response is better, for methods that train selectors",
     )
     merge: MergeConfig = Field(default_factory=lambda: MergeConfig(), description="how uploads merge")
+    fleet: FleetConfig | None = Field(
+        None,
+        description="a simulated fleet of clients, of different speeds, some of them late; left out: "
+        "everybody replies in its round",
+    )
+    graph: GraphConfig | None = Field(
+        None,
+        description="who is whose neighbour, for a method without its server; left out: a server, but for "
+        "decdpo, whose clients stand in a ring",
+    )
     evaluate: EvaluateConfig = Field(
         default_factory=lambda: EvaluateConfig(), description="how clients' models are evaluated"
     )
@@ -211,6 +233,36 @@ class Experiment(StrictModel):
                 "numbered from 0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Experiment:
+        fleet = self.whole_fleet
+        if self.whole_graph is None:
+            return self
+        if self.cohort != CohortConfig():
+            raise ValueError("[cohort]: without a server all clients train in every round: leave it out")
+        if fleet is not None:
+            raise ValueError("[fleet]: its clock is a server's, and a graph has none: leave one of them out")
+        return self
+
+    @property
+    def whole_fleet(self) -> FleetConfig | None:
+        """``[fleet]`` with what the method's settings say of it; ``None`` where nothing does."""
+        return fleet_of(self.method.settings, self.fleet)
+
+    @property
+    def whole_graph(self) -> GraphConfig | None:
+        """``[graph]`` with what the method's settings say of it; ``None`` where there is a server."""
+        return graph_of(self.method.settings, self.graph)
+
+    @property
+    def whole_merge(self) -> MergeConfig:
+        """``[merge]``, where ``late`` says what a late upload counts as, unless all are in time."""
+        fleet = self.whole_fleet
+        if fleet is None or self.merge.late is not None:
+            return self.merge
+        late = "delta" if fleet.server == "buffered" else "model"
+        return self.merge.model_copy(update={"late": late})
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Experiment:

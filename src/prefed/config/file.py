@@ -121,6 +121,8 @@ def _paths(tables: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     for table, key in (
         (tables.get("model"), "name"),
         (tables.get("method"), "reward_model"),
+        (tables.get("fleet"), "trace"),
+        (tables.get("graph"), "file"),
         (inside.get("model"), "name"),
         (inside.get("prompts"), "path"),
         (inside, "prompts"),

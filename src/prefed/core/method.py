@@ -112,10 +112,15 @@ class Exchange:
 
     Attributes:
         name: e.g. ``"train"``, ``"score"``.
-        send: server state, client id and round → the client's download.
+        send: server state, client id and the round in which it is asked → the client's download.
         work: what the client does: trainer, private state and download → its upload and next private state.
         merge: server state, uploads sorted by client id, round → the server's next state.
-        to: the round's sampled cohort, or every client.
+        to: the round's sampled cohort, every client, or each client's neighbours. Among neighbours there is
+            no server. Each client that trains has a state of its own, of the kind that the server has
+            elsewhere: ``send`` makes of it what the client starts from, and ``publish`` what it predicts
+            with. The upload goes to the neighbours of the round, and each client mixes the groups that it
+            receives with its own, by the weights of the round's graph, in place of ``merge``. An upload to
+            neighbours weighs 1 and holds no numbers: those of ``scalars`` go to the round log alone.
         due: round number → whether the exchange takes place in that round.
         scalars: names of the numbers in an upload of this exchange, each a mean over the client's pairs; see
             :meth:`numbers`.
@@ -124,8 +129,12 @@ class Exchange:
         groups: client id and round → the groups of tensors in this client's upload of this round, each with
             its layout. An upload that does not hold exactly these groups and numbers is not merged.
             ``None``: all of the method's shared tensors, in the group ``"model"``.
-        late: how many rounds ago the client may have started. With 0, an upload of an earlier round is
-            refused.
+        late: how an upload counts that started from an earlier round's state: ``"model"``, as the model that
+            it is; ``"delta"``, as the step that the client took, from the server's newest state; or it is
+            refused, and no schedule may ask for one. The groups of a late upload are groups of the server's
+            state.
+        max_ratio: among neighbours, two models do not mix if one is more than so many times as long as the
+            other; 0: all do.
         figures: server state after the merge → what the method itself tells the round log: numbers, or names
             such as the members of a cluster.
     """
@@ -134,12 +143,13 @@ class Exchange:
     send: Callable[[State, str, Round], Download]
     work: Callable[[ClientTrainer, State, Download], tuple[Upload, State]]
     merge: Callable[[State, Sequence[Upload], Round], State]
-    to: Literal["cohort", "all"] = "cohort"
+    to: Literal["cohort", "all", "neighbours"] = "cohort"
     due: Callable[[int], bool] = lambda number: True
     scalars: frozenset[str] = frozenset({"loss"})
     over: Literal["train", "validation"] = "train"
     groups: Callable[[str, Round], Mapping[str, Layout]] | None = None
-    late: int = 0
+    late: Literal["refused", "model", "delta"] = "refused"
+    max_ratio: float = 0.0
     figures: Callable[[State], Mapping[str, Plain]] = lambda state: {}
 
     def numbers(self, client: str, now: Round) -> frozenset[str]:

@@ -73,7 +73,8 @@ class Upload:
         weight: the client's number of training pairs n_i.
         tensors: groups of shared tensors, e.g. ``{"model": …}``.
         scalars: numbers that the exchange declares, e.g. the mean training loss.
-        sent_at: the round whose server state the client started from.
+        sent_at: the round in which the client got what it started from: the state that the round before
+            left.
     """
 
     client: str

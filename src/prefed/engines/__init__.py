@@ -3,8 +3,10 @@
 from prefed.engines.backend import Backend, BackendSettings
 from prefed.engines.backends import BACKENDS, InProcess, WorkerProcesses, backend_name
 from prefed.engines.backends.worker import WorkerError
+from prefed.engines.course import RoundError
 from prefed.engines.job import Job, JobFactory, TrainerFactory
-from prefed.engines.rounds import RoundError, ServerRounds
+from prefed.engines.neighbours import NeighbourRounds
+from prefed.engines.rounds import ServerRounds
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "InProcess",
     "Job",
     "JobFactory",
+    "NeighbourRounds",
     "RoundError",
     "ServerRounds",
     "Task",

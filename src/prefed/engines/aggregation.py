@@ -30,7 +30,7 @@ class Aggregation:
 
 
 def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> Aggregation:
-    """Merge ``uploads``, and drop those that cannot be merged.
+    """Merge ``uploads``, and drop those that cannot be merged. Those of one client stand and fall together.
 
     Each upload is valid on its own. It may still not fit the others, be out of all proportion to them, or be
     finite and merge to infinity.
@@ -85,7 +85,7 @@ def _culprit(server: State, uploads: Sequence[Upload], exchange: Exchange, now: 
     ranked = sorted(uploads, key=rank)
 
     def fails(count: int) -> bool:
-        some = sorted(ranked[:count], key=lambda upload: upload.client)
+        some = sorted(ranked[:count], key=lambda upload: (upload.client, upload.sent_at))
         try:
             return _merge(server, some, exchange, now)[0] is None
         except TooFewUploads:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -25,6 +26,10 @@ from prefed.core import (
     State,
     Tensors,
 )
+from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
+from prefed.fleet import FleetConfig, ScheduledRound, Visit, schedule
+from prefed.merge.graphs import GraphConfig
+from prefed.merge.topology import Topology
 from prefed.metrics import ChoiceScores, PairScores
 
 PAIRS = "pairs/"
@@ -92,11 +97,19 @@ class Job:
         untouched: the tensors (full layout) with which the model equals its base model; ``None`` where
             clients start from that model.
         privacy: what must not leave a client.
+        fleet: a simulated fleet, by whose clock clients are asked and reply; ``None``: a round's cohort
+            replies in the round.
+        work: client → the work of its visits, as a multiple of the usual; see
+            :func:`prefed.fleet.schedule`.
+        graph: who mixes with whom where the method has no server; ``None`` where it has one.
+        diagnostics: how the rounds are diagnosed; ``None``: they are not.
 
     Raises:
+        FleetError: the fleet cannot do what is asked of it.
         ValueError: the ownership does not cover the model, no client has a training pair, the cohort is
             larger than the federation, no client has a pair to be evaluated on, no client has enough pairs
-            for a figure that may be published, or a client has the name of all clients.
+            for a figure that may be published, a client has the name of all clients, or
+            uploads of the fleet may be late and the method takes none.
     """
 
     trainers: TrainerFactory
@@ -114,6 +127,10 @@ class Job:
     unseen_pairs: tuple[int, ...] = ()
     untouched: Tensors | None = None
     privacy: Privacy = NO_MINIMUM
+    fleet: FleetConfig | None = None
+    work: Mapping[str, float] | None = None
+    graph: GraphConfig | None = None
+    diagnostics: Diagnostics | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
@@ -140,6 +157,58 @@ class Job:
         if self.privacy.minimum_pairs:
             self._check_minimum_pairs(self.evaluation_clients, "client")
             self._check_minimum_pairs(self.newcomers, "newcomer")
+        if self.fleet is not None:
+            self._check_late(self.fleet)
+            self.schedule(0)
+        self._check_graph()
+        self._check_diagnostics()
+
+    def _check_graph(self) -> None:
+        """Refuse a graph that cannot serve, and a server's ways where there is none."""
+        if self.graph is None:
+            return
+        if self.cohort is not None or self.fleet is not None:
+            table = "[cohort]" if self.cohort is not None else "[fleet]"
+            raise ValueError(f"{table}: without a server all clients train in every round: leave it out")
+        self.topology.check()
+
+    def _check_diagnostics(self) -> None:
+        """Refuse diagnostics of several models, and means over fewer pairs than may be told."""
+        if self.diagnostics is None:
+            return
+        if self.jury:
+            raise ValueError(
+                f"[evaluate] diagnose: {self.method.name} has several models, and no gradient is that of one "
+                "objective: leave it out"
+            )
+        pairs = self.diagnostics.least
+        if pairs is not None and not self.privacy.may_report(pairs):
+            raise ValueError(
+                f"[evaluate] diagnostic_pairs makes means over {pairs} pairs, and [privacy] minimum_pairs is "
+                f"{self.privacy.minimum_pairs}: ask for {2 * self.privacy.minimum_pairs} pairs, or leave "
+                "diagnose out"
+            )
+
+    @cached_property
+    def diagnosis(self) -> Exchange:
+        """What a diagnosis asks of a client."""
+        assert self.diagnostics is not None
+        return self.diagnostics.exchange(self.method, self.trainers.initial.layout)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Who mixes with whom in each round; only where there is a graph."""
+        assert self.graph is not None
+        return Topology(self.graph, self.members, Key(self.seed))
+
+    def _check_late(self, fleet: FleetConfig) -> None:
+        """Refuse late uploads where the method takes none."""
+        strict = [e.name for e in self.method.exchanges if e.to == "cohort" and e.late == "refused"]
+        if strict and (fleet.max_delay or fleet.server == "buffered"):
+            raise ValueError(
+                f"[fleet]: {self.method.name}, with its settings and those of [merge], takes no late uploads "
+                f"in {strict[0]!r}: leave server 'synchronous' and max_delay 0"
+            )
 
     def _check_minimum_pairs(self, clients: tuple[str, ...], what: str) -> None:
         """Refuse clients of whom none has enough pairs for a figure of its own."""
@@ -216,13 +285,27 @@ class Job:
         draw = now.key.at("cohort").numpy().choice(len(self.members), self.cohort_size, replace=False)
         return tuple(self.members[index] for index in sorted(draw))
 
+    def schedule(self, after: int) -> Iterator[ScheduledRound]:
+        """The rounds after round ``after``, to the last: a function of the seed and the fleet alone."""
+        if self.fleet is None:
+            return map(self._sampled_round, range(after + 1, self.rounds + 1))
+        rounds = schedule(self.fleet, self.members, self.cohort_size, Key(self.seed), self.work)
+        return islice(rounds, after, self.rounds)
+
+    def _sampled_round(self, number: int) -> ScheduledRound:
+        """Round ``number`` without a clock: its cohort starts from the newest model."""
+        visits = (Visit(client, number - 1, 0.0, 0.0) for client in self.sample(self.round(number)))
+        return ScheduledRound(number, 0.0, tuple(visits), (), number)
+
     def evaluates(self, number: int) -> bool:
         """Whether round ``number`` ends with an evaluation."""
         every = self.evaluate_every
         return number == self.rounds or (every > 0 and number % every == 0)
 
     def exchange(self, name: str) -> Exchange:
-        """The method's exchange of that name."""
+        """The method's exchange of that name, or that of a diagnosis."""
+        if name == DIAGNOSE and self.diagnostics is not None:
+            return self.diagnosis
         return next(exchange for exchange in self.method.exchanges if exchange.name == name)
 
     def shared(self, published: Download) -> Tensors:
@@ -259,10 +342,18 @@ class Job:
         """The tensors (full layout) with which ``client`` predicts after round ``number``."""
         return self.method.predict(self.trainer(client, number, "predict"), private, published)
 
-    def trainer(self, client: str, number: int, what: str, name: str | None = None) -> ClientTrainer:
-        """The turn of ``client`` in round ``number``; ``what`` it is for and its ``name`` name its key."""
+    def trainer(
+        self, client: str, number: int, what: str, name: str | None = None, merged: int = 0
+    ) -> ClientTrainer:
+        """The turn of ``client`` in round ``number``; ``what`` it is for and its ``name`` name its key.
+
+        Args:
+            merged: the round that takes its upload, if that is a later one. A client may be given one model
+                twice, and it does not draw the same batches then.
+        """
         now = self.round(number)
-        key = now.key.at(what, name).at("client", client)
+        key = now.key.at(what, name)
+        key = (key.at("merged", merged) if merged > number else key).at("client", client)
         return self.trainers.trainer(client, now, key, self.method.ownership)
 
 

@@ -7,8 +7,8 @@ client's own store, which :func:`run_task` reads and writes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -39,8 +39,11 @@ class Task:
 
     Attributes:
         kind: ``"visit"`` to take part in an exchange, ``"evaluate"`` to measure its model on its pairs.
+        round: the round that takes the result.
         exchange: name of the exchange; empty for ``"evaluate"``.
         message: the encoded download.
+        asked: the round in which the client was asked, an earlier one where its upload is late; 0 for
+            ``round``.
     """
 
     kind: Literal["visit", "evaluate"]
@@ -48,6 +51,7 @@ class Task:
     round: int
     exchange: str
     message: bytes
+    asked: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,28 +61,35 @@ class TaskResult:
     Attributes:
         message: the encoded upload, or the figures as JSON; empty if something was withheld.
         withheld: why nothing was sent; empty if all is well.
+        asked: as of its task.
+        report: numbers for the round log that go to nobody else: those of an upload to neighbours.
     """
 
     client: str
     message: bytes
     withheld: str = ""
+    asked: int = 0
+    report: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:
     """Do what ``task`` asks, on the client's side. A visit stages the next private state, if it changed."""
     try:
-        return _visit(job, task, states) if task.kind == "visit" else _evaluate(job, task, states)
+        result = _visit(job, task, states) if task.kind == "visit" else _evaluate(job, task, states)
     except Exception as error:
         error.add_note(f"(client {task.client!r}, round {task.round}, {task.exchange or 'evaluation'})")
         raise
+    return replace(result, asked=task.asked)
 
 
 def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
-    exchange, now = job.exchange(task.exchange), job.round(task.round)
-    trainer = job.trainer(task.client, task.round, "exchange", exchange.name)
+    exchange, now = job.exchange(task.exchange), job.round(task.asked or task.round)
+    trainer = job.trainer(task.client, now.number, "exchange", exchange.name, merged=task.round)
     stored = states.read(task.client)
     before = _decoded(job, task.client, stored)
     upload, after = exchange.work(trainer, before, decode_download(task.message))
+    told = exchange.numbers(task.client, now) if exchange.to == "neighbours" else ()
+    report = {name: value for name, value in upload.scalars.items() if name in told}
     upload = withhold_scalars(upload, task.client, exchange, now)
     # Nothing may change the upload between its validation and its bytes.
     reason = validate_upload(upload, task.client, exchange, job.method.ownership, job.trainers.initial, now)
@@ -91,7 +102,7 @@ def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
     state = encode(after, job.state_dtype)
     if state != (encode(before, job.state_dtype) if stored is None else stored):
         states.stage(task.client, state)
-    return TaskResult(task.client, encode(upload))
+    return TaskResult(task.client, encode(upload), report=report)
 
 
 def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:

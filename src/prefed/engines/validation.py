@@ -12,6 +12,7 @@ from prefed.core import Exchange, Layout, Owner, Ownership, Round, Tensors, Uplo
 from prefed.core.text import printable
 from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
+from prefed.merge.uploads import LARGEST
 from prefed.metrics import (
     ACCURACY_METRICS,
     CHOICE_METRICS,
@@ -40,7 +41,12 @@ def _expected_groups(
 
 
 def withhold_scalars(upload: Upload, client: str, exchange: Exchange, now: Round) -> Upload:
-    """``upload`` without the numbers that ``client`` has too few pairs to send; see ``[privacy]``."""
+    """``upload`` without the numbers that ``client`` has too few pairs to send; see ``[privacy]``.
+
+    Neighbours get no numbers at all, and do not learn how many pairs the client has.
+    """
+    if exchange.to == "neighbours":
+        return replace(upload, weight=1.0, scalars={})
     withheld = exchange.scalars - exchange.numbers(client, now)
     scalars = {name: value for name, value in upload.scalars.items() if name not in withheld}
     return replace(upload, scalars=scalars) if withheld else upload
@@ -140,19 +146,23 @@ def validate_upload(
         client: who was asked for it.
         exchange: the exchange it answers.
         model: what every client starts from (full layout).
+        now: the round in which the client was asked, also where its upload is late.
     """
     if upload.client != client:
         return f"calls itself somebody else than {client!r}"
-    size = now.weights[client]
+    alone = exchange.to == "neighbours"
+    size = 1.0 if alone else now.weights[client]
     if not _is_number(upload.weight) or upload.weight != size:
-        return f"weighs {_shown(upload.weight)}, not its {size:g} training pairs"
-    if not isinstance(upload.sent_at, int) or not 0 <= now.number - upload.sent_at <= exchange.late:
+        rather = "1, as among neighbours" if alone else f"its {size:g} training pairs"
+        return f"weighs {_shown(upload.weight)}, not {rather}"
+    if not isinstance(upload.sent_at, int) or upload.sent_at != now.number:
         return f"started from round {_shown(upload.sent_at)}, and this is round {now.number}"
     # Also a method that declares private tensors in its groups does not get them.
     private = set(ownership.names(Owner.PERSONAL, Owner.FROZEN))
-    groups = _expected_groups(client, exchange, ownership, model.layout, replace(now, number=upload.sent_at))
+    groups = _expected_groups(client, exchange, ownership, model.layout, now)
     names = {name for group in upload.tensors.values() for name in group}
-    untold = (set(upload.scalars) & exchange.scalars) - exchange.numbers(client, now)
+    numbers = frozenset[str]() if alone else exchange.numbers(client, now)
+    untold = set[str]() if alone else (set(upload.scalars) & exchange.scalars) - numbers
     if untold:
         return (
             f"holds numbers over {size:g} training pairs, fewer than [privacy] minimum_pairs = "
@@ -161,7 +171,7 @@ def validate_upload(
     reason = (
         _surplus("what is not shared", names & private)
         or _difference("groups", "the exchange", upload.tensors, groups)
-        or _difference("numbers", "the exchange", upload.scalars, exchange.numbers(client, now))
+        or _difference("numbers", "the exchange", upload.scalars, numbers)
         or next(
             (
                 reason
@@ -183,6 +193,9 @@ def validate_upload(
     for group, tensors in upload.tensors.items():
         if tensors.layout != groups[group]:
             return f"group {group!r} is laid out otherwise than the model"
+        if alone and float(tensors.flat.abs().amax()) > LARGEST:
+            # What a neighbour mixes stays finite.
+            return f"group {group!r} holds a number beyond what float32 holds"
     return ""
 
 

@@ -10,6 +10,7 @@ from prefed.merge.attention import (
 )
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
 from prefed.merge.groups import by_mass, merge_groups
+from prefed.merge.late import from_newest
 from prefed.merge.uploads import (
     BadUpload,
     TooFewUploads,
@@ -33,6 +34,7 @@ __all__ = [
     "check_update_sizes",
     "check_upload",
     "distance_attention",
+    "from_newest",
     "largest_alpha",
     "mean_squared_distance",
     "merge_groups",

@@ -10,6 +10,7 @@ from prefed.core import Entry, Layout, Owner, Ownership, Round, State, Tensors, 
 from prefed.merge import lora, lora_products, optimizers, rules
 from prefed.merge.config import MergeConfig
 from prefed.merge.flat import normalize, weighted_mean
+from prefed.merge.late import shorten
 from prefed.merge.uploads import BadUpload, align, check_update_sizes, sort_uploads
 
 if TYPE_CHECKING:
@@ -131,10 +132,14 @@ class Aggregator:
             updates = {u.client: value - current for u, value in zip(replies, values, strict=True)}
             by_client = weigh(updates)
             weights = [by_client[upload.client] for upload in replies]
-        weights = [
-            weight * self.config.staleness.discount(max(0, now.number - upload.sent_at))
-            for weight, upload in zip(weights, replies, strict=True)
+        discounts = [
+            self.config.staleness.discount(max(0, now.number - upload.sent_at)) for upload in replies
         ]
+        if self.config.late == "delta":
+            # Weights are normalised: a discount that all replies share must shorten the steps themselves.
+            values = [shorten(current, value, d) for value, d in zip(values, discounts, strict=True)]
+        else:
+            weights = [weight * d for weight, d in zip(weights, discounts, strict=True)]
         if self.config.weights == "mass":
             values, weights = [current, *values], [rules.absent_mass(weights), *weights]
         else:

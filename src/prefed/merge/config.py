@@ -91,6 +91,12 @@ class MergeConfig(StrictModel):
         default_factory=ServerOptimizer, description="server optimiser on the merged model"
     )
     staleness: Staleness = Field(default_factory=Staleness, description="discount on late uploads")
+    late: Literal["model", "delta"] | None = Field(
+        None,
+        description="how a late upload counts: model, as the model that it is; delta, as the step that its "
+        "client took, made from the newest model and shortened by the discount; left out: delta for a "
+        "buffered server, else model",
+    )
 
     @model_validator(mode="after")
     def _coherent(self) -> MergeConfig:

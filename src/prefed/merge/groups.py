@@ -108,7 +108,8 @@ def _check_sizes(
     lengths = {client: update_norm(sent[client], origins[client]) for client in sorted(sent)}
     for client in sorted(lengths, key=lengths.__getitem__, reverse=True) if most else ():
         try:
-            check_length(client, lengths, update_norm(origins[client]), most, SENT)
+            own = update_norm(origins[client])
+            check_length(client, lengths[client], lengths.values(), own, most, SENT)
         except BadUpload:
             # Otherwise one client could stop its group's every round by an upload that is refused.
             if rules.can_merge(aggregator.config, sizes[groups[client]] - 1):

@@ -104,19 +104,26 @@ def check_update_sizes(
         BadUpload: the longest update does not pass.
     """
     for group in sorted({name for upload in uploads for name in upload.tensors}) if most else ():
-        sent = {upload.client: upload.tensors[group] for upload in uploads if group in upload.tensors}
+        sent = [upload for upload in uploads if group in upload.tensors]
         origin = origins.get(group, Tensors.empty())
         start = None if group in steps else origin
-        lengths = {client: update_norm(tensors, start) for client, tensors in sent.items()}
-        client = max(sorted(lengths), key=lengths.__getitem__)
-        own = update_norm(origin.select(name for name in sent[client] if name in origin), None)
-        check_length(client, lengths, own, most, group)
+        lengths = [update_norm(upload.tensors[group], start) for upload in sent]
+        longest = max(lengths)
+        worst = min(
+            (upload for upload, length in zip(sent, lengths, strict=True) if length == longest),
+            key=lambda upload: (upload.client, upload.sent_at),
+        )
+        own = update_norm(origin.select(name for name in worst.tensors[group] if name in origin), None)
+        check_length(worst.client, longest, lengths, own, most, group)
 
 
-def check_length(client: str, lengths: Mapping[str, float], own: float, most: float, group: str) -> None:
+def check_length(
+    client: str, length: float, lengths: Collection[float], own: float, most: float, group: str
+) -> None:
     """:func:`check_update_sizes` for the update of one client.
 
     Args:
+        length: of the update.
         lengths: of all updates of the round.
         own: the length of the server's own tensors that the update starts from.
         most: how many times the median.
@@ -125,7 +132,7 @@ def check_length(client: str, lengths: Mapping[str, float], own: float, most: fl
     Raises:
         BadUpload: the update does not pass.
     """
-    length, ranked = lengths[client], sorted(lengths.values())
+    ranked = sorted(lengths)
     low, middle = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
     of = "the median of the round's"
     if own and middle > most * max(low, own):

@@ -23,4 +23,6 @@ needs = lora_parts
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """Centralised DPO over ``layout``. With one client there is nothing to merge, so no rule applies."""
     fedavg = FedAvgBase.of(settings, Aggregator(MergeConfig(), layout, aggregator.scaling), rounds)
-    return fedavg.method("centralized", SOURCE, fedavg.exchange(), pooled=True)
+    return fedavg.method(
+        "centralized", SOURCE, fedavg.exchange(late=fedavg.late(averages=False)), pooled=True
+    )

@@ -153,7 +153,9 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         own = [row[client] for client, row in rows.items()]
         return {**fedavg.figures(server), **({"own_weight": sum(own) / len(own)} if own else {})}
 
-    train = fedavg.exchange(send=send, work=work, merge=merge, figures=figures)
+    train = fedavg.exchange(
+        send=send, work=work, merge=merge, figures=figures, late=fedavg.late(averages=False)
+    )
     return fedavg.method(
         "fedamp", SOURCE, train, init_server=init_server, predict=fedavg.predict_own, personal=True
     )

@@ -68,5 +68,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         factor = server.values.get("factor")
         return {**fedavg.figures(server), **({"factor": factor} if isinstance(factor, float) else {})}
 
-    train = fedavg.exchange(merge=merge, figures=figures)
+    train = fedavg.exchange(
+        merge=merge, figures=figures, late=fedavg.late(averages=settings.mean == "normalised")
+    )
     return fedavg.method("fedbis", SOURCE, train, reads="choice")

@@ -152,7 +152,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         figures=group_figures,
     )
     # The sizes of updates are checked where they are merged, each against its own selector.
-    train = replace(fedavg.exchange(send=send, figures=figures), merge=merge)
+    # A client trains its cluster's selector, and clusters change.
+    train = replace(fedavg.exchange(send=send, figures=figures), merge=merge, late="refused")
     return fedavg.method(
         "fedbiscuit",
         SOURCE,

@@ -133,6 +133,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         aligned = server.values.get("aligned")
         return {**fedavg.figures(server), **({"aligned": aligned} if isinstance(aligned, float) else {})}
 
-    train = fedavg.exchange(work=partial(fedavg.work, **changes), merge=merge, figures=figures)
+    # The angle of an upload to the others is that of a step from the model that all of them started from.
+    late = fedavg.late(averages=settings.alignment == "off")
+    train = fedavg.exchange(work=partial(fedavg.work, **changes), merge=merge, figures=figures, late=late)
     profile = (lambda private: {"gate": gates(private, layout)}) if logits else None
     return fedavg.method("fedsdg", SOURCE, train, adapt=partial(fedavg.adapt, **changes), profile=profile)

@@ -46,5 +46,12 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def nothing(client: str, now: Round) -> dict[str, Layout]:
         return {}
 
-    train = fedavg.exchange(send=send, work=work, merge=merge, groups=nothing, figures=schedule.announce)
+    train = fedavg.exchange(
+        send=send,
+        work=work,
+        merge=merge,
+        groups=nothing,
+        figures=schedule.announce,
+        late=fedavg.late(averages=False),
+    )
     return fedavg.method("local", SOURCE, train, init_server=init_server, publish=publish)

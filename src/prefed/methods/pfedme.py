@@ -96,7 +96,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return merged.update({"model": mixed})
 
     adapt = partial(fedavg.adapt, pull=settings.lam)
-    train = fedavg.exchange(work=work, merge=merge)
+    train = fedavg.exchange(work=work, merge=merge, late=fedavg.late(averages=settings.server_mixing == 1))
     return fedavg.method("pfedme", SOURCE, train, predict=fedavg.predict_own, adapt=adapt, personal=True)
 
 

@@ -11,6 +11,7 @@ from prefed.core import Layout, Method
 from prefed.merge import Aggregator
 from prefed.methods import (
     centralized,
+    decdpo,
     ditto,
     fedala,
     fedamp,
@@ -77,6 +78,7 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
         kind.name: kind
         for kind in (
             _kind("feddpo", "DPO with federated averaging", feddpo),
+            _kind("decdpo", "DPO without a server: each client mixes with its neighbours", decdpo),
             _kind("fedsft", "federated averaging of fine-tuning on the chosen responses", fedsft),
             _kind("fedprox", "FedDPO with clients held near the shared model", fedprox),
             _kind("scaffold", "FedDPO with control variates against client drift", scaffold),

@@ -100,5 +100,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         (model,) = fedavg.groups(client, now).values()
         return {"model": model, "control": model}
 
-    train = fedavg.exchange(send=send, work=work, merge=merge, groups=groups, steps={"control"})
+    # A control variate corrects the drift from the model that it was computed at.
+    late = fedavg.late(averages=False)
+    train = fedavg.exchange(send=send, work=work, merge=merge, groups=groups, steps={"control"}, late=late)
     return fedavg.method("scaffold", SOURCE, train, init_server=init_server, init_client=init_client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +13,10 @@ from prefed.config import ConfigError, Experiment
 from prefed.core import Key, Owner
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.engines import Job
+from prefed.engines.diagnostics import Diagnostics
 from prefed.merge import Aggregator, TooFewUploads, lora
 from prefed.merge.robust import check_upload_count
+from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base.ppo import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.train.trainer_factory import PairTrainerFactory
@@ -102,8 +105,11 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     It raises what :func:`build_job` does.
     """
     settings, evaluate, backbone = experiment.method.settings, experiment.evaluate, trainers.backbone
-    aggregator = Aggregator(experiment.merge, backbone.layout, backbone.scaling)
+    aggregator = Aggregator(experiment.whole_merge, backbone.layout, backbone.scaling)
     method = experiment.method.kind.build(settings, backbone.layout, aggregator, experiment.rounds)
+    graph = experiment.whole_graph
+    if graph is not None and method.exchanges[0].to != "neighbours":
+        method = to_neighbours(method, settings, experiment.merge)
     unseen = _unseen(experiment, trainers.dataset)
     job = Job(
         trainers=trainers,
@@ -121,9 +127,40 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         unseen_pairs=tuple(evaluate.unseen_pairs),
         untouched=backbone.reference,
         privacy=experiment.privacy,
+        fleet=experiment.whole_fleet,
+        work=_work(settings, trainers, unseen),
+        graph=graph,
+        diagnostics=_diagnostics(experiment),
     )
     _check_cohort(experiment, job)
     return job
+
+
+def _diagnostics(experiment: Experiment) -> Diagnostics | None:
+    """How ``[evaluate]`` has the rounds diagnosed.
+
+    Raises:
+        ConfigError: the method's objective has no gradient on given pairs.
+    """
+    evaluate, settings = experiment.evaluate, experiment.method.settings
+    if evaluate.diagnose is None:
+        return None
+    goal = settings.goal()
+    if goal.name == "ppo":
+        raise ConfigError("[evaluate] diagnose: objective 'ppo' has no gradient on given pairs; leave it out")
+    uniform = experiment.whole_graph is not None or experiment.merge.weights == "uniform"
+    return Diagnostics(evaluate.diagnose, evaluate.diagnostic_pairs, goal, settings.step_pairs(), uniform)
+
+
+def _work(
+    settings: TrainingSettings, trainers: PairTrainerFactory, unseen: Sequence[str]
+) -> dict[str, float] | None:
+    """Client → the work of a visit, as a multiple of the mean: passes go over more or fewer pairs."""
+    if settings.local_epochs is None:
+        return None
+    sizes = {c: size.train for c, size in trainers.clients.items() if size.train and c not in unseen}
+    mean = sum(sizes.values()) / max(len(sizes), 1)
+    return {client: size / mean for client, size in sizes.items()}
 
 
 def _check_cohort(experiment: Experiment, job: Job) -> None:

@@ -87,7 +87,7 @@ def evaluate(
     unseen: dict[str, dict[str, float]] = {}
     last = run.reader.commit.round
     for done, client in enumerate(evaluated, 1):
-        published = run.method.publish(run.server, client)
+        published = run.published(client)
         if client in job.unseen:
             unseen[client] = evaluate_newcomer(job, client, published, last)
         else:
@@ -128,7 +128,7 @@ def evaluate_file(
     names = [run.check(client) for client in clients] if clients else None
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as folder:
         new = read_pairs(run, file, Path(folder), everyone=everyone)
-        own_models = run.method.personal or bool(run.job.jury)
+        own_models = run.method.personal or bool(run.job.jury) or run.job.graph is not None
         rows, common = dict(new.rows), new.common and not (own_models or names)
         if new.common and not common:
             participants = [client for client in run.clients if client not in run.job.unseen]
@@ -151,7 +151,7 @@ def evaluate_file(
             if common:
                 figures[client] = pair_figures(run.job, score(run.published_model))
             else:
-                private, published = run.private_state(client), run.method.publish(run.server, client)
+                private, published = run.private_state(client), run.published(client)
                 last = run.reader.commit.round
                 figures[client] = evaluate_client(run.job, client, private, published, last, score)
             progress(len(figures), len(rows))

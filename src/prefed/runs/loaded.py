@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prefed import files
 from prefed.config import ConfigError, Experiment
-from prefed.core import Method, State, Tensors
+from prefed.core import Download, Method, State, Tensors
 from prefed.core.text import did_you_mean
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job
@@ -85,8 +85,17 @@ class LoadedRun:
             RunError: the run has no such client.
             ValueError: the method trains before it predicts, and the run's pairs are not on this machine.
         """
-        private, published = self.private_state(client), self.method.publish(self.server, client)
+        private, published = self.private_state(client), self.published(client)
         return self.job.client_model(client, private, published, self.reader.commit.round)
+
+    def published(self, client: str) -> Download:
+        """What ``client`` needs to use its model: of the server's state, or of its own without a server."""
+        source = self.server
+        if self.job.graph is not None and client in self.job.members:
+            ((name, mean),) = source.tensors.items()
+            own = self.reader.node(self.job.members.index(client))
+            source = source.update({name: Tensors(mean.layout, own)})
+        return self.method.publish(source, client)
 
     @cached_property
     def published_model(self) -> Tensors:

@@ -22,7 +22,7 @@ _PLACES = ("data.*.path", "model.name", "method.reward_model")
 _CHANGEABLE = {"engine.workers", "engine.visit_timeout"}
 """Settings that change no number. A resumed run may have others."""
 
-_NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy", "align"}
+_NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy", "fleet", "graph", "align"}
 """Keys and tables of an experiment that nothing in ``cache/`` depends on."""
 
 _REMEDY = "put a copy of it back, or start a new run with another --out"

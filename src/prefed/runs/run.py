@@ -14,7 +14,16 @@ from prefed.align import check_inputs
 from prefed.config import Experiment, to_toml
 from prefed.core import Callback, Callbacks, State
 from prefed.data import DataMismatchError
-from prefed.engines import BACKENDS, Backend, BackendSettings, Job, JobFactory, ServerRounds, backend_name
+from prefed.engines import (
+    BACKENDS,
+    Backend,
+    BackendSettings,
+    Job,
+    JobFactory,
+    NeighbourRounds,
+    ServerRounds,
+    backend_name,
+)
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.align import align, check_judge
@@ -127,7 +136,8 @@ def run(
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
     job = _begin(experiment, writer)
     with _backend(experiment, job, writer) as backend:
-        server = ServerRounds(job, writer, backend, callback).run()
+        rounds = ServerRounds if job.graph is None else NeighbourRounds
+        server = rounds(job, writer, backend, callback).run()
         profiles = read_profiles(job, backend.states)
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
@@ -146,10 +156,19 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
         reset_run(writer)
         job = build_job(experiment, cache)
     server = encode(job.method.init_server(job.trainers.initial))
-    writer.begin(server, job.trainers.fingerprint, settings_digest(experiment.tables()))
+    writer.begin(
+        server, {**job.trainers.fingerprint, **_digests(experiment)}, settings_digest(experiment.tables())
+    )
     update_config(experiment, writer)
     writer.reopen()
     return job
+
+
+def _digests(experiment: Experiment) -> dict[str, str]:
+    """Digests of the files, besides the data, on which numbers depend."""
+    fleet, graph = experiment.whole_fleet, experiment.whole_graph
+    named = {"trace": fleet.trace if fleet else None, "graph": graph.file if graph else None}
+    return {name: files.file_digest(Path(path)) for name, path in named.items() if path is not None}
 
 
 def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:

@@ -14,7 +14,7 @@ from prefed.engines import ClientStates, Job
 from prefed.engines.backend import peak_memory_mb
 from prefed.merge import lora
 from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
-from prefed.store import RunWriter
+from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state
 
 Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
@@ -43,6 +43,8 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
         "seed": job.seed,
         **{name: evaluation[name] for name in names if name in evaluation},
         "loss": last["loss"],
+        **({"time": last["time"]} if "time" in last else {}),
+        **_stationarity(writer),
         **({"personal": public} if public else {}),
         "parameters": {
             # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.
@@ -62,6 +64,17 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
             **{name: version(name) for name in ("prefed", "torch", "transformers", "peft")},
         },
     }
+
+
+def _stationarity(writer: RunWriter) -> dict[str, float]:
+    """How near to a stationary point a diagnosed run ended: ``gradient_norm`` of its last diagnosis, and the
+    mean of the last five ``paper_gap``, which Distributed DPO calls the final stationary gap.
+    """
+    told = [record for record in RunReader(writer.path).rounds() if "paper_gap" in record][-5:]
+    if not told:
+        return {}
+    gap = sum(record["paper_gap"] for record in told) / len(told)
+    return {"gradient_norm": told[-1]["gradient_norm"], "paper_gap": gap}
 
 
 def read_profiles(job: Job, states: ClientStates | None) -> Profiles:

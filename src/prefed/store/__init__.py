@@ -16,7 +16,18 @@ was left by a process that was killed: opening the directory for writing removes
 
 from prefed.store.client_states import ClientStateFiles
 from prefed.store.commit import Commit, StoreError, client_file
+from prefed.store.nodes import NodeFile, NodeStates
 from prefed.store.reader import RunReader, plain
 from prefed.store.writer import RunWriter
 
-__all__ = ["ClientStateFiles", "Commit", "RunReader", "RunWriter", "StoreError", "client_file", "plain"]
+__all__ = [
+    "ClientStateFiles",
+    "Commit",
+    "NodeFile",
+    "NodeStates",
+    "RunReader",
+    "RunWriter",
+    "StoreError",
+    "client_file",
+    "plain",
+]

@@ -76,7 +76,7 @@ class ClientStateFiles:
         """
         if commit is not None:
             self._commit, self._versions = commit, private_versions(self.folder, commit)
-        keep_versions(run, self.folder, self._versions, "a client's private")
+        keep_versions(run, self.folder, self._versions.items(), "a client's private")
 
     def prepare(self, number: int) -> tuple[Mapping[str, int], Mapping[str, str]]:
         """Bring the accepted states to the disk, for the commit of round ``number``.

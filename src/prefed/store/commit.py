@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,11 +35,16 @@ class Digests:
         server: of the server's state.
         rounds: of the committed lines of ``rounds.jsonl``.
         clients: file name of a client → of its private state.
+        past: number of a round, as text → of the server's state after it, where a later upload starts from
+            it.
+        nodes: of the states of nodes that have no server.
     """
 
     server: str | None = None
     rounds: str | None = None
     clients: Mapping[str, str] = field(default_factory=dict)
+    past: Mapping[str, str | None] = field(default_factory=dict)
+    nodes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,14 +136,14 @@ def private_versions(folder: Path, commit: Commit) -> Mapping[str, int]:
     return versions
 
 
-def keep_versions(run: Path, folder: Path, versions: Mapping[str, int], whose: str) -> None:
+def keep_versions(run: Path, folder: Path, versions: Iterable[tuple[str, int]], whose: str) -> None:
     """Remove every state in ``folder`` but those that count, by name and round; ``whose`` is for the message.
 
     Raises:
         StoreError: one that counts is missing; nothing is removed.
     """
     present = {path for _, _, path in _files_in(folder)}
-    counting = {path_of(folder, name, number): number for name, number in versions.items()}
+    counting = {path_of(folder, name, number): number for name, number in versions}
     for path, number in counting.items():
         if path not in present:
             raise StoreError(

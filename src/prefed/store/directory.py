@@ -127,4 +127,4 @@ def _contents(run: Path) -> set[str]:
     for folder, prefix in ((run, ""), (run / "checkpoint", "checkpoint/")):
         if folder.is_dir():
             names |= {prefix + path.name for path in folder.iterdir() if path.suffix != files.TEMPORARY}
-    return names - {"checkpoint", "checkpoint/clients"}
+    return names - {"checkpoint", "checkpoint/clients", "checkpoint/nodes"}

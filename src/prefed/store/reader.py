@@ -11,6 +11,7 @@ from typing import Any
 
 from prefed import files
 from prefed.core import State
+from prefed.core.lazy import torch
 from prefed.store.commit import (
     Commit,
     StoreError,
@@ -21,6 +22,7 @@ from prefed.store.commit import (
     read_commit,
     read_state,
 )
+from prefed.store.nodes import read_node
 from prefed.wire import decode_state
 
 
@@ -55,6 +57,19 @@ class RunReader:
         """A client's private state after its last visit; ``None`` if it still has its first."""
         name = client_file(client)
         return decode_state(self._read(name)) if name in self._private else None
+
+    def node(self, node: int) -> torch.Tensor:
+        """The numbers of a node after the last committed round, in a run without a server."""
+        while True:
+            commit = self.commit
+            try:
+                return read_node(self._folder / "nodes", commit, node)
+            except FileNotFoundError:
+                self._look()
+                if self.commit.round == commit.round:
+                    raise StoreError(
+                        f"{self.path} is damaged: its nodes of round {commit.round} are missing"
+                    ) from None
 
     def rounds(self) -> list[dict[str, Any]]:
         """The records of the committed rounds."""

@@ -23,6 +23,7 @@ from prefed.store.commit import (
     read_state,
     write_commit,
 )
+from prefed.store.nodes import NodeStates
 from prefed.store.reader import plain, records_in
 
 
@@ -31,6 +32,7 @@ class RunWriter:
 
     Attributes:
         states: the clients' private states. The accepted ones are committed with the round.
+        nodes: the states of nodes, in a run without a server. The next ones are committed with the round.
         commit: the last commit; ``None`` before the first one.
         last: the record of the last committed round. Earlier records are not kept in memory.
 
@@ -48,6 +50,7 @@ class RunWriter:
         self.path = Path(path)
         self._folder = self.path / "checkpoint"
         self.states = ClientStateFiles(self._folder / "clients")
+        self.nodes = NodeStates(self._folder / "nodes")
         self._log = files.Hasher()
         self._settings: str | None = None
         self._committing = False
@@ -130,10 +133,12 @@ class RunWriter:
         if self.commit is None and self._new:
             directory.take_back(self.path)
 
-    def server(self) -> bytes:
-        """The server's state after the last committed round."""
-        digest = self.commit.digests.server if self.commit else None
-        return read_state(path_of(self._folder, "server", self.round), digest)
+    def server(self, number: int | None = None) -> bytes:
+        """The server's state after the last committed round, or after an earlier one that was kept."""
+        digests = self.commit.digests if self.commit else Digests()
+        if number is None or number == self.round:
+            return read_state(path_of(self._folder, "server", self.round), digests.server)
+        return read_state(path_of(self._folder, "server", number), digests.past[str(number)])
 
     def begin_round(self) -> None:
         """Drop what a round left that was not committed, in this process.
@@ -143,12 +148,26 @@ class RunWriter:
         """
         self._check()
         self.states.rollback()
+        self.nodes.rollback()
 
-    def finish_round(self, server: bytes, record: Mapping[str, Any], totals: Mapping[str, float]) -> None:
-        """Commit the next round: ``server``, every accepted state, the round's record and the totals."""
+    def finish_round(
+        self,
+        server: bytes,
+        record: Mapping[str, Any],
+        totals: Mapping[str, float],
+        keep: int | None = None,
+    ) -> None:
+        """Commit the next round: ``server``, every accepted state, the round's record and the totals.
+
+        Args:
+            keep: the server's states after this round and after later ones stay, for uploads that start from
+                them; left out: the newest alone.
+        """
         assert self.commit is not None, "begin() comes first"
-        content = plain(record)
-        self._commit(self.round + 1, totals, self.commit.fingerprint, server, content)
+        content, number = plain(record), self.round + 1
+        self._commit(
+            number, totals, self.commit.fingerprint, server, content, number if keep is None else keep
+        )
         self.last = content
 
     def write_summary(self, summary: Mapping[str, Any], personal: Mapping[str, Any] | None = None) -> None:
@@ -175,6 +194,7 @@ class RunWriter:
         fingerprint: Mapping[str, str],
         server: bytes,
         record: Mapping[str, Any] | None,
+        keep: int = 0,
     ) -> None:
         """Write the files of round ``number``, commit them, and then delete the files that they replace."""
         self._check()
@@ -185,14 +205,26 @@ class RunWriter:
             line = json.dumps(record, allow_nan=False).encode() + b"\n"
             files.append(self.path / "rounds.jsonl", line)
             self._log.update(line)
-        digests = Digests(files.digest(server), self._log.hexdigest(), clients)
+        before = self._server_digests()
+        past = {str(version): digest for version, digest in before.items() if version >= keep}
+        digests = Digests(
+            files.digest(server), self._log.hexdigest(), clients, past, self.nodes.prepare(number)
+        )
         commit = Commit(number, dict(totals), dict(fingerprint), self._settings, digests, versions)
         write_commit(self._folder, commit)
-        before, self.commit = self.commit, commit
+        self.commit = commit
         self.states.finish(commit)
-        if before is not None:
-            files.remove(path_of(self._folder, "server", before.round))
+        self.nodes.finish(commit)
+        for version in before.keys() - {int(version) for version in past}:
+            files.remove(path_of(self._folder, "server", version))
         self._committing = False
+
+    def _server_digests(self) -> dict[int, str | None]:
+        """Round → digest of each server's state that the commit names."""
+        if self.commit is None:
+            return {}
+        past = {int(number): digest for number, digest in self.commit.digests.past.items()}
+        return {**past, self.round: self.commit.digests.server}
 
     def _check(self) -> None:
         """Refuse to go on after a commit that failed: which of its files are on the disk is not known."""
@@ -214,9 +246,10 @@ class RunWriter:
             )
         # The name of the commit may not be on disk yet. It must be before older files are deleted.
         files.sync(self._folder)
-        server = {"server": self.round} if self.commit else {}
+        server = [("server", number) for number in self._server_digests()]
         keep_versions(self.path, self._folder, server, "the server's")
         self.states.recover(self.path, self.commit)
+        self.nodes.recover(self.path, self.commit)
         size = 0
         for record, line in records_in(log, self.commit) if self.commit else ():
             self.last, size = record, size + len(line)

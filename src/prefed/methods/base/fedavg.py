@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from prefed.core import (
     ClientTrainer,
@@ -173,7 +173,7 @@ class FedAvgBase(FedAvgServer):
 
         An upload whose size is out of all proportion is not merged: see
         :meth:`prefed.merge.Aggregator.with_size_check`. With ``optimizer_state = "kept"`` optimisers go on
-        where they stood at the client's last visit.
+        where they stood at the client's last visit. Uploads may be late, unless the LoRA rule forbids it.
 
         Args:
             name: names the exchange and the randomness of its visits.
@@ -186,10 +186,23 @@ class FedAvgBase(FedAvgServer):
             "merge": self.merge,
             "groups": self.groups,
             "figures": self.figures,
+            "late": self.late(),
         }
         exchange = Exchange(name, **{**moves, **changes})
         exchange = replace(exchange, merge=self.aggregator.with_size_check(exchange.merge, steps))
         return keep_optimizer_state(exchange) if self.settings.optimizer_state == "kept" else exchange
+
+    def late(self, averages: bool = True) -> Literal["refused", "model", "delta"]:
+        """How a late upload counts: as ``[merge]`` says, and model by default.
+
+        It is refused unless the method ``averages`` models. Three LoRA rules refuse it too: with ``rolora``
+        another round trained other tensors, with ``fedex`` the model has another residual by then, and with
+        ``flexlora`` the factors of two rounds have different bases.
+        """
+        config = self.aggregator.config
+        if not averages or config.lora in ("rolora", "fedex", "flexlora"):
+            return "refused"
+        return config.late or "model"
 
     def method(self, name: str, source: str, *exchanges: Exchange, **changes: Any) -> Method:
         """The method of the usual moves, but for the fields of :class:`Method` that ``changes`` names."""

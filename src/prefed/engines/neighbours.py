@@ -1,0 +1,258 @@
+"""Rounds without a server: each client trains a model of its own, and mixes it with its neighbours'."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from prefed.core import Download, Exchange, Layout, Plain, Round, State, Tensors
+from prefed.engines.course import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.tasks import Task, TaskResult
+from prefed.engines.validation import read_upload
+from prefed.merge.mixing import Matrix, matrix_graph, without_edges
+from prefed.merge.stacked import Mixed, mean_row, mix, row_norms
+from prefed.store import NodeFile
+from prefed.wire import decode_state, encode
+
+
+@dataclass
+class _Answers:
+    """What clients answered in an exchange.
+
+    Attributes:
+        reports: client → the numbers for the round log, of those whose model goes out.
+        silent: reason by client, of those whose model does not.
+        lengths: bytes of a client's message to one neighbour.
+        norms: Euclidean length of each model that goes out.
+    """
+
+    reports: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NeighbourRounds(Course):
+    """The rounds of a run without a server.
+
+    The states of all clients lie in a file of rows, which is mixed by parts: memory does not grow with the
+    number of clients. What the store has as the server's state is the mean of the clients' models.
+
+    Raises:
+        RoundError: (from :meth:`run`) no client answered in an exchange, or no client's figures can be used
+            in the evaluation after the last round.
+    """
+
+    def run(self) -> State:
+        """Run the rounds that are left and commit each. Gives the mean state after the last."""
+        mean = decode_state(self.writer.server())
+        self.callback.on_run_begin(self.writer.round, self.job.rounds)
+        try:
+            for number in range(self.writer.round + 1, self.job.rounds + 1):
+                mean = self._round(number)
+        finally:
+            self.callback.on_run_end()
+        return mean
+
+    @cached_property
+    def _first(self) -> Tensors:
+        """The state that every node starts from."""
+        (group,) = self.job.method.init_server(self.job.trainers.initial).tensors.values()
+        return group
+
+    @cached_property
+    def _group(self) -> str:
+        (name,) = self.job.method.init_server(self.job.trainers.initial).tensors
+        return name
+
+    @cached_property
+    def _rho(self) -> float:
+        return self.job.topology.rho()
+
+    def _round(self, number: int) -> State:
+        started, job = time.perf_counter(), self.job
+        now, tally, evaluation = job.round(number), Tally(), None
+        self.writer.begin_round()
+        (exchange,) = job.method.exchanges
+        after = self._exchange(exchange, now, tally)
+        mean = self._state(mean_row(after.nodes, after.size, after.block).to(self._first.flat.dtype))
+        if job.evaluates(number):
+            rows = {client: node for node, client in enumerate(job.members)}
+
+            def publish(client: str) -> Download:
+                own = self._state(after.row(rows[client])) if client in rows else mean
+                return job.method.publish(own, client)
+
+            evaluation = self.evaluate(publish, number)
+        self.diagnose(mean, now, tally)
+        self.commit(mean, job.members, evaluation, tally, time.perf_counter() - started)
+        return mean
+
+    def _exchange(self, exchange: Exchange, now: Round, tally: Tally) -> NodeFile:
+        """Train and mix, in the order of ``[graph]``. Gives the nodes' next states."""
+        matrix, mix_first = (
+            self.job.topology.matrix(now.number),
+            self.job.topology.config.order == "mix_train",
+        )
+        start = self.writer.nodes.current()
+        degrees = dict(zip(self.job.members, matrix_graph(matrix).degrees.tolist(), strict=True))
+        if mix_first:
+            start, middle, after = start or self._first_file(), self._file("mixed"), self._file("next")
+            norms = row_norms(start.nodes, start.size, start.block)
+            mixed, edges = self._mix(exchange, matrix, start, middle, norms, now, tally)
+            answers = self._train(exchange, now, middle, after)
+        else:
+            before, after = self._file("sent"), self._file("next")
+            answers = self._train(exchange, now, start, before)
+            matrix = without_edges(matrix, self._cut_off(matrix, answers.silent))
+            norms = [answers.norms.get(client, 0.0) for client in self.job.members]
+            mixed, edges = self._mix(exchange, matrix, before, after, norms, now, tally)
+        # A message goes to each neighbour in a copy of its own.
+        tally.bytes_up = sum(length * degrees[client] for client, length in answers.lengths.items())
+        tally.communicated = self._groups(exchange, now).size
+        for client, reason in sorted(answers.silent.items()):
+            text = tally.drop(exchange, client, reason)
+            self.warn(now.number, f"{client!r} does not mix: {text}")
+        self.backend.accept(answers.reports)
+        tally.figures |= _means(exchange, answers.reports)
+        tally.figures |= {
+            "merged": len(answers.reports),
+            "consensus_before": mixed.before,
+            "consensus_after": mixed.after,
+            "rho": self._rho,
+            "edges": edges,
+        }
+        return after
+
+    def _train(self, exchange: Exchange, now: Round, start: NodeFile | None, sent: NodeFile) -> _Answers:
+        """Ask every client to train its model, and put what it sends into ``sent``.
+
+        A client without a valid answer keeps what it had.
+
+        Args:
+            start: the nodes' states; ``None`` for their first.
+        """
+        job, answers = self.job, _Answers()
+        node_of = {client: node for node, client in enumerate(job.members)}
+
+        def state(client: str) -> State:
+            return self._state(self._first.flat if start is None else start.row(node_of[client]))
+
+        def tasks() -> Iterator[Task]:
+            for client in job.members:
+                message = encode(exchange.send(state(client), client, now))
+                yield Task("visit", client, now.number, exchange.name, message)
+
+        answers.silent = dict.fromkeys(job.members, NO_ANSWER)
+        for result in self.ask(exchange.name, now.number, tasks(), len(job.members)):
+            own = state(result.client).tensors[self._group]
+            reason = self._take(result, exchange, now, own, node_of[result.client], sent, answers)
+            if reason:
+                answers.silent[result.client] = reason
+            else:
+                del answers.silent[result.client]
+        if set(answers.silent.values()) == {NO_ANSWER} and len(answers.silent) == len(job.members):
+            raise RoundError(
+                f"round {now.number}: none of {len(job.members)} clients answered in {exchange.name!r}; "
+                "whole rounds are kept: resume the run once clients can be reached"
+            )
+        for client in answers.silent:
+            sent.put(node_of[client], state(client).tensors[self._group].flat)
+        return answers
+
+    def _take(
+        self,
+        result: TaskResult,
+        exchange: Exchange,
+        now: Round,
+        own: Tensors,
+        node: int,
+        sent: NodeFile,
+        answers: _Answers,
+    ) -> str:
+        """Validate what a client sends, as each of its neighbours does; why it is of no use, or ``""``."""
+        if result.withheld:
+            return result.withheld
+        upload, reason = read_upload(self.job, result.message, result.client, exchange, now)
+        if upload is None:
+            return reason
+        row = own.replace(upload.tensors[self._group]).flat
+        sent.put(node, row)
+        expected = exchange.numbers(result.client, now)
+        numbers = {name: value for name, value in result.report.items() if name in expected}
+        answers.reports[result.client] = {n: v for n, v in numbers.items() if math.isfinite(v)}
+        answers.lengths[result.client] = len(result.message)
+        answers.norms[result.client] = float(torch.linalg.vector_norm(row.double()))
+        return ""
+
+    def _mix(
+        self,
+        exchange: Exchange,
+        matrix: Matrix,
+        before: NodeFile,
+        after: NodeFile,
+        norms: Sequence[float],
+        now: Round,
+        tally: Tally,
+    ) -> tuple[Mixed, int]:
+        """Mix the models in ``before`` into ``after``; what the mix did, and over how many edges.
+
+        Both ends of an edge compare the length of the model that they get with that of their own. If one is
+        out of all proportion, they do not mix. They need no word with each other about it.
+        """
+        most, cut = exchange.max_ratio, []
+        for left, right in matrix_graph(matrix).edges.tolist():
+            small, large = sorted((left, right), key=lambda node: norms[node])
+            if most and 0 < norms[small] * most < norms[large]:
+                cut.append((left, right))
+                one, other = self.job.members[large], self.job.members[small]
+                text = tally.drop(
+                    exchange,
+                    one,
+                    f"its model has length {norms[large]:.3g}, and that of its neighbour {other!r} "
+                    f"{norms[small]:.3g}; [merge] max_ratio = {most:g} is the most",
+                )
+                self.warn(now.number, f"{one!r} and {other!r} do not mix: {text}")
+        matrix = without_edges(matrix, cut)
+        mixed = mix(matrix, before.size, before.block, after.put_block)
+        return mixed, len(matrix_graph(matrix).edges)
+
+    def _cut_off(self, matrix: Matrix, silent: Mapping[str, str]) -> list[tuple[int, int]]:
+        """The edges of clients whose model does not go out."""
+        nodes = {node for node, client in enumerate(self.job.members) if client in silent}
+        return [(a, b) for a, b in matrix_graph(matrix).edges.tolist() if a in nodes or b in nodes]
+
+    def _state(self, flat: torch.Tensor) -> State:
+        return State({self._group: Tensors(self._first.layout, flat)})
+
+    def _file(self, name: str) -> NodeFile:
+        """A file for this round."""
+        first = self._first.flat
+        return self.writer.nodes.create(name, len(self.job.members), first.numel(), first.dtype)
+
+    def _first_file(self) -> NodeFile:
+        file = self._file("first")
+        for node in range(file.nodes):
+            file.put(node, self._first.flat)
+        return file
+
+    def _groups(self, exchange: Exchange, now: Round) -> Layout:
+        """The layout of what a client sends to each neighbour."""
+        assert exchange.groups is not None
+        return exchange.groups(self.job.members[0], now)[self._group]
+
+
+def _means(exchange: Exchange, reports: Mapping[str, Mapping[str, float]]) -> dict[str, Plain]:
+    """Means over clients, all alike, of the numbers that they report."""
+    means: dict[str, Plain] = {}
+    for name in sorted(exchange.scalars):
+        values = [report[name] for report in reports.values() if name in report]
+        if values:
+            means[name] = math.fsum(values) / len(values)
+    return means

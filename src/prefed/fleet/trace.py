@@ -1,0 +1,131 @@
+"""Trace files: when each client of a real fleet was there, and how fast it was."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from prefed.core.text import did_you_mean
+
+_NUMBERS = ("start", "end", "seconds", "network", "dropout")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A time from ``start`` to before ``end`` in which a client is there.
+
+    Attributes:
+        seconds: what a visit that begins here takes, without messages.
+        network: seconds for the messages of a visit.
+        dropout: probability that a visit ends without a reply.
+    """
+
+    start: float
+    end: float
+    seconds: float
+    network: float
+    dropout: float
+
+
+def read_trace(
+    path: Path, usual: Mapping[str, Window], period: float | None = None
+) -> dict[str, tuple[Window, ...]]:
+    """Read when clients are there: CSV with a header, or JSON lines (``.jsonl``), one window a row.
+
+    Columns: ``client``, and of ``start``, ``end``, ``seconds``, ``network`` and ``dropout`` any. A client may
+    have several rows.
+
+    Args:
+        usual: client → what counts where a row leaves a column out or empty.
+        period: end of the trace, where it repeats.
+
+    Returns:
+        Client → its windows in the order of time.
+
+    Raises:
+        ValueError: the file cannot be read, a row is wrong, two windows of a client overlap, or a client has
+            none. The message names file, line and client.
+    """
+    windows: dict[str, list[tuple[Window, int]]] = {client: [] for client in usual}
+    for number, row in _rows(path):
+        where = f"{path}, line {number}"
+        client = str(row.get("client") or "")
+        if not client:
+            raise ValueError(f"{where}: there is no client")
+        if client not in windows:
+            raise ValueError(f"{where}: there is no client {client!r}{did_you_mean(client, windows)}")
+        windows[client].append((_window(row, usual[client], period, where), number))
+    for client, found in windows.items():
+        if not found:
+            raise ValueError(f"{path}: client {client!r} has no row; give it one")
+        found.sort(key=lambda one: one[0].start)
+        for (before, _), (after, number) in pairwise(found):
+            if after.start < before.end:
+                raise ValueError(
+                    f"{path}, line {number}: client {client!r} is there from {after.start:g} on, and another "
+                    f"row has it there until {before.end:g}; one of them is wrong"
+                )
+    return {client: tuple(window for window, _ in found) for client, found in windows.items()}
+
+
+def _window(row: Mapping[str, Any], usual: Window, period: float | None, where: str) -> Window:
+    unknown = [name for name in row if name not in (*_NUMBERS, "client")]
+    if unknown:
+        raise ValueError(f"{where}: no such column: {unknown[0]!r}{did_you_mean(unknown[0], _NUMBERS)}")
+    values = {name: getattr(usual, name) for name in _NUMBERS}
+    if period is not None:
+        values["end"] = period
+    for name in _NUMBERS:
+        if row.get(name) in (None, ""):
+            continue
+        try:
+            values[name] = float(row[name])
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}: {name} is {row[name]!r}, not a number") from None
+        if not math.isfinite(values[name]) or values[name] < 0:
+            raise ValueError(f"{where}: {name} is {values[name]:g}; it is finite and at least 0")
+    if values["end"] <= values["start"]:
+        raise ValueError(f"{where}: end {values['end']:g} is not after start {values['start']:g}")
+    if period is not None and values["end"] > period:
+        raise ValueError(f"{where}: end {values['end']:g} is after the trace's end, period = {period:g}")
+    if values["seconds"] == 0 or values["dropout"] >= 1:
+        raise ValueError(f"{where}: seconds is above 0, and dropout below 1")
+    return Window(**values)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Each row with the number of its line."""
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text; save it as UTF-8") from None
+    yield from _json_rows(path, lines) if path.suffix in (".jsonl", ".ndjson") else _csv_rows(path, lines)
+
+
+def _csv_rows(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.DictReader(lines, skipinitialspace=True)
+    for row in reader:
+        if None in row or None in row.values():
+            raise ValueError(f"{path}, line {reader.line_num}: it has not as many cells as the header")
+        yield reader.line_num, row
+
+
+def _json_rows(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: not a JSON object")
+        yield number, row

@@ -1,0 +1,258 @@
+"""Mixing matrices: how much of each neighbour's model a client takes, and how fast all agree by it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from prefed.core import Key
+from prefed.core.lazy import np
+from prefed.merge.graphs import Graph
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Matrix: TypeAlias = Any
+"""A float64 ``scipy.sparse.csr_array`` ``[nodes, nodes]``; scipy has no types."""
+
+_DENSE = 2048
+"""Up to so many nodes, eigenvalues are those of the dense matrix: a second of work."""
+_ROUNDING = 1e-6
+"""By how much the numbers of a user's file may be off; :func:`read_matrix` sets them right."""
+
+
+def mixing_matrix(graph: Graph, weights: Literal["metropolis", "max_degree"] = "metropolis") -> Matrix:
+    """W of a graph: symmetric, and each row and column sums to 1.
+
+    Metropolis–Hastings gives neighbours W_ij = 1/(1 + max(deg i, deg j)). The other rule is I − L/(1 + d_max)
+    with the graph's Laplacian L. The rest of a row is the node's self weight: the number next to the exact
+    sum, so it is 1/N on the complete graph.
+
+    >>> mixing_matrix(Graph.of(3, [(0, 1), (1, 2)])).toarray().round(3).tolist()
+    [[0.667, 0.333, 0.0], [0.333, 0.333, 0.333], [0.0, 0.333, 0.667]]
+    """
+    degrees, (left, right) = graph.degrees, graph.edges.T
+    if weights == "metropolis":
+        below = 1 + np.maximum(degrees[left], degrees[right])
+    else:
+        below = np.full(len(left), 1 + degrees.max(initial=0))
+    # A row has few different denominators, so its exact sum costs a few fractions.
+    ends, counts = np.unique(
+        np.stack([np.concatenate([left, right]), np.concatenate([below, below])]), axis=1, return_counts=True
+    )
+    rest = [Fraction(1)] * graph.nodes
+    for node, denominator, count in zip(*ends.tolist(), counts.tolist(), strict=True):
+        rest[node] -= Fraction(count, denominator)
+    return _assemble(graph, 1.0 / below, np.array([float(weight) for weight in rest]))
+
+
+def _assemble(graph: Graph, values: NDArray[np.float64], own: NDArray[np.float64]) -> Matrix:
+    from scipy.sparse import coo_array
+
+    (left, right), nodes = graph.edges.T, np.arange(graph.nodes)
+    rows, columns = np.concatenate([left, right, nodes]), np.concatenate([right, left, nodes])
+    numbers = np.concatenate([values, values, own])
+    return coo_array((numbers, (rows, columns)), shape=(graph.nodes, graph.nodes)).tocsr()
+
+
+def matrix_graph(matrix: Matrix) -> Graph:
+    """The graph whose edges are the positive weights of neighbours."""
+    return _neighbour_weights(matrix)[0]
+
+
+def _neighbour_weights(matrix: Matrix) -> tuple[Graph, NDArray[np.float64]]:
+    """The edges of a symmetric W, and the weight of each."""
+    from scipy.sparse import triu
+
+    above = triu(matrix, k=1).tocoo()
+    order = np.lexsort((above.col, above.row))
+    order = order[above.data[order] != 0]
+    edges = np.stack([above.row[order], above.col[order]], axis=1).astype(np.int64)
+    return Graph(matrix.shape[0], edges), above.data[order]
+
+
+def fail_edges(matrix: Matrix, probability: float, key: Key) -> Matrix:
+    """W of a round in which each edge fails with ``probability``.
+
+    The weight of an edge that fails becomes self weight at both of its ends, so W stays symmetric and doubly
+    stochastic.
+    """
+    values = _neighbour_weights(matrix)[1]
+    return _without(matrix, key.numpy().random(len(values)) < probability)
+
+
+def without_edges(matrix: Matrix, edges: Sequence[tuple[int, int]]) -> Matrix:
+    """W of a round in which these edges fail, as those of :func:`fail_edges` do; rows i < j."""
+    if not edges:
+        return matrix
+    graph, gone = matrix_graph(matrix), set(edges)
+    return _without(matrix, np.array([tuple(edge) in gone for edge in graph.edges.tolist()], dtype=bool))
+
+
+def _without(matrix: Matrix, fails: NDArray[np.bool_]) -> Matrix:
+    graph, values = _neighbour_weights(matrix)
+    works = ~fails
+    failed = np.bincount(graph.edges[~works].ravel(), np.repeat(values[~works], 2), minlength=graph.nodes)
+    own = matrix.diagonal() + failed
+    return _assemble(Graph(graph.nodes, graph.edges[works]), values[works], own)
+
+
+def read_matrix(path: Path, clients: Sequence[str]) -> Matrix:
+    """Read a mixing matrix: text with one row a client, in the order of ``clients``, or a Matrix Market file.
+
+    Numbers that are rounded by at most 1e-6 are set right: W is made symmetric to the bit, and the self
+    weight is what the others leave.
+
+    Raises:
+        ValueError: the file is no matrix of that size, or the matrix cannot serve; see :func:`check_mixing`.
+    """
+    matrix = _read_numbers(path)
+    if matrix.shape != (len(clients), len(clients)):
+        rows, columns = matrix.shape
+        raise ValueError(
+            f"{path}: {rows} × {columns} numbers, but {len(clients)} clients train: one row and one column "
+            "for each of them, sorted by name"
+        )
+    try:
+        check_mixing(matrix, clients)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    graph, values = _neighbour_weights((matrix + matrix.T) / 2)
+    given = np.bincount(graph.edges.ravel(), np.repeat(values, 2), minlength=graph.nodes)
+    return _assemble(graph, values, np.maximum(1.0 - given, 0.0))
+
+
+def _read_numbers(path: Path) -> Matrix:
+    from scipy.io import mmread
+    from scipy.sparse import csr_array
+
+    try:
+        if path.suffix == ".mtx":
+            return csr_array(mmread(path), dtype=np.float64)
+        text = path.read_text("utf-8-sig").replace(",", " ").splitlines()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of an empty file, which is refused by its size
+            return csr_array(np.loadtxt(text, ndmin=2))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not rows of numbers: {error}") from None
+
+
+def check_mixing(matrix: Matrix, clients: Sequence[str]) -> None:
+    """Refuse a matrix by which clients would not agree on the mean of their models.
+
+    Args:
+        matrix: W, square.
+        clients: the nodes' names.
+
+    Raises:
+        ValueError: a number is not finite or negative, W is not symmetric, not doubly stochastic, or not
+            connected, or ρ = 1. The message names the clients.
+    """
+    whole = matrix.tocoo()
+    wrong = np.flatnonzero(~(np.isfinite(whole.data) & (whole.data >= 0)))
+    if len(wrong):
+        row, column = whole.row[wrong[0]], whole.col[wrong[0]]
+        raise ValueError(
+            f"the mixing matrix has {whole.data[wrong[0]]:g} for {clients[column]!r} at {clients[row]!r}; a "
+            "weight is finite and at least 0"
+        )
+    uneven = abs(matrix - matrix.T).tocoo()
+    if uneven.data.max(initial=0.0) > _ROUNDING:
+        worst = int(uneven.data.argmax())
+        row, column = int(uneven.row[worst]), int(uneven.col[worst])
+        raise ValueError(
+            f"the mixing matrix is not symmetric: {clients[row]!r} gives {clients[column]!r} the weight "
+            f"{matrix[row, column]:g}, and {clients[column]!r} gives {clients[row]!r} {matrix[column, row]:g}"
+        )
+    sums = np.asarray(matrix.sum(axis=1)).reshape(-1)
+    worst = int(abs(sums - 1.0).argmax())
+    if abs(sums[worst] - 1.0) > _ROUNDING:
+        raise ValueError(
+            f"the mixing matrix is not doubly stochastic: the weights of {clients[worst]!r} sum to "
+            f"{sums[worst]:.7g}, not to 1; change its self weight"
+        )
+    matrix_graph(matrix).check_connected(clients)
+    if rho(matrix) >= 1 - 1e-12:
+        raise ValueError(
+            "the mixing matrix has ρ = 1: two groups swap their models for ever and never agree; give "
+            "clients a self weight"
+        )
+
+
+def rho(matrix: Matrix) -> float:
+    """ρ = ‖W − 11ᵀ/N‖₂ of a symmetric, doubly stochastic W: a mix shrinks what parts the clients by it.
+
+    >>> round(rho(mixing_matrix(Graph.of(5, [(0, 1), (0, 2), (0, 3), (0, 4)]))), 4)
+    0.8
+    """
+    nodes = matrix.shape[0]
+    if nodes <= _DENSE:
+        return float(abs(np.linalg.eigvalsh(matrix.toarray() - 1.0 / nodes)).max())
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    centred = LinearOperator(
+        (nodes, nodes), matvec=lambda x: matrix @ x.reshape(-1) - x.mean(), dtype=np.float64
+    )
+    start = Key(0).at("rho").numpy().standard_normal(nodes)
+    return float(abs(eigsh(centred, k=1, tol=1e-6, v0=start, return_eigenvectors=False)[0]))
+
+
+def rho_of_sequence(matrices: Iterable[Matrix]) -> float:
+    """√λ₂(E[W²]) for a W that changes: the root of the mean square contraction, over ``matrices`` alike.
+
+    λ₂ is the second-largest eigenvalue. With one matrix it is :func:`rho`.
+
+    Raises:
+        ValueError: there is no matrix.
+    """
+    total, count = None, 0
+    for matrix in matrices:
+        square = matrix @ matrix
+        total, count = square if total is None else total + square, count + 1
+    if total is None:
+        raise ValueError("a sequence of mixing matrices needs one at least")
+    return math.sqrt(rho(total / count))
+
+
+@dataclass(frozen=True)
+class ConsensusFactors:
+    """What the consensus error in steady state is proportional to, by its cause and by when it is measured.
+
+    Means over placements of clients on nodes, for small steps η of plain gradient descent. The factor before
+    both figures of a cause is η² κ² / (N − 1) with κ² = mean ‖∇F_i − ∇F‖², and η² / N times the variance of a
+    client's gradient.
+
+    Attributes:
+        heterogeneity_before: Σ_{k≥2} 1/(1 − λ_k)², before the mix, where clients' gradients differ.
+        heterogeneity_after: Σ λ²/(1 − λ)², after the mix.
+        noise_before: Σ 1/(1 − λ²), before the mix, where gradients are noisy.
+        noise_after: Σ λ²/(1 − λ²), after the mix.
+    """
+
+    heterogeneity_before: float
+    heterogeneity_after: float
+    noise_before: float
+    noise_after: float
+
+
+def consensus_factors(matrix: Matrix) -> ConsensusFactors:
+    """The steady state of the consensus error (1/N) Σ‖θ_i − θ̄‖² with W, a connected one; O(N³) work.
+
+    >>> consensus_factors(mixing_matrix(Graph.of(3, [(0, 1), (1, 2), (0, 2)]))).noise_before
+    2.0
+    """
+    others = np.linalg.eigvalsh(matrix.toarray())[:-1]
+    # Zeros of the complete graph come out of the decomposition as ±1e-17.
+    others = np.where(abs(others) < 1e-12, 0.0, others)
+    different, noisy = 1.0 / (1.0 - others) ** 2, 1.0 / (1.0 - others**2)
+    square = others**2
+    return ConsensusFactors(
+        *(float(terms.sum()) for terms in (different, square * different, noisy, square * noisy))
+    )

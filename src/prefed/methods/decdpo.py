@@ -1,0 +1,61 @@
+"""DecDPO: clients without a server, each of which mixes its model with its neighbours' (arXiv:2605.20696).
+
+Algorithm 2 of Distributed DPO, with W the mixing matrix of the round's graph::
+
+    client   θ_i^{½} ← θ_i; E local steps on its own pairs with the loss −log σ(β Δ_ir)
+             sends θ_i^{½} to its neighbours
+             θ_i ← Σ_j W_ij θ_j^{½}
+
+With ``order = "mix_train"`` in ``[graph]`` the mix comes first, as in the paper's listing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from prefed.core import Layout, Method
+from prefed.merge import Aggregator
+from prefed.merge.graphs import GraphName
+from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, to_neighbours
+
+SOURCE = "Distributed DPO (arXiv:2605.20696), algorithm 2"
+
+
+class Settings(LocalSettings):
+    """Settings of DecDPO. The paper's experiments: batch_size 4, beta 0.2, optimizer_state 'kept'."""
+
+    local_steps: int | None = Field(
+        5, ge=1, description="optimiser steps of a visit; give this or local_epochs"
+    )
+    local_epochs: int | None = Field(
+        None, ge=1, description="passes of a visit over the client's pairs; give this or local_steps"
+    )
+    topology: GraphName | None = Field(
+        None, description="who is whose neighbour: graph.name by another name; with both left out a ring"
+    )
+    mixing: Literal["metropolis", "max_degree"] | None = Field(
+        None, description="weight of a neighbour: graph.weights by another name"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _passes_alone(cls, values: Any) -> Any:
+        # local_epochs alone replaces the default number of steps.
+        if isinstance(values, dict) and values.get("local_epochs") is not None:
+            return {"local_steps": None, **values}
+        return values
+
+
+needs = lora_parts
+
+
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
+    """DecDPO over ``layout``.
+
+    Raises:
+        ValueError: ``[merge]`` asks for more than the graph's weights can do.
+    """
+    fedavg = FedAvgBase.of(settings, aggregator, rounds)
+    return to_neighbours(fedavg.method("decdpo", SOURCE, fedavg.exchange()), settings, aggregator.config)

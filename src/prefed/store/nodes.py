@@ -1,0 +1,198 @@
+"""The states of nodes that have no server: one file of safetensors, a row for each node.
+
+A file holds one matrix ``nodes``. It is read and written a row, or some columns of all rows, at a time, and
+is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from prefed import files
+from prefed.core.lazy import torch
+from prefed.store.commit import Commit, StoreError, damaged, keep_versions, path_of
+
+_DTYPES = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16"}
+"""Names of safetensors → of PyTorch."""
+
+
+class NodeFile:
+    """One file of rows.
+
+    Args:
+        path: the file, which is there.
+        writable: whether it may be changed.
+
+    Raises:
+        StoreError: it is no such file.
+    """
+
+    def __init__(self, path: Path, *, writable: bool = True) -> None:
+        self.path = path
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            try:
+                entry = json.loads(stream.read(length))["nodes"]
+                self.nodes, self.size = map(int, entry["shape"])
+                self.dtype: torch.dtype = getattr(torch, _DTYPES[entry["dtype"]])
+            except (ValueError, KeyError, TypeError) as error:
+                raise damaged(path, error) from error
+        self._start = 8 + length
+        self._width: int = self.dtype.itemsize
+        self._handle = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+
+    @staticmethod
+    def create(path: Path, nodes: int, size: int, dtype: torch.dtype) -> NodeFile:
+        """A new file of zeros, which only its owner may read."""
+        whole = nodes * size * dtype.itemsize
+        name = next(name for name, text in _DTYPES.items() if getattr(torch, text) == dtype)
+        entry = {"dtype": name, "shape": [nodes, size], "data_offsets": [0, whole]}
+        header = json.dumps({"nodes": entry}, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        files.remove(path)
+        files.allocate(path, 8 + len(header) + whole, mode=0o600)
+        with path.open("r+b") as stream:
+            stream.write(len(header).to_bytes(8, "little") + header)
+        return NodeFile(path)
+
+    def row(self, node: int) -> torch.Tensor:
+        """``[size]``: the numbers of a node."""
+        return self._read(node, slice(0, self.size))
+
+    def put(self, node: int, row: torch.Tensor) -> None:
+        """Replace the numbers of a node."""
+        self._write(node, slice(0, self.size), row)
+
+    def block(self, columns: slice) -> torch.Tensor:
+        """float64 ``[nodes, columns]``: some columns of all nodes."""
+        rows = torch.empty(self.nodes, columns.stop - columns.start, dtype=torch.float64)
+        for node in range(self.nodes):
+            rows[node] = self._read(node, columns)
+        return rows
+
+    def put_block(self, columns: slice, rows: torch.Tensor) -> None:
+        """Replace some columns of all nodes."""
+        for node, row in enumerate(rows):
+            self._write(node, columns, row)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._handle)
+
+    def _place(self, node: int, columns: slice) -> int:
+        return self._start + (node * self.size + int(columns.start)) * self._width
+
+    def _read(self, node: int, columns: slice) -> torch.Tensor:
+        count = (columns.stop - columns.start) * self._width
+        data = bytearray(os.pread(self._handle, count, self._place(node, columns)))
+        if len(data) != count:
+            raise damaged(self.path, f"it ends before row {node} does")
+        return torch.frombuffer(data, dtype=self.dtype)
+
+    def _write(self, node: int, columns: slice, row: torch.Tensor) -> None:
+        data = memoryview(row.to(self.dtype).contiguous().view(torch.uint8).numpy().tobytes())
+        place = self._place(node, columns)
+        try:
+            while data:
+                written = os.pwrite(self._handle, data, place)
+                data, place = data[written:], place + written
+        except OSError as error:
+            raise files.write_error(self.path, len(data), error) from error
+
+
+class NodeStates:
+    """The states of all nodes after the last committed round, for the one process that writes them.
+
+    A round writes the next states into a file of its own, which :class:`~prefed.store.RunWriter` commits.
+
+    Attributes:
+        folder: ``checkpoint/nodes`` of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._round, self._digest = 0, ""
+        self._current: NodeFile | None = None
+        self._new: dict[str, NodeFile] = {}
+
+    def current(self) -> NodeFile | None:
+        """The committed states; ``None`` before the first round, when every node has its first.
+
+        Raises:
+            StoreError: their file is damaged.
+        """
+        if self._current is None and self._digest:
+            path = path_of(self.folder, "nodes", self._round)
+            if files.file_digest(path) != self._digest:
+                raise damaged(path, "its bytes are not those that were written")
+            self._current = NodeFile(path, writable=False)
+        return self._current
+
+    def create(self, name: str, nodes: int, size: int, dtype: torch.dtype) -> NodeFile:
+        """A file for the round that runs. The one named ``"next"`` is committed with the round."""
+        files.private_folder(self.folder)
+        if name in self._new:
+            self._new.pop(name).close()
+        self._new[name] = NodeFile.create(self._path(name), nodes, size, dtype)
+        return self._new[name]
+
+    def rollback(self) -> None:
+        """Drop what was written and not committed."""
+        for name, file in self._new.items():
+            file.close()
+            files.remove(self._path(name))
+        self._new = {}
+
+    def recover(self, run: Path, commit: Commit | None) -> None:
+        """Learn which file counts, and remove all others.
+
+        Raises:
+            StoreError: the one that counts is missing.
+        """
+        for path in self.folder.glob(f"*{files.TEMPORARY}"):
+            files.remove(path)
+        self._round = commit.round if commit else 0
+        self._digest = (commit.digests.nodes if commit else None) or ""
+        keep_versions(run, self.folder, [("nodes", self._round)] if self._digest else [], "the nodes'")
+
+    def prepare(self, number: int) -> str | None:
+        """Bring the next states to the disk, for the commit of round ``number``; their digest."""
+        file = self._new.pop("next", None)
+        if file is None:
+            return None
+        file.close()
+        path = path_of(self.folder, "nodes", number)
+        files.sync(file.path)
+        files.replace(file.path, path)
+        files.sync(self.folder)
+        return files.file_digest(path)
+
+    def finish(self, commit: Commit) -> None:
+        """Delete what ``commit``, which is on the disk, has replaced."""
+        self.rollback()
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+        if self._digest:
+            files.remove(path_of(self.folder, "nodes", self._round))
+        self._round, self._digest = commit.round, commit.digests.nodes or ""
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{files.TEMPORARY}"
+
+
+def read_node(folder: Path, commit: Commit, node: int) -> torch.Tensor:
+    """The numbers of a node after the round of ``commit``.
+
+    Raises:
+        StoreError: the run keeps no nodes.
+    """
+    if commit.digests.nodes is None:
+        raise StoreError(f"{folder} holds no states of nodes")
+    file = NodeFile(path_of(folder, "nodes", commit.round), writable=False)
+    try:
+        return file.row(node)
+    finally:
+        file.close()
