@@ -1,4 +1,4 @@
-"""What the benchmarks share: pairs in memory, model shapes, CPU time."""
+"""What the benchmarks share: pairs in memory, model shapes, clocks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from peft import LoraConfig
 from prefed.data import Pair
 
 T = TypeVar("T")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent.parent / "shared"
 DATA = SHARED / "data" / "hh_harmless.train.jsonl.gz"
@@ -96,19 +97,20 @@ def shape(name: str) -> Any:
             num_key_value_heads=2,
             use_cache=False,
         )
-    elif name == "qwen2-0.5b":
+    elif name in ("qwen2-0.5b", "qwen2-1.5b"):
+        small = name == "qwen2-0.5b"
         config = transformers.Qwen2Config(
             vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
+            hidden_size=896 if small else 1536,
+            intermediate_size=4864 if small else 8960,
+            num_hidden_layers=24 if small else 28,
+            num_attention_heads=14 if small else 12,
             num_key_value_heads=2,
             tie_word_embeddings=True,
             use_cache=False,
         )
     else:
-        known = "gpt2-small-vocab, distilgpt2, llama, llama-4k, llama-8k, qwen2-0.5b"
+        known = "gpt2-small-vocab, distilgpt2, llama, llama-4k, llama-8k, qwen2-0.5b, qwen2-1.5b"
         raise SystemExit(f"no shape {name!r}: {known}")
     config.bos_token_id = config.eos_token_id = 0
     config.pad_token_id = 1
@@ -127,22 +129,49 @@ def lora_config(model: Any, targets: list[str]) -> LoraConfig:
     )
 
 
+def clock() -> float:
+    """CPU seconds of this process. With a GPU: wall seconds, once all its work is done."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def cpu_ms(work: Callable[[], object]) -> float:
-    """CPU milliseconds of this process spent in ``work``."""
-    start = time.process_time()
-    work()
-    return 1e3 * (time.process_time() - start)
+    """Milliseconds of :func:`clock` spent in ``work``."""
+    return timed(work)[0]
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """CPU milliseconds of this process spent in ``work``, and what it returns."""
-    start = time.process_time()
+    """Milliseconds of :func:`clock` spent in ``work``, and what it returns."""
+    start = clock()
     result = work()
-    return 1e3 * (time.process_time() - start), result
+    return 1e3 * (clock() - start), result
+
+
+class Memory:
+    """GPU megabytes that a work takes beyond what was there before it; the most of all its turns."""
+
+    def __init__(self) -> None:
+        self.most: dict[str, float] = {}
+
+    def of(self, name: str, work: Callable[[], T]) -> T:
+        """``work()``, noted under ``name``."""
+        if not torch.cuda.is_available():
+            return work()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = work()
+        self.most[name] = max(self.most.get(name, 0.0), (torch.cuda.max_memory_allocated() - before) / 2**20)
+        return result
+
+    def column(self, name: str) -> str:
+        """The figure of ``name`` as a column; empty without a GPU."""
+        return f"  {self.most[name]:9.0f} MiB" if name in self.most else ""
 
 
 def matmul_peak(n: int = 2048, dtype: torch.dtype = torch.float32) -> float:
-    """Best of eight n × n matrix products, in GFLOP/s of CPU time."""
-    a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
+    """Best of eight n × n matrix products, in GFLOP/s."""
+    a, b = (torch.randn(n, n, dtype=dtype, device=DEVICE) for _ in range(2))
     best = min(cpu_ms(lambda: a @ b) for _ in range(8))
     return 2 * n**3 / best / 1e6

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from common import shape, timed
+from common import DEVICE, shape, timed
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from prefed.core import Key
@@ -54,7 +54,7 @@ def main() -> None:
         base = shape(args.shape)
     base.config.use_cache = True
     base.config.eos_token_id = base.generation_config.eos_token_id = None
-    plain = copy.deepcopy(base).eval()
+    plain = copy.deepcopy(base).to(DEVICE).eval()
     config = ModelConfig(name=args.shape, lora=LoraSettings(dropout=0.0))
     # No text is read: the end-of-text token is all that is asked of a tokenizer.
     backbone = make_backbone(base, SimpleNamespace(eos_token_id=NEVER), config, Key(0))
@@ -71,7 +71,7 @@ def main() -> None:
         rows = []
         with torch.inference_mode():
             for prompt in prompts:
-                ids = torch.tensor([prompt])
+                ids = torch.tensor([prompt], device=DEVICE)
                 output = plain.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),

@@ -1,4 +1,4 @@
-"""CPU time of one DPO step beside TRL's DPOTrainer, interleaved step by step in one process.
+"""Time of one DPO step beside TRL's DPOTrainer, interleaved step by step in one process.
 
     OMP_NUM_THREADS=1 python benchmarks/dpo_step.py --shape distilgpt2
 
@@ -9,7 +9,9 @@ Peers, on the same token ids, LoRA 8/16 on the same modules, dropout 0, fp32, no
 - ``trl, precomputed, completion head``: also its LM head on completion positions only, which it does
   by itself where Triton is available.
 
-A step is collate, forward, backward, clip and AdamW. The loss of each step is compared too.
+A step is collate, forward, backward, clip and AdamW. The loss of each step is compared too. The time is CPU
+time; with a GPU it is wall time, and the memory that a step takes beyond the weights is told. ``--bf16`` adds
+both sides in bf16: the weights' dtype, and TRL's own ``bf16``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import datasets
 import numpy as np
 import torch
 import trl.trainer.utils
-from common import DATA, TOKENIZER, Pairs, load_pairs, lora_config, matmul_peak, shape, timed
+from common import DATA, TOKENIZER, Memory, Pairs, load_pairs, lora_config, matmul_peak, shape, timed
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
@@ -37,7 +39,7 @@ from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.models import LoraSettings, ModelConfig, make_backbone
 from prefed.train import PairTrainer
 
-BATCH, BETA, LR = 4, 0.1, 1e-4
+BETA, LR = 0.1, 1e-4
 
 
 class Trl:
@@ -52,22 +54,24 @@ class Trl:
         tokenizer: Path,
         reference: Any,
         compact: bool,
+        batch: int,
+        bf16: bool,
     ) -> None:
         self.pairs, self.reference, self.compact = pairs, reference, compact
         config = DPOConfig(
             output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=BATCH,
+            per_device_train_batch_size=batch,
             beta=BETA,
             learning_rate=LR,
             lr_scheduler_type="constant",
             max_length=None,
             gradient_checkpointing=False,
-            bf16=False,
+            bf16=bf16,
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
         )
         lora = lora_config(model, targets)
-        text = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * BATCH)
+        text = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * batch)
         encode = AutoTokenizer.from_pretrained(tokenizer)
         self.trainer = DPOTrainer(
             model, args=config, train_dataset=text, processing_class=encode, peft_config=lora
@@ -124,10 +128,12 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--bf16", action="store_true", help="also time our step in bf16")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--bf16", action="store_true", help="also time both sides in bf16")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    pairs = load_pairs(args.data, args.tokenizer, args.max_length, 4 * (args.steps + 2))
+    batch = args.batch
+    pairs = load_pairs(args.data, args.tokenizer, args.max_length, batch * (args.steps + 2))
     base = shape(args.shape)
     lora = LoraSettings(rank=8, alpha=16, dropout=0.0)
 
@@ -148,18 +154,22 @@ def main() -> None:
     initial = first.backbone.initial
     peers = {
         name: Trl(
-            copy.deepcopy(base),
+            copy.deepcopy(base).to(torch.bfloat16 if name.endswith("bf16") else torch.float32),
             targets,
             pairs,
             tokenizer=args.tokenizer,
             reference=cached,
             compact=compact,
+            batch=batch,
+            bf16=name.endswith("bf16"),
         )
         for name, cached, compact in (
             ("trl", None, False),
             ("trl, reference precomputed", reference, False),
             ("trl, precomputed, completion head", reference, True),
+            ("trl, precomputed, completion head, bf16", reference, True),
         )
+        if args.bf16 or not name.endswith("bf16")
     }
     for peer in peers.values():
         # The same A factors everywhere, so that losses can be compared.
@@ -175,36 +185,41 @@ def main() -> None:
         parts.names(Owner.SHARED),
         Objective("dpo", {"beta": BETA}),
         Optimizer("adamw", lr=LR),
-        BATCH,
+        batch,
         steps=1,
     )
     times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
-    worst = 0.0
+    worst, memory = 0.0, Memory()
     for step in range(args.steps + 2):
-        rows = everything[4 * step : 4 * step + 4]
+        rows = everything[batch * step : batch * (step + 1)]
         losses: dict[str, float] = {}
         for name, each in ours.items():
-            took, trained = timed(partial(each.train, initial, phase, rows, Key(step), parts))
+            took, trained = timed(
+                partial(memory.of, name, partial(each.train, initial, phase, rows, Key(step), parts))
+            )
             times[name].append(took)
             losses[name] = trained.loss
         for name, peer in peers.items():
-            took, losses[name] = timed(partial(peer.step, rows))
+            took, losses[name] = timed(partial(memory.of, name, partial(peer.step, rows)))
             times[name].append(took)
         if step == 0:
-            worst = max(abs(losses["prefed"] - losses[name]) for name in peers)
+            worst = max(abs(losses["prefed"] - losses[name]) for name in peers if not name.endswith("bf16"))
     median = {name: statistics.median(values[2:]) for name, values in times.items()}
     width = max(map(len, median))
-    print(f"{args.shape}, batch {BATCH}, max length {args.max_length}, {args.steps} steps, one core")
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "one core"
+    print(f"{args.shape}, batch {batch}, max length {args.max_length}, {args.steps} steps, {where}")
     for name, value in median.items():
-        ratios = [b / a for a, b in zip(times["prefed"][2:], times[name][2:], strict=True)]
-        print(f"  {name:<{width}}  {value:9.1f} ms  {statistics.median(ratios):6.2f}x")
+        unit = "prefed, bf16" if name.endswith("bf16") else "prefed"
+        ratios = [b / a for a, b in zip(times[unit][2:], times[name][2:], strict=True)]
+        ratio = f"{statistics.median(ratios):6.2f}x"
+        print(f"  {name:<{width}}  {value:9.1f} ms  {ratio}{memory.column(name)}")
     print(f"  first loss: largest difference from TRL {worst:.1e}")
     flops = [
-        needed_flops(first.backbone.causal.config, pairs, everything[4 * s : 4 * s + 4])
+        needed_flops(first.backbone.causal.config, pairs, everything[batch * s : batch * (s + 1)])
         for s in range(2, args.steps + 2)
     ]
     shares = [f / t / 1e6 for f, t in zip(flops, times["prefed"][2:], strict=True)]
-    if first.backbone.causal.config.model_type == "gpt2":
+    if first.backbone.causal.config.model_type == "gpt2" and not torch.cuda.is_available():
         peak, rate = matmul_peak(), statistics.median(shares)
         print(f"  needed work at {rate:.0f} GFLOP/s, {100 * rate / peak:.0f}% of {peak:.0f}")
 

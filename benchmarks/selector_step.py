@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import DATA, TOKENIZER, Pairs, load_pairs, lora_config, matmul_peak, shape, timed
+from common import DATA, DEVICE, TOKENIZER, Memory, Pairs, load_pairs, lora_config, matmul_peak, shape, timed
 from peft import get_peft_model
 from transformers import AutoTokenizer
 
@@ -81,18 +81,18 @@ class Plain:
     def __init__(self, model: Any, targets: list[str], pairs: Choices, *, labels: bool) -> None:
         self.pairs, self.labels = pairs, labels
         lora = lora_config(model, targets)
-        self.model = get_peft_model(model, lora).train()
+        self.model = get_peft_model(model, lora).to(DEVICE).train()
         self.free = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.free, lr=LR, weight_decay=0.0)
 
     def step(self, rows: np.ndarray) -> float:
         """Collate, forward, backward, clip, step; the loss."""
         pairs = [self.pairs.pair(int(row)) for row in rows]
-        ids, attention, _ = pad(pairs)
+        ids, attention, _ = pad(pairs, device=torch.device(DEVICE))
         at = attention.sum(1) - 1
-        everyone = torch.arange(len(ids))
+        everyone = torch.arange(len(ids), device=DEVICE)
         a, b = self.pairs.letters
-        better = torch.from_numpy(self.pairs.orientations[rows].astype(np.int64))
+        better = torch.from_numpy(self.pairs.orientations[rows].astype(np.int64)).to(DEVICE)
         # Order 1 shows the first response as A, order 2 as B; the right letter follows the chosen response.
         chosen_is_a = torch.stack([better == 1, better == 0], 1).view(-1)
         ids[everyone, at] = torch.where(chosen_is_a, a, b)
@@ -117,11 +117,13 @@ class PaddedTwo(PaddedChoices):
     def __call__(self, pairs: Sequence[Pair], **options: bool) -> torch.Tensor:
         """Log-odds ``[B, 2]``."""
         inputs = [Pair(prompt, first[:-1], second[:-1]) for prompt, first, second in pairs]
-        ids, attention, _ = pad(inputs)
+        ids, attention, _ = pad(inputs, device=torch.device(DEVICE))
         hidden = self.backbone.trunk(input_ids=ids, attention_mask=attention, use_cache=False)[0]
-        last = hidden[torch.arange(len(ids)), attention.sum(1) - 1]
+        last = hidden[torch.arange(len(ids), device=DEVICE), attention.sum(1) - 1]
         weight = self.backbone.causal.get_output_embeddings().weight[self._letters]
-        targets = torch.tensor([int(x[-1]) for pair in pairs for x in (pair.chosen, pair.rejected)])
+        targets = torch.tensor(
+            [int(x[-1]) for pair in pairs for x in (pair.chosen, pair.rejected)], device=DEVICE
+        )
         return log_odds(last @ weight.t(), targets, self._letters)
 
 
@@ -137,12 +139,12 @@ class PackedTwo(PackedChoices):
 
     def _pack(self, pairs: Sequence[Pair], rejected: bool, rewards: bool) -> Packing:
         if self._share:
-            return Packing.of(pairs)
+            return Packing.of(pairs, device=self.backbone.device)
         orders = [Pair(p.prompt, x, x) for p in pairs for x in (p.chosen, p.rejected)]
-        return Packing.of(orders, rejected=False)
+        return Packing.of(orders, rejected=False, device=self.backbone.device)
 
     def _read(self, packing: Packing, hidden: torch.Tensor) -> torch.Tensor:
-        end = torch.cat([packing.response[1:] != packing.response[:-1], torch.tensor([True])])
+        end = torch.cat([packing.response[1:] != packing.response[:-1], torch.tensor([True], device=DEVICE)])
         packing.targets = packing.targets[end]
         return super()._read(packing, hidden[packing.pick[end]])
 
@@ -193,15 +195,17 @@ def main() -> None:
     phase = Phase("train", parts.names(Owner.SHARED), Objective("choice"), optimizer, batch, steps=1)
     times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
     losses: dict[str, float] = {}
+    memory = Memory()
     everything, worst = np.arange(len(pairs)), 0.0
     for step in range(args.steps + 2):
         rows = everything[batch * step : batch * (step + 1)]
         for name, each in ours.items():
-            took, trained = timed(partial(each.train, first.initial, phase, rows, Key(step), parts))
+            visit = partial(each.train, first.initial, phase, rows, Key(step), parts)
+            took, trained = timed(partial(memory.of, name, visit))
             times[name].append(took)
             losses[name] = trained.loss
         for name, peer in peers.items():
-            took, losses[name] = timed(partial(peer.step, rows))
+            took, losses[name] = timed(partial(memory.of, name, partial(peer.step, rows)))
             times[name].append(took)
         if step == 0:
             same = [value for name, value in losses.items() if name != "plain, labels"]
@@ -220,7 +224,7 @@ def main() -> None:
     print(f"  tokens of a batch: {statistics.mean(padded):.0f} padded, {packed:.0f} packed")
     for name, value in median.items():
         ratios = [b / a for a, b in zip(times["prefed"][2:], times[name][2:], strict=True)]
-        print(f"  {name:<{width}}  {value:9.1f} ms  {statistics.median(ratios):6.2f}x")
+        print(f"  {name:<{width}}  {value:9.1f} ms  {statistics.median(ratios):6.2f}x{memory.column(name)}")
     print(f"  first loss: largest difference {worst:.1e}; products at {matmul_peak():.0f} GFLOP/s")
 
 
