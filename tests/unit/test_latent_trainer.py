@@ -269,3 +269,45 @@ def test_one_model_judges_by_both_tastes(pairs):
         ]
         assert right[own] >= 5 / 6
         assert right[1 - own] <= 1 / 6
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_pairs_are_judged_each_at_its_own_taste(pairs, lora):
+    """As if each were judged alone with this taste in the tensors; no taste given is that of the tensors."""
+    model = backbone(LATENT | ({"lora"} if lora else set()))
+    trainer, rows = PairTrainer(model, pairs), ROWS[[3, 25, 8]]
+    tensors = Tensors(model.layout, model.initial.flat + 0.05)
+    z = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
+    got = trainer.choice_scores(tensors, rows, z)
+    alone = [
+        trainer.choice_scores(tensors.replace({"latent/z": taste}), rows)[place]
+        for place, taste in enumerate(z)
+    ]
+    np.testing.assert_allclose(got, alone, rtol=1e-5, atol=1e-6)
+    one = trainer.choice_scores(tensors, rows, z[1])
+    assert one[1] == pytest.approx(got[1], rel=1e-5)
+    assert np.abs(one - got)[[0, 2]].min() > 1e-4
+    np.testing.assert_array_equal(
+        trainer.choice_scores(tensors, rows), trainer.choice_scores(tensors, rows, tensors["latent/z"])
+    )
+
+
+def test_another_taste_runs_no_text_again(pairs, monkeypatch):
+    """Hidden states and the base's log-odds are kept: the second taste costs the small networks alone."""
+    trainer = PairTrainer(backbone(), pairs)
+    start = trainer.backbone.initial
+    first = trainer.choice_scores(start, ROWS[:5], torch.ones(4))
+    monkeypatch.setattr(trainer.model, "forward", None)
+    assert not np.allclose(trainer.choice_scores(start, ROWS[:5], -torch.ones(4)), first)
+    np.testing.assert_array_equal(trainer.choice_scores(start, ROWS[:5], torch.ones(4)), first)
+
+
+def test_tastes_of_another_shape_are_refused(pairs):
+    trainer = PairTrainer(backbone(), pairs)
+    start = trainer.backbone.initial
+    for shape in ((5,), (1, 4), (3, 5)):
+        with pytest.raises(ValueError, match=r"it takes \[4\] for one taste, or \[3, 4\]"):
+            trainer.choice_scores(start, ROWS[:3], torch.zeros(shape))
+    plain = backbone(frozenset({"lora"}))
+    with pytest.raises(ValueError, match="no latent taste: it cannot judge at one"):
+        PairTrainer(plain, pairs).choice_scores(plain.initial, ROWS[:3], torch.zeros(4))

@@ -22,9 +22,10 @@ from prefed.models.parameters import (
     RewardHead,
     lora_layers,
 )
+from prefed.models.taste_map import TASTE_MAP, TasteMap
 from prefed.models.variational import DECODER
 
-_TRUNK_PARTS = frozenset({"lora", "residual", "personal_lora", "gate", "norm"})
+_TRUNK_PARTS = frozenset({"lora", "residual", "personal_lora", "gate", "norm", TASTE_MAP})
 """Parts inside the trunk; while none of them trains, the trunk's output for a pair does not change."""
 
 _FLAGS = frozenset({"outputs", "factors", "cap"})
@@ -48,7 +49,8 @@ class Backbone:
         initial: the tensors every client starts from: A from one seeded draw, B zero.
         reference: the tensors that make the untouched model: every B is zero, and a personal LoRA is zero
             throughout. So a shared LoRA put over them acts alone, in whatever way the two branches join. A
-            variational selector's decoder is zero, so it adds nothing to the base model's log-odds.
+            variational selector's decoder is zero, so it adds nothing to the base model's log-odds, and a
+            taste map is zero, so it adds nothing at any taste.
         scaling: alpha / rank.
         family: the model's family; ``None`` if it is not known.
         parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
@@ -121,6 +123,11 @@ class Backbone:
     def reward(self) -> RewardHead | None:
         """The reward head, if the model has one."""
         return getattr(self.causal, "prefed_reward", None)
+
+    @property
+    def taste_map(self) -> TasteMap | None:
+        """The map from a taste to the input embeddings, if the model has one."""
+        return getattr(self.causal, "prefed_taste_map", None)
 
     def trains_trunk(self, names: Iterable[str]) -> bool:
         """Whether any of ``names`` lies inside the trunk."""
@@ -286,7 +293,7 @@ def make_backbone(
             bases[f"residual/{stem}/W"] = (weight, weight.detach().clone(), transposed)
     reference = initial.clone()
     for entry in layout.entries:
-        if entry.factor == "B" or entry.part == "personal_lora" or entry.name in DECODER:
+        if entry.factor == "B" or entry.part in ("personal_lora", TASTE_MAP) or entry.name in DECODER:
             reference[entry.name].zero_()
     return Backbone(
         model=wrapped,

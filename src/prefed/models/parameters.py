@@ -17,6 +17,7 @@ from prefed.models.config import ModelConfig
 from prefed.models.families import Family
 from prefed.models.fused import fuse_lora
 from prefed.models.starts import uniform
+from prefed.models.taste_map import START, TASTE_MAP, TasteMap
 from prefed.models.variational import LATENT, POSTERIOR, PROTOTYPES, VARIATIONAL, VariationalSelector
 
 
@@ -253,6 +254,19 @@ def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
         yield ParameterSpec(Entry(name, tuple(start.shape), part), start, lambda parameter: None)
 
 
+def _taste_map(context: PartContext) -> Iterator[ParameterSpec]:
+    """W ~ N(0, 1e-3²) and b = 0; the map is the model's attribute ``prefed_taste_map``, and no module."""
+    embeddings = context.causal.get_input_embeddings()
+    added = TasteMap(embeddings)
+    object.__setattr__(context.causal, "prefed_taste_map", added)
+    dim, width = embeddings.weight.shape[1], context.config.variational.latent
+    name = f"{TASTE_MAP}/weight"
+    start = START * torch.randn((dim, width), generator=context.key.at(TASTE_MAP, name).torch())
+    yield ParameterSpec(Entry(name, (dim, width), TASTE_MAP), start, _set(added, "weight"))
+    bias = Entry(f"{TASTE_MAP}/bias", (dim,), TASTE_MAP)
+    yield ParameterSpec(bias, torch.zeros(dim), _set(added, "bias"))
+
+
 PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "lora": _lora,
     "residual": _residual,
@@ -263,6 +277,7 @@ PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "head": _head,
     "reward": _reward,
     "value": _value,
+    TASTE_MAP: _taste_map,
     **{part: functools.partial(_taste, part) for part in (VARIATIONAL, PROTOTYPES, POSTERIOR, LATENT)},
 }
 """Part → its builder, in the order of a layout; the parts inside the trunk come first."""

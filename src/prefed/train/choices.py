@@ -14,9 +14,10 @@ import torch
 
 from prefed.data import Pair
 from prefed.models import Backbone
+from prefed.models.taste_map import tasting
 from prefed.train.packed import PackedForward
 from prefed.train.packing import Packing
-from prefed.train.padded import PaddedForward, pad
+from prefed.train.padded import PaddedForward, by_response, pad
 
 Letters = tuple[int, int]
 """Token ids of the letters A and B."""
@@ -52,13 +53,19 @@ class PaddedChoices(PaddedForward):
         self._letters = torch.tensor(letters, device=backbone.device)
 
     def __call__(
-        self, pairs: Sequence[Pair], *, rejected: bool = True, rewards: bool = False
+        self,
+        pairs: Sequence[Pair],
+        *,
+        rejected: bool = True,
+        rewards: bool = False,
+        tastes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """From B pairs to ``[B, 2]``, as :class:`PackedChoices` gives them."""
         # A sequence that fills the context has no place for the letter itself.
         inputs = [Pair(prompt, first[:-1], second[:-1]) for prompt, first, second in pairs]
         ids, attention, _ = pad(inputs, device=self.backbone.device)
-        logits = self.backbone.causal(input_ids=ids, attention_mask=attention, use_cache=False).logits
+        with tasting(self.backbone.taste_map, by_response(tastes)):
+            logits = self.backbone.causal(input_ids=ids, attention_mask=attention, use_cache=False).logits
         last = logits[torch.arange(len(ids), device=ids.device), attention.sum(1) - 1]
         targets = [int(branch[-1]) for pair in pairs for branch in (pair.chosen, pair.rejected)]
         return log_odds(

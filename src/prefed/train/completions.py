@@ -34,6 +34,7 @@ from transformers import (
 
 from prefed.core import Key, Tensors
 from prefed.models import Backbone
+from prefed.models.taste_map import tasting
 from prefed.train.generation import Sampling, end_tokens, room_for
 from prefed.train.packed import NAME as PACKED
 
@@ -59,6 +60,7 @@ def complete_batch(
     prompts: Sequence[Sequence[int]],
     how: Sampling,
     keys: Sequence[Key],
+    tastes: torch.Tensor | None = None,
 ) -> list[list[int]]:
     """One response to each prompt, as token ids without the end-of-text token.
 
@@ -70,9 +72,11 @@ def complete_batch(
         tensors: full layout; ``backbone.reference`` makes the untouched model.
         prompts: token ids, all of one length; see :func:`length_batches`.
         keys: the randomness of each response.
+        tastes: ``[B, d_z]``, at which a policy that takes a taste writes each response; ``None`` for none.
 
     Raises:
-        ValueError: the prompts have different lengths, are not as many as the keys, or fill the window.
+        ValueError: the prompts have different lengths, are not as many as the keys or tastes, or fill the
+            window; or tastes are given and the model takes none.
     """
     if len({len(prompt) for prompt in prompts}) != 1 or len(prompts) != len(keys):
         lengths = sorted({len(prompt) for prompt in prompts})
@@ -80,6 +84,8 @@ def complete_batch(
             f"a batch has prompts of one length and a key for each; these are {len(prompts)} prompts of "
             f"lengths {lengths} and {len(keys)} keys"
         )
+    if tastes is not None and len(tastes) != len(prompts):
+        raise ValueError(f"there are {len(tastes)} tastes for {len(prompts)} prompts: give one for each")
     length, ends, room = len(prompts[0]), end_tokens(backbone), room_for(backbone, len(prompts[0]), how)
     # A cache that grows is copied for every token. One of fixed size is not, but not every model takes one.
     fixed = backbone.family is not None
@@ -95,7 +101,7 @@ def complete_batch(
         pad_token_id=min(ends),
     )
     backbone.load(tensors)
-    with _usual_attention(backbone), torch.inference_mode():
+    with _usual_attention(backbone), torch.inference_mode(), tasting(backbone.taste_map, tastes):
         output = backbone.causal.generate(
             ids,
             attention_mask=torch.ones_like(ids),

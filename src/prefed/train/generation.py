@@ -12,6 +12,7 @@ from prefed.core.strict import StrictModel
 from prefed.data import Message, Prompt, Template
 from prefed.data.templates import start_tokens
 from prefed.models import Backbone
+from prefed.models.taste_map import tasting
 
 _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
@@ -86,15 +87,23 @@ def end_tokens(backbone: Backbone) -> set[int]:
     }
 
 
-def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampling, key: Key) -> str:
+def complete(
+    backbone: Backbone,
+    tensors: Tensors,
+    prompt: list[int],
+    how: Sampling,
+    key: Key,
+    taste: torch.Tensor | None = None,
+) -> str:
     """One response to a prompt.
 
     Args:
         tensors: full layout; ``backbone.reference`` makes the untouched model.
         key: the randomness; equal keys draw with equal random numbers, also under other tensors.
+        taste: ``[d_z]``, at which a policy that takes a taste responds; ``None`` for none.
 
     Raises:
-        ValueError: the prompt fills the model's window.
+        ValueError: the prompt fills the model's window; or a taste is given and the model takes none.
     """
     from transformers import GenerationConfig
 
@@ -113,7 +122,12 @@ def complete(backbone: Backbone, tensors: Tensors, prompt: list[int], how: Sampl
     ids = torch.tensor([prompt], device=backbone.device)
     backbone.load(tensors)
     devices = [backbone.device] if backbone.device.type == "cuda" else []
-    with torch.inference_mode(), torch.random.fork_rng(devices=devices):
+    tastes = None if taste is None else taste[None]
+    with (
+        torch.inference_mode(),
+        torch.random.fork_rng(devices=devices),
+        tasting(backbone.taste_map, tastes),
+    ):
         torch.manual_seed(key.number())
         output = backbone.causal.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings

@@ -94,20 +94,33 @@ class LatentTrainer:
         values, _ = CHOICE(ChoiceBatch(orders, torch.from_numpy(self._model.signs(rows))))
         return float(values.mean())
 
-    def orders(self, tensors: Tensors, rows: Rows) -> npt.NDArray[np.float32]:
-        """``[n, 2]`` log-odds that the first response is better, in both presentation orders, at the taste in
-        ``tensors``. No label of ``rows`` is read.
+    def orders(self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None) -> npt.NDArray[np.float32]:
+        """``[n, 2]`` log-odds that the first response is better, in both presentation orders.
+
+        No label of ``rows`` is read. What does not depend on z is computed once for each pair.
+
+        Args:
+            z: the taste of all pairs ``[d_z]``, or of each ``[n, d_z]``; ``None`` for that in ``tensors``.
+
+        Raises:
+            ValueError: z has another shape.
         """
-        backbone = self._model.backbone
+        backbone, width = self._model.backbone, self._selector.settings.latent
+        if z is not None and z.shape not in ((width,), (len(rows), width)):
+            raise ValueError(
+                f"z has the shape {list(z.shape)}; it takes [{width}] for one taste, "
+                f"or [{len(rows)}, {width}] for a taste per pair"
+            )
         self._features.fill(rows)
         self._references.fill_scoring(rows)
         backbone.load(tensors)
         base = torch.from_numpy(
             self._model.outputs(rows) if self._adapted else self._references.scoring.get(rows)
         )
+        taste = self._weights[Z] if z is None else z.to(backbone.device, torch.float32)
         with torch.no_grad():
             orders = self._selector.log_odds(
-                self._weights, self._features.get(rows), self._weights[Z], base.to(backbone.device)
+                self._weights, self._features.get(rows), taste, base.to(backbone.device)
             )
         values: npt.NDArray[np.float32] = orders.cpu().numpy()
         return values
@@ -204,7 +217,7 @@ class LatentTrainer:
 
         def forward(number: int) -> torch.Tensor:
             torch.manual_seed(key.at("dropout", number).number())
-            return model.forward(model.pairs(groups[number]))
+            return model.run(groups[number])
 
         # First the slope of the loss at every output, then one pass for each group that fits into memory.
         with torch.no_grad():

@@ -120,10 +120,10 @@ class LossTrainer:
 
         def forward(number: int) -> torch.Tensor:
             torch.manual_seed(key.at("dropout", number).number())
-            pairs = model.pairs(groups[number])
             if features is None:
-                return model.forward(pairs, rejected=loss.needs_rejected, rewards=loss.needs_reward)
+                return model.run(groups[number], rejected=loss.needs_rejected, rewards=loss.needs_reward)
             assert isinstance(model.forward, PackedForward)
+            pairs = model.pairs(groups[number])
             trunk = [features[int(row)] for row in groups[number]]
             return model.forward.top(pairs, trunk, rejected=loss.needs_rejected, rewards=loss.needs_reward)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from prefed.data import Pair
 from prefed.models import Backbone
 from prefed.models.families import Family
+from prefed.models.taste_map import tasting
 from prefed.train.logprobs import token_logprobs
 from prefed.train.packing import Packing, Segment
 
@@ -142,21 +143,24 @@ def enable_packing(backbone: Backbone) -> bool:
     return True
 
 
-def trunk_hidden(backbone: Backbone, packing: Packing) -> torch.Tensor:
+def trunk_hidden(backbone: Backbone, packing: Packing, tastes: torch.Tensor | None = None) -> torch.Tensor:
     """The last block's output at the packing's rows, before the final norm.
 
     Args:
         backbone: its model takes packed input, see :func:`enable_packing`.
+        tastes: ``[B, d_z]``, of each pair; ``None`` for a model that takes none.
 
     Returns:
         ``[K, d]``, in the model's dtype.
     """
     assert backbone.final is not None
     backbone.final.bypass = True
+    lengths = [segment.length for segment in packing.segments]
     try:
-        backbone.trunk(
-            input_ids=packing.ids, position_ids=packing.positions, use_cache=False, packing=packing
-        )
+        with tasting(backbone.taste_map, tastes, lengths):
+            backbone.trunk(
+                input_ids=packing.ids, position_ids=packing.positions, use_cache=False, packing=packing
+            )
     finally:
         backbone.final.bypass = False
     hidden, packing.hidden = packing.hidden, None
@@ -208,14 +212,19 @@ class PackedForward:
         self.backbone = backbone
 
     def __call__(
-        self, pairs: Sequence[Pair], *, rejected: bool = True, rewards: bool = False
+        self,
+        pairs: Sequence[Pair],
+        *,
+        rejected: bool = True,
+        rewards: bool = False,
+        tastes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """From B pairs to ``[B, 2]``, or ``[B, 4]`` with ``rewards``; see :func:`top_outputs`.
 
-        ``rejected=False`` leaves the rejected responses out; their columns are 0.
+        ``rejected=False`` leaves the rejected responses out; their columns are 0. ``tastes`` is ``[B, d_z]``.
         """
         packing = self._pack(pairs, rejected, rewards)
-        return self._read(packing, trunk_hidden(self.backbone, packing))
+        return self._read(packing, trunk_hidden(self.backbone, packing, tastes))
 
     def features(
         self, pairs: Sequence[Pair], *, rejected: bool = True, rewards: bool = False

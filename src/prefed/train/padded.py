@@ -9,6 +9,7 @@ import torch
 
 from prefed.data import Pair
 from prefed.models import Backbone
+from prefed.models.taste_map import tasting
 
 
 def pad(
@@ -32,6 +33,11 @@ def pad(
     return ids.to(device), attention.to(device), completion.to(device)
 
 
+def by_response(tastes: torch.Tensor | None, *, rejected: bool = True) -> torch.Tensor | None:
+    """``[B, d_z]`` tastes of pairs → those of the rows that :func:`pad` gives."""
+    return tastes if tastes is None or not rejected else tastes.repeat_interleave(2, 0)
+
+
 class PaddedForward:
     """Summed log-probability of every response, for any causal language model."""
 
@@ -39,22 +45,29 @@ class PaddedForward:
         self.backbone = backbone
 
     def __call__(
-        self, pairs: Sequence[Pair], *, rejected: bool = True, rewards: bool = False
+        self,
+        pairs: Sequence[Pair],
+        *,
+        rejected: bool = True,
+        rewards: bool = False,
+        tastes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """From pairs to the numbers that losses read.
 
         Args:
             rejected: ``False`` leaves the rejected responses out; their columns are 0.
             rewards: also run the reward head.
+            tastes: ``[B, d_z]``, of each pair; ``None`` for a model that takes none.
 
         Returns:
             ``[B, 2]``, or ``[B, 4]`` with ``rewards``; see :func:`prefed.train.packed.top_outputs`.
         """
         backbone = self.backbone
         ids, attention, completion = pad(pairs, rejected=rejected, device=backbone.device)
-        out = backbone.causal(
-            input_ids=ids, attention_mask=attention, use_cache=False, output_hidden_states=rewards
-        )
+        with tasting(backbone.taste_map, by_response(tastes, rejected=rejected)):
+            out = backbone.causal(
+                input_ids=ids, attention_mask=attention, use_cache=False, output_hidden_states=rewards
+            )
         tokens = out.logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         columns = [(tokens * completion[:, 1:]).sum(1)]
         if rewards:

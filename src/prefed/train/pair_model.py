@@ -31,13 +31,28 @@ class PairModel:
         tokens: all pairs; callers name them by row.
         max_tokens: tokens of one forward pass; larger batches are split into groups.
         fast: use packed batches where the model's family allows them.
+        tastes: ``[len(tokens), d_z]``, at which the model takes each pair; ``None`` for no taste.
 
     Attributes:
         forward: pairs → log-probabilities, or log-odds of choices; see :func:`choose_forward`.
+
+    Raises:
+        ValueError: there is not one taste for each pair.
     """
 
-    def __init__(self, backbone: Backbone, tokens: TokenSet, *, max_tokens: int, fast: bool) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        tokens: TokenSet,
+        *,
+        max_tokens: int,
+        fast: bool,
+        tastes: torch.Tensor | None = None,
+    ) -> None:
+        if tastes is not None and len(tastes) != len(tokens):
+            raise ValueError(f"there are {len(tastes)} tastes for {len(tokens)} pairs: give one for each")
         self.backbone, self.tokens, self.max_tokens = backbone, tokens, max_tokens
+        self._tastes = None if tastes is None else tastes.to(backbone.device)
         longest = longest_sequence(tokens)
         self.forward = choose_forward(backbone, fast=fast, longest=longest, letters=tokens.letters)
 
@@ -60,20 +75,29 @@ class PairModel:
             total += int(tokens)
         return [*groups, rows[start:]]
 
+    def tastes(self, rows: Rows) -> torch.Tensor | None:
+        """``[n, d_z]`` the tastes of ``rows``, if the pairs have any."""
+        return None if self._tastes is None else self._tastes[torch.from_numpy(rows).to(self._tastes.device)]
+
+    def run(self, rows: Rows, *, rejected: bool = True, rewards: bool = False) -> torch.Tensor:
+        """:attr:`forward` of ``rows``, each at its own taste, in one pass."""
+        return self.forward(self.pairs(rows), rejected=rejected, rewards=rewards, tastes=self.tastes(rows))
+
     def outputs(self, rows: Rows, *, rewards: bool = False) -> npt.NDArray[np.float32]:
         """``[n, 2]``, with ``rewards`` ``[n, 4]``: :attr:`forward` of ``rows``, without gradients."""
         with torch.inference_mode():
-            outputs = [self.forward(self.pairs(group), rewards=rewards).cpu() for group in self.groups(rows)]
+            outputs = [self.run(group, rewards=rewards).cpu() for group in self.groups(rows)]
         return torch.cat(outputs).numpy()
 
     def features(self, rows: Rows, *, rejected: bool = True, rewards: bool = False) -> Features | None:
         """The trunk's output for every row, for a phase that trains nothing inside the trunk.
 
         Returns:
-            ``None`` where the model has no packed path, or the output is too large to hold.
+            ``None`` where the model has no packed path, the pairs have tastes, or the output is too large to
+            hold.
         """
         size = self.tokens.lengths[rows].sum() * self.backbone.causal.config.hidden_size
-        if not isinstance(self.forward, PackedForward) or size > MAX_FEATURES:
+        if not isinstance(self.forward, PackedForward) or self._tastes is not None or size > MAX_FEATURES:
             return None
         features: Features = {}
         with torch.no_grad():

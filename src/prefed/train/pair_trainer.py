@@ -61,6 +61,8 @@ class PairTrainer:
         rewards: a reward model's scores, for offline PPO.
         responses: how a selector with a latent taste reads responses; left out, by the model's tokenizer and
             within its context.
+        tastes: ``[len(tokens), d_z]``, at which a policy that takes a taste trains on each pair and scores
+            it. They are constants, and change nothing for the reference.
 
     Attributes:
         trainers: objective → its trainer, where it is no loss of :data:`prefed.losses.OBJECTIVES`.
@@ -77,9 +79,10 @@ class PairTrainer:
         fast: bool = True,
         rewards: Rewards | None = None,
         responses: ResponseEncoder | None = None,
+        tastes: torch.Tensor | None = None,
     ) -> None:
         self.backbone = backbone
-        self.model = PairModel(backbone, tokens, max_tokens=max_tokens, fast=fast)
+        self.model = PairModel(backbone, tokens, max_tokens=max_tokens, fast=fast, tastes=tastes)
         self.references = ReferenceLogprobs(self.model, cache, name)
         self.trainers: Mapping[str, ObjectiveTrainer] = {}
         self._loss_trainer: LossTrainer
@@ -161,25 +164,33 @@ class PairTrainer:
             rewards=outputs[:, 2:] if has_rewards else None,
         )
 
-    def choice_scores(self, tensors: Tensors, rows: Rows) -> npt.NDArray[np.float32]:
+    def choice_scores(
+        self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None
+    ) -> npt.NDArray[np.float32]:
         """``[n]`` log-odds, the mean of both presentation orders, that a pair's first response is better.
 
         The first is the one that comes first in alphabetical order, whichever of the two is the chosen one.
 
+        Args:
+            z: the latent taste of all rows ``[d_z]``, or of each ``[n, d_z]``; ``None`` for that in
+                ``tensors``.
+
         Raises:
-            ValueError: the pairs are no choices.
+            ValueError: the pairs are no choices, or the model has no latent taste of that shape.
         """
         if self.model.tokens.letters is None:
             raise ValueError(
                 "these pairs are a policy's: only a selector's pairs end with a letter to choose"
             )
-        scores: npt.NDArray[np.float32] = self._orders(tensors, _not_empty(rows)).mean(1)
+        scores: npt.NDArray[np.float32] = self._orders(tensors, _not_empty(rows), z).mean(1)
         return scores
 
-    def _orders(self, tensors: Tensors, rows: Rows) -> npt.NDArray[np.float32]:
+    def _orders(self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None) -> npt.NDArray[np.float32]:
         """``[n, 2]`` log-odds that the first response is better, in both presentation orders."""
         if self._latent is not None:
-            return self._latent.orders(tensors, rows)
+            return self._latent.orders(tensors, rows, z)
+        if z is not None:
+            raise ValueError("this model has no latent taste: it cannot judge at one")
         self.backbone.load(tensors)
         return self.model.outputs(rows)
 

@@ -195,7 +195,8 @@ class PPOTrainer:
     def _outputs(self, rows: Rows, features: Features | None) -> TokenOutputs:
         model = self._model
         trunk = None if features is None else [features[int(row)] for row in rows]
-        return token_outputs(model.backbone, model.forward, model.pairs(rows), trunk)
+        pairs, tastes = model.pairs(rows), model.tastes(rows)
+        return token_outputs(model.backbone, model.forward, pairs, trunk, tastes)
 
     def _backward(
         self, rows: Rows, start: _PairRollouts, settings: Mapping[str, float], features: Features | None

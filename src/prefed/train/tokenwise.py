@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from prefed.data import Pair
 from prefed.models import Backbone
+from prefed.models.taste_map import tasting
 from prefed.train.logprobs import BLOCK
 from prefed.train.packed import PackedForward, trunk_hidden
 from prefed.train.packing import Packing
-from prefed.train.padded import PaddedForward, pad
+from prefed.train.padded import PaddedForward, by_response, pad
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def token_outputs(
     forward: PackedForward | PaddedForward,
     pairs: Sequence[Pair],
     features: Sequence[torch.Tensor] | None = None,
+    tastes: torch.Tensor | None = None,
 ) -> TokenOutputs:
     """The completion tokens of ``pairs`` under the tensors in the model.
 
@@ -119,11 +121,12 @@ def token_outputs(
         backbone: a model with the part ``"value"``.
         features: the trunk's output for each pair (:meth:`prefed.train.packed.PackedForward.features`);
             ``None`` runs the trunk.
+        tastes: ``[B, d_z]``, of each pair; ``None`` for a model that takes none.
     """
     if isinstance(forward, PaddedForward):
-        return _plain(backbone, pairs)
+        return _plain(backbone, pairs, tastes)
     packing = Packing.of(pairs, device=backbone.device)
-    hidden = trunk_hidden(backbone, packing) if features is None else torch.cat(list(features))
+    hidden = trunk_hidden(backbone, packing, tastes) if features is None else torch.cat(list(features))
     assert backbone.final is not None
     final = backbone.final.norm(hidden)[packing.pick]
     weight = backbone.causal.get_output_embeddings().weight
@@ -131,10 +134,13 @@ def token_outputs(
     return TokenOutputs(logprobs, _values(backbone, final), entropies)
 
 
-def _plain(backbone: Backbone, pairs: Sequence[Pair]) -> TokenOutputs:
+def _plain(backbone: Backbone, pairs: Sequence[Pair], tastes: torch.Tensor | None) -> TokenOutputs:
     """Padded batches through the model's own forward, full logits."""
     ids, attention, completion = pad(pairs, device=backbone.device)
-    out = backbone.causal(input_ids=ids, attention_mask=attention, use_cache=False, output_hidden_states=True)
+    with tasting(backbone.taste_map, by_response(tastes)):
+        out = backbone.causal(
+            input_ids=ids, attention_mask=attention, use_cache=False, output_hidden_states=True
+        )
     # The position before a token predicts it.
     at = completion[:, 1:]
     every = out.logits[:, :-1][at].float().log_softmax(1)
