@@ -11,17 +11,20 @@ from peft import PeftModel
 from tests.small_models import VOCABULARY, away, causal
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from prefed.align.policy import load_base, save_over_start
 from prefed.core import Key
 from prefed.models import (
     ModelConfig,
     ModelError,
     load_backbone,
     load_client,
+    make_backbone,
     save_adapter,
     save_client,
     save_merged,
 )
 from prefed.models.parameters import PART_BUILDERS
+from prefed.models.taste_map import TASTE_MAP, tasting
 
 IDS = torch.arange(1, 13)[None]
 
@@ -131,6 +134,111 @@ def test_unknown_names_are_refused(base: Path, tmp_path: Path) -> None:
         load_backbone(
             ModelConfig.model_validate({"name": str(base), "lora": {"targets": ["nothing"]}}), Key(0)
         )
+
+
+# A policy that takes a taste, for one
+
+
+TASTE = torch.linspace(-2, 2, 32)
+
+
+def at_taste(model, taste=TASTE) -> torch.Tensor:
+    with tasting(model.taste_map, taste[None]):
+        return logits(model.causal)
+
+
+@pytest.mark.parametrize("needs", [(), ("personal_lora", "gate")])
+def test_an_adapter_for_one_taste_in_peft(base: Path, tmp_path: Path, needs: tuple[str, ...]) -> None:
+    """The bare base and PEFT's own loader give our logits at this taste, and not those without it. Of the
+    three models two have a head that is tied to the input embeddings, and Gemma scales what these give."""
+    model, tensors = load(base, TASTE_MAP, *needs)
+    want = at_taste(model)
+    save_adapter(model, tensors, tmp_path / "adapter", TASTE)
+    got = logits(PeftModel.from_pretrained(plain(base), tmp_path / "adapter").eval())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits(model.causal), want, atol=1e-2)
+    torch.testing.assert_close(at_taste(model), want, rtol=0, atol=0)
+
+
+def test_a_merged_model_for_one_taste(base: Path, tmp_path: Path) -> None:
+    """Plain transformers alone. A tied head is written apart: e(z) in it would add h · e(z) to all logits."""
+    model, tensors = load(base, TASTE_MAP)
+    want = at_taste(model)
+    save_merged(model, tensors, tmp_path / "merged", TASTE)
+    merged = plain(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), want, rtol=1e-5, atol=1e-5)
+    assert not merged.config.tie_word_embeddings
+    torch.testing.assert_close(at_taste(model), want, rtol=0, atol=0)
+
+
+def test_an_adapter_for_one_taste_joins_the_one_at_the_start(base: Path, tmp_path: Path) -> None:
+    """The policy lies over a base with an adapter of rank 2 in its weights. PEFT gives its logits from the
+    bare base. So does what is loaded to be judged, where the adapter is merged: there a tied head parts from
+    the embeddings first."""
+    settings = {"name": str(base), "device": "cpu", "lora": {"rank": 2}}
+    first = load_backbone(ModelConfig.model_validate(settings), Key(2))
+    save_adapter(first, away(first.layout, first.initial, seed=8), tmp_path / "start")
+    config = ModelConfig.model_validate({**settings, "lora": {"rank": 3}})
+    causal = PeftModel.from_pretrained(plain(base), tmp_path / "start").merge_and_unload()
+    policy = make_backbone(causal, None, config, Key(1), frozenset({"lora", TASTE_MAP}))
+    tensors = away(policy.layout, policy.initial)
+    policy.load(tensors)
+    want = at_taste(policy)
+    save_over_start(policy, tensors, tmp_path / "start", tmp_path / "joined", TASTE)
+    got = logits(PeftModel.from_pretrained(plain(base), tmp_path / "joined").eval())
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    merged = load_base(config, 0, tmp_path / "joined")
+    torch.testing.assert_close(logits(merged.causal), want, rtol=1e-4, atol=1e-5)
+
+
+def test_capped_logits_of_a_tied_head(tmp_path: Path) -> None:
+    """Gemma 2 puts logits through c · tanh(logit / c). With e(z) in a tied head that would change the
+    probabilities; in the files it is in the embeddings alone, also where it is merged."""
+    config = transformers.Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        final_logit_softcapping=2.0,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    causal = transformers.Gemma2ForCausalLM(config).eval()
+    assert causal.lm_head.weight is causal.model.embed_tokens.weight
+    causal.save_pretrained(tmp_path / "base")
+    settings = {"name": "gemma2", "device": "cpu", "lora": {"rank": 3}}
+    needs = frozenset({"lora", TASTE_MAP})
+    model = make_backbone(causal, None, ModelConfig.model_validate(settings), Key(1), needs)
+    tensors = away(model.layout, model.initial)
+    model.load(tensors)
+    want = at_taste(model)
+    save_adapter(model, tensors, tmp_path / "adapter", TASTE)
+    save_merged(model, tensors, tmp_path / "merged", TASTE)
+    adapted = PeftModel.from_pretrained(plain(tmp_path / "base"), tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(adapted), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(plain(tmp_path / "merged")), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_taste_too_few_or_too_many_is_refused(base: Path, tmp_path: Path) -> None:
+    model, tensors = load(base, TASTE_MAP)
+    bare, bare_tensors = load(base)
+    for save in (save_adapter, save_merged):
+        with pytest.raises(
+            ModelError, match=r"this policy takes a taste, .* give a taste, or export a client"
+        ):
+            save(model, tensors, tmp_path / "it")
+        with pytest.raises(ModelError, match="no part 'taste_map' to take it"):
+            save(bare, bare_tensors, tmp_path / "it", TASTE)
+        with pytest.raises(ModelError, match="not finite"):
+            save(model, tensors, tmp_path / "it", torch.full((32,), torch.nan))
+    embeddings = model.taste_map.embeddings
+    model.taste_map.embeddings = torch.nn.Sequential(embeddings)
+    with pytest.raises(ModelError, match="no LoRA for input embeddings of the kind Sequential"):
+        save_adapter(model, tensors, tmp_path / "it", TASTE)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("device", "module"), [("cuda", "torch.cuda"), ("mps", "torch.backends.mps")])

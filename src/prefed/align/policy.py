@@ -51,7 +51,9 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None) -> Backbone:
     )
     if adapter is not None:
         try:
-            causal = PeftModel.from_pretrained(causal, str(adapter)).merge_and_unload()
+            adapted = PeftModel.from_pretrained(causal, str(adapter))
+            _untie(adapted)
+            causal = adapted.merge_and_unload()
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
             # PyTorch has a line for each tensor.
             problem = "; ".join(line.strip() for line in str(error).splitlines()[:2])
@@ -60,6 +62,15 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None) -> Backbone:
                 "trained on this model, or name its model in [align.model]"
             ) from error
     return make_backbone(causal, tokenizer, model, Key(seed).at("align").at("model"))
+
+
+def _untie(adapted: Any) -> None:
+    """Part a tied head from input embeddings that have a LoRA: merging would change the head with them."""
+    base = adapted.get_base_model()
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    if hasattr(embeddings, "lora_embedding_A") and head.weight is embeddings.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        base.config.tie_word_embeddings = False
 
 
 def load_policy(model: ModelConfig, seed: int, folder: Path) -> Backbone:
@@ -100,7 +111,9 @@ def adapter_settings(folder: Path) -> Mapping[str, Any]:
     return settings
 
 
-def save_over_start(backbone: Backbone, tensors: Tensors, start: Path, folder: Path) -> None:
+def save_over_start(
+    backbone: Backbone, tensors: Tensors, start: Path, folder: Path, taste: torch.Tensor | None = None
+) -> None:
     """Write ``tensors`` as one adapter for the base model, together with that of the policy at the start.
 
     With W + s₁B₁A₁ at the start and s₂B₂A₂ trained over it, the sum is W + [s₁B₁ s₂B₂][A₁; A₂]: a LoRA whose
@@ -108,25 +121,29 @@ def save_over_start(backbone: Backbone, tensors: Tensors, start: Path, folder: P
 
     Args:
         start: an adapter's folder; if there is none, ``tensors`` alone are written.
+        taste: ``[d_z]``, for a policy that takes one; see :func:`prefed.models.save_adapter`.
     """
     if not start.exists():
-        save_adapter(backbone, tensors, folder)
+        save_adapter(backbone, tensors, folder, taste)
         return
     from safetensors.torch import load_file, save_file
 
     with tempfile.TemporaryDirectory(prefix="prefed-adapter-") as temporary:
         own = Path(temporary) / "adapter"
-        save_adapter(backbone, tensors, own)
+        save_adapter(backbone, tensors, own, taste)
+        settings = json.loads((own / CONFIG).read_text("utf-8"))
+        # A taste has a rank of its own, and nothing to be joined with.
+        tasted = {n: t for n, t in load_file(str(own / WEIGHTS)).items() if ".lora_embedding_" in n}
         parts = []
-        for place in (start, own):
-            settings = adapter_settings(place)
-            rank = int(settings["r"])
-            root = rank**0.5 if settings.get("use_rslora") else rank
-            parts.append((load_file(str(place / WEIGHTS)), rank, float(settings["lora_alpha"]) / root))
+        for place, about in ((start, adapter_settings(start)), (own, settings)):
+            factors = {n: t for n, t in load_file(str(place / WEIGHTS)).items() if n not in tasted}
+            rank = int(about["r"])
+            root = rank**0.5 if about.get("use_rslora") else rank
+            parts.append((factors, rank, float(about["lora_alpha"]) / root))
         joined, modules = _join(parts)
-        settings = dict(adapter_settings(own))
-        settings |= {"r": sum(rank for _, rank, _ in parts), "target_modules": modules}
-        settings["lora_alpha"] = settings["r"]
+        joined |= tasted
+        settings["target_modules"] = [*modules, *settings["rank_pattern"]]
+        settings["r"] = settings["lora_alpha"] = sum(rank for _, rank, _ in parts)
         with atomic_folder(folder) as partial:
             for item in own.iterdir():
                 shutil.copyfile(item, partial / item.name)

@@ -25,6 +25,7 @@ from prefed.core import Key, Tensors
 from prefed.models.backbone import Backbone, ModelError, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused import lora_factors
+from prefed.models.one_taste import OneTaste
 
 FORMAT = 1
 ABOUT, TENSORS = "prefed.json", "client.safetensors"
@@ -104,15 +105,24 @@ def _is_running(process: int) -> bool:
     return process != os.getpid()
 
 
-def save_adapter(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
+def save_adapter(
+    backbone: Backbone, tensors: Tensors, folder: Path, taste: torch.Tensor | None = None
+) -> None:
     """Write the LoRA of ``tensors`` as an adapter folder for ``PeftModel.from_pretrained``.
 
     A gated personal LoRA goes into the same adapter, which then has twice the rank. An adapter cannot hold
     heads, norms or a bottleneck: see :func:`save_client`.
 
+    A policy that takes a taste z is written for one of them. e(z) is the same for every token, so it is a
+    LoRA of rank 1 on the input embeddings: A is a row of ones, B is e(z).
+
+    Args:
+        taste: ``[d_z]``, for a policy that takes one.
+
     Raises:
-        ModelError: a residual changes the base model's weights, or the model has a latent taste: no adapter
-            can hold either.
+        ModelError: a residual changes the base model's weights, or the model is a selector with a latent
+            taste: no adapter can hold either. Or the policy takes a taste and none is given, or the other way
+            round, or PEFT has no LoRA for its input embeddings.
     """
     residuals = [n for n in tensors if tensors.layout[n].part == "residual" and bool(tensors[n].any())]
     if residuals:
@@ -123,11 +133,12 @@ def save_adapter(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     if "variational" in backbone.needs:
         raise ModelError("an adapter cannot hold a selector with a latent taste: export a client's folder")
     backbone.load(tensors)
+    added = OneTaste.of(backbone, taste)
     with atomic_folder(folder) as partial:
-        _write_adapter(backbone, partial)
+        _write_adapter(backbone, partial, added)
 
 
-def _write_adapter(backbone: Backbone, folder: Path) -> None:
+def _write_adapter(backbone: Backbone, folder: Path, added: OneTaste | None = None) -> None:
     from safetensors.torch import save_file
 
     adapter, rank = {}, 0
@@ -142,6 +153,12 @@ def _write_adapter(backbone: Backbone, folder: Path) -> None:
     if isinstance(config.target_modules, set):
         # The order of a set differs between processes, and equal runs must write equal files.
         config.target_modules = sorted(config.target_modules)
+    if added is not None:
+        stem, count = f"base_model.model.{added.path}", backbone.causal.get_input_embeddings().num_embeddings
+        adapter[f"{stem}.lora_embedding_A"] = torch.ones(1, count)
+        adapter[f"{stem}.lora_embedding_B"] = added.row[:, None].float().contiguous()
+        config.target_modules = [*config.target_modules, added.path]
+        config.rank_pattern = config.alpha_pattern = {added.path: 1}
     config.save_pretrained(str(folder))
     save_file(adapter, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
     if backbone.tokenizer is not None:
@@ -151,7 +168,8 @@ def _write_adapter(backbone: Backbone, folder: Path) -> None:
 def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     """Write all parts of a client's model: adapter, bottleneck, heads, norms, gates.
 
-    :func:`load_client` reads the folder. It also holds an adapter for PEFT if the model has a LoRA.
+    :func:`load_client` reads the folder. It also holds an adapter for PEFT if the model has a LoRA; a policy
+    that takes a taste is there for all tastes, and the adapter knows of none.
     """
     from safetensors.torch import save_file
 
@@ -202,14 +220,23 @@ def load_client(folder: str | Path, base: str | None = None) -> Backbone:
     return backbone
 
 
-def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
+def save_merged(
+    backbone: Backbone, tensors: Tensors, folder: Path, taste: torch.Tensor | None = None
+) -> None:
     """Write a plain Hugging Face model: W + s·BA, gated branches and residual merged, own head and norms.
 
     A reward head and a critic are left out, because a language model has no place for them. A bottleneck and
     a head that equal their start are left out too, because they change nothing.
 
+    A policy that takes a taste is written for one: e(z) is added to every row of the input embeddings. A head
+    that is tied to them is written apart, as it was: e(z) is no part of it.
+
+    Args:
+        taste: ``[d_z]``, for a policy that takes one.
+
     Raises:
-        ModelError: the model has a trained bottleneck or a latent taste: a plain model has no place for it.
+        ModelError: the model has a trained bottleneck, or is a selector with a latent taste: a plain model
+            has no place for it. Or what :func:`save_adapter` says of a taste.
     """
     if "variational" in backbone.needs:
         raise ModelError("a plain model cannot hold a selector with a latent taste: export a client's folder")
@@ -220,8 +247,9 @@ def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
             "and load it with prefed.models.load_client"
         )
     backbone.load(tensors)
+    added = OneTaste.of(backbone, taste)
     causal: Any = backbone.causal
-    deltas = {}
+    deltas = {} if added is None else {f"{added.path}.weight": added.row.to(backbone.device)}
     for path, layer in causal.named_modules():
         if hasattr(layer, "lora_A"):
             a, b = lora_factors(layer)
@@ -237,7 +265,8 @@ def save_merged(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
             weight = (weight.float() + deltas[name]).to(value.dtype)
         state[name.replace(".base_layer.", ".")] = weight
     with atomic_folder(folder) as partial:
-        _plain_copy(causal, state, untied="head" in changed).save_pretrained(partial)
+        untied = "head" in changed or added is not None
+        _plain_copy(causal, state, untied=untied).save_pretrained(partial)
         if backbone.tokenizer is not None:
             backbone.tokenizer.save_pretrained(partial)
 
