@@ -43,8 +43,8 @@ def distributed(run: RunRecord) -> list[Plot]:
     """The plots that a run has: gradients if it was diagnosed, consensus with a graph, delays on a clock."""
     made = []
     if "paper_gap" in run.own_figures:
-        curves = {name.replace("_", " "): run.curve(name)[1] for name in GRADIENTS}
-        text = "; ".join(f"{name} from {v[0]:.4g} to {v[-1]:.4g}" for name, v in curves.items())
+        curves = {name: run.curve(name)[1] for name in _gradients(run)}
+        text = "; ".join(f"{n.replace('_', ' ')} from {v[0]:.4g} to {v[-1]:.4g}" for n, v in curves.items())
         caption = "At the published model, or at the clients' mean model where there is no server."
         made.append(plot(partial(_stationarity, run), f"Over rounds: {text}.", caption))
     if "consensus_after" in run.own_figures:
@@ -62,11 +62,17 @@ def distributed(run: RunRecord) -> list[Plot]:
     return made
 
 
+def _gradients(run: RunRecord) -> list[str]:
+    """The figures of its diagnoses; a method that shares nothing has no gradient of a global objective."""
+    return [name for name in GRADIENTS if name in run.own_figures]
+
+
 def _stationarity(run: RunRecord, theme: Theme) -> Figure:
-    figure, panels = canvas(7.2, 2.6, 1, 3)
-    for axes, (name, title), color in zip(panels, GRADIENTS.items(), theme.lines, strict=False):
+    names = _gradients(run)
+    figure, panels = canvas(7.2, 2.6, 1, len(names))
+    for axes, name, color in zip(panels, names, theme.lines, strict=False):
         draw_line(axes, *run.curve(name), color=color)
-        axes.set(title=title, xlabel="round")
+        axes.set(title=GRADIENTS[name], xlabel="round")
         round_axis(axes)
     return figure
 

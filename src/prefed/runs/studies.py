@@ -112,8 +112,8 @@ class Case:
 
     @property
     def diagnosed(self) -> bool:
-        """Whether all runs were."""
-        return all(measured(run, "paper_gap") for run in self.runs)
+        """Whether all runs were, at a model that clients share."""
+        return all(measured(run, "gradient_norm") for run in self.runs)
 
     def over_rounds(self, name: str) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
         """The rounds in which all runs have a number of the log, and ``[runs, rounds]`` its values."""
