@@ -277,8 +277,8 @@ def _scatter(axes: Axes, values: Values, color: Any, label: str | None, *, joine
     """A point for each run, and where ``joined`` a line through the means."""
     for x, some in values.items():
         axes.plot([x] * len(some), some, "o", color=color, alpha=0.6)
-    means = [fmean(some) for some in values.values()]
-    axes.plot([*values], means, "-" if joined else "", color=color, label=label)
+    if joined:
+        axes.plot([*values], [fmean(some) for some in values.values()], color=color, label=label)
 
 
 def _log_where_wide(axes: Axes, values: Sequence[float]) -> None:

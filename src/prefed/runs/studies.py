@@ -146,13 +146,13 @@ class Family:
     title: str
 
 
-def families(known: Sequence[Case], vary: Collection[str], least: int = 2) -> list[Family]:
-    """The families of cases whose settings differ in ``vary`` alone, each of at least so many cases."""
+def families(known: Sequence[Case], vary: Collection[str], of: Callable[[Case], object] = id) -> list[Family]:
+    """The families of cases whose settings differ in ``vary`` alone, where ``of`` is not the same for all."""
     found: dict[str, list[Case]] = {}
     for case in known:
         rest = {name: value for name, value in case.settings.items() if name not in vary}
         found.setdefault(json.dumps(rest, sort_keys=True), []).append(case)
-    groups = [some for some in found.values() if len(some) >= least]
+    groups = [some for some in found.values() if len({of(case) for case in some}) > 1]
     firsts = [{n: v for n, v in some[0].settings.items() if n not in vary} for some in groups]
     names = dict.fromkeys(name for first in firsts for name in first)
     unlike = [name for name in names if len({first.get(name) for first in firsts}) > 1]
@@ -177,13 +177,12 @@ class Participation:
 def participation(known: Sequence[Case]) -> Iterator[Participation]:
     """The studies of how many clients take part in a round."""
     served = [case for case in known if case.diagnosed and case.graph is None]
-    for family in families(served, {"cohort.size", "cohort.fraction"}):
+    for family in families(served, {"cohort.size", "cohort.fraction"}, lambda case: len(case.members)):
         gaps = {
             name: {1 / len(case.members): [gap(run) for run in case.runs] for case in family.cases}
             for name, gap in GAPS.items()
         }
-        if len(gaps[next(iter(GAPS))]) > 1:
-            yield Participation(family, gaps, {name: line(values) for name, values in gaps.items()})
+        yield Participation(family, gaps, {name: line(values) for name, values in gaps.items()})
 
 
 def line(values: Values) -> tuple[float, float, float]:
@@ -241,7 +240,7 @@ class Delay:
 def delay(known: Sequence[Case]) -> Iterator[Delay]:
     """The studies of drawn delays."""
     served = [c for c in known if c.diagnosed and c.graph is None and c.fleet.server == "synchronous"]
-    for family in families(served, {"fleet.max_delay", *_LATE}):
+    for family in families(served, {"fleet.max_delay", *_LATE}, lambda case: case.fleet.max_delay):
         late = [case for case in family.cases if case.fleet.max_delay]
         in_time = [case for case in family.cases if not case.fleet.max_delay]
         gaps: dict[str, dict[str, Values]] = {name: {} for name in GAPS}
@@ -250,8 +249,7 @@ def delay(known: Sequence[Case]) -> Iterator[Delay]:
             some.sort(key=lambda case: case.fleet.max_delay)
             for name, gap in GAPS.items():
                 gaps[name][way] = {float(c.fleet.max_delay): [gap(run) for run in c.runs] for c in some}
-        if late:
-            yield Delay(family, gaps)
+        yield Delay(family, gaps)
 
 
 def _way(case: Case) -> str:
@@ -328,9 +326,7 @@ def races(known: Sequence[Case], target: float | None = None) -> Iterator[Race]:
     """
     clocked = [case for case in known if all(timeline(run) for run in case.runs)]
     vary = {"fleet.server", "fleet.buffer", "fleet.max_delay", "rounds", *_LATE}
-    for family in families(clocked, vary):
-        if len({case.fleet.server for case in family.cases}) < 2:
-            continue
+    for family in families(clocked, vary, lambda case: case.fleet.server):
         lines = [(case, [timeline(run) for run in case.runs]) for case in family.cases]
         tops = [max(value for _, value in each) for _, some in lines for each in some]
         goal = min(tops) if target is None else target

@@ -67,8 +67,8 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
 
 
 def _stationarity(writer: RunWriter) -> dict[str, float]:
-    """How near to a stationary point a diagnosed run ended: ``gradient_norm`` of its last diagnosis, if it has
-    one, and the mean of the last five ``paper_gap``, which Distributed DPO calls the final stationary gap.
+    """How near to a stationary point a diagnosed run ended: ``gradient_norm`` of its last diagnosis, if there
+    is one, and the mean of the last five ``paper_gap``, which Distributed DPO calls the final stationary gap.
     """
     told = [record for record in RunReader(writer.path).rounds() if "paper_gap" in record][-5:]
     if not told:
