@@ -53,6 +53,13 @@ class PlainDPO:
         slopes = torch.autograd.grad(loss, [*leaves.values()])
         return flat(dict(zip(leaves, slopes, strict=True))), float(loss.detach())
 
+    def hessian_product(self, lora: Lora, client: str, vector: Tensor) -> Tensor:
+        """The Hessian of :meth:`loss` times a flat vector."""
+        leaves = {name: value.detach().requires_grad_() for name, value in lora.items()}
+        slopes = torch.autograd.grad(self.loss(leaves, client), [*leaves.values()], create_graph=True)
+        along = torch.cat([slope.reshape(-1) for slope in slopes]) @ vector
+        return torch.cat([part.reshape(-1) for part in torch.autograd.grad(along, [*leaves.values()])])
+
     def train(self, lora: Lora, client: str, *, steps: int, lr: float, clip: float) -> Lora:
         """Steps of gradient descent on all pairs at once, each gradient clipped to the norm ``clip``."""
         for _ in range(steps):

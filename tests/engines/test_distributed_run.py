@@ -9,12 +9,16 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+from scipy.sparse.linalg import LinearOperator, eigsh
 
 from finished import small_experiment, small_place
 from plain_dpo import PlainDPO, flat, unflat
 from prefed import load_run
 from prefed.config import Experiment
+from prefed.core import Key
+from prefed.runs import constants
 from prefed.runs.run import run
+from prefed.theory import Constants
 
 SIZES, STEPS, LR, CLIP = [6, 4, 3, 3], 2, 0.05, 0.2
 METHOD = {"lr": LR, "clip": CLIP, "optimizer": "sgd", "weight_decay": 0.0, "batch_size": 64}
@@ -135,6 +139,37 @@ def test_a_buffered_server(place, tmp_path):
         models.append(newest + sum(steps) / 2)
     assert max(v["late"] for record in records for v in record["visits"]) > 0
     assert near(loaded.server.tensors["model"].flat, models[-1])
+
+
+def test_constants_of_a_run(place, tmp_path):
+    """κ² and ζ_g² are the largest of the log. L is compared with the largest eigenvalue of the Hessian, from
+    scipy's Lanczos and double backward passes: power iteration comes from below."""
+    loaded, plain, records = finish(place, tmp_path / "run", "feddpo", rounds=2, fleet={"max_delay": 1})
+    known = constants.estimate(tmp_path / "run")
+    told = known.constants
+    assert Constants.model_validate(told).l == told["smoothness"]
+    assert told["kappa2"] == max(record["kappa2"] for record in records)
+    assert (told["clients"], told["cohort"], told["local_steps"], told["rounds"]) == (4, 4, STEPS, 2)
+    assert (told["lr"], told["beta"]) == (LR, 0.1)
+    assert told["max_delay"] == max(v["late"] for record in records for v in record["visits"])
+    assert told["horizon"] == max(
+        len(ids) for rows in plain.pairs.values() for pair in rows for ids in pair[1:]
+    )
+    squares = [record["gradient_norm"] ** 2 for record in records]
+    assert known.measured["mean_squared_gradient"] == pytest.approx(sum(squares) / 2)
+    assert known.measured["paper_gap"] == pytest.approx(sum(record["paper_gap"] for record in records) / 2)
+    model = unflat(loaded.server.tensors["model"].flat.double(), plain.first)
+
+    def bent(vector):
+        return plain.hessian_product(model, "client-0", torch.from_numpy(vector.reshape(-1))).numpy()
+
+    numbers = flat(model).numel()
+    operator = LinearOperator((numbers, numbers), matvec=bent, dtype=np.float64)
+    largest = abs(eigsh(operator, k=1, tol=1e-2, return_eigenvectors=False, v0=np.ones(numbers))[0])
+    key = Key(3).at("theory").at("client", "client-0")
+    found = constants.hessian_norm(loaded, "client-0", key, last=True)
+    assert 0.9 * largest < found < 1.02 * largest
+    assert told["smoothness"] >= found
 
 
 @pytest.mark.parametrize(("graph", "order"), [("path", "train_mix"), ("star", "mix_train")])

@@ -123,11 +123,13 @@ def smoothness(run: LoadedRun) -> float:
     found = 0.0
     for client in (job.members[index] for index in sorted(drawn)):
         for last in (False, True):
-            found = max(found, _hessian_norm(run, client, key.at("client", client), last=last))
+            found = max(found, hessian_norm(run, client, key.at("client", client), last=last))
     return found
 
 
-def _hessian_norm(run: LoadedRun, client: str, key: Key, *, last: bool) -> float:
+def hessian_norm(run: LoadedRun, client: str, key: Key, *, last: bool) -> float:
+    """The norm of the Hessian of a client's loss, on :data:`PAIRS` of its pairs at most, at its first or last
+    model."""
     job, method = run.job, run.method
     start = run.backbone.initial
     published = run.published(client) if last else method.publish(method.init_server(start), client)

@@ -178,8 +178,9 @@ def participation(known: Sequence[Case]) -> Iterator[Participation]:
     """The studies of how many clients take part in a round."""
     served = [case for case in known if case.diagnosed and case.graph is None]
     for family in families(served, {"cohort.size", "cohort.fraction"}, lambda case: len(case.members)):
+        some = sorted(family.cases, key=lambda case: -len(case.members))
         gaps = {
-            name: {1 / len(case.members): [gap(run) for run in case.runs] for case in family.cases}
+            name: {1 / len(case.members): [gap(run) for run in case.runs] for case in some}
             for name, gap in GAPS.items()
         }
         yield Participation(family, gaps, {name: line(values) for name, values in gaps.items()})
