@@ -129,7 +129,8 @@ def smoothness(run: LoadedRun) -> float:
 
 def hessian_norm(run: LoadedRun, client: str, key: Key, *, last: bool) -> float:
     """The norm of the Hessian of a client's loss, on :data:`PAIRS` of its pairs at most, at its first or last
-    model."""
+    model.
+    """
     job, method = run.job, run.method
     start = run.backbone.initial
     published = run.published(client) if last else method.publish(method.init_server(start), client)
