@@ -7,10 +7,10 @@ Distributed DPO (arXiv:2605.20696) finds the star above the path, and calls it a
 path after the mix, and clients that differ have it just below. A path whose ends are alike and one whose ends
 are not differ too, so the figures are means over placements.
 
-DecDPO of five clients, each with a share of the data. Graph by graph, each placement is a run: all runs start
-from one model and draw the same batches, so they differ in who is whose neighbour alone. Printed are means and
-standard deviations over placements of the mean of the last five rounds, and star over path beside what the
-formulas say. Each client is one persona, so they differ; with ``--iid`` all have a share of the same pairs.
+DecDPO of five clients. Each placement on each graph is a run. All runs start from one model and draw the same
+batches: they differ in who is whose neighbour alone. Printed are means and standard deviations over placements
+of the mean of the last five rounds, and star over path beside what the formulas say. Each client is two
+personas, so clients differ; with ``--iid`` each has a share of the same pairs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from prefed.store import RunWriter
 from prefed.wire import encode
 
 DATA = SHARED / "data" / "personas.train.jsonl.gz"
-PERSONAS = (
-    "politically-liberal",
-    "politically-conservative",
-    "interest-in-sports",
-    "interest-in-math",
-    "subscribes-to-Buddhism",
-)
-NODES, LAST = len(PERSONAS), 5
+CLIENTS = {
+    "left": ["politically-liberal", "risk-averse"],
+    "right": ["politically-conservative", "risk-seeking"],
+    "sports": ["interest-in-sports", "extraversion"],
+    "math": ["interest-in-math", "narcissism"],
+    "calm": ["subscribes-to-Buddhism", "agreeableness"],
+}
+NODES, LAST = len(CLIENTS), 5
 GRAPHS = {"star": nx.star_graph(NODES - 1), "path": nx.path_graph(NODES)}
 WHEN = ("before", "after")
 
@@ -85,8 +85,7 @@ def main() -> None:
 
 def experiment(args: argparse.Namespace) -> Experiment:
     """DecDPO with the paper's table 1, but for what the command changes."""
-    personas = {persona: [persona] for persona in PERSONAS}
-    partition = {"by": "column", "column": "persona", "groups": personas}
+    partition: dict[str, object] = {"by": "column", "column": "persona", "groups": CLIENTS}
     if args.iid:
         partition = {"by": "iid", "clients": NODES}
     method = {"lr": args.lr, "local_steps": args.steps, "batch_size": 4, "beta": 0.2}
