@@ -9,8 +9,8 @@ are not differ too, so the figures are means over placements.
 
 DecDPO of five clients. Each placement on each graph is a run. All runs start from one model and draw the
 same batches: they differ in who is whose neighbour alone. Printed are means and standard deviations over
-placements of the mean of the last five rounds, and star over path beside what the formulas say. Each client is
-two personas, so clients differ; with ``--iid`` each has a share of the same pairs.
+placements of the mean of the last five rounds, and star over path beside what the formulas say. Each client
+is two personas, so clients differ; with ``--iid`` each has a share of the same pairs.
 """
 
 from __future__ import annotations
