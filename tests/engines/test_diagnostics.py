@@ -61,6 +61,24 @@ def test_on_all_pairs_the_figures_are_those_of_the_objective(tmp_path, graph):
     assert second["zeta2"] > 0
 
 
+def test_without_shared_tensors_each_client_is_measured_at_its_own_model(tmp_path):
+    """Closed form of a method that shares nothing: g_i = φ_i − ā_i, where φ_i is the client's own model."""
+    whole = diagnosed(None, None, batch=99, method="local")
+    run(tmp_path / "run", whole)
+    second = records(tmp_path / "run")[-1]
+    assert not {"gradient_norm", "kappa2"} & second.keys()
+    names = whole.method.ownership.names(Owner.PERSONAL)
+    total, gap, loss = sum(whole.weights.values()), 0.0, 0.0
+    for client, weight in whole.weights.items():
+        own = RunReader(tmp_path / "run").client(client).tensors["personal"]
+        full, data = whole.trainers.initial.replace(own), whole.trainers.data[client]
+        away = Tensors(full.layout, full.flat - data.targets.mean(0)).select(names)
+        gap += weight / total * min(away.norm(), 1.0) ** 2
+        loss += weight / total * data.loss(full.flat, torch.arange(data.size))
+    assert (second["paper_gap"], second["global_loss"]) == pytest.approx((gap, loss))
+    assert second["paper_gap"] > 0
+
+
 def test_few_pairs_estimate_the_same_without_bias():
     """Means over 150 draws. A batch of 2 of client i's pairs has the variance S_i²/2 · (1 − 2/n_i).
 

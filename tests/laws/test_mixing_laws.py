@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import hypothesis.strategies as st
 import numpy as np
+import torch
 from hypothesis import given
 
 from prefed.core import Key
+from prefed.merge import stacked
 from prefed.merge.graphs import Graph, GraphConfig, draw_matching
 from prefed.merge.mixing import fail_edges, mixing_matrix, rho, rho_of_sequence
 from prefed.merge.topology import Topology
@@ -58,6 +62,23 @@ def test_mixing_keeps_the_mean(matrix, seed):
 def test_a_mix_shrinks_what_parts_the_clients_by_rho_at_least(matrix, seed):
     theta = states(matrix, seed)
     assert apart(matrix @ theta) <= rho(matrix) * apart(theta) + 1e-12
+
+
+@given(matrices(), st.integers(0, 2**32), st.integers(1, 9))
+def test_these_laws_hold_of_models_that_are_mixed_a_few_numbers_at_a_time(matrix, seed, size):
+    """Two columns in memory at a time, read and written elsewhere. The errors told are those of the rows."""
+    nodes = matrix.shape[0]
+    theta = torch.from_numpy(Key(seed).numpy().standard_normal((nodes, size)))
+    new = torch.zeros_like(theta)
+    with patch.object(stacked, "_MEMORY", 3 * 8 * nodes * 2):
+        mixed = stacked.mix(
+            matrix, size, lambda c: theta[:, c].clone(), lambda c, rows: new[:, c].copy_(rows)
+        )
+    assert np.allclose(new, matrix.toarray() @ theta.numpy(), rtol=0, atol=1e-13)
+    assert np.allclose(new.mean(0), theta.mean(0), rtol=0, atol=1e-14)
+    errors = [apart(rows.numpy()) ** 2 / nodes for rows in (theta, new)]
+    assert np.allclose((mixed.before, mixed.after), errors, rtol=1e-9, atol=1e-15)
+    assert mixed.after <= rho(matrix) ** 2 * mixed.before + 1e-12
 
 
 @given(matrices())

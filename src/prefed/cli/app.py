@@ -13,6 +13,7 @@ from prefed.cli.demo import demo
 from prefed.cli.errors import user_errors
 from prefed.cli.evaluate import evaluate
 from prefed.cli.export import export
+from prefed.cli.figures import figures
 from prefed.cli.generate import generate
 from prefed.cli.init import init
 from prefed.cli.judge import judge
@@ -41,6 +42,7 @@ for _command in (
     demo,
     evaluate,
     compare,
+    figures,
     report,
     export,
     generate,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from prefed.runs.constants import Estimate
     from prefed.theory import Bound, Constants, Slip, Statement
 
 
@@ -27,6 +28,14 @@ def theory(
             "--set", metavar="KEY=VALUE", help="Put VALUE in the place of a constant, e.g. lr=0.01."
         ),
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Estimate constants from this run, which was diagnosed; FILE and --set go before.",
+            show_default=False,
+        ),
+    ] = None,
     graph: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Take rho of this graph, e.g. star, with Metropolis weights."),
@@ -36,11 +45,17 @@ def theory(
     """Put numbers into the theory of FedDPO and DecDPO, beside what is known to be wrong with it."""
     from prefed.theory import SLIPS, statements
 
-    constants = read_constants(file, overrides or [], graph)
+    found = None
+    if run is not None:
+        from prefed.runs.constants import estimate
+
+        found = estimate(run)
+    constants = read_constants(file, overrides or [], graph, found.constants if found else {})
     known = statements(constants)
     if as_json:
         content = {
             "constants": constants.model_dump() | derived(constants),
+            **({"measured": found.measured, "notes": found.notes} if found else {}),
             "statements": [asdict(statement) for statement in known],
             "slips": [asdict(slip) for slip in SLIPS],
         }
@@ -50,14 +65,18 @@ def theory(
 
     console = stdout_console()
     print_constants(constants, console)
+    if found:
+        print_measured(found, str(run), console)
     for statement in known:
         print_statement(statement, console)
     console.print("[bold]the algorithms[/]")
     print_slips([s for s in SLIPS if "the algorithms" in s.concerns], console)
 
 
-def read_constants(file: Path | None, overrides: list[str], graph: str | None) -> Constants:
-    """The constants of a file, with those of ``--set`` and ``--graph`` in their place.
+def read_constants(
+    file: Path | None, overrides: list[str], graph: str | None, found: Mapping[str, float]
+) -> Constants:
+    """The constants ``found`` in a run, with those of a file, ``--set`` and ``--graph`` in their place.
 
     Raises:
         ConfigError: a constant is not one, or has no such value; or the graph cannot be had.
@@ -73,6 +92,7 @@ def read_constants(file: Path | None, overrides: list[str], graph: str | None) -
     tables: dict[str, Any] = read_toml(file) if file else {}
     origins = override(tables, overrides, Path())
     where = str(file or "prefed theory")
+    tables = {**found, **tables}
     try:
         constants = Constants.model_validate(tables)
         if graph is None:
@@ -129,6 +149,23 @@ def print_constants(constants: Constants, console: Console) -> None:
         table.add_row(name, f"{value:.6g}", "")
     console.print(table)
     print_slips([slip for slip in SLIPS if "the constants" in slip.concerns], console)
+
+
+def print_measured(found: Estimate, run: str, console: Console) -> None:
+    """What the run has on the left side of the statements, the paper's gap, and what to know of both."""
+    from prefed.report.tables import literal
+
+    told = found.measured
+    console.print(f"[bold]measured[/] in {literal(run)}", soft_wrap=True)
+    for value, meaning in (
+        (told["mean_squared_gradient"], "(1/R) Σ‖∇ℒ(θ^r)‖² over the diagnosed rounds: bounded below"),
+        (told["last_squared_gradient"], "‖∇ℒ‖² at the last of them"),
+        (told["paper_gap"], "the paper's own gap: local batches' squared gradients, clipped at 1"),
+    ):
+        console.print(f"    {value:<12.4g} {meaning}", markup=False, soft_wrap=True)
+    for note in found.notes:
+        console.print(f"  {note}", markup=False, soft_wrap=True)
+    console.print()
 
 
 def print_statement(statement: Statement, console: Console) -> None:

@@ -8,6 +8,9 @@ With g_i the gradient of client i's loss in the shared tensors, and p_i its weig
     zeta2          ζ_g² = Σ p_i E‖g_i^batch − g_i‖², the variance of a mini-batch's gradient
     paper_gap      Σ p_i min(‖g_i^batch‖, 1)², from which Distributed DPO's figures are made
 
+A method that shares no tensor has no global model. Then g_i is the gradient in the client's own tensors, at
+its own model, and there is neither ``gradient_norm`` nor ``kappa2``.
+
 They belong to simulations: gradients of few pairs leave the clients, and their bytes are not counted.
 """
 
@@ -65,6 +68,7 @@ class Diagnostics:
     def exchange(self, method: Method, layout: Layout) -> Exchange:
         """What is asked of a client: two gradients at the model that is published to it."""
         shared = layout.select(method.ownership.names(Owner.SHARED))
+        measured = shared.names or method.ownership.names(Owner.PERSONAL)
 
         def send(server: State, client: str, now: Round) -> Download:
             return method.publish(server, client)
@@ -78,7 +82,7 @@ class Diagnostics:
 
             def slope(name: str, size: int) -> tuple[torch.Tensor, float]:
                 full, loss = trainer.gradient(model, self.objective, batch_size=size, name=name)
-                return full.select(shared.names).flat.double(), loss
+                return full.select(measured).flat.double(), loss
 
             size = self.batch if self.least is None else self.least
             one, loss = slope("first", size)
@@ -91,7 +95,8 @@ class Diagnostics:
                 variance = float((one - other).square().sum()) / 2
             clipped = min(float(torch.linalg.vector_norm(one)), 1.0) ** 2
             numbers = {"loss": loss, "variance": variance, "clipped": clipped}
-            gradient = Tensors(shared, mean.to(model.flat.dtype))
+            told = mean if shared.names else mean[:0]
+            gradient = Tensors(shared, told.to(model.flat.dtype))
             return trainer.upload({"gradient": gradient}, numbers), private
 
         groups = {"gradient": shared}
@@ -124,6 +129,7 @@ class Diagnosis:
             return {}
         whole = math.fsum(row[0] for row in self._rows)
         rows = [(weight / whole, *rest) for weight, *rest in self._rows]
+        together = bool(self._gradient.numel())
         norm = float(torch.linalg.vector_norm(self._gradient)) / whole
         kappa = math.fsum(p * square for p, square, *_ in rows) - norm**2
         scale = 1.0
@@ -133,8 +139,7 @@ class Diagnosis:
             scale = self.how.least / self.how.batch
         return {
             "global_loss": math.fsum(p * loss for p, _, loss, _, _ in rows),
-            "gradient_norm": norm,
-            "kappa2": kappa,
+            **({"gradient_norm": norm, "kappa2": kappa} if together else {}),
             "zeta2": scale * math.fsum(p * variance for p, _, _, variance, _ in rows),
             "paper_gap": math.fsum(p * clipped for p, *_, clipped in rows),
         }

@@ -6,7 +6,8 @@ Algorithm 2 of Distributed DPO, with W the mixing matrix of the round's graph::
              sends θ_i^{½} to its neighbours
              θ_i ← Σ_j W_ij θ_j^{½}
 
-With ``order = "mix_train"`` in ``[graph]`` the mix comes first, as in the paper's listing.
+With ``order = "mix_train"`` in ``[graph]`` the mix comes first. So it does in the paper's listing, which has
+one step, and takes its gradient at the model before the mix.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from prefed import files
 from prefed.core.text import duration, pluralize, printable_lines, size
 from prefed.methods import METHODS
 from prefed.metrics import flat_loss_warning, spread
-from prefed.report import outcomes, plots, selectors
+from prefed.report import distributed, outcomes, plots, selectors
 from prefed.report.parts import ROWS, Facts, Plot, Table, number, plot
 from prefed.report.tables import SPREAD, UNSEEN, setting, unseen_rows
 from prefed.runs.figures import REWARDED
@@ -31,8 +31,9 @@ NUMBERS = {
     "explicit_margin": "mean of what the reward head gives the chosen response less the rejected one.",
     "dpo_loss": "mean of DPO's loss, −log of the sigmoid of beta times the margin.",
     "choice_loss": "mean cross-entropy over the two letters of a selector, both orders of each pair.",
+    **distributed.MEANINGS,
 }
-"""Figures of an evaluation that are no shares, and what they mean."""
+"""Figures of an evaluation or of the round log that are no shares, and what they mean."""
 CHOICE_NUMBERS = {"margin": "mean score of the chosen response over the rejected one, in nats."}
 """What they mean of a selector, where that is another thing."""
 
@@ -91,6 +92,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome]) -> str:
         judged_notes=outcomes.judged_notes(judged),
         judged_examples=outcomes.judged_examples(judged),
         blocks=_blocks(run),
+        distributed=distributed.distributed(run),
         costs=_costs(run),
         costs_plot=_costs_plot(run),
         own_figures=_own_figures(run),
@@ -271,9 +273,10 @@ def _costs_plot(run: RunRecord) -> Plot:
 
 
 def _own_figures(run: RunRecord) -> Plot | None:
-    if not run.own_figures:
+    names = plots.other_figures(run)
+    if not names:
         return None
-    curves = ((name.replace("_", " "), run.curve(name)[1]) for name in run.own_figures)
+    curves = ((name.replace("_", " "), run.curve(name)[1]) for name in names)
     ends = [f"{name} from {values[0]:.4g} to {values[-1]:.4g}" for name, values in curves if values]
     return plot(partial(plots.figures, run), "; ".join(ends[:12]) + ".")
 

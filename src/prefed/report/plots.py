@@ -10,6 +10,7 @@ import numpy as np
 
 from prefed.core.text import size
 from prefed.report.comparison import disagreements, labels
+from prefed.report.distributed import SHOWN
 from prefed.report.drawing import (
     BARS,
     Theme,
@@ -138,15 +139,21 @@ def cost(run: RunRecord, theme: Theme) -> Figure:
     return figure
 
 
-def figures(run: RunRecord, theme: Theme) -> Figure:
-    """The figures that the method and its merge rule report, over rounds; a run without any has no such plot.
+def other_figures(run: RunRecord) -> list[str]:
+    """The run's own figures that no other plot shows."""
+    return [name for name in run.own_figures if name not in SHOWN]
 
-    Figures with the same text before a slash in their names, such as ``gate/0`` and ``gate/1``, share axes.
+
+def figures(run: RunRecord, theme: Theme) -> Figure:
+    """Other figures of the round log, such as those of the method and its merge rule, over rounds.
+
+    A run without any has no such plot. Figures with the same text before a slash in their names, such as
+    ``gate/0`` and ``gate/1``, share axes.
     """
     from matplotlib.ticker import MaxNLocator
 
     panels: dict[str, list[str]] = {}
-    for name in run.own_figures:
+    for name in other_figures(run):
         panels.setdefault(name.split("/")[0], []).append(name)
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)

@@ -67,14 +67,15 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
 
 
 def _stationarity(writer: RunWriter) -> dict[str, float]:
-    """How near to a stationary point a diagnosed run ended: ``gradient_norm`` of its last diagnosis, and the
-    mean of the last five ``paper_gap``, which Distributed DPO calls the final stationary gap.
+    """How near to a stationary point a diagnosed run ended: ``gradient_norm`` of its last diagnosis, if there
+    is one, and the mean of the last five ``paper_gap``, which Distributed DPO calls the final stationary gap.
     """
     told = [record for record in RunReader(writer.path).rounds() if "paper_gap" in record][-5:]
     if not told:
         return {}
     gap = sum(record["paper_gap"] for record in told) / len(told)
-    return {"gradient_norm": told[-1]["gradient_norm"], "paper_gap": gap}
+    norm = {"gradient_norm": told[-1]["gradient_norm"]} if "gradient_norm" in told[-1] else {}
+    return {**norm, "paper_gap": gap}
 
 
 def read_profiles(job: Job, states: ClientStates | None) -> Profiles:

@@ -1,0 +1,177 @@
+"""What runs show together: families of runs written by hand, whose figures are chosen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from finished import CLIENTS, config, write_run
+from prefed.cli import app
+from prefed.merge.mixing import ConsensusFactors
+from prefed.report.page import render
+from prefed.report.studies import drawings
+from prefed.runs import studies
+from prefed.runs.record import RunError, read_run
+
+FIVE = dict.fromkeys("abcde", (0.5, 0.6, 0.7))
+
+
+def make(folder, name, seed=42, *, gap=0.5, norm=2.0, clients=CLIENTS, size=None, **tables):
+    """A run whose last gap is ``gap``, with cohorts of ``size``. Tables are laid over those of other runs by
+    hand; ``log`` has further numbers of its rounds."""
+    tables |= {"cohort": {"size": size}} if size else {}
+    base = config(seed=seed)
+    settings = {key: {**base.get(key, {}), **table} for key, table in tables.items() if key != "log"}
+    rounds = len(next(iter(clients.values()))) - 1
+    told = {"global_loss": 0.6, "gradient_norm": norm, "paper_gap": gap, **tables.get("log", {})}
+    path = write_run(
+        folder / f"{name}-seed{seed}",
+        clients,
+        settings={"seed": seed, **settings},
+        figures={key: value if isinstance(value, list) else [value] * rounds for key, value in told.items()},
+    )
+    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["cohort"] = sorted(clients)[:size]
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def known(folder):
+    return studies.cases(studies.find_runs([folder]))
+
+
+def test_participation_and_its_line(tmp_path):
+    """Gaps of 0.1 + 0.3/S lie on that line; a second seed 0.06 above and below changes R² alone: the variance
+    of the points on the line is 0.3² · var{1, ½, ⅓}."""
+    for size in (1, 2, 3):
+        for seed, off in ((42, 0.06), (43, -0.06)):
+            make(tmp_path, f"s{size}", seed, gap=0.1 + 0.3 / size + off, size=size)
+    (study,) = studies.participation(known(tmp_path))
+    assert study.gaps["the paper's gap"][0.5] == pytest.approx([0.31, 0.19])
+    start, slope, share = study.fits["the paper's gap"]
+    assert (start, slope) == pytest.approx((0.1, 0.3))
+    mean = (1 + 1 / 2 + 1 / 3) / 3
+    along = 0.09 * sum((x - mean) ** 2 for x in (1, 1 / 2, 1 / 3)) / 3
+    assert share == pytest.approx(along / (along + 0.06**2))
+    assert study.gaps["squared gradient norm"] == {1.0: [4, 4], 0.5: [4, 4], 1 / 3: [4, 4]}
+
+
+def test_a_final_figure_is_of_the_last_five_rounds_that_have_it(tmp_path):
+    clients = {"a": tuple(0.1 * n for n in range(9))}
+    path = make(
+        tmp_path, "run", gap=[9, 9, 1, 2, 3, None, 4, 5], clients=clients, norm=[9, 9, 9, 1, 1, 1, 2, 2]
+    )
+    run = read_run(path)
+    assert studies.paper_gap(run) == 3
+    assert studies.squared_gradient(run) == pytest.approx((1 + 1 + 1 + 4 + 4) / 5)
+
+
+def test_local_steps_and_rates_of_two_data_sets(tmp_path):
+    """Families that differ in their data stay apart, and their titles say so."""
+    for column in ("cooking", "law"):
+        for steps, rate in ((1, 0.1), (3, 0.1), (3, 0.01)):
+            method = {"local_steps": steps, "lr": rate}
+            data = {"train": {"path": f"{column}.jsonl"}}
+            make(tmp_path / column, f"e{steps}-{rate}", gap=steps * rate, method=method, data=data)
+    both = list(studies.steps(known(tmp_path)))
+    assert [study.family.title for study in both] == ['path "cooking.jsonl"', 'path "law.jsonl"']
+    for study in both:
+        assert study.gaps["the paper's gap"] == {
+            0.1: {1: [pytest.approx(0.1)], 3: [pytest.approx(0.3)]},
+            0.01: {3: [pytest.approx(0.03)]},
+        }
+
+
+def test_delays_by_either_name_and_the_ways_in_which_they_count(tmp_path):
+    """The run in time is the start of every curve. A buffered server is no drawn delay."""
+    make(tmp_path, "q0", gap=0.1)
+    make(tmp_path, "q2", gap=0.2, method={"max_staleness": 2})
+    make(tmp_path, "q5", gap=0.5, fleet={"max_delay": 5})
+    make(tmp_path, "q2-delta", gap=0.3, fleet={"max_delay": 2}, merge={"late": "delta"})
+    make(tmp_path, "buffered", gap=0.9, fleet={"server": "buffered"})
+    (study,) = studies.delay(known(tmp_path))
+    assert study.gaps["the paper's gap"] == {
+        "models": {0: [0.1], 2: [0.2], 5: [0.5]},
+        "steps": {0: [0.1], 2: [0.3]},
+    }
+
+
+def test_topologies_beside_the_curves_of_theory(tmp_path):
+    """Errors that are a tenth of the noise's formula lie on its curve: section 3's numbers for N = 5."""
+    factors = {"star": (9.3333, 5.3333, 0.8), "path": (7.6667, 3.6667, 0.8727), "complete": (4.0, 0.0, 0.0)}
+    for name, (before, after, rho) in factors.items():
+        log = {"consensus_before": before / 10, "consensus_after": after / 10, "rho": rho}
+        make(tmp_path, name, clients=FIVE, log=log, method={"name": "decdpo", "topology": name})
+    runs = studies.find_runs([tmp_path])
+    (study,) = studies.topologies(studies.cases(runs))
+    assert [graph.name for graph in study.graphs] == ["path", "star", "complete"]
+    assert isinstance(study.graphs[0].factors, ConsensusFactors)
+    said = {drawing.name: drawing.lines for drawing in drawings(runs)}["topology"]
+    assert "consensus error before the mix: path 0.767, star 0.933, complete 0.4" in said
+    assert "  noisy gradients, one factor: path 0.767, star 0.933, complete 0.4" in said
+    assert "  noisy gradients, one factor: path 0.367, star 0.533, complete 0" in said
+
+
+def test_the_race_of_servers(tmp_path):
+    """The synchronous run reaches 60% with round 1 at 4 s and 70% at 8 s, the buffered one at 1 s and 2 s."""
+    for name, pace in (("synchronous", 4.0), ("buffered", 1.0)):
+        log = {"time": [pace, 2 * pace]}
+        make(tmp_path, name, clients=FIVE, log=log, fleet={"server": name, "speeds": "exponential"})
+    both = known(tmp_path)
+    (study,) = studies.races(both)
+    assert study.target == pytest.approx(0.7)
+    assert {case.fleet.server: times for case, times in study.seconds} == {
+        "synchronous": [8],
+        "buffered": [2],
+    }
+    (study,) = studies.races(both, 0.6)
+    assert sorted(times for _, times in study.seconds) == [[1], [4]]
+    (study,) = studies.races(both, 0.75)
+    assert [times for _, times in study.seconds] == [[None], [None]]
+    assert "1 of 1 runs never" in " ".join(drawings(studies.find_runs([tmp_path]), 0.75)[-1].lines)
+
+
+def test_what_is_no_finished_run(tmp_path):
+    """In a folder it is left out; by its own name it is an error."""
+    path = make(tmp_path, "run")
+    half = make(tmp_path, "half")
+    (half / "summary.json").unlink()
+    assert [run.path for run in studies.find_runs([tmp_path, path])] == [path]
+    with pytest.raises(RunError, match="is not finished"):
+        studies.find_runs([half])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match="no finished run lies there"):
+        studies.find_runs([tmp_path / "empty"])
+
+
+def test_the_command_writes_plots_and_prints_their_numbers(tmp_path):
+    for size in (1, 2):
+        make(tmp_path / "runs", f"s{size}", gap=1 / size, size=size)
+    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(
+        app, ["figures", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--format", "svg"]
+    )
+    assert result.exit_code == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"methods.svg", "participation.svg"}
+    assert "the paper's gap S=2 0.5, S=1 1; nearest line 0 + 1/S, R² 1.00" in result.output
+    result = CliRunner().invoke(app, ["figures", str(write_run(tmp_path / "plain"))])
+    assert result.exit_code == 1
+    assert "have no figure together" in result.output
+
+
+def test_a_page_shows_gradients_consensus_and_delays(tmp_path):
+    visits = [[{"client": "ann", "late": n, "asked": 0.0, "at": 1.0}] for n in (0, 1)]
+    log = {
+        "consensus_before": 0.4,
+        "consensus_after": [0.1, 0.0],
+        "rho": 0.5,
+        "visits": visits,
+        "time": [1, 2],
+    }
+    text = render(read_run(make(tmp_path, "run", log=log)))
+    assert "gradient norm from 2 to 2; paper gap from 0.5 to 0.5" in text
+    assert "in the last one 0.4 before the mix, 0 after" in text
+    assert "1 uploads 0 rounds late, 1 uploads 1 rounds late; the run took 2.0 s on the virtual clock" in text
+    assert "Gradients, consensus and delays" not in render(read_run(write_run(tmp_path / "plain")))
