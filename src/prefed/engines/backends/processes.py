@@ -82,7 +82,8 @@ class WorkerProcesses:
             new.append(Worker())
             self._workers.append(new[-1])
         for worker in new:
-            worker.send(**vars(self._factory), threads=self._settings.threads)
+            factory = self._factory
+            worker.send(builder=factory.builder, text=factory.text, threads=self._settings.threads)
         for worker in new:
             worker.receive()
 

@@ -135,7 +135,7 @@ def _import_path() -> list[str]:
     return [str(path.absolute()) for path in paths if path.is_absolute() or path.absolute() != Path.cwd()]
 
 
-class _StateOfTask:
+class StateOfTask:
     """The private state that came with a task, and the one that goes back with its result."""
 
     def __init__(self, state: bytes | None) -> None:
@@ -143,13 +143,15 @@ class _StateOfTask:
         self.next: bytes | None = None
 
     def read(self, client: str) -> bytes | None:
+        """The state that came."""
         return self._state
 
     def stage(self, client: str, state: bytes) -> None:
+        """Keep the next one."""
         self.next = state
 
     def accept(self, clients: Iterable[str]) -> None:
-        pass  # the parent's store does
+        """Nothing: the store that it came from does."""
 
 
 def serve(handle: int) -> None:
@@ -163,7 +165,7 @@ def serve(handle: int) -> None:
         _send(pipe, memory_mb=peak_memory_mb())
         while True:
             fields = _receive(pipe)
-            states = _StateOfTask(fields.pop("state"))
+            states = StateOfTask(fields.pop("state"))
             result = run_task(job, Task(**fields), states)
             _send(pipe, state=states.next, **vars(result), memory_mb=peak_memory_mb())
     except Exception:
