@@ -87,8 +87,8 @@ def run(
             experiment fails before its first round.
         resume: continue the run in ``out``, which must exist. ``resume=out.exists()`` starts a new run or
             continues the existing one. ``rounds`` may be raised, ``engine.workers`` and
-            ``engine.visit_timeout`` may change, ``engine.name`` and ``engine.ray`` too, and data and model may
-            have moved. ``[align]`` may change too, but a stage of the alignment that was done with other
+            ``engine.visit_timeout`` may change, ``engine.name`` and ``engine.ray`` too, and data and model
+            may have moved. ``[align]`` may change too, but a stage of the alignment that was done with other
             settings is refused. All other settings must be the same.
         progress: show the progress on the terminal.
         callbacks: receive the events of the run, in this order. An exception from one of them ends the run.

@@ -90,9 +90,9 @@ class RayActors:
         self._busy: list[_Actor] = []
 
     def __enter__(self) -> RayActors:
+        self._joined = cluster.join(self._settings)
         import ray
 
-        self._joined = cluster.join(self._settings)
         try:
             self._wanted = cluster.count_actors(self._settings)
             # A cluster that was started here is this machine, which has the files themselves.
@@ -144,7 +144,7 @@ class RayActors:
         import ray
 
         settings, factory = self._settings, self._factory
-        hired = ray.remote(JobActor).options(  # type: ignore[attr-defined]
+        hired = ray.remote(JobActor).options(
             num_cpus=settings.threads, num_gpus=settings.gpus, max_restarts=0
         )
         handle = hired.remote()
@@ -211,8 +211,8 @@ class RayActors:
         if names:
             other = "; ".join(f"{name} {there.get(name)}, not {here[name]}" for name in names)
             raise WorkerError(
-                f"node {fields['node'][:8]} of the Ray cluster would not compute what this machine does: it has "
-                f"{other}. Install the same versions on each machine, and put the same model there"
+                f"node {fields['node'][:8]} of the Ray cluster would not compute what this machine does: it "
+                f"has {other}. Install the same versions on each machine, and put the same model there"
             )
         actor.built, self._failures = True, 0
 

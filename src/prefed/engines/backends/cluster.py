@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +27,11 @@ def join(settings: BackendSettings) -> bool:
     Raises:
         WorkerError: it cannot be reached, or does not admit this machine.
     """
-    # Set before Ray is first imported: it reads some of them then. What the user has set stays.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if settings.address is None:
-        os.environ.setdefault(LOOPBACK, "0")
+    # Set before Ray is first imported, for it reads them then. What the user has set stays.
+    if "ray" not in sys.modules:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray asks for a token by itself where it starts a cluster, but not where it joins one.
+        os.environ.setdefault(*((LOOPBACK, "0") if settings.address is None else ("RAY_AUTH_MODE", "token")))
     import ray
 
     if ray.is_initialized():
@@ -53,9 +54,8 @@ def _refused(address: str | None, error: Exception) -> str:
         return f"no Ray cluster could be started on this machine: {error}"
     return (
         f"[engine.ray] address = {address!r}: no Ray cluster could be joined there: {error}\n"
-        "(its machines, this one too, need the same versions of Python and Ray, a way to that address, and the "
-        "same token in ~/.ray/auth_token or RAY_AUTH_TOKEN; a cluster without tokens is joined with "
-        "RAY_AUTH_MODE=disabled in the environment)"
+        "(all machines need the same versions of Python and Ray, and the same token, in ~/.ray/auth_token or "
+        "RAY_AUTH_TOKEN; a cluster without tokens is joined with RAY_AUTH_MODE=disabled in the environment)"
     )
 
 

@@ -1,8 +1,8 @@
 """What another machine needs of this one's files: packed into one array, unpacked once on each machine.
 
-On a machine the files lie in a folder of the run's, in the system's folder for temporary files. Its owner alone
-can read it. The run's processes there hold a lock on it as long as they live. So a folder that nobody holds is
-left over from a run that was killed, and the next run removes it.
+On a machine the files lie in a folder of the run's, in the system's folder for temporary files. Its owner
+alone can read it. The run's processes there hold a lock on it as long as they live. So a folder that nobody
+holds is left over from a run that was killed, and the next run removes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HELD = "HELD"
 
 
 def pack(shipped: Mapping[str, Path]) -> NDArray[np.uint8]:
-    """Files and folders by name, as one array of bytes. In place of a link it holds what the link leads to."""
+    """Files and folders by name, as one array of bytes. For a link it holds what the link leads to."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", dereference=True) as archive:
         for name, path in shipped.items():
