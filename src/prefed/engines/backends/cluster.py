@@ -11,9 +11,11 @@ from typing import Any
 from prefed.engines.backend import BackendSettings
 from prefed.engines.backends.worker import WorkerError
 
-LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's variable that, at 0, keeps a cluster of one machine on the loopback interface. Without it Ray listens
-on every interface."""
+_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+"""Ray's variables for a cluster that is started here: it listens on the loopback interface alone, where Ray would
+listen on all. Its processes do the run's work at the run's own priority, where Ray's is the lowest but few."""
+_JOINED = {"RAY_AUTH_MODE": "token"}
+"""For a cluster that is joined. Ray asks for a token by itself only where it starts one."""
 
 
 def join(settings: BackendSettings) -> bool:
@@ -29,9 +31,9 @@ def join(settings: BackendSettings) -> bool:
     """
     # Set before Ray is first imported, for it reads them then. What the user has set stays.
     if "ray" not in sys.modules:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray asks for a token by itself where it starts a cluster, but not where it joins one.
-        os.environ.setdefault(*((LOOPBACK, "0") if settings.address is None else ("RAY_AUTH_MODE", "token")))
+        wanted = {"RAY_USAGE_STATS_ENABLED": "0", **(_HERE if settings.address is None else _JOINED)}
+        for name, value in wanted.items():
+            os.environ.setdefault(name, value)
     import ray
 
     if ray.is_initialized():
