@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from prefed import Experiment, run
 from prefed.core import Callback, Key
 from prefed.data import synthetic
 from prefed.engines import BackendSettings, JobFactory, RayActors, WorkerError
+from prefed.engines.backends.cluster import count_actors
 from prefed.models.tiny import make_tiny
-from ray_cluster import two_nodes, wait_for_nodes
+from ray_cluster import TESTS, two_nodes, wait_for_nodes
 
 
 @pytest.fixture
@@ -88,3 +90,98 @@ def test_an_actor_and_a_node_are_killed_in_the_middle(nodes, place, method, tmp_
     assert left_behind(whole.path) == left_behind(spread.path)
     assert [record["dropped"] for record in spread.rounds] == [[], []]
     assert copies() == []
+
+
+def test_a_stopped_actor_is_noticed_by_the_visits_time_out(nodes, tmp_path, caplog):
+    """An actor is stopped as by a debugger while it is idle or busy. Its next task, or this one, is done by
+    another actor, and the run ends as one that nothing befell."""
+    stop = At(t3=lambda: [os.kill(pid, signal.SIGSTOP) for pid in nodes.actors()[:1]])
+    toy.run(tmp_path / "there", backend=actors(2, timeout=20), callback=stop)
+    toy.run(tmp_path / "here")
+    assert "took longer than [engine] visit_timeout = 20 seconds; another actor does it" in caplog.text
+    assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
+
+
+def test_a_visit_that_kills_each_actor_ends_the_run(nodes, tmp_path, caplog):
+    """Three actors are lost to it, no more; without the fault the run goes on."""
+    ends = r"visit of client 'Client 4/ü' lost the actor that did it.*3 actors were lost to it.*resume"
+    with pytest.raises(WorkerError, match=ends):
+        toy.run(tmp_path / "run", backend=actors(2, faults={"Client 4/ü": "die"}))
+    assert caplog.text.count("another actor does it") == 2
+    toy.run(tmp_path / "run", resume=True)
+    toy.run(tmp_path / "whole")
+    assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
+
+
+def test_a_machine_with_another_job_is_refused(nodes, tmp_path):
+    """Its builder knows five clients of six."""
+    other = r"would not compute what this machine does: it has data 5, not 6\. Install the same versions"
+    with pytest.raises(WorkerError, match=other):
+        toy.run(tmp_path / "run", backend=actors(1, clients=5))
+
+
+def test_an_exception_arrives_with_its_place(nodes, tmp_path):
+    factory = JobFactory("toy:build", "no JSON")
+    with pytest.raises(WorkerError, match=r"an actor of the Ray cluster failed:(.|\n)*JSONDecodeError"):
+        toy.run(tmp_path / "run", backend=lambda j, s: RayActors(j, factory, s, BackendSettings(1)))
+
+
+def test_a_cluster_that_is_too_small(nodes):
+    """One CPU and two CPUs: room for three actors of one thread, for one of two; no GPU anywhere. The
+    message has a line for each machine."""
+    rooms = r"has room for {}, each with {}:\n(  [\d.]+ \(\w+\): [12] CPUs, 0 GPUs: room for \d\n){{2}}lower"
+    asked = [
+        (BackendSettings(4), "workers = 4: .*", 3, r"1 CPUs \(\[engine\] threads\)"),
+        (BackendSettings(2, threads=2), "workers = 2: .*", 1, "2 CPUs .*"),
+        (
+            BackendSettings(0, gpus=0.5),
+            "an actor: .*",
+            0,
+            r"1 CPUs .* and 0.5 GPUs \(\[engine.ray\] num_gpus\)",
+        ),
+    ]
+    for settings, what, room, need in asked:
+        with pytest.raises(WorkerError, match=what + rooms.format(room, need)):
+            count_actors(settings)
+    assert count_actors(BackendSettings(0)) == 3
+    assert count_actors(BackendSettings(0, threads=2)) == 1
+
+
+LOCAL = """
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+import psutil, toy
+from prefed.core import Callback
+
+class Listening(Callback):
+    def on_task_end(self, what, done, of):
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            for socket in process.net_connections("inet"):
+                if socket.status == psutil.CONN_LISTEN:
+                    print("listens", socket.laddr.ip, flush=True)
+
+from prefed.engines import BackendSettings, JobFactory, RayActors
+factory = JobFactory("toy:build", toy.text(rounds=1))
+make = lambda job, states: RayActors(job, factory, states, BackendSettings(2))
+toy.run(Path(sys.argv[1]), backend=make, callback=Listening(), rounds=1)
+import ray
+print("joined", ray.is_initialized())
+"""
+
+
+def test_a_cluster_of_this_machine_alone_is_quiet_and_on_the_loopback_interface(tmp_path):
+    """No address is given, and a cluster of this machine is not joined. It is gone after the run."""
+    if find_spec("ray") is None:
+        pytest.skip("needs Ray: pip install 'prefed[ray]'")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    own["PYTHONPATH"] = os.pathsep.join([str(TESTS), own.get("PYTHONPATH", "")])
+    words = [sys.executable, "-c", LOCAL, str(tmp_path / "there")]
+    done = subprocess.run(words, env=own, cwd=tmp_path, capture_output=True, text=True)
+    lines = set(done.stdout.splitlines())
+    assert done.returncode == 0, done.stderr
+    assert lines <= {"listens 127.0.0.1", "listens ::ffff:127.0.0.1", "joined False"}
+    assert "joined False" in lines
+    assert len(lines) > 1
+    toy.run(tmp_path / "here", rounds=1)
+    assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")

@@ -36,12 +36,20 @@ serve(int(sys.argv[1]))
 """
 
 
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable that says which CUDA devices a process sees."""
+
+
 class WorkerError(RuntimeError):
     """A worker process died, took too long or could not do its task. The run can be resumed."""
 
 
 class Worker:
     """One worker process, as its parent sees it.
+
+    Args:
+        device: the one CUDA device that it sees, as ``CUDA_VISIBLE_DEVICES`` names it; ``None`` for all that
+            its parent sees.
 
     Attributes:
         pipe: readable when the process has an answer or is gone.
@@ -52,7 +60,8 @@ class Worker:
             too long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device
         self.pipe, theirs = Pipe()
         self.memory_mb = 0.0
         self._doing = "its start"
@@ -61,7 +70,10 @@ class Worker:
         with theirs:
             # -P: Python itself must not look into the working directory either, before the path is set.
             command = [sys.executable, "-P", "-c", START, str(theirs.fileno()), *_import_path()]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE)
+            environment = os.environ | ({} if device is None else {DEVICES: device})
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE, env=environment
+            )
 
     def give(self, task: Task, state: bytes | None, timeout: float) -> None:
         """Send a task with its client's private state.
