@@ -2,9 +2,8 @@ r"""What a task costs beside its work: on Ray actors, in worker processes, in th
 
     python benchmarks/ray_tasks.py --tasks 200 --megabytes 1.2
 
-Each task carries a message of that size, a private state of that size, and brings both back. Its work is a copy.
-The time of a task is the time of all of them over their number, with one worker and after a first round of tasks.
-It needs Ray: pip install 'prefed[ray]'.
+Each task carries a message and a private state of that size, and brings both back. Its work is a copy.
+There is one worker, which has done a few tasks before. It needs Ray: pip install 'prefed[ray]'.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Visit:
 
     def upload(self, tensors: dict[str, Tensors]) -> Upload:
         """What is sent."""
-        return Upload(self.client, 1.0, tensors, {})
+        return Upload(self.client, 1.0, tensors, {}, self.round.number)
 
 
 class Copies:
@@ -110,12 +109,15 @@ class InMemory:
         self.next: bytes | None = None
 
     def read(self, client: str) -> bytes | None:
+        """The state of the only client."""
         return self.state
 
     def stage(self, client: str, state: bytes) -> None:
+        """Its next one."""
         self.next = state
 
     def accept(self, clients: Iterable[str]) -> None:
+        """The next one counts."""
         self.state = self.next
 
 
@@ -153,7 +155,7 @@ def main() -> None:
             best = min(done(args.tasks) for _ in range(args.repeats)) / args.tasks
             memory = backend.memory_mb()
         print(
-            f"{name:>10}: {1e3 * best:6.2f} ms a task, ready after {ready:4.1f} s, {memory:4.0f} MiB a process",
+            f"{name:>10}: {1e3 * best:6.2f} ms a task, ready after {ready:4.1f} s, {memory:4.0f} MiB",
             flush=True,
         )
 

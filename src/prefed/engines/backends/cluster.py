@@ -13,7 +13,7 @@ from prefed.engines.backends.worker import WorkerError
 
 _HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
 """Ray's variables for a cluster that is started here. It listens on the loopback interface alone, where Ray
-would listen on all. Its processes have the priority of the run, whose work they do; Ray gives them a low one."""
+would listen on all. Its processes do the run's work at the run's priority; Ray gives them a low one."""
 _JOINED = {"RAY_AUTH_MODE": "token"}
 """For a cluster that is joined. Ray asks for a token by itself only where it starts one."""
 
