@@ -21,7 +21,7 @@ from prefed.models.tiny import make_tiny
 from ray_cluster import TESTS, two_nodes, wait_for_nodes
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def nodes():
     return two_nodes()
 
