@@ -62,9 +62,9 @@ def test_a_machine_without_the_runs_files_builds_the_same_job(place, tmp_path):
 
 def test_what_is_shipped_follows_the_settings(place, tmp_path):
     """A hub name is no folder. A shared folder is left where it is; a graph's file goes along in any case."""
-    tree = small_experiment(place, method={"name": "decdpo", "topology": "edges"})
+    tree = small_experiment(place, method={"name": "decdpo"})
     (tmp_path / "edges.csv").write_text("left,right\n")
-    tree["graph"] = {"file": str(tmp_path / "edges.csv")}
+    tree["graph"] = {"name": "edges", "file": str(tmp_path / "edges.csv")}
     tree["engine"] |= {"name": "ray", "ray": {"ship_model": False}}
     factory = job_factory(Experiment.model_validate(tree), tmp_path)
     assert factory.shipped == {"data": tmp_path / "data", "graph.file": tmp_path / "edges.csv"}
