@@ -224,9 +224,9 @@ def test_a_registered_backend_is_chosen_by_its_name(tmp_path, monkeypatch):
     made = []
     names = {name: lambda *arguments, name=name: made.append(name) for name in (*BACKENDS, "cluster")}
     monkeypatch.setattr(runs, "BACKENDS", names)
-    monkeypatch.setattr(runs, "to_toml", lambda experiment: "")
+    monkeypatch.setattr(runs, "job_factory", lambda experiment, cache: None)
     writer = SimpleNamespace(path=tmp_path, states=None)
     for name, workers in (("local", 0), ("local", 2), ("cluster", 2)):
-        engine = SimpleNamespace(name=name, workers=workers, threads=1, visit_timeout=0)
+        engine = SimpleNamespace(name=name, workers=workers, threads=1, visit_timeout=0, ray=None)
         runs._backend(SimpleNamespace(engine=engine), None, writer)
     assert made == ["in_process", "processes", "cluster"]

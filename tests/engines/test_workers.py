@@ -129,6 +129,35 @@ def test_modules_are_found_where_the_parent_finds_them(tmp_path, monkeypatch):
     assert _import_path() == [str(tmp_path)]
 
 
+@pytest.mark.parametrize("named", [None, "3,GPU-5a,7"])
+def test_each_worker_has_a_device_of_its_own(monkeypatch, named):
+    """Of three devices, four workers take each once and the first twice; a worker that takes the place of
+    another takes its device. What this process does not see is given to nobody."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    devices = named.split(",") if named else ["0", "1", "2"]
+    with workers(4)(None, None) as backend:
+        started = backend._workers
+
+        def seen(worker):
+            environment = Path(f"/proc/{worker._process.pid}/environ").read_bytes().split(b"\0")
+            return next(
+                line.split(b"=")[1].decode() for line in environment if b"CUDA_VISIBLE_DEVICES=" in line
+            )
+
+        assert [seen(worker) for worker in started] == [*devices, devices[0]]
+        backend._busy = {started[1].pipe: started[1]}
+        backend._replace_busy()
+        assert [seen(worker) for worker in backend._workers] == [
+            devices[0],
+            *devices[2:],
+            devices[0],
+            devices[1],
+        ]
+
+
 def test_the_memory_of_workers():
     """Two hold twice what one does, each no less than an interpreter with torch; what this process held when
     it started them is none of theirs."""

@@ -1,6 +1,7 @@
 """The experiment file: typed records, their errors, and files to begin with."""
 
 from prefed.config.align import AlignConfig
+from prefed.config.cluster import RayConfig
 from prefed.config.errors import ConfigError
 from prefed.config.experiment import (
     CohortConfig,
@@ -20,6 +21,7 @@ __all__ = [
     "EvaluateConfig",
     "Experiment",
     "MethodConfig",
+    "RayConfig",
     "method_kind",
     "to_toml",
 ]

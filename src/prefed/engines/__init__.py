@@ -1,7 +1,14 @@
 """Engines run any method: rounds of tasks, and backends that get the tasks done."""
 
 from prefed.engines.backend import Backend, BackendSettings
-from prefed.engines.backends import BACKENDS, InProcess, WorkerProcesses, backend_name
+from prefed.engines.backends import (
+    BACKENDS,
+    InProcess,
+    RayActors,
+    WorkerProcesses,
+    backend_name,
+    check_backend,
+)
 from prefed.engines.backends.worker import WorkerError
 from prefed.engines.course import RoundError
 from prefed.engines.job import Job, JobFactory, TrainerFactory
@@ -18,6 +25,7 @@ __all__ = [
     "Job",
     "JobFactory",
     "NeighbourRounds",
+    "RayActors",
     "RoundError",
     "ServerRounds",
     "Task",
@@ -26,5 +34,6 @@ __all__ = [
     "WorkerError",
     "WorkerProcesses",
     "backend_name",
+    "check_backend",
     "run_task",
 ]

@@ -22,11 +22,15 @@ class BackendSettings:
         workers: how many processes share the work, where a backend starts any.
         threads: of PyTorch, in each process.
         timeout: seconds that one task may take in a process; 0 for any time.
+        address: of a cluster; ``None`` for one that is started here.
+        gpus: of each process on a cluster.
     """
 
     workers: int = 1
     threads: int = 1
     timeout: float = 0.0
+    address: str | None = None
+    gpus: float = 0.0
 
 
 class Backend(AbstractContextManager["Backend"], Protocol):

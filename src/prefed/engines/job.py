@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -363,14 +363,18 @@ class JobFactory:
 
     Attributes:
         builder: ``"module:function"``; the function is called with ``text``.
-        text: its one argument.
+        text: its one argument, on a machine that has the files of this one.
+        shipped: name → file or folder that the function needs on a machine that has not. There its second
+            argument is a folder with a copy of each, by its name.
     """
 
     builder: str
     text: str
+    shipped: Mapping[str, Path] = field(default_factory=dict)
 
-    def build(self) -> Job:
-        """The job."""
+    def build(self, folder: Path | None = None) -> Job:
+        """The job; ``folder`` holds this machine's copies of what is shipped."""
         module, _, function = self.builder.partition(":")
-        job: Job = getattr(importlib.import_module(module), function)(self.text)
+        build = getattr(importlib.import_module(module), function)
+        job: Job = build(self.text) if folder is None else build(self.text, folder)
         return job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -186,12 +185,3 @@ def _unseen(experiment: Experiment, dataset: FederatedDataset) -> tuple[str, ...
         raise ConfigError(f"[evaluate] unseen = {unseen}, but there are {len(names)} clients in all")
     draw = Key(experiment.seed).at("unseen").numpy().choice(len(names), unseen, replace=False)
     return tuple(names[index] for index in sorted(draw))
-
-
-def build_worker_job(arguments: str) -> Job:
-    """Call :func:`build_job` in a worker process; ``arguments`` are its experiment and folder as JSON."""
-    from prefed.models.notices import silence_transformers
-
-    silence_transformers()
-    parsed = json.loads(arguments)
-    return build_job(Experiment.parse(parsed["experiment"]), Path(parsed["folder"]))

@@ -19,7 +19,7 @@ from prefed.store import RunWriter, StoreError
 _PLACES = ("data.*.path", "model.name", "method.reward_model")
 """Settings that say where data and models lie."""
 
-_CHANGEABLE = {"engine.workers", "engine.visit_timeout"}
+_CHANGEABLE = {"engine.name", "engine.workers", "engine.visit_timeout"}
 """Settings that change no number. A resumed run may have others."""
 
 _NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy", "fleet", "graph", "align"}
@@ -43,7 +43,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     config = writer.config()
     if writer.round == 0:
         changed = differing(config or {}, fitted(experiment).tables())
-        if changed.keys() - {"engine.threads", *_CHANGEABLE}:
+        if any(name != "engine.threads" and not _may_change_engine(name) for name in changed):
             reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= _NOT_CACHED)
             config = None
     try:
@@ -101,9 +101,10 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 def settings_digest(config: Mapping[str, Any]) -> str:
     """The digest of those settings of a ``config.toml`` that a resumed run must share."""
-    settings = {
-        name: value for name, value in flatten(config).items() if name != "rounds" and not _may_change(name)
-    }
+    whole = flatten(config)
+    settings = {name: value for name, value in whole.items() if name != "rounds" and not _may_change(name)}
+    if "engine.name" in whole:
+        settings["engine.name"] = "local"  # earlier versions, whose digests count, had this engine alone
     return files.digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
@@ -123,12 +124,16 @@ def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experime
 
 
 def _with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:
-    """Fill in the number of threads: the stored run's, or the machine's shared out over the workers."""
+    """Fill in the number of threads: the stored run's, or the machine's shared out over the workers.
+
+    Nobody knows how many workers each machine of a cluster will have: there it is one.
+    """
     engine = experiment.engine
     if engine.threads is not None:
         return experiment
     threads = stored.engine.threads if stored else None
-    threads = threads or max(1, torch.get_num_threads() // max(1, engine.workers))
+    cores = 1 if engine.name == "ray" else torch.get_num_threads()
+    threads = threads or max(1, cores // max(1, engine.workers))
     return experiment.model_copy(update={"engine": engine.model_copy(update={"threads": threads})})
 
 
@@ -158,7 +163,7 @@ def _check_settings(stored: Experiment, experiment: Experiment, writer: RunWrite
             f"the run in {writer.path} was begun with other settings (run → asked for):\n"
             + "\n".join(lines)
             + "\nresume it with its own (rounds may be raised, engine.workers and engine.visit_timeout may "
-            "change), or start another with --out"
+            "change, engine.name and engine.ray too), or start another with --out"
         )
 
 
@@ -168,9 +173,14 @@ def _may_change(name: str) -> bool:
     Other data or another model at a new place are found by their fingerprints. The commit has no fingerprint
     of the reward model, so its place may not change. The stages of an alignment have manifests of their own.
     """
-    if name in _CHANGEABLE or name.partition(".")[0] == "align":
+    if _may_change_engine(name) or name.partition(".")[0] == "align":
         return True
     return is_place(name) and name != "method.reward_model"
+
+
+def _may_change_engine(name: str) -> bool:
+    """Whether a setting is one of the engine's that change no number."""
+    return name in _CHANGEABLE or name.startswith("engine.ray")
 
 
 def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

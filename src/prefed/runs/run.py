@@ -11,7 +11,7 @@ from typing import Any
 
 from prefed import files
 from prefed.align import check_inputs
-from prefed.config import Experiment, to_toml
+from prefed.config import Experiment, RayConfig
 from prefed.core import Callback, Callbacks, State
 from prefed.data import DataMismatchError
 from prefed.engines import (
@@ -19,10 +19,10 @@ from prefed.engines import (
     Backend,
     BackendSettings,
     Job,
-    JobFactory,
     NeighbourRounds,
     ServerRounds,
     backend_name,
+    check_backend,
 )
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
@@ -30,6 +30,7 @@ from prefed.runs.align import align, check_judge
 from prefed.runs.build import build_job
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.summary import mean_models, read_profiles, summarize
+from prefed.runs.worker_job import job_factory
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state, encode
 
@@ -86,9 +87,9 @@ def run(
             experiment fails before its first round.
         resume: continue the run in ``out``, which must exist. ``resume=out.exists()`` starts a new run or
             continues the existing one. ``rounds`` may be raised, ``engine.workers`` and
-            ``engine.visit_timeout`` may change, and data and model may have moved. ``[align]`` may change
-            too, but a stage of the alignment that was done with other settings is refused. All other settings
-            must be the same.
+            ``engine.visit_timeout`` may change, ``engine.name`` and ``engine.ray`` too, and data and model
+            may have moved. ``[align]`` may change too, but a stage of the alignment that was done with other
+            settings is refused. All other settings must be the same.
         progress: show the progress on the terminal.
         callbacks: receive the events of the run, in this order. An exception from one of them ends the run.
             Committed rounds are kept.
@@ -102,7 +103,9 @@ def run(
         DataError, ModelError: the data or the model cannot be used.
         RoundError: no client answered in a round, or none could be evaluated after the last.
         AlignError: the alignment after the rounds cannot go on.
-        WorkerError: a worker process died or took longer than ``engine.visit_timeout``.
+        WorkerError: a worker process died or took longer than ``engine.visit_timeout``; or with the engine
+            ``ray``, its package is missing, the cluster is too small or has no machine left, or a visit has
+            lost several actors.
     """
     path = Path(out) if out is not None else default_out(experiment)
     callback = Callbacks(callbacks)
@@ -110,6 +113,7 @@ def run(
         from prefed.trackers.terminal import Terminal
 
         callback = Callbacks([Terminal(), callback])
+    check_backend(experiment.engine.name)
     if experiment.align is not None:
         check_inputs(experiment.align, experiment.data)
         check_judge(experiment.align)
@@ -173,9 +177,10 @@ def _digests(experiment: Experiment) -> dict[str, str]:
 
 def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
     engine = experiment.engine
-    order = {"experiment": to_toml(experiment), "folder": str((writer.path / "cache").resolve())}
-    factory = JobFactory("prefed.runs.build:build_worker_job", json.dumps(order))
-    settings = BackendSettings(engine.workers, engine.threads or 1, engine.visit_timeout)
+    factory, ray = job_factory(experiment, writer.path / "cache"), engine.ray or RayConfig()
+    settings = BackendSettings(
+        engine.workers, engine.threads or 1, engine.visit_timeout, ray.address, ray.num_gpus
+    )
     make = BACKENDS[backend_name(engine.name, engine.workers)]
     return make(job, factory, writer.states, settings)
 

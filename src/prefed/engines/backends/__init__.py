@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 
 import torch
 
 from prefed.engines.backend import Backend, BackendSettings
+from prefed.engines.backends.actors import RayActors
 from prefed.engines.backends.processes import WorkerProcesses
+from prefed.engines.backends.worker import WorkerError
 from prefed.engines.job import Job, JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
-__all__ = ["BACKENDS", "InProcess", "WorkerProcesses", "backend_name"]
+__all__ = ["BACKENDS", "InProcess", "RayActors", "WorkerProcesses", "backend_name", "check_backend"]
 
 
 class InProcess:
@@ -51,6 +54,7 @@ class InProcess:
 BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings], Backend]] = {
     "in_process": lambda job, factory, states, settings: InProcess(job, states, settings.threads),
     "processes": lambda job, factory, states, settings: WorkerProcesses(factory, states, settings),
+    "ray": lambda job, factory, states, settings: RayActors(job, factory, states, settings),
 }
 """Every backend by name: a job, how another process builds it, this machine's store of private states, and
 settings → a backend. ``tests/laws/test_engine_laws.py`` holds each of them to the same laws."""
@@ -68,3 +72,13 @@ def backend_name(engine: str, workers: int) -> str:
     if engine != "local":
         return engine
     return "processes" if workers else "in_process"
+
+
+def check_backend(name: str) -> None:
+    """Refuse a backend whose package is not installed.
+
+    Raises:
+        WorkerError: it is not; the message has the command that installs it.
+    """
+    if name == "ray" and find_spec("ray") is None:
+        raise WorkerError("[engine] name = 'ray' needs the package ray: pip install 'prefed[ray]'")

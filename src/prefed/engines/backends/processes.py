@@ -6,17 +6,21 @@ state comes back with the result.
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
+import torch
+
 from prefed.engines.backend import BackendSettings
-from prefed.engines.backends.worker import Worker
+from prefed.engines.backends.worker import DEVICES, Worker
 from prefed.engines.job import JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
 
 class WorkerProcesses:
-    """Spreads tasks over processes.
+    """Spreads tasks over processes. Where there are several CUDA devices, each process has one of them.
 
     Args:
         factory: builds the job, once in each process.
@@ -79,12 +83,23 @@ class WorkerProcesses:
         """Start as many workers as are missing."""
         new: list[Worker] = []
         while len(self._workers) < self._settings.workers:
-            new.append(Worker())
+            new.append(Worker(self._device()))
             self._workers.append(new[-1])
         for worker in new:
-            worker.send(**vars(self._factory), threads=self._settings.threads)
+            factory = self._factory
+            worker.send(builder=factory.builder, text=factory.text, threads=self._settings.threads)
         for worker in new:
             worker.receive()
+
+    def _device(self) -> str | None:
+        """The CUDA device that fewest workers have, where this process sees several; else ``None``."""
+        count = torch.cuda.device_count()
+        if count < 2:
+            return None
+        named = os.environ.get(DEVICES)
+        devices = named.split(",")[:count] if named else [str(number) for number in range(count)]
+        taken = Counter(worker.device for worker in self._workers)
+        return min(devices, key=lambda device: taken[device])
 
     def _replace_busy(self) -> None:
         """Start others in the place of workers that still do a task of a run that was left early."""

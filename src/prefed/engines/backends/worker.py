@@ -36,12 +36,20 @@ serve(int(sys.argv[1]))
 """
 
 
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable that says which CUDA devices a process sees."""
+
+
 class WorkerError(RuntimeError):
     """A worker process died, took too long or could not do its task. The run can be resumed."""
 
 
 class Worker:
     """One worker process, as its parent sees it.
+
+    Args:
+        device: the one CUDA device that it sees, as ``CUDA_VISIBLE_DEVICES`` names it; ``None`` for all that
+            its parent sees.
 
     Attributes:
         pipe: readable when the process has an answer or is gone.
@@ -52,7 +60,8 @@ class Worker:
             too long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device
         self.pipe, theirs = Pipe()
         self.memory_mb = 0.0
         self._doing = "its start"
@@ -61,7 +70,10 @@ class Worker:
         with theirs:
             # -P: Python itself must not look into the working directory either, before the path is set.
             command = [sys.executable, "-P", "-c", START, str(theirs.fileno()), *_import_path()]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE)
+            environment = os.environ | ({} if device is None else {DEVICES: device})
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE, env=environment
+            )
 
     def give(self, task: Task, state: bytes | None, timeout: float) -> None:
         """Send a task with its client's private state.
@@ -135,7 +147,7 @@ def _import_path() -> list[str]:
     return [str(path.absolute()) for path in paths if path.is_absolute() or path.absolute() != Path.cwd()]
 
 
-class _StateOfTask:
+class StateOfTask:
     """The private state that came with a task, and the one that goes back with its result."""
 
     def __init__(self, state: bytes | None) -> None:
@@ -143,13 +155,15 @@ class _StateOfTask:
         self.next: bytes | None = None
 
     def read(self, client: str) -> bytes | None:
+        """The state that came."""
         return self._state
 
     def stage(self, client: str, state: bytes) -> None:
+        """Keep the next one."""
         self.next = state
 
     def accept(self, clients: Iterable[str]) -> None:
-        pass  # the parent's store does
+        """Nothing: the store that it came from does."""
 
 
 def serve(handle: int) -> None:
@@ -163,7 +177,7 @@ def serve(handle: int) -> None:
         _send(pipe, memory_mb=peak_memory_mb())
         while True:
             fields = _receive(pipe)
-            states = _StateOfTask(fields.pop("state"))
+            states = StateOfTask(fields.pop("state"))
             result = run_task(job, Task(**fields), states)
             _send(pipe, state=states.next, **vars(result), memory_mb=peak_memory_mb())
     except Exception:
