@@ -140,10 +140,14 @@ class DrawnPairs:
         return number
 
     def missing(self, judged: Collection[int], ahead: int) -> int | None:
-        """The prompt to draw for next; ``None`` while ``ahead`` questions that are not judged are ready."""
+        """The prompt to draw for next; ``None`` while ``ahead`` questions that are not judged are ready.
+
+        A typed prompt does not wait for that: the person does.
+        """
         waiting = [number for number in self.numbers() if number not in judged]
         missing = [number for number in waiting if self.get(number) is None]
-        return missing[0] if missing and len(waiting) - len(missing) < ahead else None
+        enough = len(waiting) - len(missing) >= ahead
+        return missing[0] if missing and (missing[0] in self._typed or not enough) else None
 
     def keep(self, number: int, drawn: tuple[str, str] | str) -> None:
         """Keep two responses to a prompt, or why there are none."""

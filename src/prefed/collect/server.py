@@ -167,6 +167,8 @@ def listen(port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((HOST, port))
+        # From here on a browser that is early waits.
+        listening.listen()
     except OSError as error:
         listening.close()
         raise CollectError(
