@@ -365,6 +365,17 @@ def test_a_prompt_without_two_responses_is_left_out_with_the_reason(backbone):
     assert responder.draw("one " * 40).endswith("and the model's window 32")
 
 
+def test_a_prompt_that_the_chat_template_refuses_is_left_out(backbone, monkeypatch):
+    refusal = (
+        "{{ raise_exception('no system turn') if messages[0].role == 'system' }}{{ messages[-1].content }}"
+    )
+    monkeypatch.setattr(backbone.tokenizer, "chat_template", refusal)
+    responder = ModelResponder(backbone, Sampling(max_tokens=3, temperature=1.0), Key(0), None)
+    assert responder.as_prompt("Go") == (Message("user", "Go"),)
+    assert len(responder.draw(responder.as_prompt("Go"))) == 2
+    assert "no system turn" in responder.draw((Message("system", "Be brief."), Message("user", "Go")))
+
+
 def test_a_typed_prompt_takes_the_form_of_the_others(backbone):
     how, like = Sampling(), "\n\nHuman: Hi\n\nAssistant:"
     assert ModelResponder(backbone, how, Key(0), like).as_prompt("Go") == "\n\nHuman: Go\n\nAssistant:"

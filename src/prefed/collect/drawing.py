@@ -66,7 +66,7 @@ class ModelResponder:
         return as_prompt(text, self._like, raw=self._raw)
 
     def draw(self, prompt: Prompt) -> tuple[str, str] | str:
-        """Two different responses; a prompt that fills the model's window gets none."""
+        """Two different responses; a prompt that fills the window or that the template refuses gets none."""
         ids = prompt_ids(self._backbone.tokenizer, self._template, prompt)
         window = self._backbone.window
         if window is not None and len(ids) >= window:
