@@ -13,6 +13,7 @@ from prefed.collect.questions import DrawnPairs
 from prefed.collect.session import Session
 from prefed.core import Key
 from prefed.data import Message, Prompt, Template
+from prefed.data.errors import RowError
 from prefed.data.prompts import plain_prompt
 from prefed.data.writer import prompt_hash
 from prefed.models import Backbone
@@ -67,17 +68,18 @@ class ModelResponder:
 
     def draw(self, prompt: Prompt) -> tuple[str, str] | str:
         """Two different responses; a prompt that fills the window or that the template refuses gets none."""
-        ids = prompt_ids(self._backbone.tokenizer, self._template, prompt)
-        window = self._backbone.window
+        backbone, window = self._backbone, self._backbone.window
+        try:
+            ids = prompt_ids(backbone.tokenizer, self._template, prompt)
+        except RowError as error:
+            return str(error)
         if window is not None and len(ids) >= window:
             return f"the prompt has {len(ids)} tokens and the model's window {window}"
         key, different = self._key.at("prompt", prompt_hash(prompt)), dict[str, str]()
         for attempt in range(ATTEMPTS):
             keys = [key.at("sample", 2 * attempt + place) for place in (0, 1)]
-            for tokens in complete_batch(
-                self._backbone, self._backbone.reference, [ids, ids], self._how, keys
-            ):
-                text = as_text(self._backbone.tokenizer, tokens)
+            for tokens in complete_batch(backbone, backbone.reference, [ids, ids], self._how, keys):
+                text = as_text(backbone.tokenizer, tokens)
                 if text.strip():
                     different.setdefault(text.strip(), text)
             if len(different) >= 2:
