@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from collecting import serving, session
+from prefed.collect.questions import DrawnPairs
 from prefed.data import Record
 
 pytest.importorskip("starlette")
@@ -108,5 +109,17 @@ def test_the_page_fits_and_axe_finds_nothing(chromium, tmp_path, width, scheme):
         page.get_by_role("button", name="Finish").click()
         page.wait_for_selector("h1:text('Thank you')")
         look()
+    with (
+        session(tmp_path / "slow", questions=lambda journal: DrawnPairs(["One"], journal, "slow")) as opened,
+        serving(opened, lambda text: None) as links,
+    ):
+        page.goto(links[0])
+        look()
+        # The page looks by itself whether the responses are there.
+        with opened.changed:
+            opened.questions.keep(opened.questions.numbers()[0], ("first", "second"))
+        page.wait_for_selector("[name=number]", state="attached")
+        look()
     context.close()
-    assert seen == ["No link", "Your name", "Pair 1 of 2", "The end", "Thank you"]
+    assert seen[:5] == ["No link", "Your name", "Pair 1 of 2", "The end", "Thank you"]
+    assert seen[5:] == ["The model is writing", "Pair 1 of 1"]
