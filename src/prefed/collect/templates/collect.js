@@ -4,7 +4,9 @@
     const look = async () => {
       try {
         const answer = await fetch("/state");
-        if (!answer.ok || (await answer.text()) !== "wait") return location.reload();
+        const ready = !answer.ok || (await answer.text()) !== "wait";
+        // What the person is typing would be lost.
+        if (ready && !document.querySelector("textarea")?.value) return location.reload();
       } catch {
         document.querySelector("[role=status]").textContent = "The command has ended. Start it again.";
         return;
