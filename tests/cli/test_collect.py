@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -43,7 +44,7 @@ def test_twenty_choices_train_a_client(tmp_path):
     browser = Browser(link)
     for done in range(20):
         while browser.get("/state") == "wait":
-            pass
+            time.sleep(0.05)
         browser.get()
         assert f"{done} of 20" in browser.text
         answers = browser.text.split('<div class="text" dir="auto">')[-2:]
