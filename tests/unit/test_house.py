@@ -26,7 +26,7 @@ FLOORS = (
     ("config", "engines"),
     ("align", "judge"),
     ("runs",),
-    ("report",),
+    ("report", "collect"),
     ("cli",),
 )
 """The rooms from the ground up."""
@@ -69,6 +69,7 @@ ALLOWED = {
         "wire",
     },
     "report": BOTTOM | {"data", "losses", "methods", "metrics", "runs", "store"},
+    "collect": BOTTOM | {"data", "metrics", "models", "runs", "train"},
 }
 """Room → the rooms it may import. Only the command line may import any."""
 

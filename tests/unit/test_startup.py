@@ -49,6 +49,7 @@ def loaded(code, *arguments, cwd=None):
         ("run table.toml --cell one", "table.toml: rows.one.txt: no such key"),
         ("data typo.toml", "typo.toml: method.learning_rate: no such key"),
         ("run none.toml", "none.toml: no such file"),
+        ("collect", "give --model NAME"),
         ("demo --method fedpdo", "did you mean 'fedpdpo'?"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.align import align
+from prefed.cli.collect import collect
 from prefed.cli.compare import compare
 from prefed.cli.data import data
 from prefed.cli.demo import demo
@@ -35,6 +36,7 @@ for _command in (
     run,
     align,
     judge,
+    collect,
     sweep,
     init,
     methods,

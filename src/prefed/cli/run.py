@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -76,7 +76,11 @@ def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
 
 @contextmanager
 def interruptible(
-    words: list[str], out: Path | None, resume: bool, kept: str = "whole rounds are kept"
+    words: list[str],
+    out: Path | None,
+    resume: bool,
+    kept: str = "whole rounds are kept",
+    again: Sequence[str] = ("--resume",),
 ) -> Iterator[list[Path]]:
     """End on Ctrl-C or SIGTERM with the command that resumes.
 
@@ -85,6 +89,7 @@ def interruptible(
         out: the run directory, if the user names one.
         resume: whether the user resumes a run.
         kept: what an interrupted command leaves, in words.
+        again: what is added to the command so that it goes on.
 
     Yields:
         A list; the run directory is appended to it before the run uses it.
@@ -104,7 +109,7 @@ def interruptible(
         # Without a path the signal came early, for instance while PyTorch was imported.
         path = paths[0] if paths else out
         begun = resume or (bool(paths) and (paths[0] / "checkpoint").is_dir())
-        options = [*(["--out", str(path)] if path else []), *(["--resume"] if begun else [])]
+        options = [*(["--out", str(path)] if path else []), *(again if begun else [])]
         state = f"{kept}. To go on" if begun else "nothing was begun. To start again"
         typer.echo(f"\nstopped; {state}:\n  {shlex.join([*words, *options])}", err=True)
         # A shell gives 130 and 143 for a program that the signal itself ended.

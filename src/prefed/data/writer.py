@@ -130,7 +130,7 @@ class TokenWriter:
         columns["lines"].append(self._line)
         columns["margins"].append(math.nan if record.margin is None else record.margin)
         columns["prompts"].append(prompt_hash(record.prompt))
-        columns["pairs"].append(_hash64(_text(record.prompt), *sorted((record.chosen, record.rejected))))
+        columns["pairs"].append(pair_hash(record))
         columns["categories"].append(
             -1 if category is None else self._categories.setdefault(category, len(self._categories))
         )
@@ -238,6 +238,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def prompt_hash(prompt: Prompt) -> int:
     """The value that :attr:`TokenSet.prompts` has for a prompt."""
     return _hash64(_text(prompt))
+
+
+def pair_hash(record: Record) -> int:
+    """The value that :attr:`TokenSet.pairs` has for a pair: equal whichever response is chosen."""
+    return _hash64(_text(record.prompt), *sorted((record.chosen, record.rejected)))
 
 
 def _text(prompt: Prompt) -> str:
