@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
+from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
 from plain_dpo import PlainDPO, flat, unflat
 from prefed import load_run
+from prefed.cli import app
 from prefed.config import Experiment
 from prefed.core import Key
 from prefed.runs import constants
@@ -170,6 +172,10 @@ def test_constants_of_a_run(place, tmp_path):
     found = constants.hessian_norm(loaded, "client-0", key, last=True)
     assert 0.9 * largest < found < 1.02 * largest
     assert told["smoothness"] >= found
+    words = ["theory", "--run", str(tmp_path / "run"), "--set", "epsilon=0.5", "--json"]
+    content = json.loads(CliRunner().invoke(app, words).stdout)
+    assert content["measured"] == known.measured
+    assert content["constants"] == {**content["constants"], **told, "epsilon": 0.5}
 
 
 @pytest.mark.parametrize(("graph", "order"), [("path", "train_mix"), ("star", "mix_train")])

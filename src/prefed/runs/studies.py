@@ -25,6 +25,8 @@ LAST = 5
 """A final figure is the mean of the last so many rounds in which it was measured."""
 _UNLIKE = ("seed", "engine.")
 """Settings in which runs may always differ."""
+_TITLE = 120
+"""Letters of a family's title at most."""
 _LATE = frozenset({"merge.late", "merge.staleness.name", "merge.staleness.exponent"})
 
 Values: TypeAlias = dict[float, list[float]]
@@ -157,7 +159,8 @@ def families(known: Sequence[Case], vary: Collection[str], of: Callable[[Case], 
     names = dict.fromkeys(name for first in firsts for name in first)
     unlike = [name for name in names if len({first.get(name) for first in firsts}) > 1]
     titles = (", ".join(f"{n.split('.')[-1]} {first[n]}" for n in unlike if n in first) for first in firsts)
-    return [Family(tuple(some), title) for some, title in zip(groups, titles, strict=True)]
+    cut = (title if len(title) <= _TITLE else f"{title[: _TITLE - 1]}…" for title in titles)
+    return [Family(tuple(some), title) for some, title in zip(groups, cut, strict=True)]
 
 
 @dataclass(frozen=True)
