@@ -13,6 +13,7 @@ import torch
 from prefed.core import Key, Owner, Tensors
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunError, read_run
+from prefed.runs.studies import squared_gradients
 
 CLIENTS, PAIRS, STEPS = 5, 8, 10
 """How many clients' losses are probed for L at most, on how many pairs each, and steps of power iteration."""
@@ -75,7 +76,7 @@ def estimate(path: str | Path) -> Estimate:
         "max_delay": max(late, default=0),
         **({"rho": record.rounds[-1]["rho"]} if job.graph is not None else {}),
     }
-    squares = [each["gradient_norm"] ** 2 for each in told]
+    squares = squared_gradients(record)
     measured = {
         "mean_squared_gradient": fmean(squares),
         "last_squared_gradient": squares[-1],
@@ -105,7 +106,7 @@ def _notes(run: LoadedRun, diagnosed: int) -> Iterator[str]:
         "the loss may bend more elsewhere"
     )
     if evaluate.diagnostic_pairs:
-        yield "of few pairs, ‖∇ℒ‖² is too large by the variance of their gradient"
+        yield "what the draw of few pairs adds is taken off ‖∇ℒ‖², which may be below 0"
     if settings.optimizer != "sgd" or settings.momentum or settings.schedule != "constant":
         how = f"{settings.optimizer}, schedule {settings.schedule!r}"
         yield f"the run's optimiser: {how}; the statements are about plain gradient descent at a constant η"
