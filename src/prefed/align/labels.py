@@ -129,7 +129,8 @@ def _labels(
 
 
 def _settings(alignment: Alignment) -> dict[str, Any]:
-    return {"labels": alignment.config.labels}
+    labels, taste = alignment.config.labels, alignment.config.taste
+    return {"labels": labels, **({} if taste is None else {"taste": taste})}
 
 
 STAGE = Stage("labels", ("prompts", "completions", "selectors"), _settings, (FILE,), _work, (SCORES,))

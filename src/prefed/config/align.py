@@ -61,6 +61,12 @@ class AlignConfig(StrictModel):
         description="who labels: the majority of all selectors, one by its number, or judge:NAME, a judge of "
         "`prefed judge` in the selectors' place, such as judge:reward:FOLDER",
     )
+    taste: str | None = Field(
+        None,
+        min_length=1,
+        description="for selectors with a latent taste, whose taste labels: a client's id, prototype:K, or "
+        "population, the mean of all, which it is if left out",
+    )
     objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
     beta: float | None = Field(
         0.1, gt=0, description="strength of the pull towards the start; left out: the objective's"
@@ -88,11 +94,18 @@ class AlignConfig(StrictModel):
     def _source(cls, value: Any) -> Any:
         return {"path": str(value)} if isinstance(value, str | Path) else value
 
+    @field_validator("taste")
+    @classmethod
+    def _usual(cls, value: str | None) -> str | None:
+        return None if value == "population" else value
+
     @model_validator(mode="after")
     def _consistent(self) -> AlignConfig:
         number = isinstance(self.labels, int) and self.labels >= 0
         if not number and self.labels != "majority" and not self.judge:
             raise ValueError("labels is majority, a selector's number from 0, or judge:NAME")
+        if self.taste is not None and self.judge is not None:
+            raise ValueError(f"taste is that of selectors, and {self.labels} labels in their place")
         if "beta" in self.objective_settings:
             raise ValueError("beta is a key of its own, not one of objective_settings")
         self.goal()
@@ -103,6 +116,22 @@ class AlignConfig(StrictModel):
         """The judge that labels in the selectors' place, without ``judge:``; ``None`` if selectors label."""
         kind, _, name = str(self.labels).partition(":")
         return name if kind == "judge" else None
+
+    def check_tastes(self, method: str, has_tastes: bool) -> None:
+        """Refuse a taste for a method whose selectors have none.
+
+        Args:
+            method: its name.
+            has_tastes: whether its models have a latent taste.
+
+        Raises:
+            ValueError: the method has none, and a key needs one.
+        """
+        if self.taste is not None and not has_tastes:
+            raise ValueError(
+                f"[align] taste = {self.taste!r}: {method} has no latent taste; take fedvpl or fedvpa, or leave "
+                "it out"
+            )
 
     def goal(self) -> Objective:
         """The objective with all its settings.

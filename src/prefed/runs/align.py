@@ -26,6 +26,7 @@ from prefed.runs.judges import JudgeLabels, make_judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunRecord, read_run
 from prefed.runs.selectors import check_selectors, selectors_of, untrained
+from prefed.runs.taste_names import OPPOSED, common_taste
 from prefed.store import RunReader
 from prefed.store.directory import lock
 
@@ -99,8 +100,12 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
             f"[align] labels = {config.labels}: the run has {pluralize(count, 'selector', 'selectors')}, "
             "numbered from 0; take another: --set align.labels=majority, or a number"
         )
+    try:
+        config.check_tastes(record.method, experiment.has_tastes)
+    except ValueError as error:
+        raise AlignError(str(error)) from error
     check_judge(config)
-    source = _Source(record.path, config.labels, callback)
+    source = _Source(record.path, config, callback)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
     judge = None if config.judge is None else source.judge(config.judge)
@@ -129,15 +134,16 @@ class _Source:
     """The run, loaded when a stage needs it."""
 
     path: Path
-    labels: str | int
+    config: AlignConfig
     callback: Callback
 
     @cached_property
     def run(self) -> LoadedRun:
         run = load_run(self.path, data=True)
-        names = [] if str(self.labels).startswith("judge:") else list(untrained(run))
-        if isinstance(self.labels, int):
-            names = [name for name in names if name == list(run.published_models)[self.labels]]
+        labels = self.config.labels
+        names = [] if self.config.judge is not None else list(untrained(run))
+        if isinstance(labels, int):
+            names = [name for name in names if name == list(run.published_models)[labels]]
         if names:
             self.callback.on_warning(
                 f"never trained, yet labels completions: {', '.join(names)}; such labels are the "
@@ -151,7 +157,13 @@ class _Source:
         return ClientPrompts(tokens.prompts, tokens.record(0).prompt if len(tokens) else None)
 
     def selectors(self) -> Selectors:
-        return selectors_of(self.run)
+        if self.config.taste is None and (share := common_taste(self.run)) < OPPOSED:
+            self.callback.on_warning(
+                f"labels come from the taste of the population, which is nobody's: what the clients' tastes add "
+                f"up to is {share:.2f} of what it were if they agreed. Label with one taste (--set "
+                "align.taste=CLIENT, or prototype:K)"
+            )
+        return selectors_of(self.run, self.config.taste)
 
     def judge(self, name: str) -> JudgeLabels:
         return JudgeLabels(make_judge(name, JudgeOptions(), self.run))
