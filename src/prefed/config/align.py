@@ -129,8 +129,8 @@ class AlignConfig(StrictModel):
         """
         if self.taste is not None and not has_tastes:
             raise ValueError(
-                f"[align] taste = {self.taste!r}: {method} has no latent taste; take fedvpl or fedvpa, or leave "
-                "it out"
+                f"[align] taste = {self.taste!r}: {method} has no latent taste; take fedvpl or fedvpa, or "
+                "leave it out"
             )
 
     def goal(self) -> Objective:

@@ -97,8 +97,8 @@ def told_taste(run: LoadedRun, name: str) -> torch.Tensor:
         known = posteriors(run.server)
         if run.check(which) not in known:
             raise RunError(
-                f"{where}: client {which!r} told nothing of its taste: it never took part, or has fewer pairs "
-                "than [privacy] minimum_pairs; infer a taste from pairs: infer:FILE"
+                f"{where}: client {which!r} told nothing of its taste: it never took part, or has fewer "
+                "pairs than [privacy] minimum_pairs; infer a taste from pairs: infer:FILE"
             )
         return known[which].mean
     if kind == "prototype":
