@@ -32,8 +32,8 @@ def evaluate(
         typer.Option(
             metavar="TASTE",
             help="For selectors with a latent taste, whose taste judges: own, population, a client's id, "
-            "prototype:K, infer:8, what 8 of a client's training pairs tell, or infer:FILE, what the pairs of "
-            "a new user tell.",
+            "prototype:K, infer:8, what 8 of a client's training pairs tell, or infer:FILE, what a new "
+            "user's pairs tell.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

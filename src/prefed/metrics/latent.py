@@ -48,8 +48,8 @@ def kl_per_dimension(means: npt.ArrayLike, log_variances: npt.ArrayLike) -> Arra
 def resultant(vectors: npt.ArrayLike) -> float:
     """Length of the sum of vectors over the sum of their lengths.
 
-    It is 1 where all point one way, and 0 where they cancel. It is the mean resultant length of directional statistics, each direction weighted by its length. Vectors
-    that are all zero give 1.
+    It is 1 where all point one way, and 0 where they cancel: the mean resultant length of directional
+    statistics, each direction weighted by its length. Vectors that are all zero give 1.
 
     Args:
         vectors: ``[n, d]``.

@@ -159,8 +159,8 @@ class _Source:
     def selectors(self) -> Selectors:
         if self.config.taste is None and (share := common_taste(self.run)) < OPPOSED:
             self.callback.on_warning(
-                "labels come from the taste of the population, which is nobody's: what the clients' tastes add "
-                f"up to is {share:.2f} of what it would be if they agreed. Label with one taste (--set "
+                "labels come from the taste of the population, which is nobody's: what the clients' tastes "
+                f"add up to is {share:.2f} of what it would be if they agreed. Label with one taste (--set "
                 "align.taste=CLIENT, or prototype:K)"
             )
         return selectors_of(self.run, self.config.taste)
