@@ -67,6 +67,22 @@ class AlignConfig(StrictModel):
         description="for selectors with a latent taste, whose taste labels: a client's id, prototype:K, or "
         "population, the mean of all, which it is if left out",
     )
+    tastes: Literal["posteriors", "prototypes"] | None = Field(
+        None,
+        description="the policy takes a taste: for each prompt one is drawn from the posterior of a client, "
+        "or is a prototype, and the selector labels with it; left out: the policy takes none",
+    )
+    generations: int | None = Field(
+        None,
+        ge=1,
+        description="how often a policy that takes a taste completes the prompts anew; left out: 3",
+    )
+    regenerate: int | None = Field(
+        None,
+        ge=1,
+        description="its steps from one generation of completions to the next; left out: epochs passes over "
+        "the labels of a generation",
+    )
     objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
     beta: float | None = Field(
         0.1, gt=0, description="strength of the pull towards the start; left out: the objective's"
@@ -106,6 +122,11 @@ class AlignConfig(StrictModel):
             raise ValueError("labels is majority, a selector's number from 0, or judge:NAME")
         if self.taste is not None and self.judge is not None:
             raise ValueError(f"taste is that of selectors, and {self.labels} labels in their place")
+        if self.tastes is not None and (self.judge is not None or self.taste is not None):
+            given = f"labels = {self.labels!r}" if self.taste is None else f"taste = {self.taste!r}"
+            raise ValueError(f"with tastes the selector labels with the one that is drawn: leave out {given}")
+        if self.tastes is None and (self.generations or self.regenerate):
+            raise ValueError("generations and regenerate are of a policy that takes tastes: set tastes too")
         if "beta" in self.objective_settings:
             raise ValueError("beta is a key of its own, not one of objective_settings")
         self.goal()
@@ -127,11 +148,12 @@ class AlignConfig(StrictModel):
         Raises:
             ValueError: the method has none, and a key needs one.
         """
-        if self.taste is not None and not has_tastes:
-            raise ValueError(
-                f"[align] taste = {self.taste!r}: {method} has no latent taste; take fedvpl or fedvpa, or "
-                "leave it out"
-            )
+        for key, value in (("taste", self.taste), ("tastes", self.tastes)):
+            if value is not None and not has_tastes:
+                raise ValueError(
+                    f"[align] {key} = {value!r}: {method} has no latent taste; take fedvpl or fedvpa, or "
+                    "leave it out"
+                )
 
     def goal(self) -> Objective:
         """The objective with all its settings.

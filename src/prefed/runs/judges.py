@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from prefed import files
 from prefed.align import Selectors
@@ -115,8 +116,14 @@ class JudgeLabels:
         """What its labels depend on."""
         return self.judge.identity
 
-    def scores(self, pairs: Sequence[Record]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def scores(
+        self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Ask about pairs in both orders.
+
+        Args:
+            pairs: what is asked about.
+            tastes: makes no difference: a judge has a taste of its own.
 
         Returns:
             Numbers of the pairs with two usable verdicts, ``[n]``; and their scores ``[1, n]``: 1 where both
