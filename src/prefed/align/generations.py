@@ -2,8 +2,8 @@
 
 Source: FedVPA-GP (arXiv:2605.30873), stage 2. In a generation the policy, as it then is, completes each
 prompt with a taste of its own, the frozen selector labels the completions with this taste, and the policy
-takes steps on the labels. Labels of different generations cannot be compared. So what is kept is decided on the
-held-out pairs of the first generation, whose prompts are completed no more and never trained on.
+takes steps on the labels. Labels of different generations cannot be compared. So what is kept is decided on
+the held-out pairs of the first generation, whose prompts are completed no more and never trained on.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,12 @@ def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
 def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
     """Delete what stages of another kind than ``stages`` left, or more generations."""
     numbers = [int(path.name) for path in (folder / "generations").glob("*") if path.name.isdecimal()]
-    others = (*STAGES, *generations.stages_of(max(numbers, default=0)))
-    wanted = {(stage.name, stage.outputs) for stage in stages}
-    for stage in others:
-        if (stage.name, stage.outputs) not in wanted:
-            forget(folder, stage)
+    names = {stage.name for stage in stages}
+    wanted = {path for stage in stages for path in (*stage.outputs, *stage.parts)}
+    for stage in (*STAGES, *generations.stages_of(max(numbers, default=0))):
+        left = tuple(path for path in (*stage.outputs, *stage.parts) if path not in wanted)
+        if left or stage.name not in names:
+            forget(folder, replace(stage, outputs=left, parts=()))
 
 
 def begun(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from prefed import files
-from prefed.align import AlignError, Alignment, ClientPrompts, Selectors
+from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors
 from prefed.align import align as run_stages
 from prefed.align.run import SETTINGS
 from prefed.config import AlignConfig, Experiment
@@ -22,11 +22,12 @@ from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks
 from prefed.core.text import pluralize
 from prefed.judge.registry import JudgeOptions, split_name
+from prefed.models import ModelConfig
 from prefed.runs.judges import JudgeLabels, make_judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunRecord, read_run
 from prefed.runs.selectors import check_selectors, selectors_of, untrained
-from prefed.runs.taste_names import OPPOSED, common_taste
+from prefed.runs.taste_names import OPPOSED, common_taste, known_tastes
 from prefed.store import RunReader
 from prefed.store.directory import lock
 
@@ -115,7 +116,7 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
         folder=record.path / FOLDER,
         config=config,
         seed=experiment.seed,
-        model=config.model or experiment.model,
+        model=policy_model(experiment, config),
         data=experiment.data,
         max_tokens=experiment.engine.max_tokens,
         client_prompts=source.client_prompts,
@@ -125,8 +126,17 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
             "selectors": files.digest(json.dumps(origin).encode()),
         },
         judge=judge,
+        tastes=source.tastes,
         callback=callback,
     )
+
+
+def policy_model(experiment: Experiment, config: AlignConfig) -> ModelConfig:
+    """The model that is aligned; one that takes a taste takes one of the selectors' width."""
+    model = config.model or experiment.model
+    if config.tastes is None:
+        return model
+    return model.model_copy(update={"variational": experiment.model.variational})
 
 
 @dataclass
@@ -157,13 +167,18 @@ class _Source:
         return ClientPrompts(tokens.prompts, tokens.record(0).prompt if len(tokens) else None)
 
     def selectors(self) -> Selectors:
-        if self.config.taste is None and (share := common_taste(self.run)) < OPPOSED:
+        unnamed = self.config.taste is None and self.config.tastes is None
+        if unnamed and (share := common_taste(self.run)) < OPPOSED:
             self.callback.on_warning(
                 "labels come from the taste of the population, which is nobody's: what the clients' tastes "
-                f"add up to is {share:.2f} of what it would be if they agreed. Label with one taste (--set "
-                "align.taste=CLIENT, or prototype:K)"
+                f"add up to is {share:.2f} of what it would be if they agreed. Label with one taste "
+                "(--set align.taste=CLIENT, or prototype:K), or align a policy that takes tastes (--set "
+                "align.tastes=posteriors)"
             )
         return selectors_of(self.run, self.config.taste)
+
+    def tastes(self) -> KnownTastes:
+        return known_tastes(self.run)
 
     def judge(self, name: str) -> JudgeLabels:
         return JudgeLabels(make_judge(name, JudgeOptions(), self.run))

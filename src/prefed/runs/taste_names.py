@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from prefed.core import Key, Tensors
+from prefed.align import KnownTastes
+from prefed.core import Key
 from prefed.merge.posteriors import Posterior, summarize
 from prefed.methods.base.tastes import PROTOTYPES, Z, posteriors
 from prefed.metrics.latent import resultant
@@ -78,42 +79,85 @@ def check_tastes(run: LoadedRun) -> None:
         raise RunError(f"{run.record.path}: the clients of {run.method.name} have no latent taste")
 
 
-def told_taste(run: LoadedRun, name: str) -> torch.Tensor:
+def known_tastes(run: LoadedRun) -> KnownTastes:
+    """What the run's server was told of tastes; a client's is the posterior that it sent last.
+
+    Raises:
+        RunError: the method has no tastes.
+    """
+    check_tastes(run)
+    population, labels = run.server.tensors["taste"][Z], run.server.values.get("labels", {})
+    prototypes = run.server.tensors["model"].get(PROTOTYPES)
+    return KnownTastes(
+        population,
+        {client: (own.mean, own.log_variance) for client, own in posteriors(run.server).items()},
+        torch.zeros(0, len(population)) if prototypes is None else prototypes,
+        cast("dict[str, int]", labels),
+    )
+
+
+def told_taste(run: LoadedRun, name: str, known: KnownTastes | None = None) -> torch.Tensor:
     """``[d_z]`` the taste of that name, of those that the server knows: no pair is read.
 
-    A client's is the mean of the posterior that it sent last.
+    Args:
+        known: what the server was told; left out: :func:`known_tastes`.
 
     Raises:
         RunError: the method has no tastes; there is no such client or prototype; the client sent no
             posterior; or the taste would have to be inferred from pairs.
         ValueError: see :func:`split_taste`.
     """
-    check_tastes(run)
+    known = known_tastes(run) if known is None else known
     kind, which = split_taste(name)
     where = run.record.path
     if kind == "population":
-        return run.server.tensors["taste"][Z]
+        return known.population
     if kind == "client":
-        known = posteriors(run.server)
-        if run.check(which) not in known:
+        if run.check(which) not in known.posteriors:
             raise RunError(
                 f"{where}: client {which!r} told nothing of its taste: it never took part, or has fewer "
                 "pairs than [privacy] minimum_pairs; infer a taste from pairs: infer:FILE"
             )
-        return known[which].mean
+        return known.posteriors[which][0]
     if kind == "prototype":
-        table = prototypes(run)
-        if int(which) >= len(table):
-            there = f"{len(table)} prototypes, numbered from 0" if len(table) else "no prototypes"
+        if int(which) >= len(known.prototypes):
+            count = len(known.prototypes)
+            there = f"{count} prototypes, numbered from 0" if count else "no prototypes"
             raise RunError(f"{where} has {there}: there is no taste {name!r}")
-        return table[int(which)]
+        return known.prototypes[int(which)]
     raise RunError(f"{where}: the server has no pairs to infer {name!r} from; name a taste that it was told")
 
 
-def prototypes(run: LoadedRun) -> torch.Tensor:
-    """``[M, d_z]`` the run's prototypes; ``[0, d_z]`` without any."""
-    table = run.server.tensors["model"].get(PROTOTYPES)
-    return torch.zeros(0, len(run.server.tensors["taste"][Z])) if table is None else table
+def any_taste(
+    run: LoadedRun, name: str, client: str | None = None, known: KnownTastes | None = None
+) -> torch.Tensor:
+    """``[d_z]`` the taste of that name, told or inferred from pairs.
+
+    Args:
+        run: loaded with its data for ``infer:N``.
+        client: whose pairs ``infer:N`` takes.
+        known: as :func:`told_taste` takes it.
+
+    Raises:
+        ValueError: ``infer:N`` without a client, or a client with another taste.
+        RunError, DataError: as :func:`told_taste` and :func:`taste_of_file`.
+    """
+    kind, which = split_taste(name)
+    if (kind == "pairs") != (client is not None):
+        raise ValueError(
+            f"taste {name!r}: whose pairs? name a client, --client ID"
+            if client is None
+            else f"--client {client!r} belongs to infer:N, whose pairs it names; taste {name!r} takes none"
+        )
+    if kind == "file":
+        return taste_of_file(run, which)[0].mean
+    if client is None:
+        return told_taste(run, name, known)
+    check_tastes(run)
+    infer = run.method.infer
+    assert infer is not None
+    trainer = run.job.trainer(run.check(client), run.reader.commit.round, "predict")
+    return infer(trainer, run.published(client), int(which))[Z]
 
 
 def taste_of_file(run: LoadedRun, file: str) -> tuple[Posterior, Pairs]:
@@ -176,9 +220,8 @@ def common_taste(run: LoadedRun) -> float:
     """
     if run.method.infer is None or run.experiment.model.variational.decoder != "conditioned":
         return 1.0
-    known = posteriors(run.server)
-    if not known:
+    means = [mean for mean, _ in known_tastes(run).posteriors.values()]
+    if not means:
         return 1.0
-    model: Tensors = run.server.tensors["model"]
-    means = torch.stack([posterior.mean for posterior in known.values()])
-    return resultant(F.linear(means, *(model[name] for name in DECODER)).numpy())
+    model = run.server.tensors["model"]
+    return resultant(F.linear(torch.stack(means), *(model[name] for name in DECODER)).numpy())
