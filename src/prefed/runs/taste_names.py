@@ -69,6 +69,15 @@ def split_taste(name: str) -> tuple[Kind, str]:
     return "file", rest
 
 
+def needs_pairs(name: str | None) -> bool:
+    """Whether a taste of that name comes from the run's own pairs.
+
+    >>> needs_pairs("infer:8"), needs_pairs("ward-7"), needs_pairs(None)
+    (True, False, False)
+    """
+    return name is not None and split_taste(name)[0] == "pairs"
+
+
 def check_tastes(run: LoadedRun) -> None:
     """Refuse a run whose models have no latent taste.
 
