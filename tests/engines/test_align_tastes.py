@@ -1,29 +1,36 @@
 """Alignment with selectors that have a latent taste: whose taste labels, and a policy that takes tastes."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from tests.engines.test_experiment import place as place
 from tests.engines.test_taste_run import METHOD, tasty
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from prefed import run
 from prefed.align import AlignError
 from prefed.cli import app
 from prefed.config import AlignConfig
-from prefed.core import Callback
+from prefed.core import Callback, Key
 from prefed.data import Record
 from prefed.methods.base.tastes import Z, posteriors
 from prefed.runs.align import align as align_run
 from prefed.runs.evaluate import evaluate
 from prefed.runs.loaded import load_run
+from prefed.runs.outcomes import alignment_of
 from prefed.runs.record import RunError
 from prefed.runs.selectors import selectors_of
 from prefed.runs.taste_names import common_taste, taste_of_file, told_taste
 from prefed.runs.tastes import at_taste
+from prefed.runs.texts import Models
+from prefed.train.completions import complete_batch
+from prefed.train.generation import Sampling
 
 PAIRS = [Record(f"Why {number}?", f" yes please {number}", " no thanks") for number in range(6)]
 
@@ -167,3 +174,104 @@ def test_a_new_users_pairs_tell_a_taste(finished, opened, place, tmp_path):
     at_taste(opened, f"infer:{place / 'test.jsonl'}", str(file))
     with pytest.raises(RunError, match="16 of the 16 pairs"):
         at_taste(opened, f"infer:{file}", str(place / "train.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def tasting(finished, place, tmp_path_factory):
+    """The run with a policy that takes tastes; a high rate, so that its responses differ by taste."""
+    path = tmp_path_factory.mktemp("runs") / "tasting"
+    shutil.copytree(finished, path, ignore=lambda at, names: ["align"] if at == str(finished) else [])
+    keys = {"tastes": "prototypes", "generations": 2, "lr": 0.03, "max_new_tokens": 6}
+    align_run(path, config(place, **keys))
+    return path
+
+
+def command(*words):
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
+
+
+def test_a_policy_is_asked_for_a_taste(tasting, opened, place, tmp_path):
+    """`--taste` gives what plain transformers + peft give with the exported adapter, and each name the taste
+    that it stands for: a client's as the server was told, or as pairs tell."""
+    words = ("--prompt", "Why 3?", "--temperature", "0", "--max-tokens", "6", "--json")
+
+    def asked(*taste):
+        code, output = command("generate", tasting, *words, *taste)
+        assert code == 0, output
+        return json.loads(output)[0]["aligned"]
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    ids = tokenizer("Why 3?", return_tensors="pt")
+
+    def plain(folder):
+        base = AutoModelForCausalLM.from_pretrained(place / "model")
+        model = PeftModel.from_pretrained(base, folder).eval()
+        tokens = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        return tokenizer.decode(tokens, skip_special_tokens=True), model(**ids).logits
+
+    code, output = command("export", tasting, "--taste", "prototype:1", "--out", tmp_path / "one")
+    assert (code, "PeftModel.from_pretrained" in output) == (0, True), output
+    text, logits = plain(tmp_path / "one")
+    assert asked("--taste", "prototype:1") == text
+    assert (
+        command("export", tasting, "--taste", "prototype:1", "--merge", "--out", tmp_path / "merged")[0] == 0
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(**ids).logits
+    assert torch.allclose(merged.log_softmax(-1), logits.log_softmax(-1), atol=1e-4)
+    assert asked() == asked("--taste", "population") == plain(tasting / "align/adapter")[0]
+    models = Models(load_run(tasting, data=True), Sampling(temperature=0))
+    for names, z in (
+        (("w1", None), models.own(None, "w1").taste),
+        ((None, "w1"), told_taste(opened, "w1")),
+        ((None, "prototype:0"), told_taste(opened, "prototype:0")),
+        (("w0", "infer:2"), opened.method.infer(infer_as(opened, "w0"), opened.published("w0"), 2)[Z]),
+    ):
+        assert torch.equal(models.own(*names).taste, z)
+    for words, message in (
+        (("--taste", "infer:2"), "name a client, --client ID"),
+        (("--taste", "prototype:0", "--client", "w0"), "belongs to infer:N"),
+        (("--taste", "w9"), "no client is called 'w9'"),
+    ):
+        code, output = command("generate", tasting, "--prompt", "x", *words)
+        assert (code, message in output) == (1, True), output
+
+
+def infer_as(opened, client):
+    return opened.job.trainer(client, 3, "predict")
+
+
+def test_the_summary_knows_generations(tasting, place):
+    """Counts are over all generations, and the figures of each epoch are there."""
+    summary = json.loads((tasting / "align/summary.json").read_text())
+    outcome = alignment_of(tasting)
+    assert outcome is not None
+    assert [row["generation"] for row in summary["train"]["epochs"]] == [1, 2]
+    assert summary["tastes"]["prototypes"] == 2
+    assert oct((tasting / "align/tastes.json").stat().st_mode)[-3:] == "600"
+    code, output = command("align", tasting, "--resume")
+    assert (code, "of 2" in output) == (0, True), output
+
+
+def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
+    """Texts at two tastes are kept apart, and a run whose policy takes none says what to do."""
+    prompts = place / "prompts.jsonl"
+    words = ("--judge", f"selector:{tasting}", "--prompts", prompts, "--max-new-tokens", 6, "--json")
+    for number in (0, 1):
+        taste, name = f"prototype:{number}", ("--name", f"taste-{number}")
+        code, output = command("judge", tasting, *words, "--policy-taste", taste, "--against-shared", *name)
+        assert code == 0, output
+        summary = json.loads(output)
+        assert summary["model"] == f"tasting, aligned, taste {taste}"
+        assert summary["against"] == "tasting, aligned"
+        verdicts = (tasting / f"judge/taste-{number}/verdicts.jsonl").read_text().splitlines()
+        side = Models(load_run(tasting), Sampling(max_tokens=6, temperature=0)).own(None, taste)
+        (tokens,) = complete_batch(
+            side.backbone, side.tensors, [side.ids("Why 3?")], side.how, [Key(0)], tastes=side.taste[None]
+        )
+        texts = {row["prompt"]: row["text"] for row in map(json.loads, verdicts)}
+        assert texts["Why 3?"] == side.backbone.tokenizer.decode(tokens, skip_special_tokens=True)
+    code, output = command("judge", finished, *words, "--policy-taste", "w0")
+    assert (code, "no model of it takes a taste" in output) == (1, True), output
+    code, output = command("judge", tasting, *words, "--criterion", "helpful")
+    assert (code, "only a language model decides by it" in output) == (1, True), output
