@@ -16,7 +16,6 @@ from prefed.align.generation import TASTES, Generation, at_prompts, held_out_pro
 from prefed.align.lines import append, rows_in, whole_batches
 from prefed.align.prompts import own_prompts
 from prefed.align.stages import Figures, Stage
-from prefed.align.tastes import origins
 from prefed.data.prompts import plain_prompt
 from prefed.data.writer import prompt_hash
 from prefed.train.completions import as_text, complete_batch, length_batches
@@ -96,7 +95,6 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         "completions": len(wanted),
         "tokens": sum(row["tokens"] for row in rows_in(path)),
         "too_long": sum(len(ids[number]) > room for number in numbers),
-        **({} if drawn is None else {"tastes": origins(drawn.values())}),
         "tokens_per_second": tokens / seconds,
     }
 

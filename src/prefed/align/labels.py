@@ -121,7 +121,6 @@ def _labels(
     pairs: list[Candidates],
     counts: dict[str, int],
 ) -> Iterator[dict[str, Any]]:
-    drawn = generation.tastes(alignment)
     for pair, row in zip(pairs, rows_in(generation.path(alignment, SCORES)), strict=True):
         scores = row["scores"]
         if scores is None:
@@ -141,7 +140,6 @@ def _labels(
             "votes": votes,
             "margin": sign * sum(scores) / len(scores),
             "index": pair.prompt,
-            **({} if drawn is None else drawn[pair.prompt].origin),
         }
 
 

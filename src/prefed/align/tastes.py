@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,15 +111,6 @@ def load_tastes(folder: Path) -> KnownTastes:
         raise AlignError(
             f"{path} is missing or damaged ({error}); do the stage again: --stage tastes"
         ) from error
-
-
-def origins(drawn: Iterable[Drawn]) -> dict[str, int]:
-    """How often each client or prototype was drawn."""
-    counts: dict[str, int] = {}
-    for each in drawn:
-        for name in each.origin.values():
-            counts[str(name)] = counts.get(str(name), 0) + 1
-    return dict(sorted(counts.items()))
 
 
 def _work(alignment: Alignment) -> Figures:
