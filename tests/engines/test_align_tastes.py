@@ -124,6 +124,12 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     assert labels[0] != labels[1]
     with pytest.raises(RunError, match="no client is called 'w9'"):
         align_run(finished, config(place, taste="w9"), stage="labels")
+    with pytest.raises(ValueError, match="the server has no pairs"):
+        config(place, taste="infer:8")
+    with pytest.raises(ValueError, match=r"leave out taste = 'w1'"):
+        config(place, taste="w1", tastes="posteriors")
+    with pytest.raises(ValueError, match="set tastes too"):
+        config(place, generations=2)
     with pytest.raises(ValueError, match="labels in their place"):
         config(place, taste="w1", labels="judge:utility")
     with pytest.raises(ValueError, match="fedbis has no latent taste"):

@@ -113,6 +113,8 @@ class AlignConfig(StrictModel):
     @field_validator("taste")
     @classmethod
     def _usual(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("infer:"):
+            raise ValueError("the server has no pairs to infer a taste from: name a client, or prototype:K")
         return None if value == "population" else value
 
     @model_validator(mode="after")
