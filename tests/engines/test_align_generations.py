@@ -51,9 +51,9 @@ def selectors(place):
 
 def tasting(place, selectors, folder, **changes):
     plain = make_alignment(place, selectors, folder)
-    keys = {"tastes": "posteriors", "generations": 2, "regenerate": 2, "completions": 2} | changes
+    keys = {"tastes": "posteriors", "generations": 2, "regenerate": 2, "completions": 2, "lr": 0.03}
     model = plain.model.model_copy(update={"variational": selectors.backbone.config.variational})
-    config = plain.config.model_copy(update=keys)
+    config = plain.config.model_copy(update=keys | changes)
     return replace(plain, config=config, model=model, tastes=lambda: KNOWN)
 
 
@@ -121,11 +121,9 @@ def test_every_prompt_has_one_taste_which_completes_and_labels(whole, selectors)
         if number == 2:
             tensors, moments, _ = read_state(folder / "generations/1/train.state", "train-1")
             assert moments.steps == 2
-        (two, *_) = (made[k : k + 2] for k in range(0, len(made), 2))
-        ids = [prompt_ids(policy.tokenizer, alignment.template, row["prompt"]) for row in two]
-        how = Sampling(max_tokens=6, temperature=1.0)
-        base = alignment.key.at("generation", number)
-        for row, own in zip(two, ids, strict=True):
+        how, base = Sampling(max_tokens=6, temperature=1.0), alignment.key.at("generation", number)
+        for row in made:
+            own = prompt_ids(policy.tokenizer, alignment.template, row["prompt"])
             key = base.at("prompt", prompt_hash(row["prompt"])).at("sample", row["sample"])
             (tokens,) = complete_batch(policy, tensors, [own], how, [key], tastes=z[row["index"]][None])
             assert policy.tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
@@ -234,7 +232,7 @@ def test_a_stage_of_one_generation_again_and_more_generations(place, selectors, 
     align(changed(generations=3), "train")
     assert ran[4:] == ["completions-3", "labels-3", "train-3", "train"]
     assert content(alignment.folder)["generations/2/train.state"] == before["generations/2/train.state"]
-    with pytest.raises(AlignError, match=r"(?s)stage train-1 .* lr: 0\.001 → 0\.01\n.*--stage train-1"):
+    with pytest.raises(AlignError, match=r"(?s)stage train-1 .* lr: 0\.03 → 0\.01\n.*--stage train-1"):
         align(changed(generations=3, lr=0.01))
     align(changed(), "train-2")
     assert content(alignment.folder) == before
