@@ -19,9 +19,12 @@ from prefed.cli import app
 from prefed.config import AlignConfig
 from prefed.core import Callback, Key
 from prefed.data import Record
+from prefed.judge import Question
+from prefed.judge.registry import JudgeOptions
 from prefed.methods.base.tastes import Z, posteriors
 from prefed.runs.align import align as align_run
 from prefed.runs.evaluate import evaluate
+from prefed.runs.judges import make_judge
 from prefed.runs.loaded import load_run
 from prefed.runs.outcomes import alignment_of
 from prefed.runs.record import RunError
@@ -277,6 +280,11 @@ def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
         )
         texts = {row["prompt"]: row["text"] for row in map(json.loads, verdicts)}
         assert texts["Why 3?"] == side.backbone.tokenizer.decode(tokens, skip_special_tokens=True)
+        (score,) = selectors_of(load_run(tasting), taste).scores([PAIRS[0]])[1]
+        (judged,) = make_judge(words[1], JudgeOptions(taste=taste), load_run(tasting)).compare(
+            [Question(PAIRS[0].prompt, PAIRS[0].chosen, PAIRS[0].rejected)]
+        )
+        assert f"{float(score[0]):+.4f}" in judged.text
     code, output = command("judge", finished, *words, "--policy-taste", "w0")
     assert (code, "no model of it takes a taste" in output) == (1, True), output
     code, output = command("judge", tasting, *words, "--criterion", "helpful")

@@ -71,7 +71,11 @@ def judge(
     parallel: Annotated[int, typer.Option(min=1, help="Questions to an endpoint at a time.")] = 4,
     judge_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a judge's answer at most.")] = 1024,
     taste: Annotated[
-        str, typer.Option(metavar="CLIENT|mean", help="Whose utility, for the judge utility.")
+        str,
+        typer.Option(
+            metavar="CLIENT|mean",
+            help="Whose utility, for the judge utility; whose taste, for selectors that have one.",
+        ),
     ] = "mean",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
     temperature: Annotated[

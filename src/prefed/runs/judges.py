@@ -41,7 +41,7 @@ def make_judge(name: str, options: JudgeOptions, run: LoadedRun) -> Judge:
     if kind == "utility":
         return _utility(options.taste, run)
     if kind == "selector":
-        return _selector(Path(argument), run)
+        return _selector(Path(argument), options.taste, run)
     return JUDGES[kind](argument, options)
 
 
@@ -51,10 +51,11 @@ def _utility(taste: str, run: LoadedRun) -> Judge:
     return UtilityJudge(read_taste(taste, records, dataset.flipped))
 
 
-def _selector(path: Path, judged: LoadedRun) -> Judge:
+def _selector(path: Path, taste: str, judged: LoadedRun) -> Judge:
     run = judged if path.resolve() == judged.record.path.resolve() else load_run(path)
     check_selectors(run.record)
-    selectors = selectors_of(run)
+    named = taste != "mean" and run.method.infer is not None
+    selectors = selectors_of(run, taste if named else None)
     models = {name: files.digest(t.flat.cpu().numpy().tobytes()) for name, t in selectors.models.items()}
     identity = {
         "model": run.trainers.fingerprint["model"],
