@@ -5,7 +5,6 @@ All of it is read on the clients' side: their pairs and their private states. No
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,14 +14,15 @@ import torch
 from prefed.core import ClientTrainer, Download, Method, Owner, State, Tensors
 from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import summarize
+from prefed.methods.base.tastes import Z
 from prefed.metrics.latent import Array, active_units, kl_per_dimension, latent_map, transfer
 from prefed.models.variational import POSTERIOR, PROTOTYPES, trainable_share
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
+from prefed.runs.taste_names import check_apart, check_tastes, split_taste, taste_of_file, told_taste
 
 NO_TASTE = 0.02
 """Where accuracy with own z is not this much above that with another's, z says nothing of its client."""
-Z = "latent/z"
 
 
 @dataclass(frozen=True)
@@ -78,44 +78,50 @@ class Tastes:
         }
 
 
-def at_taste(run: LoadedRun, taste: str) -> LoadedRun:
+def at_taste(run: LoadedRun, taste: str, judged: str | None = None) -> LoadedRun:
     """``run`` with clients that judge by another taste than their own.
 
     Args:
         run: loaded with its data.
-        taste: ``"own"``; ``"population"``, what the server publishes; ``"infer:8"``, what the first 8 of a
-            client's training pairs tell; or the id of a client, for that client's.
+        taste: ``"own"``, or a name of :mod:`prefed.runs.taste_names`. A client's taste is what its training
+            pairs tell; ``infer:8`` is for each client what the first 8 of its own training pairs tell.
+        judged: the file of the pairs to be judged; ``None`` for the run's own.
 
     Raises:
-        RunError: the method has no tastes, or no client has that id.
+        RunError: the method has no tastes; there is no such client or prototype; or a file that tells the
+            taste has pairs that are judged.
         ValueError: the number of pairs is none.
+        DataError: the file of pairs cannot be used.
     """
-    method = run.method
-    infer, predict = method.infer, method.predict
-    if infer is None:
-        raise RunError(f"{run.record.path}: the clients of {method.name} have no latent taste")
+    check_tastes(run)
     if taste == "own":
         return run
-
-    def judging(z: Callable[[Download], torch.Tensor]) -> Method:
-        def other(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-            return predict(trainer, private, published).replace({Z: z(published)})
-
-        return replace(method, predict=other)
-
-    if taste == "population":
-        changed = judging(lambda published: published.tensors["taste"][Z])
-    elif taste.startswith("infer:"):
-        count = taste.removeprefix("infer:")
-        if not count.isdecimal() or not int(count):
-            raise ValueError(f"--taste {taste}: after the colon comes a number of pairs, 1 or more")
+    method = run.method
+    infer, predict = method.infer, method.predict
+    assert infer is not None
+    kind, which = split_taste(taste)
+    if kind == "pairs":
         changed = replace(
-            method, predict=lambda trainer, private, published: infer(trainer, published, int(count))
+            method, predict=lambda trainer, private, published: infer(trainer, published, int(which))
         )
+        return _judging(run, changed)
+    if kind == "client":
+        z = run.model(run.check(which))[Z]
+    elif kind == "file":
+        posterior, told = taste_of_file(run, which)
+        check_apart(run, told, judged)
+        z = posterior.mean
     else:
-        z = run.model(run.check(taste))[Z]
-        changed = judging(lambda published: z)
-    return replace(run, job=replace(run.job, method=changed))
+        z = told_taste(run, taste)
+
+    def other(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        return predict(trainer, private, published).replace({Z: z})
+
+    return _judging(run, replace(method, predict=other))
+
+
+def _judging(run: LoadedRun, method: Method) -> LoadedRun:
+    return replace(run, job=replace(run.job, method=method))
 
 
 def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = "test") -> Tastes:
@@ -130,8 +136,7 @@ def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = 
         RunError: the run's method has no tastes, or no client can be evaluated.
     """
     method, job, last = run.method, run.job, run.reader.commit.round
-    if method.infer is None:
-        raise RunError(f"{run.record.path}: the clients of {method.name} have no latent taste")
+    check_tastes(run)
     tells, sizes = job.privacy.may_report, run.trainers.clients
     clients = [
         client
