@@ -1,4 +1,4 @@
-"""How far from a stationary point a diagnosed run ended: by Distributed DPO's measure, and by its gradient."""
+"""How far from a stationary point a diagnosed run ended, by two measures."""
 
 from __future__ import annotations
 
