@@ -1,11 +1,11 @@
 """The helpful and the harmless comparisons of Anthropic/hh-rlhf (Bai et al. 2022, arXiv:2204.05862, MIT).
 
     python experiments/fedvpa/prepare.py              # helpful-base and harmless-base from the hub
-    python experiments/fedvpa/prepare.py FOLDER       # from a copy: FOLDER/helpful-base/train.jsonl.gz and so on
+    python experiments/fedvpa/prepare.py FOLDER       # from a copy: FOLDER/helpful-base/train.jsonl.gz …
 
-Of the training comparisons 90% are for training, 9% for validation and 1% for the test; no prompt is in two of
-them. The hub's test splits give prompts alone: half of them to align on, half to judge on, these in a file for
-each criterion. Writes ``hh.train.jsonl.gz``, ``hh.validation.jsonl.gz`` and ``hh.test.jsonl.gz`` with the
+Of the training comparisons 90% are for training, 9% for validation and 1% for the test; no prompt is in two
+of them. The hub's test splits give prompts alone: half of them to align on, half to judge on, these in a file
+for each criterion. Writes ``hh.train.jsonl.gz``, ``hh.validation.jsonl.gz`` and ``hh.test.jsonl.gz`` with the
 column ``category``, ``hh.prompts.jsonl.gz``, ``helpful.prompts.jsonl.gz`` and ``harmless.prompts.jsonl.gz``.
 The texts contain offensive language.
 """
@@ -28,7 +28,7 @@ SHARES = {"train": 0.9, "validation": 0.09, "test": 0.01}
 
 
 def read(folder: Path | None, category: str, split: str) -> list[dict[str, str]]:
-    """The comparisons of a split as pairs; those without a shared turn or with nothing to compare are left out.
+    """The comparisons of a split as pairs, without those that have no shared turn or nothing to compare.
 
     Raises:
         SystemExit: there is no such file.

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
 import torch
 from clients import AS_IT_IS, REVERSED, read
 
@@ -28,6 +27,7 @@ from prefed.metrics.latent import active_units, kl_per_dimension, transfer
 from prefed.runs.tastes import NO_TASTE, read_tastes
 
 CONTEXTS = (2, 4, 8, 16)
+ROWS = ("fedbis", "fedbiscuit-2", "fedbiscuit-3", "fedvpl", "fedvpa", "unbalanced", "prior", "prototypes")
 CEILINGS = {AS_IT_IS: "a", REVERSED: "b"}
 """Taste → the letter of the mix of its clients alone."""
 COLUMNS = {
@@ -39,12 +39,16 @@ COLUMNS = {
     "opposite": "opposite taste's",
     "population": "population's",
     **{f"new {pairs}": f"new, {pairs} pairs" for pairs in CONTEXTS},
-    "far 8": "new personas, 8 pairs",
+    **{f"far {pairs}": f"other personas, {pairs} pairs" for pairs in CONTEXTS},
     "active": "active units",
     "kl": "KL, nats",
     "misplaced": "at the other's prototype",
 }
+WEIGHTS = {"half": {"a": 0.5, "b": 0.5}, "seventy": {"a": 0.7, "b": 0.3}}
+"""Mix → letter of a taste → its share of the clients."""
 Figures = Mapping[str, float]
+Cells = Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]
+"""Mix → row → the figures of its seeds."""
 
 
 def mean(values: Iterable[float]) -> float | None:
@@ -55,7 +59,8 @@ def mean(values: Iterable[float]) -> float | None:
 
 def tastes_of(run: Path) -> dict[str, str]:
     """Client → its taste, from the run's training file."""
-    return {row["client"]: row["taste"] for row in read(Path(Experiment.load(run / "config.toml").data.train.path))}
+    source = Experiment.load(run / "config.toml").data.train
+    return {row["client"]: row["taste"] for row in read(Path(source.path))}
 
 
 def misplaced(labels: Mapping[str, int], tastes: Mapping[str, str]) -> int | None:
@@ -154,13 +159,13 @@ def printed(values: Sequence[float], digits: int = 3) -> str:
     return f"{fmean(values):.{digits}f}" + (f" ± {spread:.{digits}f}" if spread else "")
 
 
-def table(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], order: Sequence[str]) -> str:
+def table(cells: Cells) -> str:
     """One table of each mix."""
     lines = []
     for mix, rows in cells.items():
         head = ["method", *COLUMNS.values()]
         lines += [f"## {mix}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for row in sorted(rows, key=lambda name: order.index(name) if name in order else len(order)):
+        for row in sorted(rows, key=lambda name: ROWS.index(name) if name in ROWS else len(ROWS)):
             shown = [
                 printed(over_seeds(rows[row], name), 1 if name in ("active", "kl", "misplaced") else 3)
                 for name in COLUMNS
@@ -170,47 +175,57 @@ def table(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], order:
     return "\n".join(lines)
 
 
-def verdicts(
-    cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]],
-    ceilings: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]],
-) -> list[str]:
+def verdicts(cells: Cells, ceilings: Cells) -> list[str]:
     """What FedVPA-GP must show on opposed tastes, each with its figures and whether it holds."""
+    lines = []
+    for mix, row in (("half", "fedvpa"), ("seventy", "fedvpa"), ("seventy", "unbalanced")):
+        own = {name: mean(over_seeds(cells.get(mix, {}).get(row, []), name)) for name in COLUMNS}
+        alone = {
+            letter: {
+                name: mean(over_seeds(ceilings.get(f"{mix}-{letter}", {}).get("fedvpa", []), name))
+                for name in COLUMNS
+            }
+            for letter in CEILINGS.values()
+        }
+        if own["own"] is None or any(top["own"] is None for top in alone.values()):
+            continue
+        lines += [f"- {mix}, {row}, {text}" for text in claims(own, alone, WEIGHTS[mix])]
+    return lines + collapses(cells)
+
+
+def claims(own: Mapping[str, Any], alone: Mapping[str, Mapping[str, Any]], weights: Figures) -> list[str]:
+    """The thresholds of one row: ``own`` are its means, ``alone`` those of each ceiling, by letter."""
     lines = []
 
     def claim(text: str, holds: bool) -> None:
-        lines.append(f"- {'holds' if holds else 'FAILS'}: {text}")
+        lines.append(f"{text}: {'holds' if holds else 'FAILS'}")
 
-    for mix, row in (("half", "fedvpa"), ("seventy", "unbalanced")):
-        runs = cells.get(mix, {}).get(row, [])
-        if not runs:
-            continue
-        at: Callable[[str], float] = lambda name: fmean(over_seeds(runs, name))  # noqa: B023, E731
-        tops = {}
-        for taste, letter in CEILINGS.items():
-            alone = ceilings.get(f"{mix}-{letter}", {})
-            best = [fmean(over_seeds(each, "own")) for name, each in alone.items() if name == "fedvpa"]
-            if not best:
-                continue
-            tops[letter] = best[0]
-            own = at(f"own {letter}")
-            claim(f"{mix}, {row}, {taste}: own z {own:.3f}, ceiling {best[0]:.3f}; within 0.05", own >= best[0] - 0.05)
-        if len(tops) == len(CEILINGS):
-            counts = (5, 5) if mix == "half" else (7, 3)
-            top = float(np.average([*tops.values()], weights=counts))
-            least, gap = 0.8 * (2 * top - 1), at("own") - at("opposite")
-            claim(f"{mix}, {row}: own z less the opposite taste's {gap:.3f}, at least {least:.3f}", gap >= least)
-            new = at("new 8")
-            claim(f"{mix}, {row}: new clients with 8 pairs {new:.3f}, ceiling {top:.3f}; within 0.10", new >= top - 0.1)
-        claim(
-            f"{mix}, {row}: own z {at('own'):.3f}, a same taste's {at('same'):.3f}; within 0.03",
-            abs(at("own") - at("same")) <= 0.03,
-        )
+    for taste, letter in CEILINGS.items():
+        here, top = own[f"own {letter}"], alone[letter]["own"]
+        claim(f"{taste}: own z {here:.3f}, ceiling {top:.3f}, within 0.05", here >= top - 0.05)
+    top = sum(weights[letter] * alone[letter]["own"] for letter in weights)
+    gap, least = own["own"] - own["opposite"], 0.8 * (2 * top - 1)
+    claim(f"own z less the opposite taste's {gap:.3f}, at least {least:.3f}", gap >= least)
+    apart = abs(own["own"] - own["same"])
+    claim(f"own z {own['own']:.3f}, the same taste's {own['same']:.3f}, within 0.03", apart <= 0.03)
+    # Of newcomers there are as many of each taste.
+    for kind, text in (("new", "newcomers"), ("far", "newcomers of other personas")):
+        top = fmean(each[f"{kind} 8"] for each in alone.values())
+        here = own[f"{kind} 8"]
+        claim(f"{text} with 8 pairs {here:.3f}, their ceiling {top:.3f}, within 0.10", here >= top - 0.1)
+    return lines
+
+
+def collapses(cells: Cells) -> list[str]:
+    """Which rows' tastes say nothing, by own z less another's."""
+    lines = []
     for mix, rows in cells.items():
         for row, runs in rows.items():
-            if own := over_seeds(runs, "another"):
-                gaps = [run["own"] - run["another"] for run in runs]
+            gaps = [run["own"] - run["another"] for run in runs if "another" in run]
+            if gaps:
                 dead = sum(gap < NO_TASTE for gap in gaps)
-                lines.append(f"- {mix}, {row}: own less another's {fmean(gaps):.3f}; collapsed in {dead} of {len(own)} runs")
+                text = f"own z less another's {printed(gaps)}; collapsed in {dead} of {len(gaps)} runs"
+                lines.append(f"- {mix}, {row}: {text}")
     return lines
 
 
@@ -224,12 +239,12 @@ def main() -> None:
     args = parser.parse_args()
     cells, ceilings = (collect(args.runs / name, args.jobs) for name in ("tastes", "ceilings"))
     if not cells:
-        parser.error(f"{args.runs}/tastes: no finished run; prefed sweep experiments/tastes/tastes.toml --out {args.runs}")
-    order = ["fedbis", "fedbiscuit-2", "fedbiscuit-3", "fedvpl", "fedvpa", "unbalanced", "prior", "prototypes"]
-    text = "\n".join([table(cells, order), table(ceilings, order), *verdicts(cells, ceilings), ""])
+        parser.error(f"{args.runs}/tastes: no finished run; `prefed sweep` of tastes.toml makes them")
+    text = "\n".join([table(cells), table(ceilings), *verdicts(cells, ceilings), ""])
     out = args.out or args.runs / "table.md"
     files.write(out, text.encode())
-    files.write(out.with_suffix(".json"), json.dumps({"cells": cells, "ceilings": ceilings}, indent=1).encode())
+    told = {"cells": cells, "ceilings": ceilings}
+    files.write(out.with_suffix(".json"), json.dumps(told, indent=1).encode())
     print(text)
 
 
