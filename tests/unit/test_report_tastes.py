@@ -76,10 +76,13 @@ def test_without_tastes_there_is_no_section(tmp_path: Path) -> None:
 
 def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
     told = {**TOLD, "another": 0.745, "collapsed": True, "active_units": 3}
-    assert tastes.tastes_line(told).startswith("tastes: own z 0.750, another's 0.745: no, they have collapsed")
-    assert "no, they have collapsed: own z is worth 0.5 points over another's" in dict(
-        tastes.tastes_facts(told)
-    ).values()
+    assert tastes.tastes_line(told).startswith(
+        "tastes: own z 0.750, another's 0.745: no, they have collapsed"
+    )
+    assert (
+        "no, they have collapsed: own z is worth 0.5 points over another's"
+        in dict(tastes.tastes_facts(told)).values()
+    )
 
 
 def test_one_client_without_prototypes_or_trust() -> None:
