@@ -16,6 +16,7 @@ from prefed.core import Key, Objective, Owner, State, Tensors
 from prefed.engines import ClientStates, Job
 from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import summarize
+from prefed.methods.base.tastes import Z
 from prefed.metrics.latent import Array, active_units, kl_per_dimension, latent_map, transfer
 from prefed.models import Backbone
 from prefed.models.variational import POSTERIOR, PROTOTYPES, trainable_share
@@ -25,7 +26,6 @@ NO_TASTE = 0.02
 """Where accuracy with own z is not this much above that with another's, z says nothing of its client."""
 MOST = 40
 """Clients whose tastes are told of a finished run at most: each one's pairs are judged with each one's z."""
-Z = "latent/z"
 
 
 @dataclass(frozen=True)

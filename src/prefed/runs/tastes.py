@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 
 from prefed.core import ClientTrainer, Download, Method, State, Tensors
+from prefed.methods.base.tastes import Z
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
-from prefed.runs.taste_figures import Tastes, Z, measure_tastes
+from prefed.runs.taste_figures import Tastes, measure_tastes
 
 
 def at_taste(run: LoadedRun, taste: str) -> LoadedRun:
