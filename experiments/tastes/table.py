@@ -24,7 +24,8 @@ from clients import AS_IT_IS, REVERSED, read
 from prefed import files, load_run
 from prefed.config import Experiment
 from prefed.metrics.latent import active_units, kl_per_dimension, transfer
-from prefed.runs.tastes import NO_TASTE, read_tastes
+from prefed.runs.taste_figures import NO_TASTE
+from prefed.runs.tastes import read_tastes
 
 CONTEXTS = (2, 4, 8, 16)
 ROWS = ("fedbis", "fedbiscuit-2", "fedbiscuit-3", "fedvpl", "fedvpa", "unbalanced", "prior", "prototypes")
