@@ -116,7 +116,7 @@ def test_the_terminal_has_a_line(tmp_path: Path) -> None:
         **run.summary,
     }
     print_result(summary, Console(file=file, width=200), tastes=run.tastes)
-    assert "tastes: own z 0.750, another's 0.375: yes: own z is worth 37.5 points" in file.getvalue()
+    assert "tastes: accuracy with own z 0.750, with another client's 0.375\n" in file.getvalue()
 
 
 def test_client_ids_cannot_break_the_page(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def _draw_map(tastes: Tastes, theme: Theme) -> Figure:
         for client, (x, y) in zip(tastes["clients"], points, strict=True):
             axes.annotate(f" {short_name(client, 16)}", (x, y), fontsize=7)
     axes.set(xlabel="first component", ylabel="second component")
+    axes.set_aspect("equal", adjustable="datalim")
     legend(axes)
     return figure
 
@@ -217,5 +218,6 @@ def tastes_table(tastes: Tastes) -> Table:
 
 def tastes_line(tastes: Tastes) -> str:
     """The same for the terminal, in one line."""
-    another = "" if tastes["another"] is None else f", another's {tastes['another']:.3f}"
-    return f"tastes: own z {tastes['own']:.3f}{another}: {verdict(tastes)}"
+    another = "" if tastes["another"] is None else f", with another client's {tastes['another']:.3f}"
+    end = "; the tastes have collapsed" if tastes["collapsed"] else ""
+    return f"tastes: accuracy with own z {tastes['own']:.3f}{another}{end}"
