@@ -76,8 +76,9 @@ def test_without_tastes_there_is_no_section(tmp_path: Path) -> None:
 
 def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
     told = {**TOLD, "another": 0.745, "collapsed": True, "active_units": 3}
-    assert tastes.tastes_line(told).startswith(
-        "tastes: own z 0.750, another's 0.745: no, they have collapsed"
+    another = "with another client's 0.745"
+    assert tastes.tastes_line(told) == (
+        f"tastes: accuracy with own z 0.750, {another}; the tastes have collapsed"
     )
     assert (
         "no, they have collapsed: own z is worth 0.5 points over another's"
