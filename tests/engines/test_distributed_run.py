@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
+from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
 from plain_dpo import PlainDPO, flat, unflat
 from prefed import load_run
+from prefed.cli import app
 from prefed.config import Experiment
 from prefed.core import Key
 from prefed.runs import constants
 from prefed.runs.run import run
-from prefed.theory import Constants
 
 SIZES, STEPS, LR, CLIP = [6, 4, 3, 3], 2, 0.05, 0.2
 METHOD = {"lr": LR, "clip": CLIP, "optimizer": "sgd", "weight_decay": 0.0, "batch_size": 64}
@@ -36,7 +37,7 @@ def place(tmp_path_factory):
     return small_place(tmp_path_factory.mktemp("place"))
 
 
-def finish(place, path, name, *, rounds=4, **tables):
+def finish(place, path, name, *, rounds=3, **tables):
     """A run of four clients, whose visits take all of their pairs in each step; its oracle and its log."""
     content = small_experiment(place, rounds=rounds, evaluate={"every": 0, "diagnose": 1}, **tables)
     content["model"]["lora"]["dropout"] = 0.0
@@ -145,9 +146,10 @@ def test_constants_of_a_run(place, tmp_path):
     """κ² and ζ_g² are the largest of the log. L is compared with the largest eigenvalue of the Hessian, from
     scipy's Lanczos and double backward passes: power iteration comes from below."""
     loaded, plain, records = finish(place, tmp_path / "run", "feddpo", rounds=2, fleet={"max_delay": 1})
-    known = constants.estimate(tmp_path / "run")
-    told = known.constants
-    assert Constants.model_validate(told).l == told["smoothness"]
+    words = ["theory", "--run", str(tmp_path / "run"), "--set", "epsilon=0.5", "--json"]
+    content = json.loads(CliRunner().invoke(app, words).stdout)
+    told, found = content["constants"], content["measured"]
+    assert (told["L"], told["epsilon"]) == (told["smoothness"], 0.5)
     assert told["kappa2"] == max(record["kappa2"] for record in records)
     assert (told["clients"], told["cohort"], told["local_steps"], told["rounds"]) == (4, 4, STEPS, 2)
     assert (told["lr"], told["beta"]) == (LR, 0.1)
@@ -156,8 +158,8 @@ def test_constants_of_a_run(place, tmp_path):
         len(ids) for rows in plain.pairs.values() for pair in rows for ids in pair[1:]
     )
     squares = [record["gradient_norm"] ** 2 for record in records]
-    assert known.measured["mean_squared_gradient"] == pytest.approx(sum(squares) / 2)
-    assert known.measured["paper_gap"] == pytest.approx(sum(record["paper_gap"] for record in records) / 2)
+    assert found["mean_squared_gradient"] == pytest.approx(sum(squares) / 2)
+    assert found["paper_gap"] == pytest.approx(sum(record["paper_gap"] for record in records) / 2)
     model = unflat(loaded.server.tensors["model"].flat.double(), plain.first)
 
     def bent(vector):
@@ -167,9 +169,9 @@ def test_constants_of_a_run(place, tmp_path):
     operator = LinearOperator((numbers, numbers), matvec=bent, dtype=np.float64)
     largest = abs(eigsh(operator, k=1, tol=1e-2, return_eigenvectors=False, v0=np.ones(numbers))[0])
     key = Key(3).at("theory").at("client", "client-0")
-    found = constants.hessian_norm(loaded, "client-0", key, last=True)
-    assert 0.9 * largest < found < 1.02 * largest
-    assert told["smoothness"] >= found
+    norm = constants.hessian_norm(loaded, "client-0", key, last=True)
+    assert 0.9 * largest < norm < 1.02 * largest
+    assert told["smoothness"] >= norm
 
 
 @pytest.mark.parametrize(("graph", "order"), [("path", "train_mix"), ("star", "mix_train")])

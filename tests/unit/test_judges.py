@@ -16,7 +16,7 @@ from prefed.judge.local import LocalJudge
 from prefed.judge.prompts import numbered_prompts, references
 from prefed.judge.registry import split_name
 from prefed.judge.reward import RewardJudge
-from prefed.judge.templates import get_template, parse_autoj, parse_marks, parse_plain
+from prefed.judge.templates import criterion_template, get_template, parse_autoj, parse_marks, parse_plain
 from prefed.judge.utility import UtilityJudge, read_taste
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
@@ -90,6 +90,19 @@ def test_verdicts_are_read(parse, answer, preference):
 @given(st.text(max_size=60))
 def test_no_answer_breaks_a_parser(text):
     assert all(template.verdict(text).preference in (None, 0.0, 0.5, 1.0) for template in TEMPLATES.values())
+
+
+def test_a_criterion_is_a_template_of_language_models():
+    """Both ask in the form of plain, and each by its own criterion alone."""
+    helpful, harmless = (get_template(name).text for name in ("helpful", "harmless"))
+    assert criterion_template("helpful", "plain", "local:folder") == "helpful"
+    assert "more helpful" in helpful
+    assert "more helpful" not in harmless
+    assert helpful[helpful.index("<prompt>") :] == harmless[harmless.index("<prompt>") :]
+    with pytest.raises(ValueError, match="leave out --template auto-j"):
+        criterion_template("helpful", "auto-j", "local:folder")
+    with pytest.raises(ValueError, match="only a language model decides by it, not 'utility'"):
+        criterion_template("harmless", "plain", "utility")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

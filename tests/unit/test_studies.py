@@ -69,6 +69,18 @@ def test_a_final_figure_is_of_the_last_five_rounds_that_have_it(tmp_path):
     assert studies.squared_gradient(run) == pytest.approx((1 + 1 + 1 + 4 + 4) / 5)
 
 
+def test_what_few_pairs_add_to_a_squared_gradient_is_taken_off(tmp_path):
+    """Three clients of 6 pairs, where a batch of 4 has the variance 0.9: of 18 pairs 0.9 · 4/18. All pairs of
+    all clients as one client: of 6 pairs."""
+    tables = {"evaluate": {"diagnostic_pairs": 6}, "method": {"batch_size": 4}, "log": {"zeta2": 0.9}}
+    for name, cohort, pairs in (("three", ["ann", "bob"], 18), ("pooled", ["pooled"], 6)):
+        path = make(tmp_path, name, norm=1.0, **tables)
+        lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+        text = "".join(json.dumps({**line, "cohort": cohort}) + "\n" for line in lines)
+        (path / "rounds.jsonl").write_text(text)
+        assert studies.squared_gradient(read_run(path)) == pytest.approx(1 - 0.9 * 4 / pairs)
+
+
 def test_local_steps_and_rates_of_two_data_sets(tmp_path):
     """Families that differ in their data stay apart, and their titles say so."""
     for column in ("cooking", "law"):

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from finished import write_run
 from prefed.cli import app
 from prefed.theory import SLIPS, Constants, statements
 
@@ -216,3 +217,9 @@ def test_wrong_constants_are_refused(words, message):
     result = run(*words)
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_a_run_that_was_not_diagnosed_is_refused(tmp_path):
+    result = run("--run", str(write_run(tmp_path / "run")))
+    assert result.exit_code == 1
+    assert "was not diagnosed at a model that its clients share" in result.output

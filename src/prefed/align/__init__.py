@@ -4,7 +4,7 @@ Source: FedBiscuit (ICLR 2025), stage 2. A stage has named inputs and outputs in
 was stopped, and can be run again alone.
 """
 
-from prefed.align.alignment import Alignment, ClientPrompts
+from prefed.align.alignment import Alignment, ClientPrompts, KnownTastes
 from prefed.align.errors import AlignError
 from prefed.align.run import STAGES, align
 from prefed.align.selectors import Scorer, Selectors
@@ -15,6 +15,7 @@ __all__ = [
     "AlignError",
     "Alignment",
     "ClientPrompts",
+    "KnownTastes",
     "Scorer",
     "Selectors",
     "align",

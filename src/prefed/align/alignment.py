@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from prefed.align.policy import load_policy
+from prefed.align.policy import PLAIN, TASTING, load_policy
 from prefed.align.selectors import Scorer, Selectors
 from prefed.config.align import AlignConfig
 from prefed.core import Callback, Key
@@ -32,6 +33,23 @@ class ClientPrompts:
 
 
 @dataclass(frozen=True)
+class KnownTastes:
+    """What the server was told of its clients' latent tastes, of d_z numbers each.
+
+    Attributes:
+        population: ``[d_z]`` the mean of the clients' μ̄.
+        posteriors: client → μ̄ and log σ̄² of the posterior that it sent last.
+        prototypes: ``[M, d_z]``.
+        labels: client → the number of its prototype.
+    """
+
+    population: torch.Tensor
+    posteriors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    prototypes: torch.Tensor
+    labels: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Alignment:
     """The folder of an alignment, its settings, and where it gets the rest when a stage needs it.
 
@@ -47,6 +65,8 @@ class Alignment:
         sources: digests of what comes from outside: ``"clients"`` and ``"selectors"``, which stands for the
             judge where one labels.
         judge: labels in the selectors' place, where ``config.judge`` names one.
+        tastes: reads what the server was told of tastes, where ``config.tastes`` asks for a policy that takes
+            them.
         callback: is told how the stages go on.
     """
 
@@ -60,6 +80,7 @@ class Alignment:
     selectors: Callable[[], Selectors]
     sources: Mapping[str, str]
     judge: Scorer | None = None
+    tastes: Callable[[], KnownTastes] | None = None
     callback: Callback = field(default_factory=Callback)
 
     @property
@@ -70,7 +91,12 @@ class Alignment:
     @cached_property
     def policy(self) -> Backbone:
         """The policy at the start, once its stage is done: completions and π_ref come from it."""
-        return load_policy(self.model, self.seed, self.folder)
+        return load_policy(self.model, self.seed, self.folder, self.needs)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The parts of the policy."""
+        return PLAIN if self.config.tastes is None else TASTING
 
     @cached_property
     def template(self) -> Template:

@@ -1,12 +1,18 @@
-"""Stage ``completions``: several completions of each prompt by the policy at the start."""
+"""Stage ``completions``: several completions of each prompt by the policy at the start.
+
+A policy that takes a taste has one such stage in each generation: it completes the prompts as it then is,
+each prompt with a taste of its own. Prompts that are held out are completed in the first generation alone.
+"""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
+from prefed.align.generation import TASTES, Generation, at_prompts, held_out_prompts, policy_before
 from prefed.align.lines import append, rows_in, whole_batches
 from prefed.align.prompts import own_prompts
 from prefed.align.stages import Figures, Stage
@@ -18,16 +24,23 @@ from prefed.train.generation import Sampling, prompt_ids
 FILE = "completions.jsonl"
 
 
-def _work(alignment: Alignment) -> Figures:
+def _work(alignment: Alignment, generation: Generation) -> Figures:
     config, prompts, policy = alignment.config, own_prompts(alignment), alignment.policy
+    hashes = [prompt_hash(own.prompt) for own in prompts]
+    left_out = held_out_prompts(alignment) if generation.before else frozenset[int]()
+    numbers = [number for number in range(len(prompts)) if number not in left_out]
+    drawn, tensors = None, policy.reference
+    if generation.number is not None:
+        drawn = generation.draw_tastes(alignment, [(number, hashes[number]) for number in numbers])
+        tensors = policy_before(alignment, generation)
     ids = [prompt_ids(policy.tokenizer, alignment.template, own.prompt) for own in prompts]
     # In training a completion ends with the end-of-text token, which is none of its own.
     room = _longest(alignment) - config.max_new_tokens - 1
     # Each prompt is there once for each of its completions.
     wanted = [
         (number, sample)
-        for number, tokens in enumerate(ids)
-        if len(tokens) <= room
+        for number in numbers
+        if len(ids[number]) <= room
         for sample in range(config.completions)
     ]
     if not wanted:
@@ -37,7 +50,7 @@ def _work(alignment: Alignment) -> Figures:
         )
     sequences = [ids[number] for number, _ in wanted]
     batches = length_batches(sequences, config.generate)
-    path = alignment.folder / FILE
+    path = generation.path(alignment, FILE)
     done = whole_batches(path, map(len, batches))
     how = Sampling(
         max_tokens=config.max_new_tokens,
@@ -45,15 +58,22 @@ def _work(alignment: Alignment) -> Figures:
         top_p=config.top_p,
         top_k=config.top_k,
     )
-    hashes = [prompt_hash(own.prompt) for own in prompts]
+    name, key = generation.stage("completions"), generation.key(alignment)
     begun, tokens, finished = time.perf_counter(), 0, sum(map(len, batches[:done]))
-    alignment.callback.on_stage_begin("completions", finished, len(wanted))
+    alignment.callback.on_stage_begin(name, finished, len(wanted))
     for batch in batches[done:]:
         keys = [
-            alignment.key.at("prompt", hashes[number]).at("sample", sample)
+            key.at("prompt", hashes[number]).at("sample", sample)
             for number, sample in (wanted[place] for place in batch)
         ]
-        responses = complete_batch(policy, policy.reference, [sequences[place] for place in batch], how, keys)
+        responses = complete_batch(
+            policy,
+            tensors,
+            [sequences[place] for place in batch],
+            how,
+            keys,
+            tastes=at_prompts(drawn, (wanted[place][0] for place in batch)),
+        )
         rows = []
         for place, response in zip(batch, responses, strict=True):
             number, sample = wanted[place]
@@ -69,12 +89,12 @@ def _work(alignment: Alignment) -> Figures:
         append(path, rows)
         tokens, finished = tokens + sum(map(len, responses)), finished + len(batch)
         rate = tokens / max(time.perf_counter() - begun, 1e-9)
-        alignment.callback.on_stage_step("completions", finished, len(wanted), {"tokens_per_second": rate})
+        alignment.callback.on_stage_step(name, finished, len(wanted), {"tokens_per_second": rate})
     seconds = max(time.perf_counter() - begun, 1e-9)
     return {
         "completions": len(wanted),
         "tokens": sum(row["tokens"] for row in rows_in(path)),
-        "too_long": sum(len(tokens) > room for tokens in ids),
+        "too_long": sum(len(ids[number]) > room for number in numbers),
         "tokens_per_second": tokens / seconds,
     }
 
@@ -86,13 +106,27 @@ def _longest(alignment: Alignment) -> int:
 
 def _settings(alignment: Alignment) -> dict[str, Any]:
     config, data = alignment.config, alignment.data
+    tastes = {} if config.tastes is None else {"tastes": config.tastes}
     names = ("completions", "max_new_tokens", "temperature", "top_p", "top_k", "generate")
     return {
         **{name: getattr(config, name) for name in names},
+        **tastes,
         "seed": alignment.seed,
         "template": data.template,
         "max_length": data.max_length,
     }
 
 
-STAGE = Stage("completions", ("prompts", "policy"), _settings, (FILE,), _work)
+def stage(generation: Generation) -> Stage:
+    """The stage of a generation."""
+    several = generation.number is not None
+    return Stage(
+        generation.stage("completions"),
+        ("prompts", "policy", *(("tastes", *generation.inputs) if several else ())),
+        _settings,
+        (*((generation.file(TASTES),) if several else ()), generation.file(FILE)),
+        partial(_work, generation=generation),
+    )
+
+
+STAGE = stage(Generation())

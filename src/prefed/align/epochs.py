@@ -44,6 +44,8 @@ class Training:
         rows: the pairs, by their rows in the trainer's set.
         state: the file that is kept after each epoch.
         remedy: what to do if training diverges.
+        steps: of an epoch; ``None`` for one pass over the rows.
+        before: the state of an earlier training, from whose tensors and optimiser this one goes on.
     """
 
     stage: str
@@ -54,12 +56,17 @@ class Training:
     epochs: int
     state: Path
     remedy: str
+    steps: int | None = None
+    before: Path | None = None
 
 
 def train_epochs(
     trainer: PairTrainer, training: Training, key: Key, callback: Callback, measure: Measure
 ) -> tuple[Tensors, list[dict[str, Any]]]:
-    """Train all tensors from the backbone's start, and give them with the figures of each epoch.
+    """Train all tensors, from the backbone's start unless ``before`` names another.
+
+    Returns:
+        The tensors, and the figures of each epoch.
 
     Raises:
         AlignError: a tensor is not finite after an epoch, or the file of the last epoch is damaged.
@@ -68,7 +75,9 @@ def train_epochs(
     ownership = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
     tensors, moments, history = backbone.initial, Moments(), cast(list[dict[str, Any]], [])
     if training.state.exists():
-        tensors, moments, history = _decode(training)
+        tensors, moments, history = read_state(training.state, training.stage)
+    elif training.before is not None:
+        tensors, moments, _ = read_state(training.before, training.stage)
     callback.on_stage_begin(training.stage, len(history), training.epochs)
     for epoch in range(len(history) + 1, training.epochs + 1):
         phase = Phase(
@@ -77,7 +86,8 @@ def train_epochs(
             training.objective,
             training.optimizer,
             training.batch_size,
-            epochs=1,
+            steps=training.steps,
+            epochs=1 if training.steps is None else None,
             moments=moments,
         )
         result = trainer.train(tensors, phase, training.rows, key, ownership)
@@ -101,12 +111,19 @@ def _encode(tensors: Tensors, moments: Moments, history: list[dict[str, Any]]) -
     return files.digest(data).encode() + b"\n" + data
 
 
-def _decode(training: Training) -> tuple[Tensors, Moments, list[dict[str, Any]]]:
-    digest, _, data = training.state.read_bytes().partition(b"\n")
+def read_state(path: Path, stage: str) -> tuple[Tensors, Moments, list[dict[str, Any]]]:
+    """Tensors, optimiser's memory and figures after the last epoch in a file.
+
+    Args:
+        stage: that wrote it, for messages.
+
+    Raises:
+        AlignError: the file is damaged.
+    """
+    digest, _, data = path.read_bytes().partition(b"\n")
     if digest != files.digest(data).encode():
         raise AlignError(
-            f"{training.state} is damaged: its content is not what was written; do the stage again: "
-            f"--stage {training.stage}"
+            f"{path} is damaged: its content is not what was written; do the stage again: --stage {stage}"
         )
     state = decode_state(data)
     slots = {

@@ -1,10 +1,14 @@
-"""Stage ``labels``: every two completions of a prompt, judged by the selectors in both orders."""
+"""Stage ``labels``: every two completions of a prompt, judged by the selectors in both orders.
+
+In a generation of a policy that takes a taste, the selector judges with the taste of the prompt.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +18,7 @@ from prefed import files
 from prefed.align import completions
 from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
+from prefed.align.generation import LABELS, Generation, at_prompts
 from prefed.align.lines import append, dumps, rows_in, whole_batches
 from prefed.align.prompts import own_prompts
 from prefed.align.selectors import Scorer
@@ -22,7 +27,7 @@ from prefed.data import Record
 from prefed.data.prompts import PromptRow, plain_prompt
 from prefed.metrics import majority
 
-FILE, SCORES = "labels.jsonl", "scores.jsonl"
+FILE, SCORES = LABELS, "scores.jsonl"
 BATCH = 256
 """Pairs that are judged together. They are the same ones after a stop, so scores are equal to the bit."""
 
@@ -36,10 +41,10 @@ class Candidates:
     texts: tuple[str, str]
 
 
-def candidates(alignment: Alignment, counts: dict[str, int]) -> Iterator[Candidates]:
+def candidates(alignment: Alignment, generation: Generation, counts: dict[str, int]) -> Iterator[Candidates]:
     """Every two completions of each prompt that differ; ``counts`` gets those that do not."""
     texts: defaultdict[int, dict[int, str]] = defaultdict(dict)
-    for row in rows_in(alignment.folder / completions.FILE):
+    for row in rows_in(generation.path(alignment, completions.FILE)):
         texts[row["index"]][row["sample"]] = row["completion"]
     for prompt in sorted(texts):
         for one, other in combinations(sorted(texts[prompt]), 2):
@@ -54,21 +59,22 @@ def candidates(alignment: Alignment, counts: dict[str, int]) -> Iterator[Candida
                 yield Candidates(prompt, (one, other), (first, second))
 
 
-def _work(alignment: Alignment) -> Figures:
+def _work(alignment: Alignment, generation: Generation) -> Figures:
     names = ("pairs", "identical", "blank", _not_judged(alignment), "ties", "unanimous")
     counts = dict.fromkeys(names, 0)
-    pairs = list(candidates(alignment, counts))
+    pairs = list(candidates(alignment, generation, counts))
     prompts = own_prompts(alignment)
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
-    _judge(alignment, prompts, batches)
-    labels = list(_labels(alignment, prompts, pairs, counts)) if pairs else []
+    _judge(alignment, generation, prompts, batches)
+    labels = list(_labels(alignment, generation, prompts, pairs, counts)) if pairs else []
+    path = generation.path(alignment, FILE)
     if not labels:
         left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
         raise AlignError(
-            f"{alignment.folder}: no two completions of a prompt got a label ({left_out}); give more "
+            f"{path.parent}: no two completions of a prompt got a label ({left_out}); give more "
             "prompts, a higher align.temperature, or a longer data.max_length"
         )
-    files.write(alignment.folder / FILE, dumps(labels))
+    files.write(path, dumps(labels))
     return {**counts, "labelled": len(labels)}
 
 
@@ -81,11 +87,16 @@ def _scorer(alignment: Alignment) -> Scorer:
     return alignment.judge or alignment.selectors().chosen_by(alignment.config.labels)
 
 
-def _judge(alignment: Alignment, prompts: list[PromptRow], batches: list[list[Candidates]]) -> None:
+def _judge(
+    alignment: Alignment,
+    generation: Generation,
+    prompts: list[PromptRow],
+    batches: list[list[Candidates]],
+) -> None:
     """Append the scores of all pairs that have none yet to :data:`SCORES`."""
-    path = alignment.folder / SCORES
-    done = whole_batches(path, map(len, batches))
-    alignment.callback.on_stage_begin("labels", done, len(batches))
+    path, name = generation.path(alignment, SCORES), generation.stage("labels")
+    done, drawn = whole_batches(path, map(len, batches)), generation.tastes(alignment)
+    alignment.callback.on_stage_begin(name, done, len(batches))
     scorer = _scorer(alignment) if done < len(batches) else None
     for number, batch in enumerate(batches[done:], done + 1):
         assert scorer is not None
@@ -93,20 +104,24 @@ def _judge(alignment: Alignment, prompts: list[PromptRow], batches: list[list[Ca
             Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
             for pair in batch
         ]
-        asked, scores = scorer.scores(records)
+        asked, scores = scorer.scores(records, at_prompts(drawn, (pair.prompt for pair in batch)))
         column = {int(row): scores[:, k].astype(float).tolist() for k, row in enumerate(asked)}
         rows = [
             {"index": pair.prompt, "samples": pair.samples, "scores": column.get(row)}
             for row, pair in enumerate(batch)
         ]
         append(path, rows)
-        alignment.callback.on_stage_step("labels", number, len(batches), {})
+        alignment.callback.on_stage_step(name, number, len(batches), {})
 
 
 def _labels(
-    alignment: Alignment, prompts: list[PromptRow], pairs: list[Candidates], counts: dict[str, int]
+    alignment: Alignment,
+    generation: Generation,
+    prompts: list[PromptRow],
+    pairs: list[Candidates],
+    counts: dict[str, int],
 ) -> Iterator[dict[str, Any]]:
-    for pair, row in zip(pairs, rows_in(alignment.folder / SCORES), strict=True):
+    for pair, row in zip(pairs, rows_in(generation.path(alignment, SCORES)), strict=True):
         scores = row["scores"]
         if scores is None:
             counts[_not_judged(alignment)] += 1
@@ -129,7 +144,15 @@ def _labels(
 
 
 def _settings(alignment: Alignment) -> dict[str, Any]:
-    return {"labels": alignment.config.labels}
+    labels, taste = alignment.config.labels, alignment.config.taste
+    return {"labels": labels, **({} if taste is None else {"taste": taste})}
 
 
-STAGE = Stage("labels", ("prompts", "completions", "selectors"), _settings, (FILE,), _work, (SCORES,))
+def stage(generation: Generation) -> Stage:
+    """The stage of a generation."""
+    inputs = ("prompts", generation.stage("completions"), "selectors")
+    work, parts = partial(_work, generation=generation), (generation.file(SCORES),)
+    return Stage(generation.stage("labels"), inputs, _settings, (generation.file(FILE),), work, parts)
+
+
+STAGE = stage(Generation())

@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 
+from prefed import files
 from prefed.align.errors import AlignError
 from prefed.core import Key, Tensors
 from prefed.models import Backbone, ModelConfig, load_pretrained, make_backbone, save_adapter
 from prefed.models.adapters import atomic_folder
+from prefed.models.taste_map import TASTE_MAP
 from prefed.train.trainer_factory import model_digest
 
 FILE, FOLDER = "policy.json", "policy"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PLAIN, TASTING = frozenset({"lora"}), frozenset({"lora", TASTE_MAP})
+"""The parts of a policy, and those of one that takes a taste."""
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -30,11 +34,12 @@ _PLAIN = {
 """Settings with which an adapter is BA on linear modules and nothing else."""
 
 
-def load_base(model: ModelConfig, seed: int, adapter: Path | None) -> Backbone:
+def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozenset[str] = PLAIN) -> Backbone:
     """A model with an adapter merged into its weights, and a LoRA that changes nothing yet over it.
 
     Args:
         adapter: a PEFT adapter's folder; ``None`` merges nothing.
+        needs: its parts.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -61,7 +66,7 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None) -> Backbone:
                 f"the adapter {adapter} does not fit the model {model.name!r}: {problem}; give one that was "
                 "trained on this model, or name its model in [align.model]"
             ) from error
-    return make_backbone(causal, tokenizer, model, Key(seed).at("align").at("model"))
+    return make_backbone(causal, tokenizer, model, Key(seed).at("align").at("model"), needs)
 
 
 def _untie(adapted: Any) -> None:
@@ -73,20 +78,48 @@ def _untie(adapted: Any) -> None:
         base.config.tie_word_embeddings = False
 
 
-def load_policy(model: ModelConfig, seed: int, folder: Path) -> Backbone:
+def load_policy(model: ModelConfig, seed: int, folder: Path, needs: frozenset[str] = PLAIN) -> Backbone:
     """The policy that the stage ``policy`` left in an alignment's folder.
 
     Raises:
         AlignError: the model changed since.
     """
     adapter = folder / FOLDER
-    backbone = load_base(model, seed, adapter if adapter.exists() else None)
+    backbone = load_base(model, seed, adapter if adapter.exists() else None, needs)
     if json.loads((folder / FILE).read_text("utf-8"))["model"] != model_digest(backbone):
         raise AlignError(
             f"the model {model.name!r} is not the one that stage policy in {folder} found; put it back, or "
             "do this stage and those after it again: --stage policy"
         )
     return backbone
+
+
+def save_policy(tensors: Tensors, path: Path) -> None:
+    """Write the tensors of a policy that takes a taste, by their names."""
+    from safetensors.torch import save
+
+    content = {name: value.cpu().clone() for name, value in tensors.items()}
+    files.write(path, save(content, metadata={"format": "pt"}))
+
+
+def read_policy(backbone: Backbone, path: Path) -> Tensors:
+    """The tensors (full layout) that :func:`save_policy` wrote.
+
+    Raises:
+        AlignError: the file is missing or damaged, or its tensors are those of another model.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(str(path))
+        if {name: tuple(t.shape) for name, t in tensors.items()} != {
+            entry.name: entry.shape for entry in backbone.layout.entries
+        }:
+            raise ValueError(f"its tensors are not those of a policy on {backbone.config.name!r}")
+        return Tensors.gather(backbone.layout, tensors)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise AlignError(f"{path}: no policy: {error}; do the stage again: --stage train") from error
 
 
 def adapter_settings(folder: Path) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from prefed.align.errors import AlignError
 from prefed.core import Tensors
@@ -24,7 +25,9 @@ Scores = npt.NDArray[np.float32]
 class Scorer(Protocol):
     """Who labels pairs: selectors, or another judge in their place."""
 
-    def scores(self, pairs: Sequence[Record]) -> tuple[npt.NDArray[np.int64], Scores]:
+    def scores(
+        self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
+    ) -> tuple[npt.NDArray[np.int64], Scores]:
         """Numbers of the pairs that were judged, and their scores; see :meth:`Selectors.scores`."""
 
 
@@ -65,11 +68,15 @@ class Selectors:
         name = list(self.models)[labels]
         return replace(self, models={name: self.models[name]})
 
-    def scores(self, pairs: Sequence[Record]) -> tuple[npt.NDArray[np.int64], Scores]:
+    def scores(
+        self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
+    ) -> tuple[npt.NDArray[np.int64], Scores]:
         """Judge pairs in both orders.
 
         Args:
             pairs: which response is the chosen one makes no difference to the model.
+            tastes: ``[len(pairs), d_z]`` the latent taste with which each pair is judged; ``None`` for that
+                of the selectors, or where they have none.
 
         Returns:
             Numbers of the pairs that were judged, ``[n]``; a pair that is too long is left out. And for each
@@ -78,11 +85,14 @@ class Selectors:
 
         Raises:
             AlignError: a selector gives a score that is not finite.
+            ValueError: there are tastes, and the selectors have none.
         """
         with tempfile.TemporaryDirectory(prefix="prefed-questions-") as folder:
-            return self._scores(pairs, Path(folder))
+            return self._scores(pairs, tastes, Path(folder))
 
-    def _scores(self, pairs: Sequence[Record], folder: Path) -> tuple[npt.NDArray[np.int64], Scores]:
+    def _scores(
+        self, pairs: Sequence[Record], tastes: torch.Tensor | None, folder: Path
+    ) -> tuple[npt.NDArray[np.int64], Scores]:
         # Completions may be longer than all pairs of the clients.
         longest = longest_input(self.backbone, self.max_length)
         tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, longest)
@@ -92,9 +102,9 @@ class Selectors:
         trainer = PairTrainer(
             self.backbone, tokens, max_tokens=self.max_tokens, fast=self.fast, responses=self.responses
         )
-        rows = np.arange(len(tokens))
+        rows, z = np.arange(len(tokens)), None if tastes is None else tastes[asked]
         sign = trainer.model.signs(rows)
-        scores = np.stack([sign * trainer.choice_scores(model, rows) for model in self.models.values()])
+        scores = np.stack([sign * trainer.choice_scores(model, rows, z) for model in self.models.values()])
         for name, own in zip(self.models, scores, strict=True):
             if not np.isfinite(own).all():
                 raise AlignError(f"{name} gives scores that are not finite: it diverged; train it again")

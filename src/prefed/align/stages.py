@@ -55,7 +55,7 @@ def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None 
     """
     kept = _kept(stages, again)
     for stage in reversed(stages[kept:]):
-        _forget(alignment.folder, stage)
+        forget(alignment.folder, stage)
     figures: dict[str, Figures] = {}
     digests: dict[str, Any] = dict(alignment.sources)
     for stage in stages:
@@ -186,7 +186,7 @@ def output_digest(path: Path) -> str:
     return files.digest("".join(f"{name} {files.file_digest(path / name)}\n" for name in names).encode())
 
 
-def _forget(folder: Path, stage: Stage) -> None:
+def forget(folder: Path, stage: Stage) -> None:
     """Delete what a stage left, its manifest first: without it nothing of the stage counts."""
     files.remove(_manifest(folder, stage))
     for name in (*stage.outputs, *stage.parts):

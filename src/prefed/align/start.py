@@ -16,7 +16,7 @@ from prefed.align.alignment import Alignment
 from prefed.align.epochs import Training, train_epochs
 from prefed.align.errors import AlignError
 from prefed.align.pairs import write_pairs
-from prefed.align.policy import CONFIG, FILE, FOLDER, WEIGHTS, adapter_settings, load_base
+from prefed.align.policy import CONFIG, FILE, FOLDER, PLAIN, WEIGHTS, adapter_settings, load_base
 from prefed.align.stages import Figures, Stage
 from prefed.config.align import AlignConfig
 from prefed.core import Objective, Optimizer
@@ -36,6 +36,8 @@ _NOBODY = "∅"
 def _settings(alignment: Alignment) -> dict[str, Any]:
     config = alignment.config
     settings = {"model": alignment.model.model_dump(mode="json", exclude_none=True), "seed": alignment.seed}
+    if alignment.needs != PLAIN:
+        settings["parts"] = sorted(alignment.needs)
     if config.sft is None:
         return settings
     if _is_adapter(config.sft):
@@ -74,7 +76,8 @@ def _work(alignment: Alignment) -> Figures:
     elif config.sft is not None:
         figures = {"start": "rows", **_fine_tune(alignment, config.sft)}
     adapter = folder / FOLDER
-    digest = model_digest(load_base(alignment.model, alignment.seed, adapter if adapter.exists() else None))
+    start = adapter if adapter.exists() else None
+    digest = model_digest(load_base(alignment.model, alignment.seed, start, alignment.needs))
     files.write(folder / FILE, json.dumps({**figures, "model": digest}, indent=1).encode() + b"\n")
     return figures
 

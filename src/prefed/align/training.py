@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from prefed.align import labels, policy
 from prefed.align.alignment import Alignment
 from prefed.align.epochs import Training, train_epochs
 from prefed.align.errors import AlignError
+from prefed.align.generation import STATE, held_out
 from prefed.align.lines import rows_in
 from prefed.align.pairs import cache, write_pairs
 from prefed.align.stages import Figures, Stage, check_outputs, output_digest
+from prefed.config.align import AlignConfig
 from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record
 from prefed.data.prompts import parse_prompt
@@ -25,20 +28,7 @@ from prefed.models.adapters import atomic_folder
 from prefed.train import PairTrainer
 from prefed.train.trainer_factory import model_digest
 
-ADAPTER, CHECKPOINTS, STATE = "adapter", "checkpoints", "train.state"
-
-
-def held_out_rows(alignment: Alignment, prompts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which pairs are not trained on: those of a share of the labelled prompts, drawn by the seed.
-
-    Args:
-        prompts: ``int64 [n]``, the number of each pair's prompt.
-    """
-    numbers, share = np.unique(prompts), alignment.config.held_out
-    # With a share above 0 at least one prompt is held out, and at least one is trained on.
-    count = min(max(round(share * len(numbers)), 1), len(numbers) - 1) if share else 0
-    drawn = alignment.key.at("held out").numpy().permutation(numbers)[:count]
-    return np.isin(prompts, drawn)
+ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
 
 
 def best_epoch(history: list[dict[str, Any]]) -> int:
@@ -52,21 +42,24 @@ def best_epoch(history: list[dict[str, Any]]) -> int:
     return int(max(history, key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))["epoch"])
 
 
-def _work(alignment: Alignment) -> Figures:
-    config, backbone = alignment.config, alignment.policy
-    rows = list(rows_in(alignment.folder / labels.FILE))
+def label_trainer(
+    alignment: Alignment, rows: Sequence[Mapping[str, Any]], name: str, tastes: torch.Tensor | None = None
+) -> tuple[PairTrainer, npt.NDArray[np.int64]]:
+    """A trainer of the policy on labelled pairs, and the number of the prompt of each pair that it has.
+
+    Args:
+        rows: of files of labels.
+        name: of the folder of tokens in the cache.
+        tastes: ``[len(rows), d_z]`` the taste of each pair, for a policy that takes one.
+    """
+    backbone = alignment.policy
     records = [
         Record(parse_prompt(row["prompt"]), row["chosen"], row["rejected"], margin=abs(row["margin"]))
         for row in rows
     ]
-    tokens = write_pairs(alignment, backbone, records, "labels")
-    prompts = np.array([row["index"] for row in rows], np.int64)[tokens.rows - 1]
-    held_out = held_out_rows(alignment, prompts)
-    if held_out.all():
-        raise AlignError(
-            f"{alignment.folder / labels.FILE}: of {len(rows):,} labelled pairs none is left to train on; "
-            "give more prompts, or a longer data.max_length"
-        )
+    tokens = write_pairs(alignment, backbone, records, name)
+    # Pairs that are too long are left out.
+    there = tokens.rows.astype(np.int64) - 1
     trainer = PairTrainer(
         backbone,
         tokens,
@@ -74,23 +67,56 @@ def _work(alignment: Alignment) -> Figures:
         name=f"reference-{model_digest(backbone)[:12]}-{tokens.fingerprint[:12]}",
         max_tokens=alignment.max_tokens,
         fast=alignment.model.fast,
+        tastes=None if tastes is None else tastes[there],
     )
+    return trainer, np.array([row["index"] for row in rows], np.int64)[there]
+
+
+def check_rows(out: npt.NDArray[np.bool_], rows: Sequence[Any], path: Path) -> None:
+    """Refuse to train where all pairs are held out.
+
+    Raises:
+        AlignError: none is left.
+    """
+    if out.all():
+        raise AlignError(
+            f"{path}: of {len(rows):,} labelled pairs none is left to train on; give more prompts, or a "
+            "longer data.max_length"
+        )
+
+
+def agreement(
+    config: AlignConfig, trainer: PairTrainer, tensors: Tensors, out: npt.NDArray[np.bool_]
+) -> dict[str, Plain]:
+    """How the policy orders held-out pairs: as the selectors do, with which mean margin.
+
+    Args:
+        out: which of the trainer's pairs are held out; without any the agreement is ``None``.
+    """
+    if not out.any():
+        return {"agreement": None}
+    scores = trainer.score(tensors, np.flatnonzero(out))
+    assert isinstance(scores, PairScores)
+    figures = client_metrics(scores, config.beta or 0.1)
+    return {"agreement": figures["reward_accuracy"], "margin": figures["margin"]}
+
+
+def _work(alignment: Alignment) -> Figures:
+    config, backbone, path = alignment.config, alignment.policy, alignment.folder / labels.FILE
+    rows = list(rows_in(path))
+    trainer, prompts = label_trainer(alignment, rows, "labels")
+    out = np.isin(prompts, held_out(alignment, prompts))
+    check_rows(out, rows, path)
     start = alignment.folder / policy.FOLDER
 
     def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:
         checkpoint = alignment.folder / CHECKPOINTS / f"epoch-{epoch}"
         policy.save_over_start(backbone, tensors, start, checkpoint)
-        digest = output_digest(checkpoint)
-        if not held_out.any():
-            return {"digest": digest, "agreement": None}
-        scores = trainer.score(tensors, np.flatnonzero(held_out))
-        assert isinstance(scores, PairScores)
-        figures = client_metrics(scores, config.beta or 0.1)
-        return {"digest": digest, "agreement": figures["reward_accuracy"], "margin": figures["margin"]}
+        return {"digest": output_digest(checkpoint), **agreement(config, trainer, tensors, out)}
 
     training = Training(
         stage="train",
-        rows=np.flatnonzero(~held_out),
+        rows=np.flatnonzero(~out),
         objective=config.goal(),
         optimizer=Optimizer(config.optimizer, lr=config.lr, clip=config.clip),
         batch_size=config.batch_size,
@@ -106,8 +132,8 @@ def _work(alignment: Alignment) -> Figures:
     _copy(alignment.folder / CHECKPOINTS / f"epoch-{best}", alignment.folder / ADAPTER)
     return {
         "pairs": len(training.rows),
-        "held_out": int(held_out.sum()),
-        "too_long": len(rows) - len(tokens),
+        "held_out": int(out.sum()),
+        "too_long": len(rows) - len(prompts),
         "epochs": history,
         "kept": best,
     }
@@ -119,7 +145,8 @@ def _copy(checkpoint: Path, folder: Path) -> None:
             shutil.copyfile(item, partial / item.name)
 
 
-def _settings(alignment: Alignment) -> dict[str, Any]:
+def settings(alignment: Alignment) -> dict[str, Any]:
+    """What decides the result of training."""
     config = alignment.config
     names = ("optimizer", "lr", "clip", "batch_size", "epochs", "held_out")
     return {
@@ -128,4 +155,4 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
     }
 
 
-STAGE = Stage("train", ("policy", "labels"), _settings, (ADAPTER, CHECKPOINTS), _work, (STATE,))
+STAGE = Stage("train", ("policy", "labels"), settings, (ADAPTER, CHECKPOINTS), _work, (STATE,))

@@ -31,8 +31,9 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="TASTE",
-            help="For selectors with a latent taste, whose taste judges: own, population, a client's id, or "
-            "infer:8, what 8 of a client's training pairs tell.",
+            help="For selectors with a latent taste, whose taste judges: own, population, a client's id, "
+            "prototype:K, infer:8, what 8 of a client's training pairs tell, or infer:FILE, what a new "
+            "user's pairs tell.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -56,7 +57,7 @@ def evaluate(
     silence_transformers()
     loaded_run = load_run(run, data=test is None or taste is not None)
     if taste is not None:
-        loaded_run = at_taste(loaded_run, taste)
+        loaded_run = at_taste(loaded_run, taste, test)
     # With the run's own number of threads its figures come out again to the digit.
     torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
     with _progress() as tell:

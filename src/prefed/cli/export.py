@@ -23,6 +23,13 @@ def export(
         int | None,
         typer.Option(min=0, metavar="N", help="One of several selectors, 0 for the first."),
     ] = None,
+    taste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASTE",
+            help="The aligned model that takes a taste, at this one, as prefed generate --taste names it.",
+        ),
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="A whole model with the adapter in its weights, not an adapter.")
     ] = False,
@@ -40,43 +47,58 @@ def export(
 
     if client is not None and selector is not None:
         raise ValueError("give --client or --selector, not both")
+    if selector is not None and taste is not None:
+        raise ValueError("give --selector or --taste, not both")
     record = read_run(run)
     name = "shared" if selector is None else f"selector-{selector}"
-    path = out or run / ("merged" if merge else "adapters") / (
-        name if client is None else f"client-{client_file(client)}"
-    )
+    if client is not None:
+        name = f"client-{client_file(client)}"
+    if taste is not None:
+        name = f"taste-{client_file(taste)}" + ("" if client is None else f"-{client_file(client)}")
+    path = out or run / ("merged" if merge else "adapters") / name
     _check(path, record, replace=force or out is None)
     from prefed.core import Owner
     from prefed.models import save_adapter, save_client, save_merged
     from prefed.models.notices import silence_transformers
     from prefed.runs.loaded import load_run
+    from prefed.runs.taste_names import needs_pairs
 
     silence_transformers()
-    loaded_run = load_run(run)
-    backbone = loaded_run.backbone
-    if client is not None:
-        tensors = loaded_run.model(client)
+    loaded_run = load_run(run, data=needs_pairs(taste))
+    backbone, more = loaded_run.backbone, list[str]()
+    if taste is not None:
+        from prefed.runs.texts import Models
+        from prefed.train.generation import Sampling
+
+        models = Models(loaded_run, Sampling())
+        side = models.own(client, taste)
+        backbone, tensors = side.backbone, side.tensors
+        if merge:
+            save_merged(backbone, tensors, path, side.taste)
+        else:
+            models.save_adapter(side, path)
     else:
-        tensors = loaded_run.published_model if selector is None else loaded_run.selector(name)
-    # In the model that all share, personal parts are untouched and change nothing.
-    names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
-    more = sorted({tensors.layout[name].part for name in names} - IN_ADAPTER)
-    model = loaded_run.experiment.model
+        if client is not None:
+            tensors = loaded_run.model(client)
+        else:
+            tensors = loaded_run.published_model if selector is None else loaded_run.selector(name)
+        # In the model that all share, personal parts are untouched and change nothing.
+        names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
+        more = sorted({tensors.layout[name].part for name in names} - IN_ADAPTER)
+        (save_merged if merge else save_client if more else save_adapter)(backbone, tensors, path)
+    model = backbone.config
     revision = "" if model.revision is None else f"revision={model.revision!r}, "
     base = f"{model.name!r}, {revision}dtype={model.dtype!r}"
     folder = repr(str(path))
     if merge:
-        save_merged(backbone, tensors, path)
         lines = [f"model: {path}", "to load it:"]
         lines.append("  from transformers import AutoModelForCausalLM")
         lines.append(f"  model = AutoModelForCausalLM.from_pretrained({folder})")
     elif more:
-        save_client(backbone, tensors, path)
         lines = [f"model: {path} (adapter, {', '.join(more)})", "to load it:"]
         lines.append("  from prefed.models import load_client")
         lines.append(f"  model = load_client({folder}).model")
     else:
-        save_adapter(backbone, tensors, path)
         lines = [f"adapter: {path}", "to load it:"]
         lines.append("  from peft import PeftModel")
         lines.append("  from transformers import AutoModelForCausalLM")

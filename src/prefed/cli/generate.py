@@ -21,6 +21,14 @@ def generate(
     client: Annotated[
         str | None, typer.Option(metavar="ID", help="A client's own model; left out: the one that all share.")
     ] = None,
+    taste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASTE",
+            help="For a model that takes a taste: population, a client's id, prototype:K, infer:FILE, what "
+            "the pairs of a file tell, or with --client ID infer:8, what 8 of that client's pairs tell.",
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.7,
@@ -38,19 +46,22 @@ def generate(
     from prefed.core import Key
     from prefed.models.notices import silence_transformers
     from prefed.runs.loaded import load_run
+    from prefed.runs.taste_names import needs_pairs
     from prefed.runs.texts import Models
     from prefed.train.generation import Sampling, complete
 
     silence_transformers()
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-    models = Models(load_run(run), sampling, seed=seed, raw=raw)
-    aligned, base = models.own(client), models.base()
-    heading, responses = "aligned" if client is None else f"aligned, {client}", []
+    models = Models(load_run(run, data=needs_pairs(taste)), sampling, seed=seed, raw=raw)
+    aligned, base = models.own(client, taste), models.base()
+    heading, responses = ", ".join(filter(None, ("aligned", taste, client))), []
     for text in (sys.stdin.read() if text == "-" else text for text in prompt):
         ids = aligned.ids(text)
         for number in range(samples):
             key = Key(seed).at("generate", text).at("sample", number)
-            first, second = (complete(m.backbone, m.tensors, ids, sampling, key) for m in (base, aligned))
+            first, second = (
+                complete(m.backbone, m.tensors, ids, sampling, key, taste=m.taste) for m in (base, aligned)
+            )
             responses.append({"prompt": text, "sample": number, "base": first, "aligned": second})
             if not as_json:
                 print_responses(text if number == 0 else "", first, second, heading)

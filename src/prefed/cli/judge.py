@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -42,6 +42,14 @@ def judge(
     against_shared: Annotated[
         bool, typer.Option("--against-shared", help="With --client: compare with the shared model.")
     ] = False,
+    policy_taste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASTE",
+            help="For a model that takes a taste, the one with which it responds, as prefed generate --taste "
+            "names it.",
+        ),
+    ] = None,
     prompt_column: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Of the prompts; left out: prompt, or that of preference pairs."),
@@ -49,6 +57,10 @@ def judge(
     template: Annotated[
         str, typer.Option(help="How a language model is asked: plain, mt-bench or auto-j.")
     ] = "plain",
+    criterion: Annotated[
+        Literal["helpful", "harmless"] | None,
+        typer.Option(help="A language model decides by this alone; left out: by --template."),
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="Of an endpoint, up to and with /v1; left out: OpenAI's.")
     ] = None,
@@ -59,7 +71,11 @@ def judge(
     parallel: Annotated[int, typer.Option(min=1, help="Questions to an endpoint at a time.")] = 4,
     judge_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a judge's answer at most.")] = 1024,
     taste: Annotated[
-        str, typer.Option(metavar="CLIENT|mean", help="Whose utility, for the judge utility.")
+        str,
+        typer.Option(
+            metavar="CLIENT|mean",
+            help="Whose utility, for the judge utility; whose taste, for selectors that have one.",
+        ),
     ] = "mean",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
     temperature: Annotated[
@@ -81,7 +97,7 @@ def judge(
         raise ValueError(f"--timeout {timeout:g}: above 0")
     split_name(judge)
     from prefed.judge.endpoint import URL
-    from prefed.judge.templates import get_template
+    from prefed.judge.templates import criterion_template, get_template
     from prefed.models.notices import silence_transformers
     from prefed.report.judged import print_judged
     from prefed.runs.judge import Comparison
@@ -89,6 +105,8 @@ def judge(
     from prefed.trackers.terminal import stdout_console
     from prefed.train.generation import Sampling
 
+    if criterion is not None:
+        template = criterion_template(criterion, template, judge)
     get_template(template)
     silence_transformers()
     comparison = Comparison(
@@ -99,6 +117,7 @@ def judge(
         column=column,
         client=client,
         against_shared=against_shared,
+        taste=policy_taste,
         prompt_column=prompt_column,
         raw=raw,
         sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature),

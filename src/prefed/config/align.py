@@ -61,6 +61,28 @@ class AlignConfig(StrictModel):
         description="who labels: the majority of all selectors, one by its number, or judge:NAME, a judge of "
         "`prefed judge` in the selectors' place, such as judge:reward:FOLDER",
     )
+    taste: str | None = Field(
+        None,
+        min_length=1,
+        description="for selectors with a latent taste, whose taste labels: a client's id, prototype:K, or "
+        "population, the mean of all, which it is if left out",
+    )
+    tastes: Literal["posteriors", "prototypes"] | None = Field(
+        None,
+        description="the policy takes a taste: for each prompt one is drawn from the posterior of a client, "
+        "or is a prototype, and the selector labels with it; left out: the policy takes none",
+    )
+    generations: int | None = Field(
+        None,
+        ge=1,
+        description="how often a policy that takes a taste completes the prompts anew; left out: 3",
+    )
+    regenerate: int | None = Field(
+        None,
+        ge=1,
+        description="its steps from one generation of completions to the next; left out: epochs passes over "
+        "the labels of a generation",
+    )
     objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
     beta: float | None = Field(
         0.1, gt=0, description="strength of the pull towards the start; left out: the objective's"
@@ -88,11 +110,25 @@ class AlignConfig(StrictModel):
     def _source(cls, value: Any) -> Any:
         return {"path": str(value)} if isinstance(value, str | Path) else value
 
+    @field_validator("taste")
+    @classmethod
+    def _usual(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("infer:"):
+            raise ValueError("the server has no pairs to infer a taste from: name a client, or prototype:K")
+        return None if value == "population" else value
+
     @model_validator(mode="after")
     def _consistent(self) -> AlignConfig:
         number = isinstance(self.labels, int) and self.labels >= 0
         if not number and self.labels != "majority" and not self.judge:
             raise ValueError("labels is majority, a selector's number from 0, or judge:NAME")
+        if self.taste is not None and self.judge is not None:
+            raise ValueError(f"taste is that of selectors, and {self.labels} labels in their place")
+        if self.tastes is not None and (self.judge is not None or self.taste is not None):
+            given = f"labels = {self.labels!r}" if self.taste is None else f"taste = {self.taste!r}"
+            raise ValueError(f"with tastes the selector labels with the one that is drawn: leave out {given}")
+        if self.tastes is None and (self.generations or self.regenerate):
+            raise ValueError("generations and regenerate are of a policy that takes tastes: set tastes too")
         if "beta" in self.objective_settings:
             raise ValueError("beta is a key of its own, not one of objective_settings")
         self.goal()
@@ -103,6 +139,23 @@ class AlignConfig(StrictModel):
         """The judge that labels in the selectors' place, without ``judge:``; ``None`` if selectors label."""
         kind, _, name = str(self.labels).partition(":")
         return name if kind == "judge" else None
+
+    def check_tastes(self, method: str, has_tastes: bool) -> None:
+        """Refuse a taste for a method whose selectors have none.
+
+        Args:
+            method: its name.
+            has_tastes: whether its models have a latent taste.
+
+        Raises:
+            ValueError: the method has none, and a key needs one.
+        """
+        for key, value in (("taste", self.taste), ("tastes", self.tastes)):
+            if value is not None and not has_tastes:
+                raise ValueError(
+                    f"[align] {key} = {value!r}: {method} has no latent taste; take fedvpl or fedvpa, or "
+                    "leave it out"
+                )
 
     def goal(self) -> Objective:
         """The objective with all its settings.

@@ -240,7 +240,14 @@ class Experiment(StrictModel):
                 f"[align] labels = {self.align.labels}: {self.method.name} trains {count} selectors here, "
                 "numbered from 0"
             )
+        if self.align is not None:
+            self.align.check_tastes(self.method.name, self.has_tastes)
         return self
+
+    @property
+    def has_tastes(self) -> bool:
+        """Whether the method's models have a latent taste."""
+        return "variational" in self.method.kind.needs(self.method.settings)
 
     @model_validator(mode="after")
     def _coherent(self) -> Experiment:
@@ -324,11 +331,10 @@ class Experiment(StrictModel):
         Tables that the method does not read are left out where they have their defaults: ``[selector]``, and
         ``[model.variational]``. Runs store a digest of these tables, and earlier versions had none of them.
         """
-        kind, unread = self.method.kind, dict[str, Any]()
-        if kind.reads == "policy" and self.selector == SelectorConfig():
+        unread = dict[str, Any]()
+        if self.method.kind.reads == "policy" and self.selector == SelectorConfig():
             unread["selector"] = True
-        taste = "variational" in kind.needs(self.method.settings)
-        if not taste and self.model.variational == VariationalSettings():
+        if not self.has_tastes and self.model.variational == VariationalSettings():
             unread["model"] = {"variational"}
         if not self.evaluate.unseen_pairs:
             unread["evaluate"] = {"unseen_pairs"}

@@ -22,7 +22,8 @@ class JudgeOptions(StrictModel):
         key_variable: the environment's variable with an endpoint's key.
         timeout: seconds to wait for an endpoint's answer.
         parallel: questions that an endpoint is asked at a time.
-        taste: a client of a synthetic set, or ``"mean"``.
+        taste: a client of a synthetic set, or ``"mean"``; of selectors with a latent taste, one that the
+            server was told.
         device: where a model on this machine lives, as ``[model] device``.
     """
 

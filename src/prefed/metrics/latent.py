@@ -45,6 +45,23 @@ def kl_per_dimension(means: npt.ArrayLike, log_variances: npt.ArrayLike) -> Arra
     return np.asarray(each.mean(0))
 
 
+def resultant(vectors: npt.ArrayLike) -> float:
+    """Length of the sum of vectors over the sum of their lengths.
+
+    It is 1 where all point one way, and 0 where they cancel: the mean resultant length of directional
+    statistics, each direction weighted by its length. Vectors that are all zero give 1.
+
+    Args:
+        vectors: ``[n, d]``.
+
+    >>> resultant([[2.0, 0.0], [-1.0, 0.0]]), resultant([[0.0, 3.0], [4.0, 0.0]])
+    (0.3333333333333333, 0.7142857142857143)
+    """
+    data = np.asarray(vectors, np.float64)
+    total = float(np.linalg.norm(data, axis=1).sum())
+    return float(np.linalg.norm(data.sum(0))) / total if total else 1.0
+
+
 @dataclass(frozen=True)
 class Transfer:
     """Mean accuracies over clients, of each client's pairs.

@@ -31,7 +31,7 @@ MEANINGS = {
 """Figures of the round log, and what they mean."""
 GRADIENTS = {
     "global_loss": "loss of the global objective",
-    "gradient_norm": "its gradient's norm, before any clip",
+    "gradient_norm": "norm of its gradient",
     "paper_gap": "the paper's gap",
 }
 """Figures of a diagnosis that are drawn over rounds, and the titles of their plots."""

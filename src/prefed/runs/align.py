@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from prefed import files
-from prefed.align import AlignError, Alignment, ClientPrompts, Selectors
+from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors
 from prefed.align import align as run_stages
 from prefed.align.run import SETTINGS
 from prefed.config import AlignConfig, Experiment
@@ -22,10 +22,12 @@ from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks
 from prefed.core.text import pluralize
 from prefed.judge.registry import JudgeOptions, split_name
+from prefed.models import ModelConfig
 from prefed.runs.judges import JudgeLabels, make_judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunRecord, read_run
 from prefed.runs.selectors import check_selectors, selectors_of, untrained
+from prefed.runs.taste_names import OPPOSED, common_taste, known_tastes
 from prefed.store import RunReader
 from prefed.store.directory import lock
 
@@ -99,8 +101,12 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
             f"[align] labels = {config.labels}: the run has {pluralize(count, 'selector', 'selectors')}, "
             "numbered from 0; take another: --set align.labels=majority, or a number"
         )
+    try:
+        config.check_tastes(record.method, experiment.has_tastes)
+    except ValueError as error:
+        raise AlignError(str(error)) from error
     check_judge(config)
-    source = _Source(record.path, config.labels, callback)
+    source = _Source(record.path, config, callback)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
     judge = None if config.judge is None else source.judge(config.judge)
@@ -110,7 +116,7 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
         folder=record.path / FOLDER,
         config=config,
         seed=experiment.seed,
-        model=config.model or experiment.model,
+        model=policy_model(experiment, config),
         data=experiment.data,
         max_tokens=experiment.engine.max_tokens,
         client_prompts=source.client_prompts,
@@ -120,8 +126,17 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
             "selectors": files.digest(json.dumps(origin).encode()),
         },
         judge=judge,
+        tastes=source.tastes,
         callback=callback,
     )
+
+
+def policy_model(experiment: Experiment, config: AlignConfig) -> ModelConfig:
+    """The model that is aligned; one that takes a taste takes one of the selectors' width."""
+    model = config.model or experiment.model
+    if config.tastes is None:
+        return model
+    return model.model_copy(update={"variational": experiment.model.variational})
 
 
 @dataclass
@@ -129,15 +144,16 @@ class _Source:
     """The run, loaded when a stage needs it."""
 
     path: Path
-    labels: str | int
+    config: AlignConfig
     callback: Callback
 
     @cached_property
     def run(self) -> LoadedRun:
         run = load_run(self.path, data=True)
-        names = [] if str(self.labels).startswith("judge:") else list(untrained(run))
-        if isinstance(self.labels, int):
-            names = [name for name in names if name == list(run.published_models)[self.labels]]
+        labels = self.config.labels
+        names = [] if self.config.judge is not None else list(untrained(run))
+        if isinstance(labels, int):
+            names = [name for name in names if name == list(run.published_models)[labels]]
         if names:
             self.callback.on_warning(
                 f"never trained, yet labels completions: {', '.join(names)}; such labels are the "
@@ -151,7 +167,18 @@ class _Source:
         return ClientPrompts(tokens.prompts, tokens.record(0).prompt if len(tokens) else None)
 
     def selectors(self) -> Selectors:
-        return selectors_of(self.run)
+        unnamed = self.config.taste is None and self.config.tastes is None
+        if unnamed and (share := common_taste(self.run)) < OPPOSED:
+            self.callback.on_warning(
+                "labels come from the taste of the population, which is nobody's: what the clients' tastes "
+                f"add up to is {share:.2f} of what it would be if they agreed. Label with one taste "
+                "(--set align.taste=CLIENT, or prototype:K), or align a policy that takes tastes (--set "
+                "align.tastes=posteriors)"
+            )
+        return selectors_of(self.run, self.config.taste)
+
+    def tastes(self) -> KnownTastes:
+        return known_tastes(self.run)
 
     def judge(self, name: str) -> JudgeLabels:
         return JudgeLabels(make_judge(name, JudgeOptions(), self.run))

@@ -12,7 +12,8 @@ import torch
 
 from prefed.core import Key, Owner, Tensors
 from prefed.runs.loaded import LoadedRun, load_run
-from prefed.runs.record import RunError
+from prefed.runs.record import RunError, read_run
+from prefed.runs.studies import squared_gradients
 
 CLIENTS, PAIRS, STEPS = 5, 8, 10
 """How many clients' losses are probed for L at most, on how many pairs each, and steps of power iteration."""
@@ -44,22 +45,21 @@ def estimate(path: str | Path) -> Estimate:
     gap stays log 2, from DPO's first loss to 0.
 
     Raises:
-        RunError: the run is not finished, was not diagnosed, trained on another loss than DPO, or shares
-            nothing; or its model or its pairs are not there.
+        RunError: the run is not finished, was not diagnosed, shares no tensor, or trained on another loss
+            than DPO; or its model or its pairs are not there.
     """
-    run = load_run(path, data=True)
-    record, job = run.record, run.job
-    settings = run.experiment.method.settings
-    told = [each for each in record.rounds if "paper_gap" in each]
+    record = read_run(path)
+    told = [each for each in record.rounds if "gradient_norm" in each]
     if not told:
-        raise RunError(f"{path} was not diagnosed: run it anew with [evaluate] diagnose = 5")
+        raise RunError(
+            f"{path} was not diagnosed at a model that its clients share: run a method that shares one with "
+            "[evaluate] diagnose = 5"
+        )
+    run = load_run(path, data=True)
+    job, settings = run.job, run.experiment.method.settings
     goal = settings.goal()
     if goal.name != "dpo":
         raise RunError(f"{path} trained on {goal.name!r}, and the theory is of DPO: name another run")
-    if not run.method.ownership.names(Owner.SHARED):
-        raise RunError(
-            f"{path}: {record.method} shares no tensors, and the theory is of those: name another run"
-        )
     late = [visit["late"] for each in record.rounds for visit in each.get("visits", ())]
     steps = settings.local_steps or round(fmean(_steps(run, count) for count in job.weights.values()))
     constants: dict[str, float] = {
@@ -76,7 +76,7 @@ def estimate(path: str | Path) -> Estimate:
         "max_delay": max(late, default=0),
         **({"rho": record.rounds[-1]["rho"]} if job.graph is not None else {}),
     }
-    squares = [each["gradient_norm"] ** 2 for each in told]
+    squares = squared_gradients(record)
     measured = {
         "mean_squared_gradient": fmean(squares),
         "last_squared_gradient": squares[-1],
@@ -105,6 +105,8 @@ def _notes(run: LoadedRun, diagnosed: int) -> Iterator[str]:
         f"losses of {min(CLIENTS, len(run.job.members))} clients, at the first and at the last model, and "
         "the loss may bend more elsewhere"
     )
+    if evaluate.diagnostic_pairs:
+        yield "what the draw of few pairs adds is taken off ‖∇ℒ‖², which may be below 0"
     if settings.optimizer != "sgd" or settings.momentum or settings.schedule != "constant":
         how = f"{settings.optimizer}, schedule {settings.schedule!r}"
         yield f"the run's optimiser: {how}; the statements are about plain gradient descent at a constant η"

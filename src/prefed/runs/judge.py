@@ -29,6 +29,7 @@ from prefed.runs.judges import make_judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunError
 from prefed.runs.resume import differing
+from prefed.runs.taste_names import needs_pairs
 from prefed.runs.texts import Models, Progress, References, Side, slug
 from prefed.train.generation import Sampling
 
@@ -48,6 +49,8 @@ class Comparison:
         column: of the reference answers.
         client: compares this client's own model, of both runs where there are two.
         against_shared: compares the client's own model with the shared one.
+        taste: the aligned model responds with this taste, a name of :mod:`prefed.runs.taste_names`; where
+            there are two runs, the other's too if it takes one.
         prompt_column: of the prompts; left out: ``prompt``, or the prompt of preference pairs.
         raw: prompts are taken unchanged.
         sampling: of the responses.
@@ -66,6 +69,7 @@ class Comparison:
     column: str | None = None
     client: str | None = None
     against_shared: bool = False
+    taste: str | None = None
     prompt_column: str | None = None
     raw: bool = False
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
@@ -81,7 +85,7 @@ class Comparison:
             )
         if (self.reference is None) != (self.column is None):
             raise ValueError("--against FILE and --column NAME belong together: the column has the answers")
-        if self.against_shared and self.client is None:
+        if self.against_shared and self.client is None and self.taste is None:
             raise ValueError("--against-shared belongs to --client ID, whose own model is compared")
         if self.name is not None and (slug(self.name) != self.name or self.name in ("texts", ".", "..")):
             raise ValueError(f"--name {self.name!r}: letters, digits, dots and hyphens, and not 'texts'")
@@ -103,7 +107,7 @@ def judge(
         RunError: there is no such run, model or client; the folder holds verdicts of another comparison.
         ModelError, JudgeError: a model or the judge cannot be used.
     """
-    run = load_run(path, data=split_name(how.judge)[0] == "utility")
+    run = load_run(path, data=split_name(how.judge)[0] == "utility" or needs_pairs(how.taste))
     data = run.experiment.data
     prompts = numbered_prompts(how.prompts, how.prompt_column, data.encoding, data.format)
     own, other = _sides(run, how, prompts)
@@ -185,7 +189,7 @@ def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Compari
 
 def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[NumberedPrompt]) -> tuple[Side, Side]:
     models = Models(run, how.sampling, seed=how.seed, raw=how.raw)
-    own = models.own(how.client)
+    own = models.own(how.client, how.taste)
     if how.reference is not None:
         assert how.column is not None
         answers = references(
@@ -193,13 +197,15 @@ def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[NumberedPrompt]) -
         )
         return own, References(f"{how.reference.name}, {how.column}", answers)
     if how.other is not None:
-        other = Models(load_run(how.other), how.sampling, seed=how.seed, raw=how.raw).own(how.client)
+        other_run = load_run(how.other, data=needs_pairs(how.taste))
+        others = Models(other_run, how.sampling, seed=how.seed, raw=how.raw)
+        plain = how.taste is not None and not others.takes_tastes
+        other = others.own(None) if plain else others.own(how.client, how.taste)
         if other.name == own.name:
             other.name = str(how.other)
         return own, other
     if how.against_shared:
-        assert how.client is not None
-        return own, models.shared(how.client)
+        return own, models.own(None) if how.client is None else models.shared(how.client)
     return own, models.base()
 
 

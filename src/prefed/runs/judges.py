@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from prefed import files
 from prefed.align import Selectors
@@ -40,7 +41,7 @@ def make_judge(name: str, options: JudgeOptions, run: LoadedRun) -> Judge:
     if kind == "utility":
         return _utility(options.taste, run)
     if kind == "selector":
-        return _selector(Path(argument), run)
+        return _selector(Path(argument), options.taste, run)
     return JUDGES[kind](argument, options)
 
 
@@ -50,10 +51,11 @@ def _utility(taste: str, run: LoadedRun) -> Judge:
     return UtilityJudge(read_taste(taste, records, dataset.flipped))
 
 
-def _selector(path: Path, judged: LoadedRun) -> Judge:
+def _selector(path: Path, taste: str, judged: LoadedRun) -> Judge:
     run = judged if path.resolve() == judged.record.path.resolve() else load_run(path)
     check_selectors(run.record)
-    selectors = selectors_of(run)
+    named = taste != "mean" and run.method.infer is not None
+    selectors = selectors_of(run, taste if named else None)
     models = {name: files.digest(t.flat.cpu().numpy().tobytes()) for name, t in selectors.models.items()}
     identity = {
         "model": run.trainers.fingerprint["model"],
@@ -115,8 +117,14 @@ class JudgeLabels:
         """What its labels depend on."""
         return self.judge.identity
 
-    def scores(self, pairs: Sequence[Record]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def scores(
+        self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Ask about pairs in both orders.
+
+        Args:
+            pairs: what is asked about.
+            tastes: makes no difference: a judge has a taste of its own.
 
         Returns:
             Numbers of the pairs with two usable verdicts, ``[n]``; and their scores ``[1, n]``: 1 where both

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from prefed.align import Selectors
 from prefed.methods import METHODS
+from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError, RunRecord
+from prefed.runs.taste_names import told_taste
 
 
 def check_selectors(record: RunRecord) -> None:
@@ -25,13 +27,25 @@ def check_selectors(record: RunRecord) -> None:
         )
 
 
-def selectors_of(run: LoadedRun) -> Selectors:
-    """The selectors that a run published last."""
+def selectors_of(run: LoadedRun, taste: str | None = None) -> Selectors:
+    """The selectors that a run published last.
+
+    Args:
+        taste: whose taste they judge with, as :func:`prefed.runs.taste_names.told_taste` takes it; ``None``
+            for the published one, or where they have none.
+
+    Raises:
+        RunError: the server knows no such taste.
+    """
     # Every client gets all selectors, so anyone's message will do.
     published = run.method.publish(run.server, run.job.members[0])
+    models = run.job.shared_models(published)
+    if taste is not None:
+        z = told_taste(run, taste)
+        models = {name: model.replace({Z: z}) for name, model in models.items()}
     return Selectors(
         run.backbone,
-        run.job.shared_models(published),
+        models,
         run.experiment.selector,
         run.experiment.data.max_length,
         run.experiment.engine.max_tokens,

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from prefed.config import Experiment
-from prefed.core import Key
+from prefed.core import POOLED, Key
 from prefed.core.strict import flatten
 from prefed.fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
@@ -25,6 +25,8 @@ LAST = 5
 """A final figure is the mean of the last so many rounds in which it was measured."""
 _UNLIKE = ("seed", "engine.")
 """Settings in which runs may always differ."""
+_TITLE = 120
+"""Letters of a family's title at most."""
 _LATE = frozenset({"merge.late", "merge.staleness.name", "merge.staleness.exponent"})
 
 Values: TypeAlias = dict[float, list[float]]
@@ -38,7 +40,7 @@ def paper_gap(run: RunRecord) -> float:
 
 def squared_gradient(run: RunRecord) -> float:
     """Ours: the squared gradient of the global objective, before any clip, at the end of a run."""
-    return fmean(norm**2 for norm in measured(run, "gradient_norm")[-LAST:])
+    return fmean(squared_gradients(run)[-LAST:])
 
 
 GAPS: dict[str, Callable[[RunRecord], float]] = {
@@ -46,6 +48,24 @@ GAPS: dict[str, Callable[[RunRecord], float]] = {
     "squared gradient norm": squared_gradient,
 }
 """Both measures of how far from a stationary point a run ended, by which claims are judged."""
+
+
+def squared_gradients(run: RunRecord) -> list[float]:
+    """‖∇ℒ‖² in each diagnosed round, less what the draw of few pairs adds to it; so it may be below 0.
+
+    A mean over N clients of m pairs each has the variance ζ² · batch/(m N), where a batch has ζ².
+    """
+    method, drawn = run.config["method"], run.config.get("evaluate", {}).get("diagnostic_pairs")
+    told = [record for record in run.rounds if "gradient_norm" in record]
+    if drawn is None:
+        return [record["gradient_norm"] ** 2 for record in told]
+    unseen = run.config["evaluate"].get("unseen", 0)
+    clients = sum(sizes["train"] > 0 for sizes in run.summary["clients"].values())
+    clients -= unseen if isinstance(unseen, int) else len(unseen)
+    if run.rounds[-1]["cohort"] == [POOLED]:
+        clients = 1
+    share = method["batch_size"] * method.get("accumulate", 1) / (drawn * clients)
+    return [record["gradient_norm"] ** 2 - share * record["zeta2"] for record in told]
 
 
 def measured(run: RunRecord, name: str) -> list[float]:
@@ -157,7 +177,8 @@ def families(known: Sequence[Case], vary: Collection[str], of: Callable[[Case], 
     names = dict.fromkeys(name for first in firsts for name in first)
     unlike = [name for name in names if len({first.get(name) for first in firsts}) > 1]
     titles = (", ".join(f"{n.split('.')[-1]} {first[n]}" for n in unlike if n in first) for first in firsts)
-    return [Family(tuple(some), title) for some, title in zip(groups, titles, strict=True)]
+    cut = (title if len(title) <= _TITLE else f"{title[: _TITLE - 1]}…" for title in titles)
+    return [Family(tuple(some), title) for some, title in zip(groups, cut, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -2,57 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
-
-import torch
 
 from prefed.core import ClientTrainer, Download, Method, State, Tensors
 from prefed.methods.base.tastes import Z
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
 from prefed.runs.taste_figures import Tastes, measure_tastes
+from prefed.runs.taste_names import check_apart, check_tastes, split_taste, taste_of_file, told_taste
 
 
-def at_taste(run: LoadedRun, taste: str) -> LoadedRun:
+def at_taste(run: LoadedRun, taste: str, judged: str | None = None) -> LoadedRun:
     """``run`` with clients that judge by another taste than their own.
 
     Args:
         run: loaded with its data.
-        taste: ``"own"``; ``"population"``, what the server publishes; ``"infer:8"``, what the first 8 of a
-            client's training pairs tell; or the id of a client, for that client's.
+        taste: ``"own"``, or a name of :mod:`prefed.runs.taste_names`. A client's taste is what its training
+            pairs tell; ``infer:8`` is for each client what the first 8 of its own training pairs tell.
+        judged: the file of the pairs to be judged; ``None`` for the run's own.
 
     Raises:
-        RunError: the method has no tastes, or no client has that id.
+        RunError: the method has no tastes; there is no such client or prototype; or a file that tells the
+            taste has pairs that are judged.
         ValueError: the number of pairs is none.
+        DataError: the file of pairs cannot be used.
     """
-    method = run.method
-    infer, predict = method.infer, method.predict
-    if infer is None:
-        raise RunError(f"{run.record.path}: the clients of {method.name} have no latent taste")
+    check_tastes(run)
     if taste == "own":
         return run
-
-    def judging(z: Callable[[Download], torch.Tensor]) -> Method:
-        def other(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-            return predict(trainer, private, published).replace({Z: z(published)})
-
-        return replace(method, predict=other)
-
-    if taste == "population":
-        changed = judging(lambda published: published.tensors["taste"][Z])
-    elif taste.startswith("infer:"):
-        count = taste.removeprefix("infer:")
-        if not count.isdecimal() or not int(count):
-            raise ValueError(f"--taste {taste}: after the colon comes a number of pairs, 1 or more")
+    method = run.method
+    infer, predict = method.infer, method.predict
+    assert infer is not None
+    kind, which = split_taste(taste)
+    if kind == "pairs":
         changed = replace(
-            method, predict=lambda trainer, private, published: infer(trainer, published, int(count))
+            method, predict=lambda trainer, private, published: infer(trainer, published, int(which))
         )
+        return _judging(run, changed)
+    if kind == "client":
+        z = run.model(run.check(which))[Z]
+    elif kind == "file":
+        posterior, told = taste_of_file(run, which)
+        check_apart(run, told, judged)
+        z = posterior.mean
     else:
-        z = run.model(run.check(taste))[Z]
-        changed = judging(lambda published: z)
-    return replace(run, job=replace(run.job, method=changed))
+        z = told_taste(run, taste)
+
+    def other(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
+        return predict(trainer, private, published).replace({Z: z})
+
+    return _judging(run, replace(method, predict=other))
+
+
+def _judging(run: LoadedRun, method: Method) -> LoadedRun:
+    return replace(run, job=replace(run.job, method=method))
 
 
 def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = "test") -> Tastes:
@@ -66,8 +70,7 @@ def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = 
     Raises:
         RunError: the run's method has no tastes, or no client can be evaluated.
     """
-    if run.method.infer is None:
-        raise RunError(f"{run.record.path}: the clients of {run.method.name} have no latent taste")
+    check_tastes(run)
     goal = run.experiment.method.settings.goal()
     tastes = measure_tastes(run.job, run.backbone, goal, run.server, run.private_state, split)
     if tastes is None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from prefed import files
-from prefed.align.policy import load_base
+from prefed.align.policy import FOLDER as START
+from prefed.align.policy import TASTING, load_base, load_policy, read_policy, save_over_start
+from prefed.align.tastes import load_tastes
 from prefed.core import Key, Tensors
 from prefed.data import Prompt, Template
 from prefed.judge.prompts import NumberedPrompt
 from prefed.models import Backbone, ModelConfig
-from prefed.runs.align import stored_settings
+from prefed.runs.align import FOLDER, stored_settings
 from prefed.runs.journal import Journal
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
+from prefed.runs.taste_names import any_taste, told_taste
 from prefed.train.completions import as_text, complete_batch, length_batches
 from prefed.train.generation import Sampling, as_prompt, prompt_ids
 from prefed.train.trainer_factory import model_digest
@@ -26,8 +31,11 @@ from prefed.train.trainer_factory import model_digest
 BATCH = 16
 """Responses that are generated together."""
 
-ALIGNED = Path("align") / "adapter"
+ALIGNED = Path(FOLDER) / "adapter"
 """In a run directory: the adapter of the model that selectors aligned."""
+
+POLICY = Path(FOLDER) / "policy.safetensors"
+"""In a run directory: the tensors of an aligned model that takes a taste."""
 
 Progress = Callable[[str, int, int], None]
 """Is called with what is being done, how much of it is done, and of how much."""
@@ -71,6 +79,7 @@ class ModelSide:
         how: the sampling.
         seed: of the draws.
         raw: prompts are taken unchanged.
+        taste: ``[d_z]`` with which it responds, if it takes one.
     """
 
     name: str
@@ -81,6 +90,7 @@ class ModelSide:
     how: Sampling
     seed: int
     raw: bool
+    taste: torch.Tensor | None = None
 
     def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
         """The response to each prompt that does not fill the model's window.
@@ -119,7 +129,10 @@ class ModelSide:
             if all(row in done for row in names):
                 continue
             keys = [key.at("row", row) for row in names]
-            tokens = complete_batch(backbone, self.tensors, [ids[row] for row in names], self.how, keys)
+            tastes = None if self.taste is None else self.taste.expand(len(names), -1)
+            tokens = complete_batch(
+                backbone, self.tensors, [ids[row] for row in names], self.how, keys, tastes=tastes
+            )
             texts = (as_text(backbone.tokenizer, own) for own in tokens)
             yield [(row, text) for row, text in zip(names, texts, strict=True) if row not in done]
 
@@ -150,14 +163,35 @@ class Models:
         """Whether selectors have aligned a model in this run."""
         return (self._run.record.path / ALIGNED).is_dir()
 
-    def own(self, client: str | None) -> ModelSide:
+    @property
+    def takes_tastes(self) -> bool:
+        """Whether the aligned model takes a taste."""
+        return self.aligned and (self._run.record.path / POLICY).is_file()
+
+    def own(self, client: str | None, taste: str | None = None) -> ModelSide:
         """The aligned model where the run has one, else the published one; with ``client`` that client's own.
 
+        An aligned model that takes a taste is taken at that of the population, or with ``client`` at what
+        this client told of its own.
+
+        Args:
+            taste: at another taste, a name of :mod:`prefed.runs.taste_names`. With ``infer:N`` ``client``
+                says whose pairs tell it, and the run is loaded with its data.
+
         Raises:
-            RunError: the run has no such model or client, or it has selectors alone, which write no text.
+            RunError: the run has no such model, client or taste, or it has selectors alone, which write no
+                text.
+            ValueError: see :func:`prefed.runs.taste_names.any_taste`.
         """
         run = self._run
         name = run.record.name
+        if taste is not None and not self.takes_tastes:
+            raise RunError(
+                f"{run.record.path}: no model of it takes a taste; align one: prefed align {run.record.path} "
+                "--prompts FILE --set align.tastes=posteriors, with a run of fedvpl or fedvpa"
+            )
+        if self.takes_tastes and (taste or client) is not None:
+            return self._tasting(client, taste)
         if client is None and self.aligned:
             backbone = self._adapted
             identity = {"model": model_digest(backbone)}
@@ -183,10 +217,17 @@ class Models:
             RunError: there is no such client, or the method shares no model.
         """
         run = self._run
+        if self.takes_tastes:
+            return self.own(None)
         published = run.method.publish(run.server, run.check(client))
         if not published.tensors or run.method.reads == "choice":
             raise RunError(f"{run.record.path}: {run.method.name} shares no model that writes text")
         return self._laid_over(f"{run.record.name}, shared", run.job.shared(published))
+
+    def save_adapter(self, side: ModelSide, folder: Path) -> None:
+        """Write the aligned model at the taste of ``side`` as a PEFT adapter for the base model."""
+        start = self._run.record.path / FOLDER / START
+        save_over_start(side.backbone, side.tensors, start, folder, side.taste)
 
     def base(self) -> ModelSide:
         """The untouched model: the one that the aligned adapter is for, or the run's."""
@@ -195,6 +236,32 @@ class Models:
             backbone = load_base(self._model, run.experiment.seed, None)
             return self._side("base", backbone, backbone.reference, {"model": model_digest(backbone)})
         return self._laid_over("base", run.backbone.reference)
+
+    def _tasting(self, client: str | None, taste: str | None) -> ModelSide:
+        run, folder = self._run, self._run.record.path / FOLDER
+        known = load_tastes(folder)
+        if taste is None:
+            assert client is not None
+            what, z = client, told_taste(run, client, known)
+        else:
+            what = taste if client is None else f"{taste} of {client}"
+            z = any_taste(run, taste, client, known)
+        backbone, tensors = self._policy
+        identity = {
+            "model": model_digest(backbone),
+            "tensors": files.digest(tensors.flat.numpy().tobytes()),
+            "taste": files.digest(z.numpy().tobytes()),
+        }
+        name = f"{run.record.name}, aligned, taste {what}"
+        return replace(self._side(name, backbone, tensors, identity), taste=z)
+
+    @cached_property
+    def _policy(self) -> tuple[Backbone, Tensors]:
+        """The policy that takes a taste."""
+        experiment, folder = self._run.experiment, self._run.record.path / FOLDER
+        model = self._model.model_copy(update={"variational": experiment.model.variational})
+        backbone = load_policy(model, experiment.seed, folder, TASTING)
+        return backbone, read_policy(backbone, self._run.record.path / POLICY)
 
     @cached_property
     def _model(self) -> ModelConfig:

@@ -1,0 +1,236 @@
+"""Latent tastes by name: the population's, a client's, a prototype, or what pairs tell.
+
+One way to write a taste serves the experiment file and all commands:
+
+========================  ==========================================================================
+``population``            the mean of what the clients told, which the server publishes
+``ID``                    the client of this id
+``prototype:K``           the prototype of number K, from 0
+``infer:N``               what the first N training pairs of a client tell
+``infer:FILE``            what the pairs of a file tell, such as those of a new user; nothing trains
+========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from prefed.align import KnownTastes
+from prefed.core import Key
+from prefed.merge.posteriors import Posterior, summarize
+from prefed.methods.base.tastes import PROTOTYPES, Z, posteriors
+from prefed.metrics.latent import resultant
+from prefed.models.variational import DECODER
+from prefed.runs.build import response_encoder
+from prefed.runs.loaded import LoadedRun
+from prefed.runs.new_pairs import EVERYBODY, read_pairs
+from prefed.runs.record import RunError
+from prefed.train import PairTrainer
+
+Kind = Literal["population", "client", "prototype", "pairs", "file"]
+Pairs = npt.NDArray[np.uint64]
+
+OPPOSED = 0.5
+"""Where what the clients' tastes add up to is a smaller share than this, their mean is nobody's taste."""
+
+
+def split_taste(name: str) -> tuple[Kind, str]:
+    """What kind of taste a name stands for, and which one.
+
+    Raises:
+        ValueError: the number of pairs or of the prototype is none, or there is no such file.
+
+    >>> [split_taste(name) for name in ("population", "ward-7", "prototype:1", "infer:8")]
+    [('population', ''), ('client', 'ward-7'), ('prototype', '1'), ('pairs', '8')]
+    """
+    kind, _, rest = name.partition(":")
+    if name == "population":
+        return "population", ""
+    if kind == "prototype":
+        if not rest.isdecimal():
+            raise ValueError(f"taste {name!r}: after the colon comes a prototype's number, 0 or more")
+        return "prototype", rest
+    if kind != "infer":
+        return "client", name
+    if rest.isdecimal() and int(rest):
+        return "pairs", rest
+    if not rest or not Path(rest).expanduser().exists():
+        raise ValueError(
+            f"taste {name!r}: after the colon comes a number of pairs, 1 or more, or a file of pairs that is "
+            "there"
+        )
+    return "file", rest
+
+
+def needs_pairs(name: str | None) -> bool:
+    """Whether a taste of that name comes from the run's own pairs.
+
+    >>> needs_pairs("infer:8"), needs_pairs("ward-7"), needs_pairs(None)
+    (True, False, False)
+    """
+    return name is not None and split_taste(name)[0] == "pairs"
+
+
+def check_tastes(run: LoadedRun) -> None:
+    """Refuse a run whose models have no latent taste.
+
+    Raises:
+        RunError: its method has none.
+    """
+    if run.method.infer is None:
+        raise RunError(f"{run.record.path}: the clients of {run.method.name} have no latent taste")
+
+
+def known_tastes(run: LoadedRun) -> KnownTastes:
+    """What the run's server was told of tastes; a client's is the posterior that it sent last.
+
+    Raises:
+        RunError: the method has no tastes.
+    """
+    check_tastes(run)
+    population, labels = run.server.tensors["taste"][Z], run.server.values.get("labels", {})
+    prototypes = run.server.tensors["model"].get(PROTOTYPES)
+    return KnownTastes(
+        population,
+        {client: (own.mean, own.log_variance) for client, own in posteriors(run.server).items()},
+        torch.zeros(0, len(population)) if prototypes is None else prototypes,
+        cast("dict[str, int]", labels),
+    )
+
+
+def told_taste(run: LoadedRun, name: str, known: KnownTastes | None = None) -> torch.Tensor:
+    """``[d_z]`` the taste of that name, of those that the server knows: no pair is read.
+
+    Args:
+        known: what the server was told; left out: :func:`known_tastes`.
+
+    Raises:
+        RunError: the method has no tastes; there is no such client or prototype; the client sent no
+            posterior; or the taste would have to be inferred from pairs.
+        ValueError: see :func:`split_taste`.
+    """
+    known = known_tastes(run) if known is None else known
+    kind, which = split_taste(name)
+    where = run.record.path
+    if kind == "population":
+        return known.population
+    if kind == "client":
+        if run.check(which) not in known.posteriors:
+            raise RunError(
+                f"{where}: client {which!r} told nothing of its taste: it never took part, or has fewer "
+                "pairs than [privacy] minimum_pairs; infer a taste from pairs: infer:FILE"
+            )
+        return known.posteriors[which][0]
+    if kind == "prototype":
+        if int(which) >= len(known.prototypes):
+            count = len(known.prototypes)
+            there = f"{count} prototypes, numbered from 0" if count else "no prototypes"
+            raise RunError(f"{where} has {there}: there is no taste {name!r}")
+        return known.prototypes[int(which)]
+    raise RunError(f"{where}: the server has no pairs to infer {name!r} from; name a taste that it was told")
+
+
+def any_taste(
+    run: LoadedRun, name: str, client: str | None = None, known: KnownTastes | None = None
+) -> torch.Tensor:
+    """``[d_z]`` the taste of that name, told or inferred from pairs.
+
+    Args:
+        run: loaded with its data for ``infer:N``.
+        client: whose pairs ``infer:N`` takes.
+        known: as :func:`told_taste` takes it.
+
+    Raises:
+        ValueError: ``infer:N`` without a client, or a client with another taste.
+        RunError, DataError: as :func:`told_taste` and :func:`taste_of_file`.
+    """
+    kind, which = split_taste(name)
+    if (kind == "pairs") != (client is not None):
+        raise ValueError(
+            f"taste {name!r}: whose pairs? name a client, --client ID"
+            if client is None
+            else f"--client {client!r} belongs to infer:N, whose pairs it names; taste {name!r} takes none"
+        )
+    if kind == "file":
+        return taste_of_file(run, which)[0].mean
+    if client is None:
+        return told_taste(run, name, known)
+    check_tastes(run)
+    infer = run.method.infer
+    assert infer is not None
+    trainer = run.job.trainer(run.check(client), run.reader.commit.round, "predict")
+    return infer(trainer, run.published(client), int(which))[Z]
+
+
+def taste_of_file(run: LoadedRun, file: str) -> tuple[Posterior, Pairs]:
+    """The posterior after the pairs of a file, as after those of a client, and the hashes of these pairs.
+
+    The pairs are read by the run's ``[data]`` settings, and are all taken to be one person's.
+
+    Raises:
+        RunError: the method has no tastes.
+        DataError: the file cannot be used.
+    """
+    check_tastes(run)
+    experiment = run.experiment
+    with tempfile.TemporaryDirectory(prefix="prefed-taste-") as folder:
+        new = read_pairs(run, file, Path(folder), everyone=True)
+        trainer = PairTrainer(
+            run.backbone,
+            new.tokens,
+            max_tokens=experiment.engine.max_tokens,
+            fast=experiment.model.fast,
+            responses=response_encoder(experiment, run.backbone),
+        )
+        goal, key = experiment.method.settings.goal(), Key(experiment.seed).at("contexts").at("file")
+        found = trainer.posteriors(run.published_model, goal, new.rows[EVERYBODY], key)
+        pairs = np.array(new.tokens.pairs)
+    return summarize(*found), pairs
+
+
+def check_apart(run: LoadedRun, told: Pairs, judged: str | None) -> None:
+    """Refuse to judge pairs that tell the taste with which they are judged: they hold their own answer.
+
+    Args:
+        told: the hashes of the pairs that told a taste, as :attr:`prefed.data.TokenSet.pairs` has them.
+        judged: the file of the pairs to be judged; ``None`` for the clients' held-out pairs.
+
+    Raises:
+        RunError: a pair is in both.
+    """
+    if judged is None:
+        clients = run.trainers.dataset.clients.values()
+        rows = np.concatenate([np.concatenate([own.validation, own.test]) for own in clients])
+        count = int(np.isin(told, run.trainers.dataset.tokens.pairs[rows]).sum())
+    else:
+        with tempfile.TemporaryDirectory(prefix="prefed-judged-") as folder:
+            pairs = read_pairs(run, judged, Path(folder), everyone=True).tokens.pairs
+            count = int(np.isin(told, pairs).sum())
+    if count:
+        raise RunError(
+            f"{count:,} of the {len(told):,} pairs that tell the taste are among those that it judges: they "
+            "hold their own answer; take them out of one of the two"
+        )
+
+
+def common_taste(run: LoadedRun) -> float:
+    """How far the clients' tastes agree, as the server can tell: 1 where they do, 0 where they cancel.
+
+    A reward is w(z)·e with w affine. So the population's reward is the mean of the clients', and it has
+    :func:`~prefed.metrics.latent.resultant` of the w(μ̄) as its share of what it were if all pointed one way.
+    It is 1 where the method has no tastes or the server knows none.
+    """
+    if run.method.infer is None or run.experiment.model.variational.decoder != "conditioned":
+        return 1.0
+    means = [mean for mean, _ in known_tastes(run).posteriors.values()]
+    if not means:
+        return 1.0
+    model = run.server.tensors["model"]
+    return resultant(F.linear(torch.stack(means), *(model[name] for name in DECODER)).numpy())

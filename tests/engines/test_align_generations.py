@@ -1,0 +1,268 @@
+"""A policy that takes tastes, without a run: its generations, what they draw, and how they stop and go on."""
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from alignments import content, make_alignment, make_place, rows
+from prefed.align import AlignError, KnownTastes, Selectors, align
+from prefed.align.epochs import read_state
+from prefed.align.generation import Generation
+from prefed.align.tastes import draw, dumps, load_tastes
+from prefed.core import Callback, Key
+from prefed.data import Record, SelectorConfig
+from prefed.data.writer import prompt_hash
+from prefed.models import ModelConfig, load_backbone
+from prefed.train.completions import complete_batch
+from prefed.train.generation import Sampling, prompt_ids
+from small_models import away
+
+VARIATIONAL = {"latent": 4, "widths": (16, 8), "scale": 2.0}
+KNOWN = KnownTastes(
+    population=torch.zeros(4),
+    posteriors={
+        "warm": (torch.tensor([2.0, 0, 0, 0]), torch.full((4,), -2.0)),
+        "cold": (torch.tensor([-2.0, 0, 0, 0]), torch.full((4,), -3.0)),
+    },
+    prototypes=torch.tensor([[2.0, 0, 0, 0], [0, 2.0, 0, 0]]),
+    labels={"warm": 0, "cold": 1, "mild": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="module")
+def selectors(place):
+    """One selector with a latent taste, at a random place."""
+    model = ModelConfig(name=str(place / "model"), lora={"rank": 2}, variational=VARIATIONAL)
+    backbone = load_backbone(model, Key(0), frozenset({"variational", "posterior", "latent"}))
+    shared = away(backbone.layout, backbone.initial, scale=0.3)
+    return Selectors(backbone, {"shared": shared}, SelectorConfig(), max_length=64)
+
+
+def tasting(place, selectors, folder, **changes):
+    plain = make_alignment(place, selectors, folder)
+    keys = {"tastes": "posteriors", "generations": 2, "regenerate": 2, "completions": 2, "lr": 0.03}
+    model = plain.model.model_copy(update={"variational": selectors.backbone.config.variational})
+    config = plain.config.model_copy(update=keys | changes)
+    return replace(plain, config=config, model=model, tastes=lambda: KNOWN)
+
+
+@pytest.fixture(scope="module")
+def whole(place, selectors, tmp_path_factory):
+    """An alignment of two generations that was not stopped, and its summary."""
+    alignment = tasting(place, selectors, tmp_path_factory.mktemp("whole") / "align")
+    return alignment, align(alignment)
+
+
+def test_a_taste_is_drawn_from_a_client_or_a_prototype():
+    """Of 4,000 draws half are each client's (± 4 √(1/4/4000) = 0.032), with its mean and σ = e^(log σ²/2);
+    prototype 1 has two of three clients. The file gives the tastes back to the bit."""
+    drawn = [draw(KNOWN, "posteriors", Key(1).at("n", number)) for number in range(4000)]
+    of = Counter(own.origin["client"] for own in drawn)
+    assert abs(of["warm"] / 4000 - 0.5) < 0.032
+    for client, (mean, log_variance) in KNOWN.posteriors.items():
+        z = torch.stack([own.z for own in drawn if own.origin["client"] == client])
+        sigma = (log_variance / 2).exp()
+        assert torch.allclose(z.mean(0), mean, atol=float(4 * sigma[0] / len(z) ** 0.5))
+        assert torch.allclose(z.std(0), sigma, rtol=0.1)
+    drawn = [draw(KNOWN, "prototypes", Key(1).at("n", number)) for number in range(900)]
+    of = Counter(own.origin["prototype"] for own in drawn)
+    assert abs(of[1] / 900 - 2 / 3) < 4 * (2 / 9 / 900) ** 0.5
+    assert all(torch.equal(own.z, KNOWN.prototypes[own.origin["prototype"]]) for own in drawn)
+    with pytest.raises(AlignError, match="take 'posteriors'"):
+        draw(replace(KNOWN, labels={}), "prototypes", Key(1))
+    with pytest.raises(AlignError, match="no client told"):
+        draw(replace(KNOWN, posteriors={}), "posteriors", Key(1))
+
+
+def test_known_tastes_survive_their_file(tmp_path):
+    noisy = replace(KNOWN, population=torch.randn(4, generator=torch.Generator().manual_seed(0)) / 3)
+    (tmp_path / "tastes.json").write_bytes(dumps(noisy))
+    again = load_tastes(tmp_path)
+    assert torch.equal(again.population, noisy.population)
+    assert torch.equal(again.posteriors["cold"][1], noisy.posteriors["cold"][1])
+    assert (again.labels, again.prototypes.tolist()) == (noisy.labels, noisy.prototypes.tolist())
+    (tmp_path / "tastes.json").write_text("{}")
+    with pytest.raises(AlignError, match=r"tastes\.json is missing or damaged.*--stage tastes"):
+        load_tastes(tmp_path)
+
+
+def test_every_prompt_has_one_taste_which_completes_and_labels(whole, selectors):
+    """z is drawn at the prompt's own name, whatever its place; all completions of a prompt are at it, the
+    second generation's by the policy after the first; and scores are the selector's at it."""
+    alignment, summary = whole
+    folder, config = alignment.folder, alignment.config
+    prompts = [row["prompt"] for row in rows(folder, "prompts.jsonl")]
+    held = set(range(len(prompts))) - {row["index"] for row in rows(folder, "generations/2/tastes.jsonl")}
+    labelled = {row["index"] for row in rows(folder, "generations/1/labels.jsonl")}
+    assert len(held) == round(config.held_out * len(labelled))
+    assert held <= labelled
+    policy = alignment.policy
+    for number in (1, 2):
+        drawn = rows(folder, f"generations/{number}/tastes.jsonl")
+        for row in drawn:
+            key = alignment.key.at("taste", prompt_hash(prompts[row["index"]])).at("generation", number)
+            expected = draw(KNOWN, "posteriors", key)
+            assert (row["client"], row["z"]) == (expected.origin["client"], expected.z.tolist())
+        z = {row["index"]: torch.tensor(row["z"]) for row in drawn}
+        made = rows(folder, f"generations/{number}/completions.jsonl")
+        assert {row["index"] for row in made} == (set(range(10)) if number == 1 else set(range(10)) - held)
+        tensors = policy.initial
+        if number == 2:
+            tensors, moments, _ = read_state(folder / "generations/1/train.state", "train-1")
+            assert moments.steps == 2
+        how, base = Sampling(max_tokens=6, temperature=1.0), alignment.key.at("generation", number)
+        for row in made:
+            own = prompt_ids(policy.tokenizer, alignment.template, row["prompt"])
+            key = base.at("prompt", prompt_hash(row["prompt"])).at("sample", row["sample"])
+            (tokens,) = complete_batch(policy, tensors, [own], how, [key], tastes=z[row["index"]][None])
+            assert policy.tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
+        texts = {(row["index"], row["sample"]): row["completion"] for row in made}
+        for row in rows(folder, f"generations/{number}/scores.jsonl"):
+            pair = Record(prompts[row["index"]], *(texts[row["index"], k] for k in row["samples"]))
+            at = {"latent/z": z[row["index"]]}
+            model = {"shared": selectors.models["shared"].replace(at)}
+            _, scores = replace(selectors, models=model).scores([pair])
+            assert row["scores"] == pytest.approx(scores[:, 0].tolist(), abs=1e-5)
+    assert read_state(folder / "generations/2/train.state", "train-2")[1].steps == 4
+    train = summary["train"]
+    assert train["held_out"] == sum(r["index"] in held for r in rows(folder, "generations/1/labels.jsonl"))
+    assert [(row["epoch"], row["generation"], row["steps"]) for row in train["epochs"]] == [
+        (1, 1, 2),
+        (2, 2, 2),
+    ]
+    together = [rows(folder, f"generations/{number}/labels.jsonl") for number in (1, 2)]
+    assert summary["labels"]["labelled"] == sum(map(len, together)) == len(rows(folder, "labels.jsonl"))
+    assert {row["generation"] for row in rows(folder, "completions.jsonl")} == {1, 2}
+    kept = load_file(folder / f"generations/{train['kept']}/checkpoints/epoch-1.safetensors")
+    assert all(torch.equal(kept[k], v) for k, v in load_file(folder / "policy.safetensors").items())
+    weight = policy.initial["taste_map/weight"]
+    assert not torch.equal(kept["taste_map/weight"], weight)
+
+
+def test_agreement_is_on_the_first_generations_held_out_pairs(place, selectors, whole):
+    """The same pairs, with the same labels, at the tastes of the first generation, for every generation."""
+    from prefed.align.generation import held_out_prompts
+    from prefed.align.training import agreement, label_trainer
+
+    alignment, summary = whole
+    first = Generation(1)
+    held, drawn = held_out_prompts(alignment), first.tastes(alignment)
+    own = [row for row in rows(alignment.folder, first.file("labels.jsonl")) if row["index"] in held]
+    z = torch.stack([drawn[row["index"]].z for row in own])
+    trainer, _ = label_trainer(alignment, own, "test", z)
+    for number in (1, 2):
+        tensors, _, _ = read_state(alignment.folder / f"generations/{number}/train.state", "")
+        figures = agreement(alignment.config, trainer, tensors, np.ones(len(own), bool))
+        told = summary["train"]["epochs"][number - 1]
+        assert told["agreement"] == figures["agreement"]
+        assert told["margin"] == pytest.approx(figures["margin"], abs=1e-5)
+
+
+class Killed(BaseException):
+    """What ends a process."""
+
+
+def test_killed_at_every_write(place, selectors, whole, tmp_path, monkeypatch):
+    """As in test_align_stops: each process is killed in its twelfth write or rename, until one comes through.
+    Its folder is that of the alignment that was not stopped."""
+    left, write, rename = [0], os.write, Path.rename
+    alignment = tasting(place, selectors, tmp_path / "align")
+
+    def killed():
+        left[0] -= 1
+        return left[0] == 0
+
+    def half(handle, data):
+        if killed():
+            write(handle, data[: len(data) // 2])
+            raise Killed
+        return write(handle, data)
+
+    def no_rename(self, target):
+        if killed():
+            raise Killed
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setattr(os, "write", half)
+    monkeypatch.setattr(Path, "rename", no_rename)
+    processes = 0
+    while processes < 30:
+        left[0], processes = 12, processes + 1
+        try:
+            align(replace(alignment))
+            break
+        except Killed:
+            continue
+    assert 4 < processes < 30
+    assert content(alignment.folder) == content(whole[0].folder)
+
+
+def test_a_stage_of_one_generation_again_and_more_generations(place, selectors, whole, tmp_path):
+    """The second generation again ends in the same bytes; a third one goes on from it; another rate is
+    refused by the first stage with it. A policy without tastes needs another start, and leaves none of these
+    files."""
+    alignment = tasting(place, selectors, tmp_path / "align")
+    align(alignment)
+    before, ran = content(alignment.folder), []
+
+    class Watch(Callback):
+        def on_stage_end(self, stage, figures):
+            ran.append(stage)
+
+    def changed(**changes):
+        return replace(alignment, config=alignment.config.model_copy(update=changes), callback=Watch())
+
+    align(changed(), "completions-2")
+    assert ran == ["completions-2", "labels-2", "train-2", "train"]
+    assert content(alignment.folder) == before == content(whole[0].folder)
+    with pytest.raises(AlignError, match=r"generations: 2 → 3\n.*--stage train"):
+        align(changed(generations=3))
+    align(changed(generations=3), "train")
+    assert ran[4:] == ["completions-3", "labels-3", "train-3", "train"]
+    assert content(alignment.folder)["generations/2/train.state"] == before["generations/2/train.state"]
+    with pytest.raises(AlignError, match=r"(?s)stage train-1 .* lr: 0\.03 → 0\.01\n.*--stage train-1"):
+        align(changed(generations=3, lr=0.01))
+    align(changed(), "train-2")
+    assert content(alignment.folder) == before
+    plain = {"tastes": None, "generations": None, "regenerate": None, "epochs": 1}
+    with pytest.raises(AlignError, match=r"(?s)stage policy .*parts.*--stage policy"):
+        align(changed(**plain))
+    align(changed(**plain), "policy")
+    assert {path.name for path in alignment.folder.iterdir()}.isdisjoint(
+        {"tastes.json", "policy.safetensors"}
+    )
+    assert not list((alignment.folder / "stages").glob("*-*"))
+    assert not any((alignment.folder / "generations").rglob("*.*"))
+    align(alignment, "policy")
+    assert content(alignment.folder) == before
+
+
+def test_a_changed_checkpoint_is_noticed(place, selectors, tmp_path):
+    alignment = tasting(place, selectors, tmp_path / "align", generations=1, regenerate=None)
+
+    class Stop(Callback):
+        def on_stage_step(self, name, done, total, figures):
+            if name == "train-1":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        align(replace(alignment, callback=Stop()))
+    path = alignment.folder / "generations/1/checkpoints/epoch-1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(AlignError, match=r"epoch-1\.safetensors is not what stage train-1 wrote"):
+        align(replace(alignment))
+    assert [row["epoch"] for row in align(alignment, "train-1")["train"]["epochs"]] == [1, 2]

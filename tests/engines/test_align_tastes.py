@@ -1,0 +1,291 @@
+"""Alignment with selectors that have a latent taste: whose taste labels, and a policy that takes tastes."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from tests.engines.test_experiment import place as place
+from tests.engines.test_taste_run import METHOD, tasty
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from prefed import run
+from prefed.align import AlignError
+from prefed.cli import app
+from prefed.config import AlignConfig
+from prefed.core import Callback, Key
+from prefed.data import Record
+from prefed.judge import Question
+from prefed.judge.registry import JudgeOptions
+from prefed.methods.base.tastes import Z, posteriors
+from prefed.runs.align import align as align_run
+from prefed.runs.evaluate import evaluate
+from prefed.runs.judges import make_judge
+from prefed.runs.loaded import load_run
+from prefed.runs.outcomes import alignment_of
+from prefed.runs.record import RunError
+from prefed.runs.selectors import selectors_of
+from prefed.runs.taste_names import common_taste, taste_of_file, told_taste
+from prefed.runs.tastes import at_taste
+from prefed.runs.texts import Models
+from prefed.train.completions import complete_batch
+from prefed.train.generation import Sampling
+
+PAIRS = [Record(f"Why {number}?", f" yes please {number}", " no thanks") for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """A run of three clients; the server's own prompts lie beside it."""
+    rows = [{"prompt": f"Why {number}?"} for number in range(6)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = place / "tasty"
+    run(tasty(place), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def opened(finished):
+    return load_run(finished, data=True)
+
+
+def config(place, **changes):
+    values = {"completions": 2, "max_new_tokens": 4, "temperature": 1.5, "lr": 1e-3, "epochs": 1}
+    return AlignConfig(prompts=str(place / "prompts.jsonl"), **values | changes)
+
+
+def test_a_named_taste_labels(opened):
+    """z in the selector is what the server was told, by its own state: the mean of all, a client's, P's row.
+    Scores are those of the published selector with that z in it."""
+    told = posteriors(opened.server)
+    mean = torch.stack([posterior.mean for posterior in told.values()]).mean(0)
+    assert torch.allclose(told_taste(opened, "population"), mean)
+    assert torch.equal(told_taste(opened, "w1"), told["w1"].mean)
+    for name in ("w1", "prototype:1"):
+        z = told_taste(opened, name)
+        (model,) = selectors_of(opened, name).models.values()
+        assert torch.equal(model[Z], z)
+        assert model.replace({Z: opened.published_model[Z]}).equal(opened.published_model)
+    assert torch.equal(told_taste(opened, "prototype:1"), opened.server.tensors["model"]["prototypes"][1])
+    scores = [selectors_of(opened, name).scores(PAIRS)[1] for name in ("prototype:0", "prototype:1")]
+    assert not np.allclose(*scores)
+    for name, message in (
+        ("w9", "no client is called 'w9'"),
+        ("prototype:2", "2 prototypes, numbered from 0"),
+        ("prototype:x", "a prototype's number"),
+        ("infer:2", "the server has no pairs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            told_taste(opened, name)
+
+
+def test_a_client_that_told_nothing_labels_nothing(opened):
+    """As one that never took part: it has a row of zeros among its peers, which is no taste."""
+    sent = {client: number for client, number in opened.server.values["sent"].items() if client != "w1"}
+    changed = replace(opened)
+    changed.__dict__["server"] = opened.server.update(values={"sent": sent})
+    with pytest.raises(RunError, match="'w1' told nothing of its taste"):
+        told_taste(changed, "w1")
+
+
+def test_the_mean_of_opposed_tastes_is_said_to_be_nobodys(opened, finished, place):
+    """Two clients at z and −z, the decoder without a bias: w(z) and −w(z) cancel, and three at z do not."""
+    server = opened.server
+    z = told_taste(opened, "w0")
+    model = server.tensors["model"]
+    model = model.replace({"variational/decoder/bias": torch.zeros_like(model["variational/decoder/bias"])})
+
+    def at(*signs):
+        rows = torch.stack([sign * z for sign in signs])
+        peers = server.tensors["peers"].replace({"peers/mean": rows})
+        changed = replace(opened)
+        changed.__dict__["server"] = server.update({"model": model, "peers": peers}, {"sent": sent})
+        return common_taste(changed)
+
+    sent = dict.fromkeys(("w0", "w1", "w2"), 3)
+    assert at(1, 1, 1) == pytest.approx(1)
+    assert at(1, 1, -1) == pytest.approx(1 / 3)
+    sent = dict.fromkeys(("w0", "w1"), 3)
+    assert at(1, -1, 1) == pytest.approx(0, abs=1e-6)
+
+
+def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
+    """Another taste is refused until labels are asked for again; population is as if left out; a run without
+    tastes, a judge with one, and an unknown client are refused. Opposed tastes are warned of."""
+    align_run(finished, config(place, taste="population"))
+    settings = json.loads((finished / "align/stages/labels.json").read_text())["settings"]
+    assert settings == {"labels": "majority"}
+    with pytest.raises(AlignError, match=r"taste: None → 'prototype:1'"):
+        align_run(finished, config(place, taste="prototype:1"))
+    labels = [(finished / "align/scores.jsonl").read_bytes()]
+    align_run(finished, config(place, taste="prototype:1"), stage="labels")
+    labels.append((finished / "align/scores.jsonl").read_bytes())
+    assert labels[0] != labels[1]
+    with pytest.raises(RunError, match="no client is called 'w9'"):
+        align_run(finished, config(place, taste="w9"), stage="labels")
+    with pytest.raises(ValueError, match="the server has no pairs"):
+        config(place, taste="infer:8")
+    with pytest.raises(ValueError, match=r"leave out taste = 'w1'"):
+        config(place, taste="w1", tastes="posteriors")
+    with pytest.raises(ValueError, match="set tastes too"):
+        config(place, generations=2)
+    with pytest.raises(ValueError, match="labels in their place"):
+        config(place, taste="w1", labels="judge:utility")
+    with pytest.raises(ValueError, match="fedbis has no latent taste"):
+        tasty(place, method={**METHOD, "name": "fedbis"}, align=config(place, taste="w1").model_dump())
+    warned = []
+
+    class Watch(Callback):
+        def on_warning(self, message):
+            warned.append(message)
+
+    monkeypatch.setattr("prefed.runs.align.common_taste", lambda run: 0.25)
+    align_run(finished, config(place), stage="labels", callbacks=[Watch()])
+    align_run(finished, config(place, taste="w1"), stage="labels", callbacks=[Watch()])
+    (message,) = warned
+    assert "the taste of the population, which is nobody's" in message
+    assert "0.25" in message
+
+
+def test_a_new_users_pairs_tell_a_taste(finished, opened, place, tmp_path):
+    """z of a file is that of a client whose pairs these are, up to how they fall into contexts: of one
+    context of up to 16 pairs the order makes no difference. Pairs that are judged may not tell it."""
+    rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
+    own, file = [row for row in rows if row["worker"] == "w1"][:16], tmp_path / "new.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in own))
+    tokens = opened.trainers.dataset.tokens
+    texts = {(row["prompt"], row["chosen"]) for row in own}
+    numbers = [k for k in range(len(tokens)) if (tokens.record(k).prompt, tokens.record(k).chosen) in texts]
+    trainer = replace(opened.job.trainer("w1", 3, "predict"), train_rows=np.array(numbers))
+    goal = opened.experiment.method.settings.goal()
+    ((mean,), _) = trainer.posteriors(opened.published_model, goal)
+    posterior, _ = taste_of_file(opened, str(file))
+    assert torch.allclose(posterior.mean, mean, atol=1e-6)
+
+    def judged(run):
+        return evaluate(run).figures["preference_accuracy"]["per_client"]
+
+    shown = CliRunner().invoke(app, ["evaluate", str(finished), "--taste", f"infer:{file}", "--json"])
+    z = {Z: posterior.mean}
+    model = opened.model("w0").replace(z)
+    orders = opened.trainers.score("w0", model, "test").orders.mean(1)
+    assert json.loads(shown.output)["preference_accuracy"]["per_client"]["w0"] == float((orders > 0).mean())
+    by_prototype = judged(at_taste(opened, "prototype:1"))["w0"]
+    model = model.replace({Z: told_taste(opened, "prototype:1")})
+    orders = opened.trainers.score("w0", model, "test").orders.mean(1)
+    assert by_prototype == float((orders > 0).mean())
+    with pytest.raises(RunError, match="12 of the 12 pairs that tell the taste are among"):
+        at_taste(opened, f"infer:{place / 'test.jsonl'}")
+    at_taste(opened, f"infer:{place / 'test.jsonl'}", str(file))
+    with pytest.raises(RunError, match="16 of the 16 pairs"):
+        at_taste(opened, f"infer:{file}", str(place / "train.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def tasting(finished, place, tmp_path_factory):
+    """The run with a policy that takes tastes; a high rate, so that its responses differ by taste."""
+    path = tmp_path_factory.mktemp("runs") / "tasting"
+    shutil.copytree(finished, path, ignore=lambda at, names: ["align"] if at == str(finished) else [])
+    keys = {"tastes": "prototypes", "generations": 2, "lr": 0.03, "max_new_tokens": 6}
+    align_run(path, config(place, **keys))
+    return path
+
+
+def command(*words):
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
+
+
+def test_a_policy_is_asked_for_a_taste(tasting, opened, place, tmp_path):
+    """`--taste` gives what plain transformers + peft give with the exported adapter, and each name the taste
+    that it stands for: a client's as the server was told, or as pairs tell."""
+    words = ("--prompt", "Why 3?", "--temperature", "0", "--max-tokens", "6", "--json")
+
+    def asked(*taste):
+        code, output = command("generate", tasting, *words, *taste)
+        assert code == 0, output
+        return json.loads(output)[0]["aligned"]
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    ids = tokenizer("Why 3?", return_tensors="pt")
+
+    def plain(folder):
+        base = AutoModelForCausalLM.from_pretrained(place / "model")
+        model = PeftModel.from_pretrained(base, folder).eval()
+        tokens = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        return tokenizer.decode(tokens, skip_special_tokens=True), model(**ids).logits
+
+    code, output = command("export", tasting, "--taste", "prototype:1", "--out", tmp_path / "one")
+    assert (code, "PeftModel.from_pretrained" in output) == (0, True), output
+    text, logits = plain(tmp_path / "one")
+    assert asked("--taste", "prototype:1") == text
+    assert (
+        command("export", tasting, "--taste", "prototype:1", "--merge", "--out", tmp_path / "merged")[0] == 0
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(**ids).logits
+    assert torch.allclose(merged.log_softmax(-1), logits.log_softmax(-1), atol=1e-4)
+    assert asked() == asked("--taste", "population") == plain(tasting / "align/adapter")[0]
+    models = Models(load_run(tasting, data=True), Sampling(temperature=0))
+    for names, z in (
+        (("w1", None), models.own(None, "w1").taste),
+        ((None, "w1"), told_taste(opened, "w1")),
+        ((None, "prototype:0"), told_taste(opened, "prototype:0")),
+        (("w0", "infer:2"), opened.method.infer(infer_as(opened, "w0"), opened.published("w0"), 2)[Z]),
+    ):
+        assert torch.equal(models.own(*names).taste, z)
+    for words, message in (
+        (("--taste", "infer:2"), "name a client, --client ID"),
+        (("--taste", "prototype:0", "--client", "w0"), "belongs to infer:N"),
+        (("--taste", "w9"), "no client is called 'w9'"),
+    ):
+        code, output = command("generate", tasting, "--prompt", "x", *words)
+        assert (code, message in output) == (1, True), output
+
+
+def infer_as(opened, client):
+    return opened.job.trainer(client, 3, "predict")
+
+
+def test_the_summary_knows_generations(tasting, place):
+    """Counts are over all generations, and the figures of each epoch are there."""
+    summary = json.loads((tasting / "align/summary.json").read_text())
+    outcome = alignment_of(tasting)
+    assert outcome is not None
+    assert [row["generation"] for row in summary["train"]["epochs"]] == [1, 2]
+    assert summary["tastes"]["prototypes"] == 2
+    assert oct((tasting / "align/tastes.json").stat().st_mode)[-3:] == "600"
+    code, output = command("align", tasting, "--resume")
+    assert (code, "of 2" in output) == (0, True), output
+
+
+def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
+    """Texts at two tastes are kept apart, and a run whose policy takes none says what to do."""
+    prompts = place / "prompts.jsonl"
+    words = ("--judge", f"selector:{tasting}", "--prompts", prompts, "--max-new-tokens", 6, "--json")
+    for number in (0, 1):
+        taste, name = f"prototype:{number}", ("--name", f"taste-{number}")
+        code, output = command("judge", tasting, *words, "--policy-taste", taste, "--against-shared", *name)
+        assert code == 0, output
+        summary = json.loads(output)
+        assert summary["model"] == f"tasting, aligned, taste {taste}"
+        assert summary["against"] == "tasting, aligned"
+        verdicts = (tasting / f"judge/taste-{number}/verdicts.jsonl").read_text().splitlines()
+        side = Models(load_run(tasting), Sampling(max_tokens=6, temperature=0)).own(None, taste)
+        (tokens,) = complete_batch(
+            side.backbone, side.tensors, [side.ids("Why 3?")], side.how, [Key(0)], tastes=side.taste[None]
+        )
+        texts = {row["prompt"]: row["text"] for row in map(json.loads, verdicts)}
+        assert texts["Why 3?"] == side.backbone.tokenizer.decode(tokens, skip_special_tokens=True)
+        (score,) = selectors_of(load_run(tasting), taste).scores([PAIRS[0]])[1]
+        (judged,) = make_judge(words[1], JudgeOptions(taste=taste), load_run(tasting)).compare(
+            [Question(PAIRS[0].prompt, PAIRS[0].chosen, PAIRS[0].rejected)]
+        )
+        assert f"{float(score[0]):+.4f}" in judged.text
+    code, output = command("judge", finished, *words, "--policy-taste", "w0")
+    assert (code, "no model of it takes a taste" in output) == (1, True), output
+    code, output = command("judge", tasting, *words, "--criterion", "helpful")
+    assert (code, "only a language model decides by it" in output) == (1, True), output
