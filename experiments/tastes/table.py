@@ -1,8 +1,8 @@
-"""The table of tastes.toml and ceilings.toml, from their finished runs, and what must hold in it.
+"""The table of tastes.toml, ceilings.toml and lora.toml, from their finished runs, and what must hold in it.
 
     python experiments/tastes/table.py runs/tastes --out runs/tastes/table.md --jobs 2
 
-RUNS is the ``--out`` of both sweeps. Every client's test pairs are judged with every client's z, which comes
+RUNS is the ``--out`` of the sweeps. Every client's test pairs are judged with every client's z, which comes
 from training pairs. Writes the table as Markdown, and beside it as JSON with the figures of every run.
 """
 
@@ -132,9 +132,9 @@ def check_twins(run: Path, accuracies: Mapping[str, float]) -> None:
         raise SystemExit(f"{run}: one selector has {fmean(accuracies.values())} on pairs and their reverses")
 
 
-def collect(folder: Path, jobs: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Mix → row → the figures of its seeds, of all finished runs in ``folder``."""
-    runs = sorted(path.parent for path in folder.glob("*/*-seed*/summary.json"))
+def collect(folders: Iterable[Path], jobs: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Mix → row → the figures of its seeds, of all finished runs in ``folders``."""
+    runs = sorted(path.parent for folder in folders for path in folder.glob("*/*-seed*/summary.json"))
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         figures = list(pool.map(figures_of, runs))
     cells: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
@@ -238,7 +238,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="left out: RUNS/table.md")
     parser.add_argument("--jobs", type=int, default=1, help="runs that are read at a time (default 1)")
     args = parser.parse_args()
-    cells, ceilings = (collect(args.runs / name, args.jobs) for name in ("tastes", "ceilings"))
+    cells = collect((args.runs / "tastes", args.runs / "lora"), args.jobs)
+    ceilings = collect([args.runs / "ceilings"], args.jobs)
     if not cells:
         parser.error(f"{args.runs}/tastes: no finished run; `prefed sweep` of tastes.toml makes them")
     text = "\n".join([table(cells), table(ceilings), *verdicts(cells, ceilings), ""])

@@ -39,7 +39,7 @@ def test_every_cell_is_an_experiment():
         "fedvpa/ablations": 9,
     }
     assert counts["tastes/tastes"] == 3 * 10
-    assert counts["tastes/ceilings"] == 4 * 2
+    assert (counts["tastes/ceilings"], counts["tastes/lora"]) == (4 * 2, 2)
     for cell in CELLS.values():
         cell.experiment()
 
