@@ -21,6 +21,7 @@ NEEDS = [
     {"lora", "personal_lora", "gate", "outputs"},
     {"lora", "personal_lora", "gate", "factors"},
     {"lora", "norm"},
+    {"weights"},
 ]
 PAIRS = Pairs(6)
 ROWS = np.arange(6)

@@ -201,8 +201,8 @@ def test_a_starting_file_loads_and_says_what_the_defaults_are(method):
     text = starting_file(method)
     plain = Experiment.parse(text)
     lines = text.splitlines()
-    before_align = lines[: lines.index("# [align]")] if "# [align]" in lines else lines
-    shown = [number for number, line in enumerate(before_align) if line.startswith("# ") and " = " in line]
+    before = lines[: lines.index("# [fleet]")]
+    shown = [number for number, line in enumerate(before) if line.startswith("# ") and " = " in line]
     shown = [number for number in shown if lines[number].split(" = ")[0][2:].isidentifier()]
     assert len(shown) > 30
     for number in shown:
@@ -223,6 +223,18 @@ def test_a_starting_file_has_the_alignments_keys_behind_comments():
     assert plain.align == AlignConfig(prompts="prompts.jsonl")
     assert all(f"\n# {key} =" in table for key in AlignConfig.model_fields)
     assert "# [align]\n" not in starting_file("feddpo")
+
+
+@pytest.mark.parametrize("name", ["fleet", "graph"])
+def test_a_starting_file_has_the_keys_of_optional_tables_behind_comments(name):
+    """With # taken from the table's name and all keys with a value, the file loads with the defaults."""
+    text = starting_file("feddpo")
+    head, _, table = text.partition(f"# [{name}]\n")
+    keys = [line[2:] for line in table.partition("# [")[0].splitlines() if re.match(r"# \w+ = ", line)]
+    made = getattr(Experiment.parse("\n".join([head, f"[{name}]", *keys])), name)
+    assert made == type(made)()
+    assert all(f"\n# {key} =" in table for key in type(made).model_fields)
+    assert getattr(Experiment.parse(text), name) is None
 
 
 def test_a_method_may_be_given_from_python():

@@ -101,7 +101,7 @@ def test_a_criterion_is_a_template_of_language_models():
     assert helpful[helpful.index("<prompt>") :] == harmless[harmless.index("<prompt>") :]
     with pytest.raises(ValueError, match="leave out --template auto-j"):
         criterion_template("helpful", "auto-j", "local:folder")
-    with pytest.raises(ValueError, match="only a language model decides by it, not 'utility'"):
+    with pytest.raises(ValueError, match="only a language model decides by it, not --judge 'utility'"):
         criterion_template("harmless", "plain", "utility")
 
 

@@ -95,7 +95,8 @@ def export(
         lines.append("  from transformers import AutoModelForCausalLM")
         lines.append(f"  model = AutoModelForCausalLM.from_pretrained({folder})")
     elif more:
-        lines = [f"model: {path} (adapter, {', '.join(more)})", "to load it:"]
+        held = more if "weights" in more else ["adapter", *more]
+        lines = [f"model: {path} ({', '.join(held)})", "to load it:"]
         lines.append("  from prefed.models import load_client")
         lines.append(f"  model = load_client({folder}).model")
     else:

@@ -34,7 +34,7 @@ def figures(
     """Plot what finished runs show together of the theory of distributed DPO, and print the numbers."""
     from prefed.report import drawing
     from prefed.report.studies import drawings
-    from prefed.runs.studies import find_runs
+    from prefed.runs.cases import find_runs
     from prefed.trackers.terminal import stdout_console
 
     made, console = drawings(find_runs(runs), target), stdout_console()

@@ -129,6 +129,8 @@ class AlignConfig(StrictModel):
             raise ValueError(f"with tastes the selector labels with the one that is drawn: leave out {given}")
         if self.tastes is None and (self.generations or self.regenerate):
             raise ValueError("generations and regenerate are of a policy that takes tastes: set tastes too")
+        if self.model is not None and self.model.train == "full":
+            raise ValueError("model.train = 'full': the alignment trains a LoRA: leave it out")
         if "beta" in self.objective_settings:
             raise ValueError("beta is a key of its own, not one of objective_settings")
         self.goal()

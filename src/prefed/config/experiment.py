@@ -21,6 +21,7 @@ from prefed.config.align import AlignConfig
 from prefed.config.cluster import RayConfig
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
+from prefed.config.parts import check_every_weight, model_parts
 from prefed.config.shorthand import fleet_of, graph_of
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
@@ -234,6 +235,11 @@ class Experiment(StrictModel):
                 f"[align] needs selectors, and {self.method.name} trains none: take one of {named}, or leave "
                 "[align] out"
             )
+        if self.data.score == "whole" and self.method.kind.reads == "choice":
+            raise ValueError(
+                "[data] score = 'whole' is what a policy is scored on, and "
+                f"{self.method.name} trains selectors: leave it out"
+            )
         count = getattr(self.method.settings, "selectors", 1)
         if self.align is not None and isinstance(self.align.labels, int) and self.align.labels >= count:
             raise ValueError(
@@ -250,6 +256,12 @@ class Experiment(StrictModel):
         return "variational" in self.method.kind.needs(self.method.settings)
 
     @model_validator(mode="after")
+    def _every_weight(self) -> Experiment:
+        if self.model.train == "full":
+            check_every_weight(self.method.kind, self.method.settings, self.merge, self.align)
+        return self
+
+    @model_validator(mode="after")
     def _coherent(self) -> Experiment:
         fleet = self.whole_fleet
         if self.whole_graph is None:
@@ -259,6 +271,11 @@ class Experiment(StrictModel):
         if fleet is not None:
             raise ValueError("[fleet]: its clock is a server's, and a graph has none: leave one of them out")
         return self
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The parts that the model must have, for the method and the merge rule."""
+        return model_parts(self.model, self.method.kind, self.method.settings, self.merge)
 
     @property
     def whole_fleet(self) -> FleetConfig | None:
@@ -329,13 +346,15 @@ class Experiment(StrictModel):
         """Nested tables with every default filled in, without the keys that are ``None``.
 
         Tables that the method does not read are left out where they have their defaults: ``[selector]``, and
-        ``[model.variational]``. Runs store a digest of these tables, and earlier versions had none of them.
+        ``[model.variational]``. So are keys of other models and data than the usual. Runs store a digest of
+        these tables, and earlier versions had none of them.
         """
-        unread = dict[str, Any]()
+        model = {"train"} if self.model.train == "lora" else set()
+        unread: dict[str, Any] = {"model": model, "align": {"model": {"train"}}, "data": self.data.unread()}
         if self.method.kind.reads == "policy" and self.selector == SelectorConfig():
             unread["selector"] = True
         if not self.has_tastes and self.model.variational == VariationalSettings():
-            unread["model"] = {"variational"}
+            model.add("variational")
         if not self.evaluate.unseen_pairs:
             unread["evaluate"] = {"unseen_pairs"}
         return self.model_dump(mode="json", exclude_none=True, exclude=unread)

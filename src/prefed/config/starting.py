@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prefed.config import AlignConfig, Experiment
+from prefed.fleet import FleetConfig
+from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind
 
 WIDTH = 100
@@ -42,6 +44,8 @@ local_epochs = 1
 COLUMNS = ("prompt", "chosen", "rejected", "client")
 PAIRS = 40
 """Pairs of each client in the example."""
+OPTIONAL: dict[str, type[BaseModel]] = {"fleet": FleetConfig, "graph": GraphConfig, "align": AlignConfig}
+"""Tables that change what a run does by being there."""
 SET = {("seed",), ("rounds",), ("method", "lr"), ("method", "batch_size")}
 """Keys that are written with their default, not commented out: people change them first."""
 
@@ -96,8 +100,8 @@ def describe(record: type[BaseModel], name: str) -> str:
 def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> Iterator[str]:
     inner: list[tuple[str, type[BaseModel]]] = []
     for name, field in record.model_fields.items():
-        if (*path, name) == ("align",):
-            continue  # comes last
+        if not path and name in OPTIONAL:
+            continue  # they come last
         below = _record(field, (*path, name), kind)
         if below is not None:
             inner.append((name, below))
@@ -113,18 +117,20 @@ def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> 
             yield ""
         yield from _table(below, (*path, name), kind)
     if record is Experiment:
-        yield from _alignment(describe(record, "align"), kind)
+        for name, table in OPTIONAL.items():
+            keys = table is not AlignConfig or kind.reads == "choice"
+            yield from _optional(name, table if keys else None)
 
 
-def _alignment(meaning: str, kind: MethodKind) -> Iterator[str]:
-    """The table ``[align]``, all of it behind #: a table that is there changes what a run does."""
-    yield from _comment(f"[align]: {meaning}")
-    if kind.reads == "choice":
-        yield "# [align]"
-        for key, field in AlignConfig.model_fields.items():
+def _optional(name: str, table: type[BaseModel] | None) -> Iterator[str]:
+    """The meaning of a table, and its keys, all behind #: a table that is there changes what a run does."""
+    yield from _comment(f"[{name}]: {describe(Experiment, name)}")
+    if table is not None:
+        yield f"# [{name}]"
+        for key, field in table.model_fields.items():
             yield ""
-            yield from _comment(describe(AlignConfig, key))
-            yield f"# {_assignment(key, field, ('align', key)).removeprefix('# ')}"
+            yield from _comment(describe(table, key))
+            yield f"# {_assignment(key, field, (name, key)).removeprefix('# ')}"
     yield ""
 
 

@@ -30,6 +30,9 @@ from prefed.data.templates import Template, Tokenizer
 from prefed.data.tokens import MANIFEST
 from prefed.data.writer import TokenWriter, tokenizer_digest
 
+_SELDOM = ("shortened", "short")
+"""Counts that are left out of the file where they are 0."""
+
 
 def build_dataset(
     config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path, selector: SelectorConfig | None = None
@@ -87,14 +90,17 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer, selector: SelectorCon
     if selector is not None:
         return ChoiceEncoder(tokenizer, selector, max_length=config.max_length)
     template = Template(tokenizer, config.template)
-    return PolicyEncoder(tokenizer, template, max_length=config.max_length, too_long=config.too_long)
+    whole = config.score == "whole"
+    return PolicyEncoder(
+        tokenizer, template, max_length=config.max_length, too_long=config.too_long, shortens=whole
+    )
 
 
 def _inputs(
     config: DataConfig, tokenizer: Tokenizer, key: Key, selector: SelectorConfig | None
 ) -> dict[str, Any]:
     """Everything that decides the result. Sources are described by their content, not by their path."""
-    settings = config.model_dump(mode="json", exclude={"train", "validation", "test"})
+    settings = config.model_dump(mode="json", exclude={"train", "validation", "test"} | config.unread())
     sources = []
     for role, name, source in config.sources():
         options = source.model_dump(mode="json", exclude={"path"})
@@ -132,6 +138,7 @@ def _build(config: DataConfig, encoder: Encoder, key: Key, folder: Path, inputs:
         too_long=writer.too_long,
         cut=writer.truncated,
         shortened=writer.shortened,
+        short=counts.short,
         prefixes=counts.prefixes,
         kept=len(splits.rows),
         **(Counter(repeated) + Counter(splits.counts)),
@@ -212,8 +219,8 @@ def _write(
     clients = {
         "ids": splits.ids,
         "flipped": sorted(flipped),
-        # A policy's responses are never shortened, and this file says nothing of it.
-        "report": row_counts.model_dump(exclude=None if row_counts.shortened else {"shortened"}),
+        # Few datasets have these, and the files of the others say nothing of them.
+        "report": row_counts.model_dump(exclude={n for n in _SELDOM if not getattr(row_counts, n)}),
         "fingerprint": digest.hexdigest(),
         "inputs": inputs,
         "digests": {path.name: files.file_digest(path) for path in sorted(folder.iterdir())},

@@ -224,6 +224,12 @@ class DataConfig(StrictModel):
             refuses them. ``drop_tested`` is ``drop`` across clients: no client trains or is validated on a
             pair that any client is tested on, and none trains on one that any client is validated on.
         rows: the largest number of rows to read from each source.
+        score: the part of a text whose log-probability a loss reads. ``response`` is the usual. ``whole`` is
+            prompt and response: a pair has no prompt then but the end-of-text token, and a text that is too
+            long loses its end (Distributed DPO's code).
+        tail_characters: with ``whole``: the last so many characters of each text are kept.
+        min_characters: leave pairs out, and count them, of which a response has fewer characters; with
+            ``whole`` a text.
         limit: the largest number of training pairs per client. They are drawn at random.
         validation_fraction: the share of each client's pairs to take for validation where there is no
             validation source.
@@ -253,6 +259,9 @@ class DataConfig(StrictModel):
     invalid: Literal["error", "drop"] = "error"
     duplicates: Literal["drop", "drop_tested", "keep", "error"] = "drop"
     rows: int | None = Field(default=None, ge=1)
+    score: Literal["response", "whole"] = "response"
+    tail_characters: int | None = Field(default=None, ge=1)
+    min_characters: int | None = Field(default=None, ge=1)
     limit: int | None = Field(default=None, ge=1)
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     test_fraction: float | None = Field(default=None, ge=0, lt=1)
@@ -304,6 +313,11 @@ class DataConfig(StrictModel):
             for role in ("validation", "test"):
                 if getattr(self, role) is not None and getattr(self, f"{role}_fraction"):
                     raise ValueError(f"give either {role}, a source of its own, or {role}_fraction")
+        if self.tail_characters is not None and self.score != "whole":
+            raise ValueError('tail_characters cuts whole texts: set score = "whole", or leave it out')
+        by_prompt = isinstance(self.partition, Dirichlet) and not self.partition.share_prompts
+        if self.score == "whole" and (by_prompt or self.split_by == "prompt"):
+            raise ValueError('score = "whole" leaves no prompts by which pairs could be kept together')
         if self.validation_fraction + (self.test_fraction or 0.0) >= 1:
             raise ValueError(
                 "validation_fraction and test_fraction together must leave something to train on"
@@ -320,3 +334,8 @@ class DataConfig(StrictModel):
             elif value is not None:
                 sources.extend((role, name, source) for name, source in value.items())
         return sources
+
+    def unread(self) -> set[str]:
+        """Keys at their defaults that earlier versions did not have: digests of settings leave them out."""
+        new = ("score", "tail_characters", "min_characters")
+        return {name for name in new if getattr(self, name) == type(self).model_fields[name].default}

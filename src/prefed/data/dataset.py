@@ -46,7 +46,8 @@ class RowCounts(StrictModel):
         ties: left out because the source prefers neither response.
         too_long: left out because a response, or a selector's question, is longer than the limit.
         cut: prompts whose beginning was cut off so that they fit.
-        shortened: pairs of a selector whose responses were cut at their ends so that they fit.
+        shortened: pairs of a selector, or whole texts, that were cut at their ends so that they fit.
+        short: left out because a text has fewer characters than ``min_characters``.
         prefixes: pairs whose responses repeated the prompt; the repetition was removed.
         duplicates: left out as repeats.
         leaks: left out of training (or validation) because the pair is also a test pair.
@@ -63,6 +64,7 @@ class RowCounts(StrictModel):
     too_long: int = 0
     cut: int = 0
     shortened: int = 0
+    short: int = 0
     prefixes: int = 0
     duplicates: int = 0
     leaks: int = 0

@@ -78,13 +78,15 @@ class PolicyEncoder:
 
     A prompt and its responses are tokenised separately. The model reads the prompt's tokens followed by those
     of a response. Each response ends with the end-of-text token. A prompt that is too long is truncated at
-    its beginning, but it keeps its beginning-of-text token. A response is never truncated.
+    its beginning, but it keeps its beginning-of-text token. A response is never truncated, unless it
+    ``shortens``.
 
     Args:
         tokenizer: a transformers tokenizer.
         template: renders conversations for it.
         max_length: tokens of the prompt and the longer response together.
         too_long: what happens to a pair whose longer response leaves no room for a token of the prompt.
+        shortens: such a response loses its end instead, and its end-of-text token with it.
 
     Raises:
         DataError: the tokenizer has no end-of-text token.
@@ -100,11 +102,12 @@ class PolicyEncoder:
         *,
         max_length: int,
         too_long: Literal["drop", "error"],
+        shortens: bool = False,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token; set its eos_token")
         self._tokenizer, self._template = tokenizer, template
-        self._max_length = max_length
+        self._max_length, self._shortens = max_length, shortens
         self.refuses = too_long == "error"
         self._end: int = tokenizer.eos_token_id
         self._start = start_tokens(tokenizer)
@@ -127,7 +130,7 @@ class PolicyEncoder:
 
     def _fit(
         self, record: Record, prompt: list[int], chosen: list[int], rejected: list[int]
-    ) -> Encoded | TooLong:
+    ) -> Encoded | TooLong | None:
         """The pair with special tokens, within ``max_length``."""
         head: list[int] = [] if self._template.chat and not isinstance(record.prompt, str) else self._start
         if not head and prompt[:1] == [self._tokenizer.bos_token_id]:
@@ -137,7 +140,12 @@ class PolicyEncoder:
         chosen, rejected = (
             ids if ids[-1:] == [self._end] else [*ids, self._end] for ids in (chosen, rejected)
         )
-        longest = max(len(chosen), len(rejected))
+        most, longest = self._max_length - 1, max(len(chosen), len(rejected))
+        shortened = self._shortens and longest > most
+        if shortened:
+            chosen, rejected, longest = chosen[:most], rejected[:most], most
+            if chosen == rejected:
+                return None
         room = self._max_length - longest
         if room < 1:
             which = "chosen" if len(chosen) >= len(rejected) else "rejected"
@@ -148,4 +156,4 @@ class PolicyEncoder:
         if cut:
             head = head[:room]
             prompt = prompt[len(prompt) - (room - len(head)) :]
-        return Encoded([*head, *prompt], (chosen, rejected), cut=cut)
+        return Encoded([*head, *prompt], (chosen, rejected), cut, shortened)

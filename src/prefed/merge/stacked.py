@@ -61,10 +61,14 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
     ends, others, weights = (part.tolist() for part in (matrix.indptr, matrix.indices, matrix.data))
     nodes, before, after = len(ends) - 1, 0.0, 0.0
     alone = [node for node in range(nodes) if ends[node + 1] - ends[node] == 1]
-    for columns in column_blocks(nodes, size):
+    blocks = list(column_blocks(nodes, size))
+    # Made once: matrices that come and go leave holes between them, more of them the more blocks there are.
+    whole = torch.empty(2, nodes, blocks[0].stop if blocks else 0, dtype=torch.float64)
+    for columns in blocks:
         rows = read(columns)
-        away = rows - rows[0]
-        mixed = torch.zeros_like(away)
+        away, mixed = whole[:, :, : rows.shape[1]]
+        torch.sub(rows, rows[0], out=away)
+        mixed.zero_()
         for node in range(nodes):
             for place in range(ends[node], ends[node + 1]):
                 mixed[node].add_(away[others[place]], alpha=weights[place])
@@ -72,6 +76,7 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
         mixed.add_(rows[0])
         mixed[alone] = rows[alone]
         write(columns, mixed)
+        del rows  # before the next are read
     return Mixed(before, after)
 
 
@@ -101,4 +106,5 @@ def column_blocks(nodes: int, size: int) -> Iterator[slice]:
 def _spread(rows: Tensor) -> float:
     """(1/N) Σ‖x_i − x̄‖²; 0 for equal rows."""
     away = rows - rows[0]
-    return float((away - away.mean(0)).square().sum()) / len(rows)
+    away -= away.mean(0)
+    return float(away.square_().sum()) / len(rows)

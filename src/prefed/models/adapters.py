@@ -26,6 +26,7 @@ from prefed.models.backbone import Backbone, ModelError, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused import lora_factors
 from prefed.models.one_taste import OneTaste
+from prefed.models.parameters import WEIGHTS
 
 FORMAT = 1
 ABOUT, TENSORS = "prefed.json", "client.safetensors"
@@ -120,9 +121,9 @@ def save_adapter(
         taste: ``[d_z]``, for a policy that takes one.
 
     Raises:
-        ModelError: a residual changes the base model's weights, or the model is a selector with a latent
-            taste: no adapter can hold either. Or the policy takes a taste and none is given, or the other way
-            round, or PEFT has no LoRA for its input embeddings.
+        ModelError: a residual changes the base model's weights, every weight was trained, or the model is a
+            selector with a latent taste: no adapter can hold that. Or the policy takes a taste and none is
+            given, or the other way round, or PEFT has no LoRA for its input embeddings.
     """
     residuals = [n for n in tensors if tensors.layout[n].part == "residual" and bool(tensors[n].any())]
     if residuals:
@@ -130,6 +131,8 @@ def save_adapter(
             f"the run changed {len(residuals)} base weights (FedEx-LoRA): an adapter cannot hold that; "
             "export a merged model instead"
         )
+    if WEIGHTS in backbone.needs:
+        raise ModelError("every weight was trained, which no adapter can hold: export a merged model instead")
     if "variational" in backbone.needs:
         raise ModelError("an adapter cannot hold a selector with a latent taste: export a client's folder")
     backbone.load(tensors)

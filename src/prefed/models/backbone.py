@@ -17,6 +17,7 @@ from prefed.models.families import FAMILIES, Family
 from prefed.models.fused import fuse
 from prefed.models.parameters import (
     PART_BUILDERS,
+    WEIGHTS,
     FinalNorm,
     PartContext,
     RewardHead,
@@ -25,7 +26,7 @@ from prefed.models.parameters import (
 from prefed.models.taste_map import TASTE_MAP, TasteMap
 from prefed.models.variational import DECODER
 
-_TRUNK_PARTS = frozenset({"lora", "residual", "personal_lora", "gate", "norm", TASTE_MAP})
+_TRUNK_PARTS = frozenset({WEIGHTS, "lora", "residual", "personal_lora", "gate", "norm", TASTE_MAP})
 """Parts inside the trunk; while none of them trains, the trunk's output for a pair does not change."""
 
 _FLAGS = frozenset({"outputs", "factors", "cap"})
@@ -44,9 +45,9 @@ class Backbone:
     """One frozen model per process; clients are vectors swapped in and out of it.
 
     Attributes:
-        model: the PEFT-wrapped Hugging Face causal language model.
+        model: the PEFT-wrapped Hugging Face causal language model; with the part ``weights`` not wrapped.
         layout: names and shapes of the movable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
-        initial: the tensors every client starts from: A from one seeded draw, B zero.
+        initial: the tensors every client starts from: A from one seeded draw, B zero, weights as loaded.
         reference: the tensors that make the untouched model: every B is zero, and a personal LoRA is zero
             throughout. So a shared LoRA put over them acts alone, in whatever way the two branches join. A
             variational selector's decoder is zero, so it adds nothing to the base model's log-odds, and a
@@ -77,7 +78,7 @@ class Backbone:
     @property
     def causal(self) -> Any:
         """The Hugging Face model itself."""
-        return self.model.get_base_model()
+        return self.model if WEIGHTS in self.needs else self.model.get_base_model()
 
     @property
     def trunk(self) -> Any:
@@ -231,6 +232,8 @@ def make_backbone(
 ) -> Backbone:
     """Freeze ``model``, adapt it with PEFT and gather its movable tensors in one buffer.
 
+    With the part ``weights`` there is no adapter, and every weight lies in the buffer.
+
     Args:
         model: a Hugging Face causal language model; it is changed in place.
         tokenizer: its tokenizer; ``None`` if no text is read.
@@ -241,34 +244,17 @@ def make_backbone(
     Raises:
         ModelError: none of the modules to adapt is in the model, or it cannot have a part.
     """
-    from peft import LoraConfig, get_peft_model
-
     unknown = needs - PART_BUILDERS.keys() - _FLAGS
     if unknown:
         raise ModelError(f"no such part of a model: {', '.join(sorted(unknown))}")
     family = FAMILIES.get(model.config.model_type)
-    default: Any = "all-linear"
-    if family is not None:
-        default = list(family.outputs if "outputs" in needs else family.targets)
-    targets = config.lora.targets or default
     model.requires_grad_(False)
-    adapter = LoraConfig(
-        r=config.lora.rank,
-        lora_alpha=config.lora.alpha,
-        lora_dropout=config.lora.dropout,
-        target_modules=targets,
-        fan_in_fan_out=model.config.model_type == "gpt2",
-        task_type="CAUSAL_LM",
-    )
-    try:
-        wrapped: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise ModelError(f"[model.lora] targets = {targets!r}: {error}") from error
+    wrapped: Any = model if WEIGHTS in needs else _with_lora(model, config, family, "outputs" in needs)
     device = find_device(config.device)
     wrapped.to(device).eval()
     if config.fast:
         fuse(wrapped)
-    causal = wrapped.get_base_model()
+    causal = wrapped if WEIGHTS in needs else wrapped.get_base_model()
     final = None if family is None else FinalNorm(getattr(causal.base_model, family.final_norm))
     context = PartContext(causal, family, config, key, needs)
     try:
@@ -291,10 +277,15 @@ def make_backbone(
         if f"residual/{stem}/W" in layout:
             weight, transposed = layer.base_layer.weight, not isinstance(layer.base_layer, nn.Linear)
             bases[f"residual/{stem}/W"] = (weight, weight.detach().clone(), transposed)
-    reference = initial.clone()
-    for entry in layout.entries:
-        if entry.factor == "B" or entry.part in ("personal_lora", TASTE_MAP) or entry.name in DECODER:
-            reference[entry.name].zero_()
+    silent = [
+        entry.name
+        for entry in layout.entries
+        if entry.factor == "B" or entry.part in ("personal_lora", TASTE_MAP) or entry.name in DECODER
+    ]
+    # Where the model is untouched as it starts, one copy of every weight serves as both.
+    reference = initial.clone() if silent else initial
+    for name in silent:
+        reference[name].zero_()
     return Backbone(
         model=wrapped,
         tokenizer=tokenizer,
@@ -312,3 +303,25 @@ def make_backbone(
         needs=needs,
         _bases=bases,
     )
+
+
+def _with_lora(model: Any, config: ModelConfig, family: Family | None, outputs: bool) -> Any:
+    """``model`` with PEFT's LoRA layers in it, on output projections alone if ``outputs``."""
+    from peft import LoraConfig, get_peft_model
+
+    default: Any = "all-linear"
+    if family is not None:
+        default = list(family.outputs if outputs else family.targets)
+    targets = config.lora.targets or default
+    adapter = LoraConfig(
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,
+        lora_dropout=config.lora.dropout,
+        target_modules=targets,
+        fan_in_fan_out=model.config.model_type == "gpt2",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, adapter, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ModelError(f"[model.lora] targets = {targets!r}: {error}") from error

@@ -79,6 +79,11 @@ class ModelConfig(StrictModel):
 
     name: str = Field(min_length=1, description="a folder with a Hugging Face model, or a hub name")
     revision: str | None = Field(None, description="hub revision: a branch, tag or commit")
+    train: Literal["lora", "full"] = Field(
+        "lora",
+        description="what methods train and send: an adapter over the frozen model, or full, every weight; "
+        "then lora has no effect",
+    )
     lora: LoraSettings = Field(default_factory=lambda: LoraSettings(), description="the shared adapter")
     bottleneck: BottleneckSettings = Field(
         default_factory=lambda: BottleneckSettings(), description="for methods with a bottleneck"
@@ -92,3 +97,12 @@ class ModelConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the frozen model")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="where the model lives")
     fast: bool = Field(True, description="use the fast paths where the model family allows them")
+
+    @model_validator(mode="after")
+    def _trainable(self) -> ModelConfig:
+        if self.train == "full" and self.dtype != "float32":
+            raise ValueError(
+                f"train = 'full' trains every weight, in float32: leave dtype = {self.dtype!r} out, which is "
+                "for frozen models"
+            )
+        return self

@@ -20,6 +20,9 @@ from prefed.models.starts import uniform
 from prefed.models.taste_map import START, TASTE_MAP, TasteMap
 from prefed.models.variational import LATENT, POSTERIOR, PROTOTYPES, VARIATIONAL, VariationalSelector
 
+WEIGHTS = "weights"
+"""The part that is the whole model: with it nothing is frozen, and there is no LoRA."""
+
 
 @dataclass
 class PartContext:
@@ -85,6 +88,25 @@ def _lora(context: PartContext) -> Iterator[ParameterSpec]:
             if factor == "A":
                 start = uniform(context.key.at("lora", name), shape, shape[1])
             yield ParameterSpec(Entry(name, shape, "lora", block, factor), start, _set(holder, "weight"))
+
+
+def _weights(context: PartContext) -> Iterator[ParameterSpec]:
+    """Every weight from its pretrained value; one that several modules share, as tied embeddings, once."""
+    holders: dict[nn.Parameter, list[Callable[[nn.Parameter], None]]] = {}
+    for _, module in context.causal.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            holders.setdefault(weight, []).append(_set(module, name))
+    for path, weight in context.causal.named_parameters():
+
+        def place(
+            parameter: nn.Parameter, places: list[Callable[[nn.Parameter], None]] = holders[weight]
+        ) -> None:
+            for into in places:
+                into(parameter)
+
+        match = re.search(r"\.(\d+)\.", path)
+        entry = Entry(f"{WEIGHTS}/{path}", tuple(weight.shape), WEIGHTS, int(match[1]) if match else None)
+        yield ParameterSpec(entry, weight.detach().float(), place)
 
 
 class _Personal:
@@ -268,6 +290,7 @@ def _taste_map(context: PartContext) -> Iterator[ParameterSpec]:
 
 
 PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
+    WEIGHTS: _weights,
     "lora": _lora,
     "residual": _residual,
     "personal_lora": _personal_lora,

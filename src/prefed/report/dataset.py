@@ -26,6 +26,7 @@ _LEFT_OUT = {
     "dropped": "clients left out: nothing to train on",
     "cut": "prompts that lost their beginning",
     "shortened": "pairs whose responses lost their end",
+    "short": "left out: fewer than min_characters",
     "prefixes": "responses that repeated the prompt",
 }
 """Counts of :class:`~prefed.data.dataset.RowCounts`, and their texts."""

@@ -15,8 +15,10 @@ from prefed.report.comparison import labels
 from prefed.report.distributed import GRADIENTS
 from prefed.report.drawing import Theme, canvas, color_of, draw_line, legend, percent_axis, round_axis
 from prefed.runs import studies
+from prefed.runs.cases import Case, cases
+from prefed.runs.gaps import GAPS
 from prefed.runs.record import RunRecord
-from prefed.runs.studies import GAPS, Case, Delay, Participation, Race, Steps, Topologies, Values
+from prefed.runs.studies import Delay, Participation, Race, Steps, Topologies, Values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +49,7 @@ def drawings(runs: Sequence[RunRecord], target: float | None = None) -> list[Dra
     Args:
         target: the accuracy of the plot of simulated times; left out: the highest that all its runs reach.
     """
-    known = studies.cases(runs)
+    known = cases(runs)
     found = [*_methods(known)]
     kinds: list[tuple[str, Iterator[Any], Callable[[Any, Theme], Figure], Callable[[Any], list[str]]]] = [
         ("participation", studies.participation(known), _draw_participation, _say_participation),

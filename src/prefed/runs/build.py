@@ -13,7 +13,7 @@ from prefed.core import Key, Owner
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.engines import Job
 from prefed.engines.diagnostics import Diagnostics
-from prefed.merge import Aggregator, TooFewUploads, lora
+from prefed.merge import Aggregator, TooFewUploads
 from prefed.merge.robust import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base.ppo import BaselineSettings
@@ -72,9 +72,8 @@ def build_trainers(
         ConfigError: every client would be unseen.
     """
     settings = experiment.method.settings
-    needs = experiment.method.kind.needs(settings) | lora.needs(experiment.merge.lora)
     ppo = settings if isinstance(settings, BaselineSettings) and settings.ppo else None
-    backbone = load_backbone(experiment.model, Key(experiment.seed).at("model"), needs)
+    backbone = load_backbone(experiment.model, Key(experiment.seed).at("model"), experiment.parts)
     return PairTrainerFactory(
         backbone,
         dataset,

@@ -16,8 +16,8 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core.strict import flatten
 from prefed.store import RunWriter, StoreError
 
-_PLACES = ("data.*.path", "model.name", "method.reward_model")
-"""Settings that say where data and models lie."""
+_PLACES = ("data.*.path", "model.name", "method.reward_model", "fleet.trace", "graph.file")
+"""Settings that say where data, models, traces and graphs lie."""
 
 _CHANGEABLE = {"engine.name", "engine.workers", "engine.visit_timeout"}
 """Settings that change no number. A resumed run may have others."""

@@ -1,184 +1,25 @@
-"""What finished runs show together: those that differ in one thing, and a figure of the theory over it."""
+"""What finished runs show together: a figure of the theory over what some of them differ in."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
 
-from prefed.config import Experiment
-from prefed.core import POOLED, Key
-from prefed.core.strict import flatten
-from prefed.fleet import FleetConfig
-from prefed.merge.graphs import GraphConfig
+from prefed.core import Key
 from prefed.merge.mixing import ConsensusFactors, consensus_factors
 from prefed.merge.topology import Topology
-from prefed.runs.record import RunError, RunRecord, read_run
+from prefed.runs.cases import Case, Family, families
+from prefed.runs.gaps import GAPS, LAST, measured
+from prefed.runs.record import RunRecord
 
-LAST = 5
-"""A final figure is the mean of the last so many rounds in which it was measured."""
-_UNLIKE = ("seed", "engine.")
-"""Settings in which runs may always differ."""
-_TITLE = 120
-"""Letters of a family's title at most."""
 _LATE = frozenset({"merge.late", "merge.staleness.name", "merge.staleness.exponent"})
 
 Values: TypeAlias = dict[float, list[float]]
 """A setting → a figure of each run that has it."""
-
-
-def paper_gap(run: RunRecord) -> float:
-    """The paper's gap: local batches' squared gradients, clipped at 1, at the end of a run."""
-    return fmean(measured(run, "paper_gap")[-LAST:])
-
-
-def squared_gradient(run: RunRecord) -> float:
-    """Ours: the squared gradient of the global objective, before any clip, at the end of a run."""
-    return fmean(squared_gradients(run)[-LAST:])
-
-
-GAPS: dict[str, Callable[[RunRecord], float]] = {
-    "the paper's gap": paper_gap,
-    "squared gradient norm": squared_gradient,
-}
-"""Both measures of how far from a stationary point a run ended, by which claims are judged."""
-
-
-def squared_gradients(run: RunRecord) -> list[float]:
-    """‖∇ℒ‖² in each diagnosed round, less what the draw of few pairs adds to it; so it may be below 0.
-
-    A mean over N clients of m pairs each has the variance ζ² · batch/(m N), where a batch has ζ².
-    """
-    method, drawn = run.config["method"], run.config.get("evaluate", {}).get("diagnostic_pairs")
-    told = [record for record in run.rounds if "gradient_norm" in record]
-    if drawn is None:
-        return [record["gradient_norm"] ** 2 for record in told]
-    unseen = run.config["evaluate"].get("unseen", 0)
-    clients = sum(sizes["train"] > 0 for sizes in run.summary["clients"].values())
-    clients -= unseen if isinstance(unseen, int) else len(unseen)
-    if run.rounds[-1]["cohort"] == [POOLED]:
-        clients = 1
-    share = method["batch_size"] * method.get("accumulate", 1) / (drawn * clients)
-    return [record["gradient_norm"] ** 2 - share * record["zeta2"] for record in told]
-
-
-def measured(run: RunRecord, name: str) -> list[float]:
-    """A number of the round log, in the rounds that have it."""
-    return [float(record[name]) for record in run.rounds if isinstance(record.get(name), int | float)]
-
-
-def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The finished runs among ``paths`` and in the folders below them, such as those of ``prefed sweep``.
-
-    A run that is named by itself must be finished; in a folder, those that are not are left out.
-
-    Raises:
-        RunError: a named run is not finished, or there is none at all.
-    """
-    found: dict[Path, RunRecord] = {}
-    for path in paths:
-        inside = [path] if (path / "config.toml").exists() or not path.is_dir() else []
-        if not inside:
-            configs = sorted(path.rglob("config.toml"))
-            inside = [file.parent for file in configs if (file.parent / "summary.json").exists()]
-        found |= {each.resolve(): read_run(each) for each in inside if each.resolve() not in found}
-    if not found:
-        raise RunError(f"{', '.join(map(str, paths))}: no finished run lies there")
-    return list(found.values())
-
-
-@dataclass(frozen=True)
-class Case:
-    """Runs that differ in their seed alone.
-
-    Attributes:
-        experiment: of the first of them.
-    """
-
-    runs: tuple[RunRecord, ...]
-    experiment: Experiment
-
-    @cached_property
-    def settings(self) -> dict[str, str]:
-        """Dotted name → setting, with the fleet and the graph that shorthands stand for."""
-        whole, tables = self.experiment, flatten(self.experiment.tables())
-        shorthands = ("fleet.", "graph.", "method.topology", "method.mixing", "method.max_staleness")
-        own = {n: v for n, v in tables.items() if not n.startswith((*_UNLIKE, *shorthands))}
-        own |= flatten({"fleet": (whole.whole_fleet or FleetConfig()).model_dump()})
-        own |= flatten({"graph": whole.whole_graph.model_dump() if whole.whole_graph else {}})
-        own["merge.late"] = whole.whole_merge.late
-        return {name: json.dumps(value) for name, value in own.items()}
-
-    @property
-    def fleet(self) -> FleetConfig:
-        """The run's fleet; one in which nobody is late where it has none."""
-        return self.experiment.whole_fleet or FleetConfig()
-
-    @property
-    def graph(self) -> GraphConfig | None:
-        """The run's graph; ``None`` with a server."""
-        return self.experiment.whole_graph
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The clients of the last round: all that train, where there is a graph."""
-        return tuple(self.runs[0].rounds[-1]["cohort"])
-
-    @property
-    def diagnosed(self) -> bool:
-        """Whether all runs were, at a model that clients share."""
-        return all(measured(run, "gradient_norm") for run in self.runs)
-
-    def over_rounds(self, name: str) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
-        """The rounds in which all runs have a number of the log, and ``[runs, rounds]`` its values."""
-        told = [dict(zip(*run.curve(name), strict=True)) for run in self.runs]
-        rounds = sorted(set.intersection(*map(set, told)))
-        return rounds, np.array([[values[r] for r in rounds] for values in told], dtype=np.float64)
-
-
-def cases(runs: Sequence[RunRecord]) -> list[Case]:
-    """The runs, those together that differ in their seed alone, in the order of the first of each."""
-    found: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        tables = {n: v for n, v in flatten(run.config).items() if not n.startswith(_UNLIKE)}
-        found.setdefault(json.dumps(tables, sort_keys=True, default=str), []).append(run)
-    return [
-        Case(tuple(some), Experiment.from_tables(some[0].config, str(some[0].path / "config.toml")))
-        for some in found.values()
-    ]
-
-
-@dataclass(frozen=True)
-class Family:
-    """Cases that are alike in all but what is studied.
-
-    Attributes:
-        title: in what the family differs from the others of its study; empty if it is the only one.
-    """
-
-    cases: tuple[Case, ...]
-    title: str
-
-
-def families(known: Sequence[Case], vary: Collection[str], of: Callable[[Case], object] = id) -> list[Family]:
-    """The families of cases whose settings differ in ``vary`` alone, where ``of`` is not the same for all."""
-    found: dict[str, list[Case]] = {}
-    for case in known:
-        rest = {name: value for name, value in case.settings.items() if name not in vary}
-        found.setdefault(json.dumps(rest, sort_keys=True), []).append(case)
-    groups = [some for some in found.values() if len({of(case) for case in some}) > 1]
-    firsts = [{n: v for n, v in some[0].settings.items() if n not in vary} for some in groups]
-    names = dict.fromkeys(name for first in firsts for name in first)
-    unlike = [name for name in names if len({first.get(name) for first in firsts}) > 1]
-    titles = (", ".join(f"{n.split('.')[-1]} {first[n]}" for n in unlike if n in first) for first in firsts)
-    cut = (title if len(title) <= _TITLE else f"{title[: _TITLE - 1]}…" for title in titles)
-    return [Family(tuple(some), title) for some, title in zip(groups, cut, strict=True)]
 
 
 @dataclass(frozen=True)

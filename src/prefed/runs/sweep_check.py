@@ -58,7 +58,9 @@ def _check_overrides(cell: SweepCell) -> None:
 def _missing(cell: SweepCell, experiment: Experiment) -> Iterator[str]:
     """The files and folders that the cell's experiment names and that are not there."""
     reward = getattr(experiment.method.settings, "reward_model", None)
-    for path in [*(source.path for _, _, source in experiment.data.sources()), *([reward] if reward else [])]:
+    fleet, graph = experiment.whole_fleet, experiment.whole_graph
+    named = [reward, fleet.trace if fleet else None, graph.file if graph else None]
+    for path in [*(source.path for _, _, source in experiment.data.sources()), *filter(None, named)]:
         if not looks_like_hub_name(path) and not Path(path).exists():
             yield path
     model = Path(experiment.model.name).expanduser()

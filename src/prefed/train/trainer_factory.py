@@ -17,6 +17,7 @@ from prefed.data import ClientData, ClientSizes, FederatedDataset, ResponseEncod
 from prefed.metrics import ChoiceScores, PairScores
 from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
+from prefed.models.parameters import WEIGHTS
 from prefed.train.client_trainer import ClientPairTrainer
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import longest_sequence
@@ -153,8 +154,8 @@ def model_digest(backbone: Backbone) -> str:
         config.pop(where, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in backbone.causal.named_parameters():
-        if ".lora_" in name:
-            continue
+        if ".lora_" in name or WEIGHTS in backbone.needs:
+            continue  # ``initial`` has it
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.float32)
         digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())

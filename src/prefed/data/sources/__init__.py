@@ -13,6 +13,7 @@ from prefed.data.record import Record
 from prefed.data.sources import files, hub
 from prefed.data.sources.formats import FORMATS, Format, detect_format, get_format, pairs_format
 from prefed.data.sources.pairs import RawPair, split_prompt, value_at
+from prefed.data.sources.whole import whole_texts
 
 __all__ = [
     "FORMATS",
@@ -33,6 +34,7 @@ class ReadCounts:
     identical: int = 0
     ties: int = 0
     prefixes: int = 0
+    short: int = 0
 
 
 def read_records(
@@ -71,7 +73,7 @@ def read_records(
             if raw is None:
                 counts.ties += 1
                 continue
-            record = _record(raw, name or source.subset, counts)
+            record = _record(raw, name or source.subset, config, counts)
         except ValueError as error:
             errors.add(location, str(error))
             continue
@@ -183,9 +185,15 @@ def read_rows(
         raise DataError(f"{path}: no such file or folder, and {source.path!r} is not a hub name (owner/name)")
 
 
-def _record(raw: RawPair, domain: str | None, counts: ReadCounts) -> Record | None:
-    """The record of a pair; ``None`` if both responses are the same."""
+def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCounts) -> Record | None:
+    """The record of a pair; ``None`` if both responses are the same, or one is too short."""
     prompt, chosen, rejected, repeated_prompt = split_prompt(raw)
+    if config.score == "whole":
+        chosen, rejected = whole_texts(prompt, (chosen, rejected), config.tail_characters)
+        prompt = ""
+    if min(len(chosen), len(rejected)) < (config.min_characters or 0):
+        counts.short += 1
+        return None
     if chosen == rejected:
         counts.identical += 1
         return None

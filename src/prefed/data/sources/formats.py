@@ -88,6 +88,16 @@ def _shp(row: Row) -> RawPair:
     )
 
 
+def _shp_responses(row: Row) -> RawPair | None:
+    """An SHP comparison without its post, as the code of Distributed DPO (arXiv:2605.20696) reads it."""
+    scores = [parse_number(row.get(f"score_{k}"), f"score_{k}") for k in "AB"]
+    if scores[0] is not None and scores[0] == scores[1]:
+        return None
+    pair = _shp(row)
+    pair.prompt = ""
+    return pair
+
+
 def _summaries(row: Row) -> RawPair:
     choice, summaries, info = (value_at(row, name) for name in ("choice", "summaries", "info"))
     if not isinstance(summaries, list) or len(summaries) != 2 or choice not in (0, 1):
@@ -226,6 +236,7 @@ _ALL = (
         subset_is_folder=True,
         detected_by=_columns("history human_ref_A human_ref_B labels"),
     ),
+    Format("shp-responses", _shp_responses, subset_is_folder=True),
     Format(
         "summarize-from-feedback",
         _summaries,
@@ -265,7 +276,8 @@ _ALL = (
 FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in _ALL})
 """Formats by name. ``safe-rlhf`` prefers the more helpful response, ``safe-rlhf-safer`` the safer one.
 
-``summarize-from-feedback-instruction`` has FedBiscuit's generation template (figure 4) as its prompt.
+``shp-responses`` leaves SHP's posts out. ``summarize-from-feedback-instruction`` has FedBiscuit's generation
+template (figure 4) as its prompt.
 """
 
 

@@ -1,0 +1,168 @@
+"""Whole runs in which every weight of a tiny language model trains, from Python."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+import toy
+from prefed import Experiment, run
+from prefed.cli import app
+from prefed.config import to_toml
+from prefed.core import Callback, Key
+from prefed.methods import METHODS
+from prefed.models import load_client
+from prefed.models.tiny import make_tiny
+from prefed.runs.loaded import load_run
+from prefed.store import RunReader
+from preferences import jsonl
+
+REFUSE = {
+    "fedpdpo": "bottleneck, head, reward",
+    "fedper": "head",
+    "fedrep": "head",
+    "fedsdg": "personal_lora",
+    "fedbn": "norm",
+}
+"""Method → the parts that it puts on a frozen model, with default settings; selectors with tastes besides."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model of one small block, and pairs of three clients."""
+    folder = tmp_path_factory.mktemp("full")
+    lines = [
+        {
+            "prompt": f"Question {number}?",
+            "chosen": f" yes please {number}",
+            "rejected": f" no thanks {number}",
+            "worker": f"w{number % 3}",
+        }
+        for number in range(24)
+    ]
+    jsonl(folder / "train.jsonl", lines[:18])
+    jsonl(folder / "test.jsonl", lines[18:])
+    texts = [line["prompt"] + line["chosen"] for line in lines]
+    make_tiny(folder / "model", texts, Key(0), layers=1, width=16, heads=2, vocabulary=270, steps=2)
+    return folder
+
+
+def experiment(place, method="feddpo", *, merge=None, **settings):
+    tree = {
+        "seed": 3,
+        "rounds": 2,
+        "data": {
+            "train": str(place / "train.jsonl"),
+            "test": str(place / "test.jsonl"),
+            "partition": {"by": "column", "column": "worker"},
+        },
+        "model": {"name": str(place / "model"), "train": "full"},
+        "method": {"name": method, "lr": 0.01, "local_steps": 2, "batch_size": 4, **settings},
+        "merge": merge or {},
+        "engine": {"threads": 1},
+    }
+    return Experiment.model_validate(tree)
+
+
+class StopsAt(Callback):
+    def __init__(self, tasks):
+        self.left = tasks
+
+    def on_task_end(self, what, done, of):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def left(path):
+    """What must not depend on how a run was carried out."""
+    return {name: value for name, value in toy.outcome(path).items() if not name.startswith("cache/")}
+
+
+@pytest.mark.parametrize("method", ["feddpo", "decdpo"])
+def test_stopped_and_resumed_it_ends_the_same(place, tmp_path, method):
+    """Stopped in the second round, where optimisers go on with kept moments of every weight."""
+    whole = experiment(place, method, optimizer_state="kept")
+    run(whole, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(whole, tmp_path / "parts", callbacks=[StopsAt(7)])
+    assert RunReader(tmp_path / "parts").commit.round == 1
+    run(whole, tmp_path / "parts", resume=True)
+    assert left(tmp_path / "parts") == left(tmp_path / "whole")
+
+
+def test_every_weight_travels_and_the_reference_stays(place, tmp_path):
+    """A message has four bytes for each of the model's weights, and less than a twentieth more. Each client's
+    reference is the model as it was loaded: its score of the first tensors has no margin."""
+    result = run(experiment(place), tmp_path / "run")
+    counts, size = result.summary["parameters"], load_run(tmp_path / "run").backbone.causal.num_parameters()
+    assert (counts["trainable"], counts["communicated"]) == (size, size)
+    messages = 3 * 2
+    assert messages * 4 * size < result.summary["bytes"]["up"] < 1.05 * messages * 4 * size
+    assert result.adapter is None
+    loaded = load_run(tmp_path / "run", data=True)
+    trained = loaded.published_model
+    assert (trained - loaded.backbone.initial).norm() > 0.1
+    loaded.trainers.score("w0", trained, "test")
+    scores = loaded.trainers.score("w0", loaded.backbone.initial, "test")
+    assert (scores.policy == scores.reference).all()
+
+
+def test_the_complete_graph_is_full_participation(place, tmp_path):
+    """DecDPO on the complete graph and FedDPO with uniform weights end with the same model, to the bit."""
+    steps = {"local_steps": 2, "beta": 0.1}
+    server = run(experiment(place, merge={"weights": "uniform"}, **steps), tmp_path / "server")
+    nodes = run(experiment(place, "decdpo", topology="complete", **steps), tmp_path / "nodes")
+    one, other = (result.server.tensors["model"] for result in (server, nodes))
+    assert torch.equal(one.flat, other.flat)
+
+
+def test_an_exported_model_loads(place, tmp_path):
+    """``prefed export`` writes a folder that gives a model with the trained weights."""
+    result = run(experiment(place), tmp_path / "run")
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")])
+    assert done.exit_code == 0, done.output
+    assert "(weights)" in done.output
+    assert load_client(tmp_path / "model").extract().equal(result.server.tensors["model"])
+
+
+@pytest.mark.parametrize("method", sorted({"fedvpl", "fedvpa", *REFUSE}))
+def test_methods_with_parts_of_their_own_refuse(place, method):
+    with pytest.raises(ValidationError, match=f"{method} puts parts of its own on a frozen model") as refused:
+        Experiment.model_validate({**experiment(place).model_dump(), "method": {"name": method}})
+    assert REFUSE.get(method, "") in str(refused.value)
+
+
+def test_what_else_is_refused(place):
+    """Rules on a LoRA's factors, a dtype of frozen models, and an alignment that has no model of its own."""
+    tree = experiment(place).model_dump()
+    for changes, text in (
+        ({"merge": {"lora": "ffa"}}, "is about the factors of a LoRA"),
+        ({"model": {"name": "m", "train": "full", "dtype": "bfloat16"}}, "trains every weight, in float32"),
+        ({"method": {"name": "fedbis"}, "align": {"prompts": "p.txt"}}, "an \\[align.model\\] of its own"),
+        (
+            {
+                "method": {"name": "fedbis"},
+                "align": {"prompts": "p.txt", "model": {"name": "m", "train": "full"}},
+            },
+            "the alignment trains a LoRA",
+        ),
+    ):
+        with pytest.raises(ValidationError, match=text):
+            Experiment.model_validate({**tree, **changes})
+
+
+def test_all_other_methods_take_it_and_old_digests_stay(place):
+    """Sixteen methods of a LoRA alone; FedPer too, without its head. A run with a LoRA says nothing of it."""
+    tree = experiment(place).model_dump()
+    taken = set()
+    for name in METHODS.keys() - {"fedvpl", "fedvpa", *REFUSE}:
+        made = Experiment.model_validate({**tree, "method": {"name": name}})
+        assert made.parts == {"weights"}
+        taken.add(name)
+    assert len(taken) == len(METHODS) - 7
+    headless = Experiment.model_validate({**tree, "method": {"name": "fedper", "personal_head": False}})
+    assert headless.parts == {"weights"}
+    assert 'train = "full"' in to_toml(headless)
+    adapter = Experiment.model_validate({**tree, "model": {"name": "m"}})
+    assert "train" not in adapter.tables()["model"]

@@ -1,0 +1,166 @@
+"""Distributed DPO's experiments: what the cells say, that they run, and what the claims are read from."""
+
+import json
+from collections import Counter
+
+import pytest
+from typer.testing import CliRunner
+
+from experiment_scripts import EXPERIMENTS, script
+from prefed.cli import app
+from prefed.config.table import load_table
+from prefed.core import Key
+from prefed.models.tiny import make_tiny
+from preferences import jsonl
+
+CELLS = {
+    f"{path.stem}/{name}": cell
+    for path in sorted((EXPERIMENTS / "distributed_dpo").glob("*.toml"))
+    for name, cell in load_table(path).cells(path).items()
+}
+"""TABLE/CELL → the cell."""
+
+
+def settings(name):
+    """A cell's experiment, and the settings of its method."""
+    experiment = CELLS[name].experiment()
+    return experiment, experiment.method.settings
+
+
+def test_the_cells_of_every_table():
+    """Two hub sets and the personas for the figures, of 18 rows; six pairs of steps and rate; six rows whose
+    rates are swept alike; 14 rows of opposed clients. All over the paper's seeds."""
+    assert Counter(name.split("/")[0] for name in CELLS) == {
+        "figures": 3 * 18,
+        "rates": 2 * 6,
+        "swept": 6,
+        "opposed": 14,
+    }
+    for cell in CELLS.values():
+        cell.experiment()
+        assert load_table(cell.path).seeds == [42, 43, 44]
+    assert {CELLS[name].rates for name in CELLS if name.startswith("swept/")} == {(3e-4, 1e-3, 3e-3)}
+
+
+@pytest.mark.parametrize("column", ["shp", "hh"])
+def test_table_1(column):
+    """N 5 of 120 pairs, batch 4, β 0.2, AdamW at 1e-4, clip 1, 80 rounds, E 3 and 5, S 3; every weight of
+    DistilGPT2; E.1's last 300 characters of each branch, of which 64 tokens are read."""
+    for name in CELLS:
+        if not name.startswith(f"figures/{column}/"):
+            continue
+        experiment, method = settings(name)
+        assert (experiment.data.partition.clients, experiment.data.limit) == (5, 120)
+        assert (experiment.rounds, experiment.data.max_length) == (80, 64)
+        lossy = experiment.data.score, experiment.data.tail_characters, experiment.data.min_characters
+        assert lossy == ("whole", 300, 20)
+        assert (experiment.model.name, experiment.model.train) == ("distilbert/distilgpt2", "full")
+        assert (method.batches(), method.beta, method.lr) == ((4, 1), 0.2, 1e-4)
+        assert (method.optimizer, method.clip, method.schedule) == ("adamw", 1.0, "constant")
+    assert settings(f"figures/{column}/feddpo")[1].local_steps == 3
+    assert settings(f"figures/{column}/ring")[1].local_steps == 5
+    assert settings(f"figures/{column}/partial")[0].cohort.of(5) == 3
+
+
+def test_each_row_varies_one_thing():
+    """E, S of five clients (1, 3, all), q_max with either meaning of a late upload, and the graph."""
+    base = "figures/personas/"
+    assert [settings(base + name)[1].local_steps for name in ("e1", "feddpo", "e6")] == [1, 3, 6]
+    cohorts = [settings(base + name)[0].cohort.of(5) for name in ("single", "partial", "feddpo")]
+    assert cohorts == [1, 3, None]
+    for name, delay, late in (("q2", 2, "model"), ("q5", 5, "model"), ("q2-delta", 2, "delta")):
+        experiment, _ = settings(base + name)
+        assert (experiment.whole_fleet.max_delay, experiment.whole_merge.late) == (delay, late)
+    buffered = settings(base + "buffered")[0]
+    assert (buffered.whole_fleet.buffer, buffered.whole_merge.late) == (3, "delta")
+    for name in ("path", "ring", "star", "complete"):
+        experiment, method = settings(base + name)
+        assert (experiment.whole_graph.name, method.optimizer_state) == (name, "kept")
+
+
+def test_equal_steps():
+    """Pooled pairs get as many steps as all clients together: 5 times 3, and 20 times 3 of the opposed ones.
+    DecDPO's equal row differs from FedDPO's in its graph alone."""
+    for table in ("figures", "swept"):
+        one, equal = (settings(f"{table}/personas/{name}")[1] for name in ("feddpo", "ring-equal"))
+        assert settings(f"{table}/personas/pooled")[1].local_steps == 5 * one.local_steps
+        names = ("local_steps", "optimizer_state", "lr", "batch_size", "beta", "optimizer", "clip")
+        assert [getattr(one, name) for name in names] == [getattr(equal, name) for name in names]
+    assert settings("opposed/pooled")[1].local_steps == 20 * settings("opposed/feddpo")[1].local_steps
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A small model, and files of pairs with the columns of the personas."""
+    folder = tmp_path_factory.mktemp("distributed")
+    make_tiny(folder / "model", ["Human: a b c Assistant: d"] * 4, Key(0), layers=1, width=32, steps=1)
+    names = (
+        *("politically-liberal", "risk-averse", "politically-conservative", "risk-seeking"),
+        *("interest-in-sports", "extraversion", "interest-in-math", "narcissism"),
+        *("subscribes-to-Buddhism", "agreeableness"),
+    )
+    for role, pairs in (("train", 4), ("test", 1)):
+        rows = [
+            {
+                "prompt": f"What of {n}?",
+                "chosen": f" Yes, {n}.",
+                "rejected": f" No, {role} {n}.",
+                "persona": name,
+            }
+            for name in names
+            for n in (f"{name} {k}" for k in range(pairs))
+        ]
+        jsonl(folder / f"{role}.jsonl", rows)
+    return folder
+
+
+@pytest.mark.parametrize("cell", ["personas/ring", "personas/buffered"])
+def test_a_cell_runs(place, cell):
+    """Two rounds on local files, every weight trained; the round log has what the figures show."""
+    given = [
+        "rounds=2",
+        "model.train=full",
+        "evaluate.diagnose=1",
+        "engine.threads=1",
+        f"model.name={place}/model",
+    ]
+    given += [f"data.{role}={place}/{role}.jsonl" for role in ("train", "test")]
+    table, out = EXPERIMENTS / "distributed_dpo/figures.toml", place / cell.replace("/", "-")
+    words = ["run", str(table), "--cell", cell, "--out", str(out)]
+    result = CliRunner().invoke(app, [*words, *(word for text in given for word in ("--set", text))])
+    assert result.exit_code == 0, result.output
+    last = json.loads((out / "rounds.jsonl").read_text().splitlines()[-1])
+    assert {"global_loss", "gradient_norm", "kappa2", "zeta2", "paper_gap"} <= last.keys()
+    assert ("consensus_after" in last) == (cell == "personas/ring")
+    assert ("staleness" in last) == (cell == "personas/buffered")
+
+
+def finished(folder, row, seed, gap, norms, zeta2=0.8):
+    """A run of four clients as a sweep leaves it, with these gradient norms in its rounds."""
+    run = folder / f"{row}-seed{seed}"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("[method]\nbatch_size = 4\n[evaluate]\ndiagnostic_pairs = 8\n")
+    told = [{"gradient_norm": norm, "zeta2": zeta2, "global_loss": norm / 2} for norm in norms]
+    (run / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in told))
+    reward = {"mean": 0.75, "worst": 0.5, "per_client": dict.fromkeys("abcd", 0.75)}
+    summary = {"paper_gap": gap, "reward_accuracy": reward, "bytes": {"up": 10**6, "down": 10**6}}
+    (run / "summary.json").write_text(json.dumps(summary))
+
+
+def test_the_claims_are_judged_seed_by_seed(tmp_path):
+    """E = 1 is above E = 3 with both seeds, and E = 3 above E = 6 with one of two. Of a squared norm of 1 a
+    tenth is the draw's: ζ² = 0.8 of batches of 4, 8 pairs of each of four clients, 0.8 · 4/8/4. The gaps of
+    S = 0.2 and 1 lie on 0.1 + 0.05 / S."""
+    for seed in (42, 43):
+        finished(tmp_path, "e1", seed, 0.9, [2.0, 1.0])
+        finished(tmp_path, "feddpo", seed, 0.15, [1.0])
+        finished(tmp_path, "e6", seed, 0.1 if seed == 42 else 0.2, [0.5])
+        finished(tmp_path, "single", seed, 0.35, [1.0])
+    printed = script("distributed_dpo/claims.py", tmp_path)
+    assert "| e1 | 2 | 0.5 ± 0 | 2.4 ± 0 | 0.9 ± 0 | 0.75 ± 0 | 0.5 ± 0 | 2 ± 0 |" in printed
+    assert "| feddpo | 2 | 0.5 ± 0 | 0.9 ± 0 |" in printed
+    verdicts = "loss: cannot be told; gradient²: holds; paper gap: holds"
+    assert f"e1 > feddpo\n  {verdicts}" in printed
+    assert "feddpo > e6\n  loss: holds; gradient²: holds; paper gap: cannot be told" in printed
+    assert "paper gap = 0.1 + 0.05 N/S, R² = 1.00" in printed
+    assert "no finished run" in script("distributed_dpo/claims.py", tmp_path / "e1-seed42", fails=True)
