@@ -17,9 +17,10 @@ from prefed.models import load_client, save_client
 from prefed.runs.build import response_encoder
 from prefed.runs.evaluate import evaluate
 from prefed.runs.loaded import load_run
-from prefed.runs.record import RunError
+from prefed.runs.record import RunError, read_run
 from prefed.runs.resume import settings_digest
 from prefed.runs.selectors import selectors_of
+from prefed.runs.taste_figures import measure_tastes
 from prefed.runs.tastes import at_taste, read_tastes
 from prefed.store import RunReader
 from prefed.train import PairTrainer
@@ -68,6 +69,30 @@ def test_a_run_leaves_tastes_and_no_adapter(finished):
         assert client not in others
         assert sum(others.values()) == pytest.approx(1)
     assert plain["trust"]
+
+
+def test_a_run_tells_its_tastes_to_its_owner(finished):
+    """What ``read_tastes`` finds, to three digits; a run that goes on has none until it ends."""
+    path = finished / "tastes.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    told, plain = json.loads(path.read_text()), read_tastes(load_run(finished, data=True)).plain()
+    assert told.keys() == plain.keys()
+    assert told["clients"] == plain["clients"]
+    for name in ("own", "another", "population", "accuracies", "kl_per_dimension", "active_units"):
+        assert np.array(told[name]) == pytest.approx(np.array(plain[name]), abs=5e-4)
+    assert told["kl_per_dimension"] == [round(value, 3) for value in plain["kl_per_dimension"]]
+    assert told["prototypes"] == plain["prototypes"]
+    assert read_run(finished).tastes == told
+
+
+def test_only_some_of_many_clients_are_told_of(finished):
+    """Which of them, the seed decides; the others are in no row and no column."""
+    opened = load_run(finished, data=True)
+    goal = opened.experiment.method.settings.goal()
+    found = measure_tastes(opened.job, opened.backbone, goal, opened.server, opened.private_state, "test", 1)
+    assert found is not None
+    assert len(found.clients) == 1
+    assert found.accuracies.shape == (1, 1)
 
 
 def test_clients_are_judged_by_other_tastes(finished):

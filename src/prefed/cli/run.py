@@ -38,6 +38,7 @@ def run(
         from prefed.models.notices import silence_transformers
         from prefed.report.result import print_result
         from prefed.runs.groupings import groupings_of
+        from prefed.runs.record import read_run
         from prefed.runs.run import default_out
         from prefed.runs.run import run as run_experiment
         from prefed.store.directory import refuse_foreign
@@ -54,7 +55,8 @@ def run(
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
         result = run_experiment(experiment, path, resume=resume, callbacks=[Terminal(console)])
-        print_result(result.summary, console, groupings=groupings_of(result.rounds))
+        told = read_run(path).tastes
+        print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=told)
         adapters = ", ".join(map(str, result.adapters)) or "none: see `prefed export`"
         for line in (
             f"{'adapters' if len(result.adapters) > 1 else 'adapter'}: {adapters}",

@@ -19,7 +19,7 @@ from prefed import files
 from prefed.core.text import duration, pluralize, printable_lines, size
 from prefed.methods import METHODS
 from prefed.metrics import flat_loss_warning, spread
-from prefed.report import distributed, outcomes, plots, selectors
+from prefed.report import distributed, outcomes, plots, selectors, tastes
 from prefed.report.parts import ROWS, Facts, Plot, Table, number, plot
 from prefed.report.tables import SPREAD, UNSEEN, setting, unseen_rows
 from prefed.runs.figures import REWARDED
@@ -41,11 +41,11 @@ CHOICE_NUMBERS = {"margin": "mean score of the chosen response over the rejected
 def write_page(run: RunRecord, path: Path) -> None:
     """Write :func:`render` of a run to ``path``, whole or not at all.
 
-    A page that quotes what a judge read can be read by its owner alone, as the judge's files.
+    A page that quotes what a judge read, or tells of tastes, can be read by its owner alone, as these files.
     """
     judged = judged_of(run.path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode = 0o600 if any(each.examples for each in judged) else 0o666
+    mode = 0o600 if run.tastes or any(each.examples for each in judged) else 0o666
     files.write(path, _render(run, judged).encode(), mode=mode)
 
 
@@ -84,6 +84,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome]) -> str:
         agreement=selectors.agreement_table(run),
         clusters=selectors.clusters_table(run),
         clusters_plot=selectors.clusters_plot(run),
+        tastes=tastes.section(run.tastes) if run.tastes else None,
         alignment=outcomes.alignment_facts(alignment) if alignment else None,
         epochs=outcomes.epochs_table(alignment) if alignment else None,
         alignment_examples=outcomes.alignment_examples(alignment) if alignment else [],

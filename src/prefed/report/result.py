@@ -9,6 +9,7 @@ from prefed.core.text import pluralize, size
 from prefed.metrics import MEAN_METRICS, small_clients_note
 from prefed.report.selectors import agreement_terminal
 from prefed.report.tables import clients_table, literal, lowest_clients, unseen_table
+from prefed.report.tastes import tastes_line
 from prefed.runs.figures import REWARDED, figures_of, profiles_of
 from prefed.runs.groupings import Grouping, agreements, selector_figures
 
@@ -24,11 +25,13 @@ def print_result(
     console: Console,
     more: Mapping[str, Mapping[str, Any]] | None = None,
     groupings: Sequence[Grouping] = (),
+    tastes: Mapping[str, Any] | None = None,
 ) -> None:
     """Each client before and after, what a reader should know, and what the run cost.
 
     ``summary`` is what ``summary.json`` holds. ``more`` are further columns, each shaped as
-    ``preference_accuracy`` is in the summary. ``groupings`` are the run's, where it has selectors.
+    ``preference_accuracy`` is in the summary. ``groupings`` are the run's, where it has selectors,
+    ``tastes`` what its ``tastes.json`` holds.
     """
     console.print(_clients(summary, more or {}, narrow=console.width < 100))
     if summary["left_out"]:
@@ -55,6 +58,9 @@ def print_result(
         sizes = ", ".join(f"{len(clients):,}" for clients in last.clusters)
         moved = pluralize(len(last.moved), "client", "clients")
         console.print(f"clusters of {sizes} clients since round {last.round}, where {moved} moved")
+    if tastes:
+        style = "yellow" if tastes["collapsed"] else None
+        console.print(tastes_line(tastes), markup=False, soft_wrap=True, style=style)
     for profile in profiles_of(summary).values():
         console.print(f"{profile.label}: mean {profile.ends}", markup=False)
     traffic, parameters = summary["bytes"], summary["parameters"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -15,7 +16,7 @@ from prefed.core.text import did_you_mean
 from prefed.metrics import FederatedMetric, Spread, small_clients_note, spread
 from prefed.runs.figures import USUAL, Figure, Profile, figures_of, profiles_of
 from prefed.runs.groupings import Agreement, Grouping, agreements, groupings_of
-from prefed.runs.schema import read_config, read_rounds, read_summary
+from prefed.runs.schema import read_config, read_rounds, read_summary, read_told_tastes
 from prefed.store import RunReader, StoreError
 
 _ROUND = ("loss", "bytes_up", "bytes_down", "seconds")
@@ -78,6 +79,19 @@ class RunRecord:
     def agreements(self) -> list[Agreement]:
         """How each of several selectors, and their vote, agree with clients; empty without such."""
         return agreements(self.summary, self.groupings[-1].clusters if self.groupings else ())
+
+    @cached_property
+    def tastes(self) -> Mapping[str, Any] | None:
+        """What ``tastes.json`` holds; ``None`` where there is none, or for whoever may not read it.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        path = self.path / "tastes.json"
+        try:
+            return read_told_tastes(path) if os.access(path, os.R_OK) else None
+        except ValueError as error:
+            raise RunError(str(error)) from error
 
     @property
     def clients(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefed import files
 from prefed.align import check_inputs
@@ -30,8 +30,10 @@ from prefed.runs.align import align, check_judge
 from prefed.runs.build import build_job
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.summary import mean_models, read_profiles, summarize
+from prefed.runs.taste_figures import tell_tastes
 from prefed.runs.worker_job import job_factory
 from prefed.store import RunReader, RunWriter
+from prefed.train.trainer_factory import PairTrainerFactory
 from prefed.wire import decode_state, encode
 
 ADAPTERS = "adapters"
@@ -143,10 +145,12 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
         rounds = ServerRounds if job.graph is None else NeighbourRounds
         server = rounds(job, writer, backend, callback).run()
         profiles = read_profiles(job, backend.states)
+        model = cast(PairTrainerFactory, job.trainers).backbone
+        tastes = tell_tastes(job, model, experiment.method.settings.goal(), server, backend.states)
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
     _save_adapters(job, server, writer.path, callback)
-    writer.write_summary(summarize(job, writer, profiles), profiles)
+    writer.write_summary(summarize(job, writer, profiles), profiles, tastes)
 
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -83,6 +83,29 @@ class _Judged(_Schema):
     judged: int
     failed: int
     note: str
+
+
+_Point = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+class _Map(_Schema):
+    clients: list[_Point]
+    prototypes: list[_Point]
+    shares: _Point
+
+
+class _Tastes(_Schema):
+    clients: list[str] = Field(min_length=1)
+    own: float
+    another: float | None
+    population: float
+    collapsed: bool
+    accuracies: list[list[float]]
+    active_units: int
+    kl_per_dimension: list[float]
+    map: _Map
+    prototypes: dict[str, int]
+    trust: dict[str, dict[str, float]]
 
 
 class Verdict(_Schema):
@@ -162,6 +185,12 @@ def read_summary(path: Path) -> dict[str, Any]:
     """Read ``summary.json``; raises as :func:`read_config`."""
     summary: dict[str, Any] = _read(path, json.loads, _Summary)
     return summary
+
+
+def read_told_tastes(path: Path) -> dict[str, Any]:
+    """Read ``tastes.json``; raises as :func:`read_config`."""
+    tastes: dict[str, Any] = _read(path, json.loads, _Tastes)
+    return tastes
 
 
 def read_judged(path: Path) -> dict[str, Any]:

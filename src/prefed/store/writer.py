@@ -170,12 +170,20 @@ class RunWriter:
         )
         self.last = content
 
-    def write_summary(self, summary: Mapping[str, Any], personal: Mapping[str, Any] | None = None) -> None:
+    def write_summary(
+        self,
+        summary: Mapping[str, Any],
+        personal: Mapping[str, Any] | None = None,
+        tastes: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write ``summary.json``, which everybody may read.
 
         ``personal`` holds figures from private states, with all digits. They go to
-        ``checkpoint/personal.json``, which only its owner may read.
+        ``checkpoint/personal.json``, which only its owner may read. So may ``tastes.json``, with ``tastes``.
         """
+        if tastes:
+            text = json.dumps(plain(tastes), indent=1, allow_nan=False)
+            files.write(self.path / "tastes.json", text.encode() + b"\n", mode=0o600)
         if personal:
             text = json.dumps(plain(personal), indent=1, allow_nan=False)
             files.write(self._folder / "personal.json", text.encode() + b"\n", mode=0o600)
@@ -183,9 +191,10 @@ class RunWriter:
         files.write(self.path / "summary.json", text.encode() + b"\n")
 
     def reopen(self) -> None:
-        """Remove ``summary.json`` and ``checkpoint/personal.json``, because the run goes on."""
+        """Remove ``summary.json`` and what is written with it, because the run goes on."""
         files.remove(self.path / "summary.json")
         files.remove(self._folder / "personal.json")
+        files.remove(self.path / "tastes.json")
 
     def _commit(
         self,

@@ -1,0 +1,223 @@
+"""What clients have as latent tastes, on the page and the terminal: whether z says anything of its client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefed.report.drawing import BARS, Theme, canvas, color_of, legend, percent_axis, short_name
+from prefed.report.parts import Facts, Plot, Table, number, plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Tastes = Mapping[str, Any]
+"""What ``tastes.json`` of a run holds."""
+
+READERS = (
+    "This section is made of clients' pairs and private states; no message has it. Whoever reads it learns "
+    "what each client named here prefers, and whom it trusts. So only the owner of this file can read it."
+)
+
+
+def section(tastes: Tastes) -> dict[str, Any]:
+    """What the page's section on tastes shows."""
+    plots = (gains_plot(tastes), map_plot(tastes), trust_plot(tastes), kl_plot(tastes))
+    return {
+        "readers": READERS,
+        "facts": tastes_facts(tastes),
+        "plots": [each for each in plots if each is not None],
+        "table": tastes_table(tastes),
+    }
+
+
+def tastes_facts(tastes: Tastes) -> Facts:
+    """Accuracy with own z beside others', and figures that prove nothing without it."""
+    another, units = tastes["another"], len(tastes["kl_per_dimension"])
+    facts = [("accuracy with own z", f"{tastes['own']:.1%}")]
+    if another is not None:
+        facts.append(("with another client's z", f"{another:.1%}, averaged over all others"))
+    facts.append(("with the population's z", f"{tastes['population']:.1%}"))
+    facts.append(("do tastes say anything", verdict(tastes)))
+    facts.append(
+        (
+            "active units",
+            f"{tastes['active_units']} of {units}; they prove nothing alone, for a pull to prototypes makes "
+            "units active too",
+        )
+    )
+    facts.append(("KL to N(0, I)", f"{sum(tastes['kl_per_dimension']):.2f} nats, mean over clients"))
+    return facts
+
+
+def verdict(tastes: Tastes) -> str:
+    """Whether z says anything of its client, in words."""
+    if tastes["another"] is None:
+        return "unknown: there is one client"
+    gain = 100 * (tastes["own"] - tastes["another"])
+    if tastes["collapsed"]:
+        return f"no, they have collapsed: own z is worth {gain:.1f} points over another's"
+    return f"yes: own z is worth {gain:.1f} points over another's"
+
+
+def gains(tastes: Tastes) -> dict[str, float]:
+    """Client → accuracy with its own z less the mean with the others'; empty where there is one client."""
+    table = np.array(tastes["accuracies"], dtype=np.float64)
+    n = len(table)
+    if n < 2:
+        return {}
+    others = (table.sum(1) - table.diagonal()) / (n - 1)
+    return dict(zip(tastes["clients"], (table.diagonal() - others).tolist(), strict=True))
+
+
+def gains_plot(tastes: Tastes) -> Plot | None:
+    """What own z is worth to each client; ``None`` where there is one client."""
+    if not (each := gains(tastes)):
+        return None
+    order = sorted(each, key=lambda client: (each[client], client))
+    text = f"Own z less another's: lowest {order[0]} with {100 * each[order[0]]:.1f} points, "
+    text += f"highest {order[-1]} with {100 * each[order[-1]]:.1f}."
+    caption = "Accuracy of each client's pairs with its own z, less the mean with the other clients' z."
+    return plot(partial(_draw_gains, {client: each[client] for client in order}), text, caption)
+
+
+def _draw_gains(each: Mapping[str, float], theme: Theme) -> Figure:
+    figure, (axes,) = canvas(7.2, 0.8 + 0.2 * len(each))
+    at = np.arange(len(each))[::-1]
+    axes.barh(at, list(each.values()), 0.8, color=theme.lines[0])
+    axes.axvline(0, color=theme.quiet)
+    axes.set_yticks(at, [short_name(client) for client in each])
+    axes.set_ylim(-0.6, len(each) - 0.4)
+    axes.tick_params("y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("share of pairs ordered rightly, own z less another's")
+    percent_axis(axes.xaxis)
+    return figure
+
+
+def map_plot(tastes: Tastes) -> Plot | None:
+    """The clients' tastes on the plane of most variance; ``None`` where there is one client."""
+    if len(tastes["clients"]) < 2:
+        return None
+    first, second = tastes["map"]["shares"]
+    text = f"Tastes of {len(tastes['clients'])} clients on a plane"
+    groups = _by_prototype(tastes)
+    if tastes["prototypes"]:
+        text += ": " + ", ".join(f"{len(at)} {name}" for name, at in groups.items())
+    caption = (
+        f"The μ̄ of each client on their first two principal components, which hold {first:.0%} and "
+        f"{second:.0%} of the variance. Colours are the prototypes that clients are pulled to, crosses the "
+        "prototypes."
+    )
+    if not tastes["prototypes"]:
+        caption = caption.partition(" Colours")[0]
+    return plot(partial(_draw_map, tastes), f"{text}.", caption)
+
+
+def _by_prototype(tastes: Tastes) -> dict[str, list[int]]:
+    """Name of a prototype → the places of its clients."""
+    groups: dict[str, list[int]] = {}
+    numbers = sorted(set(tastes["prototypes"].values()))
+    for label in numbers:
+        own = [at for at, c in enumerate(tastes["clients"]) if tastes["prototypes"].get(c) == label]
+        groups[f"at prototype {label}"] = own
+    rest = [at for at, client in enumerate(tastes["clients"]) if client not in tastes["prototypes"]]
+    return groups | ({"without one": rest} if rest else {})
+
+
+def _draw_map(tastes: Tastes, theme: Theme) -> Figure:
+    figure, (axes,) = canvas(7.2, 4.2)
+    points, groups = np.array(tastes["map"]["clients"], dtype=np.float64), _by_prototype(tastes)
+    for index, (name, places) in enumerate(groups.items()):
+        shown = name if tastes["prototypes"] else None
+        color = color_of(theme, index, len(groups))
+        axes.scatter(points[places, 0], points[places, 1], s=28, color=color, label=shown)
+    marks = np.array(tastes["map"]["prototypes"], dtype=np.float64).reshape(-1, 2)
+    axes.scatter(marks[:, 0], marks[:, 1], s=70, marker="x", color=theme.text)
+    for label, (x, y) in enumerate(marks):
+        axes.annotate(f" {label}", (x, y), fontsize=9)
+    if len(points) <= BARS // 2:
+        for client, (x, y) in zip(tastes["clients"], points, strict=True):
+            axes.annotate(f" {short_name(client, 16)}", (x, y), fontsize=7)
+    axes.set(xlabel="first component", ylabel="second component")
+    axes.set_aspect("equal", adjustable="datalim")
+    legend(axes)
+    return figure
+
+
+def kl_plot(tastes: Tastes) -> Plot:
+    """How far posteriors are from N(0, 1) in each dimension of z."""
+    values = tastes["kl_per_dimension"]
+    top = int(np.argmax(values))
+    most = f"most in dimension {top} with {values[top]:.2f}"
+    text = f"KL per dimension of z: {sum(values):.2f} nats in all, {most}."
+    caption = "KL of clients' posteriors to N(0, 1) in each dimension, means over clients."
+    return plot(partial(_draw_kl, values), text, caption)
+
+
+def _draw_kl(values: list[float], theme: Theme) -> Figure:
+    figure, (axes,) = canvas(7.2, 2.2)
+    axes.bar(np.arange(len(values)), values, 0.8, color=theme.lines[2])
+    axes.set(xlabel="dimension of z", ylabel="nats")
+    axes.grid(visible=False, axis="x")
+    return figure
+
+
+def trust_plot(tastes: Tastes) -> Plot | None:
+    """Whom each client trusts; ``None`` where the prior is no mixture of the others' posteriors."""
+    if not tastes["trust"]:
+        return None
+    text = "; ".join(f"{client} trusts {most_trusted(own)} most" for client, own in tastes["trust"].items())
+    caption = (
+        "How much each client, a row, trusts each other client, a column, as a source of its prior. A row "
+        "sums to 1."
+    )
+    return plot(partial(_draw_trust, tastes), f"{text}.", caption)
+
+
+def most_trusted(weights: Mapping[str, float]) -> str:
+    """The client that is trusted most, the first one on a tie."""
+    return max(sorted(weights), key=lambda client: weights[client])
+
+
+def _draw_trust(tastes: Tastes, theme: Theme) -> Figure:
+    rows, columns = [c for c in tastes["clients"] if c in tastes["trust"]], tastes["clients"]
+    values = [[tastes["trust"][row].get(column, np.nan) for column in columns] for row in rows]
+    figure, (axes,) = canvas(7.2, 1.6 + 0.2 * len(rows))
+    image = axes.imshow(np.array(values), aspect="auto", vmin=0)
+    axes.set_yticks(range(len(rows)), [short_name(client) for client in rows])
+    axes.set_xticks(range(len(columns)), [short_name(client, 16) for client in columns], rotation=90)
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    figure.colorbar(image, ax=axes, shrink=0.8)
+    return figure
+
+
+def tastes_table(tastes: Tastes) -> Table:
+    """Each client's accuracies, prototype, and whom it trusts most."""
+    each, rows = gains(tastes), []
+    for at, client in enumerate(tastes["clients"]):
+        own, trusted = tastes["accuracies"][at][at], tastes["trust"].get(client, {})
+        label = tastes["prototypes"].get(client)
+        rows.append(
+            (
+                client,
+                [
+                    f"{own:.3f}",
+                    number(own - each[client] if each else None),
+                    "" if label is None else str(label),
+                    most_trusted(trusted) if trusted else "",
+                ],
+            )
+        )
+    return Table("Every client's z.", ["client", "own z", "another's", "prototype", "trusts most"], rows)
+
+
+def tastes_line(tastes: Tastes) -> str:
+    """The same for the terminal, in one line."""
+    another = "" if tastes["another"] is None else f", with another client's {tastes['another']:.3f}"
+    end = "; the tastes have collapsed" if tastes["collapsed"] else ""
+    return f"tastes: accuracy with own z {tastes['own']:.3f}{another}{end}"

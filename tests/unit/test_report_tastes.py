@@ -1,0 +1,134 @@
+"""Latent tastes on the page and the terminal, from a ``tastes.json`` written by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from finished import write_run
+from prefed.report import tastes
+from prefed.report.page import render, write_page
+from prefed.report.result import print_result
+from prefed.runs.record import RunError, read_run
+
+TOLD: dict[str, Any] = {
+    "clients": ["ann", "bob", "cyd"],
+    "own": 0.75,
+    "another": 0.375,
+    "population": 0.5,
+    "collapsed": False,
+    "accuracies": [[1.0, 0.5, 0.0], [0.75, 0.75, 0.25], [0.25, 0.5, 0.5]],
+    "active_units": 2,
+    "kl_per_dimension": [1.5, 0.25, 0.0],
+    "map": {
+        "clients": [[1.0, 0.0], [0.5, 0.25], [-1.5, -0.25]],
+        "prototypes": [[2.0, 0.0], [-2.0, 0.0]],
+        "shares": [0.9, 0.1],
+    },
+    "prototypes": {"ann": 0, "bob": 0, "cyd": 1},
+    "trust": {"ann": {"bob": 0.75, "cyd": 0.25}, "cyd": {"ann": 0.5, "bob": 0.5}},
+}
+FEDBIS = {"choice_loss": 0.625, "margin": 0.125}
+
+
+def tasty_run(path: Path, **changes: Any) -> Path:
+    run = write_run(path, **FEDBIS)
+    (run / "tastes.json").write_text(json.dumps({**TOLD, **changes}))
+    return run
+
+
+def test_gains_by_hand() -> None:
+    """Ann: 1 − (½ + 0)/2 = ¾; bob: ¾ − (¾ + ¼)/2 = ¼; cyd: ½ − (¼ + ½)/2 = ⅛."""
+    assert tastes.gains(TOLD) == {"ann": 0.75, "bob": 0.25, "cyd": 0.125}
+    assert tastes.gains({**TOLD, "accuracies": [[1.0]]}) == {}
+
+
+def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_page(read_run(tasty_run(tmp_path / "run")), path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    page = re.sub(r"</?t[hd][^>]*>", "|", path.read_text())
+    assert "<h2>Tastes</h2>" in page
+    assert "only the owner of this file can read it" in page
+    assert "yes: own z is worth 37.5 points over another&#39;s" in page
+    assert "2 of 3; they prove nothing alone" in page
+    assert "1.75 nats" in page
+    assert "lowest cyd with 12.5 points, highest ann with 75.0." in page
+    assert "2 at prototype 0, 1 at prototype 1." in page
+    assert "hold 90% and 10% of the variance" in page
+    # A tie goes to the first by name.
+    assert "ann trusts bob most; cyd trusts ann most." in page
+    assert "|ann||1.000||0.250||0||bob|" in page
+    assert "|bob||0.750||0.500||0|||" in page
+
+
+def test_without_tastes_there_is_no_section(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.tastes is None
+    assert "Tastes" not in render(run)
+
+
+def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
+    told = {**TOLD, "another": 0.745, "collapsed": True, "active_units": 3}
+    another = "with another client's 0.745"
+    assert tastes.tastes_line(told) == (
+        f"tastes: accuracy with own z 0.750, {another}; the tastes have collapsed"
+    )
+    assert (
+        "no, they have collapsed: own z is worth 0.5 points over another's"
+        in dict(tastes.tastes_facts(told)).values()
+    )
+
+
+def test_one_client_without_prototypes_or_trust() -> None:
+    """Of one client there is no other's z, no plane and no peer: the KL alone is drawn."""
+    alone = {
+        **TOLD,
+        "clients": ["ann"],
+        "another": None,
+        "accuracies": [[0.75]],
+        "map": {"clients": [[0.0, 0.0]], "prototypes": [], "shares": [0.0, 0.0]},
+        "prototypes": {},
+        "trust": {},
+    }
+    section = tastes.section(alone)
+    assert [each.alt for each in section["plots"]] == [
+        "KL per dimension of z: 1.75 nats in all, most in dimension 0 with 1.50."
+    ]
+    assert ("do tastes say anything", "unknown: there is one client") in section["facts"]
+    assert section["table"].rows == [("ann", ["0.750", "", "", ""])]
+
+
+def test_the_terminal_has_a_line(tmp_path: Path) -> None:
+    run, file = read_run(tasty_run(tmp_path / "run")), io.StringIO()
+    summary = {
+        "reward_accuracy": run.summary["preference_accuracy"],
+        "left_out": 0,
+        "dropped": 0,
+        "peak_memory_mb": 1.0,
+        "parameters": {"trainable": 1, "communicated": 1},
+        "split": "test",
+        **run.summary,
+    }
+    print_result(summary, Console(file=file, width=200), tastes=run.tastes)
+    assert "tastes: accuracy with own z 0.750, with another client's 0.375\n" in file.getvalue()
+
+
+def test_client_ids_cannot_break_the_page(tmp_path: Path) -> None:
+    nasty = "<script>alert('x')</script> & $a$"
+    text = json.dumps(TOLD).replace('"ann"', json.dumps(nasty))
+    page = render(read_run(tasty_run(tmp_path / "run", **json.loads(text))))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    run = tasty_run(tmp_path / "run", map={"clients": [[1.0]]})
+    with pytest.raises(RunError, match=r"tastes\.json"):
+        read_run(run).tastes  # noqa: B018 - reads the file
