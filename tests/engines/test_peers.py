@@ -2,22 +2,32 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 
+import toy
 from prefed import Experiment, run
 from prefed.core import Callback, Key
+from prefed.engines.tasks import Task, run_task
 from prefed.models.tiny import make_tiny
+from prefed.peer import rounds
+from prefed.peer.__main__ import stop
 from prefed.peer.meeting import Place
 from prefed.peer.run import peer_folder, run_peer
+from prefed.runs.build import build_job
 from prefed.store import RunReader
+from prefed.wire import decode_upload, encode
 
 CLIENTS = ("w0", "w1", "w2")
 
@@ -90,24 +100,14 @@ def peers(out, experiments, *, resume=False, fails=None, patience=20.0, clients=
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out.mkdir(exist_ok=True)
-    children = []
+    children, fails = [], fails or {}
     for rank, each in enumerate(experiments):
         child = os.fork()
         if child == 0:
-            status = 1
-            said = out / f"said-{rank}"
-            said.write_text("")
-            try:
-                where = Place(rank, len(experiments), "127.0.0.1", port, patience=patience, join=60)
-                callbacks = [fails[rank]] if fails and rank in fails else []
-                run_peer(each, out, where, client=clients[rank], resume=resume, callbacks=callbacks)
-                status = 0
-            except BaseException:
-                said.write_text(traceback.format_exc())
-            finally:
-                os._exit(status)
+            place = Place(rank, len(experiments), "127.0.0.1", port, patience=patience, join=60)
+            one(each, out, place, clients[rank], resume, fails)
         children.append(child)
-    stopped = {rank for rank, callback in (fails or {}).items() if callback.what == signal.SIGSTOP}
+    stopped = {rank for rank, callback in fails.items() if getattr(callback, "what", 0) == signal.SIGSTOP}
     ended = {}
     for rank in sorted(range(len(children)), key=lambda rank: rank in stopped):
         if rank in stopped:
@@ -115,6 +115,21 @@ def peers(out, experiments, *, resume=False, fails=None, patience=20.0, clients=
         status = os.waitpid(children[rank], 0)[1]
         ended[rank] = Ended(os.waitstatus_to_exitcode(status), (out / f"said-{rank}").read_text())
     return [ended[rank] for rank in range(len(children))]
+
+
+def one(experiment, out, place, client=None, resume=False, fails=None):
+    """Run a peer, and end the process."""
+    said, status = out / f"said-{place.rank}", 1
+    said.write_text("")
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        callbacks = [fails[place.rank]] if fails and place.rank in fails else []
+        run_peer(experiment, out, place, client=client, resume=resume, callbacks=callbacks)
+        status = 0
+    except BaseException:
+        said.write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
 
 
 def whole(out, experiments, **options):
@@ -200,7 +215,7 @@ def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path)
     assert all(map(torch.equal, expected, whole(tmp_path / "parts", [made] * 3, resume=True)))
     for rank in range(3):
         one, other = (records(peer_folder(tmp_path / name, rank)) for name in ("whole", "parts"))
-        clocked = {"seconds", "exchange_seconds"}
+        clocked = {"seconds", "mix_seconds"}
         assert [{k: r[k] for k in r.keys() - clocked} for r in one] == [
             {k: r[k] for k in r.keys() - clocked} for r in other
         ]
@@ -220,8 +235,6 @@ def test_all_go_back_to_the_last_round_that_all_have(place, tmp_path):
         assert each.status == 1
         assert "peer 2 ('w2'" in each.text
         assert "has nothing after round 0, and others have nothing before round" in each.text
-    import shutil
-
     shutil.rmtree(peer_folder(tmp_path / "parts", 2), ignore_errors=True)
     lost.rename(peer_folder(tmp_path / "parts", 2))
     assert all(map(torch.equal, expected, whole(tmp_path / "parts", [made] * 3, resume=True)))
@@ -246,3 +259,90 @@ def test_peers_that_do_not_agree_are_refused(place, tmp_path):
         assert "method.lr is 0.02, not 0.01" in each.text
     for each in peers(tmp_path / "clients", [experiment(place)] * 3, clients=("w0", "w1", "w0")):
         assert "both have client 'w0'" in each.text
+
+
+class Tampers(Callback):
+    """A peer whose messages change on their way, in round 1."""
+
+    def __init__(self, old, new):
+        self.old, self.new = old, new
+
+    def on_run_begin(self, done, rounds_):
+        pack = rounds.pack
+
+        def change(message, reason, length):
+            frame = pack(message, reason, length)
+            return (
+                frame[: -len(self.new)] + self.new if self.old is None else frame.replace(self.old, self.new)
+            )
+
+        rounds.pack = change
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (None, np.float32("nan").tobytes(), "holds NaN or infinity"),
+        (b"lora/0/", b"lora/7/", "lacks tensors that group 'model' expects: lora/0/"),
+        (b'weight\\":1.0', b'weight\\":8.0', "weighs 8.0, not 1"),
+    ],
+)
+def test_a_model_that_is_not_valid_is_left_out_by_its_receiver(place, tmp_path, old, new, why):
+    """Peer 0 has no other neighbour, so its own model keeps all weight: after the round it is what the visit
+    gave, which a visit outside of any run gives too."""
+    made = experiment(place).model_copy(update={"rounds": 1})
+    for each in peers(tmp_path / "peers", [made] * 3, fails={1: Tampers(old, new)}):
+        assert each.status == 0, each.text
+    job = build_job(made, tmp_path / "cache")
+    (exchange,), now = job.method.exchanges, job.round(1)
+    start = job.method.init_server(job.trainers.initial)
+    task = Task("visit", "w0", 1, "train", encode(exchange.send(start, "w0", now)))
+    upload = decode_upload(run_task(job, task, toy.MemoryStates()).message)
+    assert torch.equal(models(tmp_path / "peers")[0], upload.tensors["model"].flat)
+    (record,) = records(peer_folder(tmp_path / "peers", 0))
+    (dropped,) = record["dropped"]
+    assert (dropped["client"], record["merged"]) == ("w1", 1)
+    assert why in dropped["reason"]
+    (middle,) = records(peer_folder(tmp_path / "peers", 1))
+    assert (middle["dropped"], middle["merged"]) == ([], 3)
+
+
+def test_torchrun_starts_peers(place, tmp_path):
+    """The command of the documentation, with a client for each rank, and twice: the second goes on from the
+    first. The loss of a round is the mean of its peers' losses."""
+    made = experiment(place).model_copy(update={"rounds": 1})
+    tables = made.tables()
+    tables["data"]["partition"] = {"by": "iid", "clients": 2}
+    path = tmp_path / "file.toml"
+    path.write_text(tomli_w.dumps(tables))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "prefed.peer"]
+    words = [str(path), "--out", str(tmp_path / "peers"), "--resume"]
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "peer 1: round 1/1  loss" in done.stdout
+    run(Experiment.load(path), tmp_path / "run")
+    own = [records(peer_folder(tmp_path / "peers", rank))[0] for rank in (0, 1)]
+    (record,) = records(tmp_path / "run")
+    assert record["loss"] == pytest.approx((own[0]["loss"] + own[1]["loss"]) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        ({}, (None, None, None), "--rank and --peers and --at are missing"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ("a:1", None, None), "--rank = 2: 2 peers have the ranks 0 to 1"),
+        ({}, ("mars", 0, 2), "--at are missing|write HOST:PORT"),
+    ],
+)
+def test_a_place_that_is_not_whole_is_refused(environment, options, message):
+    with pytest.raises(ValueError, match=message):
+        Place.of(environment, *options)
+
+
+def test_a_place_is_what_torchrun_says():
+    """Under its agent the store is the agent's; a scheduler's names give peer 0's address."""
+    names = {"RANK": "1", "WORLD_SIZE": "5", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
+    agent = Place.of({**names, "TORCHELASTIC_USE_AGENT_STORE": "True"}, None, None, None)
+    assert (agent.rank, agent.peers, agent.host) == (1, 5, "")
+    alone = Place.of(names, None, 3, None)
+    assert (alone.rank, alone.host, alone.port) == (3, "::1", 29500)

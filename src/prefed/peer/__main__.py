@@ -51,7 +51,7 @@ def peer(
 ) -> None:
     """Run one client of an experiment without a server, together with its peers."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+        signal.signal(number, stop)
     # A peer that is gone is named in one line: the library's traces say no more.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
@@ -79,7 +79,8 @@ def peer(
     typer.echo(f"{label}: {summary['peer']}: accuracy {accuracy:.3f} → {peer_folder(folder, place.rank)}")
 
 
-def _stop(number: int, frame: object) -> NoReturn:
+def stop(number: int, frame: object) -> NoReturn:
+    """End in good order at a signal: the others are told."""
     # A second signal while peers are told must not cut that short.
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt(128 + number)
@@ -100,4 +101,5 @@ def main() -> None:
         os._exit(end.code if isinstance(end.code, int) else 1)
 
 
-main()
+if __name__ == "__main__":
+    main()

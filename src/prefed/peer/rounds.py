@@ -113,7 +113,6 @@ class PeerRounds(Course):
         frames = self.links.swap(now.number, frame)
         if now.number < job.rounds:
             self._expect(now.number + 1)
-        seconds = time.perf_counter() - begun
         models = {self.client: own}
         for client, arrived in frames.items():
             model = None if reason else self._read(own, client, arrived, now, tally)
@@ -125,10 +124,12 @@ class PeerRounds(Course):
         mixed = mix_row([weight for _, weight in around], rows)
         tally.bytes_up, tally.bytes_down = len(frame) * len(frames), sum(map(len, frames.values()))
         tally.communicated = self._layout(now).size
-        # Waiting for a neighbour that is slower is part of it.
-        tally.figures |= {"merged": len(around), "rho": self._rho, "exchange_seconds": seconds}
         ((group, before),) = own.tensors.items()
-        return own.update({group: Tensors(before.layout, mixed.to(before.flat.dtype))})
+        after = own.update({group: Tensors(before.layout, mixed.to(before.flat.dtype))})
+        # Waiting for a neighbour that is slower is part of it.
+        seconds = time.perf_counter() - begun
+        tally.figures |= {"merged": len(around), "rho": self._rho, "mix_seconds": seconds}
+        return after
 
     def _read(self, own: State, client: str, frame: bytes, now: Round, tally: Tally) -> State | None:
         """A neighbour's model, if it may be mixed. What is not sent is the same everywhere."""
