@@ -70,6 +70,13 @@ def experiment(place, method="decdpo", graph=None, data="pairs", **changes):
     )
 
 
+class Raises(Callback):
+    """The user's own error."""
+
+    def on_task_end(self, what, done, of):
+        raise ValueError("no more")
+
+
 class Fails(Callback):
     """After the visit that is the ``left``-th of the process, it gets a signal."""
 
@@ -198,13 +205,14 @@ def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path)
     expected = whole(tmp_path / "whole", [made] * 3)
     faults = [
         (1, signal.SIGKILL, "is gone: its connection closed"),
-        (2, signal.SIGSTOP, "has given no sign of life for 1.5 seconds"),
+        (2, signal.SIGSTOP, "has given no sign of life for 4 seconds"),
         (0, signal.SIGKILL, "is gone: its connection closed"),
-        (0, signal.SIGSTOP, "has given no sign of life for 1.5 seconds"),
+        (0, signal.SIGSTOP, "has given no sign of life for 4 seconds"),
     ]
     for number, (rank, what, why) in enumerate(faults):
         fails = {rank: Fails(2 if number == 0 else 1, what)}
-        ended = peers(tmp_path / "parts", [made] * 3, resume=number > 0, fails=fails, patience=1.5)
+        patience = 4.0 if what == signal.SIGSTOP else 20.0
+        ended = peers(tmp_path / "parts", [made] * 3, resume=number > 0, fails=fails, patience=patience)
         for other in {0, 1, 2} - {rank}:
             (line,) = [line for line in ended[other].text.splitlines() if line.startswith("prefed.peer")]
             assert (
@@ -219,6 +227,32 @@ def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path)
         assert [{k: r[k] for k in r.keys() - clocked} for r in one] == [
             {k: r[k] for k in r.keys() - clocked} for r in other
         ]
+
+
+class Sleeps(Callback):
+    """A visit that takes long."""
+
+    def on_task_end(self, what, done, of):
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [
+        (Fails(1, signal.SIGTERM), "was ended from outside"),
+        (Sleeps(), "has taken longer for its visit than [engine] visit_timeout, 5 seconds"),
+        (Raises(), "failed: no more"),
+    ],
+)
+def test_a_peer_that_gives_up_tells_the_others(place, tmp_path, fails, why):
+    """It lives, but does not go on. Peer 2 has no connection with it."""
+    made = experiment(place)
+    limit = {"visit_timeout": 5.0 if isinstance(fails, Sleeps) else 0.0}
+    made = made.model_copy(update={"engine": made.engine.model_copy(update=limit)})
+    ended = peers(tmp_path / "peers", [made] * 3, fails={0: fails})
+    assert [each.status for each in ended] == [1, 1, 1]
+    for each in ended[1:]:
+        assert f"PeerError: peer 0 ('w0' on {socket.gethostname()}) {why}" in each.text
 
 
 def test_all_go_back_to_the_last_round_that_all_have(place, tmp_path):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
@@ -166,8 +165,6 @@ class Meeting:
     def connect(self) -> None:
         """Make ready for messages between peers."""
         place = self.place
-        if place.backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         dist.init_process_group(
             place.backend,
             store=PrefixStore("models", self._store),

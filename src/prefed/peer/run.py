@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from prefed import files
 from prefed.config import Experiment
@@ -64,6 +67,8 @@ def run_peer(
         StoreError, OSError, DataError, ModelError, RoundError: as :func:`prefed.run`.
     """
     _check(experiment)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     path, callback = peer_folder(out, place.rank), Callbacks(callbacks)
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = resume and (path / "checkpoint").is_dir()
