@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py
 
-The model is the small GPT-2 of ``--model`` with a LoRA of rank 18, 1.2 MB a message, on a ring of five
+The model is the small GPT-2 of ``--model`` with a LoRA of rank 18, 1.2 MB a message, on a ring of
 generated clients with 5 steps of 4 pairs a round. The peers are started one by one, and by torchrun.
 
 - A mix is all from the trained model to the mixed one: message, exchange, validation, sum. The last peer of
@@ -28,25 +28,27 @@ from pathlib import Path
 import tomli_w
 from common import TOKENIZER
 
-PEERS, VICTIM, ROUND = 5, 3, 4
+ROUND = 4
+"""Committed rounds after which a peer gets its signal."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Peers:
-    """Five peers under way, in ``out``."""
+    """Peers under way, in ``out``."""
 
-    def __init__(self, file: Path, out: Path, how: str, *more: str) -> None:
-        self.out, self.logs = out, []
-        self.processes = []
+    def __init__(self, file: Path, out: Path, how: str, count: int, *more: str) -> None:
+        self.out, self.count = out, count
+        self.logs: list[Path] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         words = ["-m", "prefed.peer", str(file), "--out", str(out), *more]
         if how == "torchrun":
-            self._start(["-m", "torch.distributed.run", f"--nproc-per-node={PEERS}", *words])
+            self._start(["-m", "torch.distributed.run", f"--nproc-per-node={count}", *words])
             return
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             at = f"127.0.0.1:{probe.getsockname()[1]}"
-        for rank in range(PEERS):
-            self._start([*words, "--rank", str(rank), "--peers", str(PEERS), "--at", at])
+        for rank in range(count):
+            self._start([*words, "--rank", str(rank), "--peers", str(count), "--at", at])
 
     def _start(self, words: list[str]) -> None:
         log = self.out.with_name(f"{self.out.name}-{len(self.processes)}.log")
@@ -57,13 +59,14 @@ class Peers:
 
     def signal(self, what: signal.Signals) -> float:
         """Send a signal to one peer once it has done some rounds; seconds until all others have ended."""
-        folder = self.out / f"peer-{VICTIM}"
+        one = self.count // 2
+        folder = self.out / f"peer-{one}"
         while len(records(folder)) < ROUND:
             time.sleep(0.02)
         victim = int((folder / "checkpoint" / "LOCK").read_text().split()[1])
         os.kill(victim, what)
         begun = time.perf_counter()
-        waiting = {rank for rank in range(PEERS) if rank != VICTIM}
+        waiting = {*range(self.count)} - {one}
         while waiting:
             waiting = {rank for rank in waiting if self._lives(rank)}
             time.sleep(0.01)
@@ -100,11 +103,15 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
+def folders(out: Path) -> list[Path]:
+    return sorted(out.glob("peer-*"))
+
+
 def states(out: Path) -> list[bytes]:
     """Each peer's last model and private state."""
     found = []
-    for rank in range(PEERS):
-        folder = out / f"peer-{rank}" / "checkpoint"
+    for run in folders(out):
+        folder = run / "checkpoint"
         number = json.loads((folder / "COMMIT.json").read_text())["round"]
         private = sorted((folder / "clients").glob("*.safetensors"))[-1]
         found.append((folder / f"server@{number:06d}.safetensors").read_bytes() + private.read_bytes())
@@ -113,7 +120,7 @@ def states(out: Path) -> list[bytes]:
 
 def costs(out: Path) -> None:
     """The cost of a mix and its share of a round, over all rounds but the first."""
-    logs = [records(out / f"peer-{rank}")[1:] for rank in range(PEERS)]
+    logs = [records(folder)[1:] for folder in folders(out)]
     mixes = [min(record["mix_seconds"] for record in each) for each in zip(*logs, strict=True)]
     waits = [record["mix_seconds"] / record["seconds"] for log in logs for record in log]
     rounds = [statistics.mean(record["seconds"] for record in each) for each in zip(*logs, strict=True)]
@@ -132,7 +139,10 @@ def main() -> None:
     parser.add_argument(
         "--model", default=str(TOKENIZER), help="folder or hub name of a causal language model"
     )
+    parser.add_argument("--peers", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=12)
+    ways = ["one by one", "torchrun"]
+    parser.add_argument("--how", choices=ways, nargs="*", default=ways, help="ways to start the peers")
     parser.add_argument("--patience", type=float, default=5.0)
     args = parser.parse_args()
     from prefed.core import Key
@@ -141,7 +151,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for split, counts in (("train", (40, 0)), ("test", (0, 10))):
-            rows = synthetic.generate(Key(7), clients=PEERS, train=counts[0], test=counts[1])
+            rows = synthetic.generate(Key(7), clients=args.peers, train=counts[0], test=counts[1])
             fields = ("prompt", "chosen", "rejected", "client")
             lines = (json.dumps({field: getattr(row, field) for field in fields}) for row in rows)
             (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -160,23 +170,24 @@ def main() -> None:
             "engine": {"threads": 1},
         }
         file.write_text(tomli_w.dumps(tables))
-        for how in ("one by one", "torchrun"):
+        for how in args.how:
             print(f"{how}:", flush=True)
-            Peers(file, folder / how, how).finish()
+            Peers(file, folder / how, how, args.peers).finish()
             costs(folder / how)
-        print(f"equal, started either way: {states(folder / 'one by one') == states(folder / 'torchrun')}")
-        expected = states(folder / "one by one")
-        for how in ("one by one", "torchrun"):
+        expected = states(folder / args.how[0])
+        same = all(states(folder / how) == expected for how in args.how)
+        print(f"equal to the bit, however started: {same}", flush=True)
+        for how in args.how:
             for what in (signal.SIGKILL, signal.SIGSTOP):
                 out = folder / f"{how}-{what.name}"
-                first = Peers(file, out, how, "--patience", str(args.patience))
+                first = Peers(file, out, how, args.peers, "--patience", str(args.patience))
                 seconds = first.signal(what)
                 how_long = f"the others ended after {seconds:.1f} s, patience {args.patience:g} s"
                 print(f"{how}, {what.name}: {how_long}")
                 for line in sorted(first.errors()):
                     print(f"    {line}")
-                kept = [len(records(out / f"peer-{rank}")) for rank in range(PEERS)]
-                Peers(file, out, how, "--resume").finish()
+                kept = [len(records(run)) for run in folders(out)]
+                Peers(file, out, how, args.peers, "--resume").finish()
                 print(
                     f"    whole rounds {kept}; started again, equal to the bit: {states(out) == expected}",
                     flush=True,

@@ -123,7 +123,8 @@ class Meeting:
         self.watch.hush()
         if isinstance(error, PeerError):
             self.watch.leave("left")
-            return
+            # Without notes: where this peer happened to be says nothing of the one at fault.
+            raise PeerError(str(error)) from None
         ours = isinstance(error, Exception)
         # Ended from outside: torchrun does so when another peer has ended, and somebody is about to say who.
         verdict = self.watch.wait_for_verdict(0.0 if ours else 2.0)
