@@ -5,15 +5,12 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 import traceback
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import tomli_w
 import torch
 
 import toy
@@ -68,13 +65,6 @@ def experiment(place, method="decdpo", graph=None, data="pairs", **changes):
             "engine": {"threads": 1},
         }
     )
-
-
-class Raises(Callback):
-    """The user's own error."""
-
-    def on_task_end(self, what, done, of):
-        raise ValueError("no more")
 
 
 class Fails(Callback):
@@ -199,12 +189,11 @@ def test_peers_have_the_numbers_of_one_process(place, tmp_path, method, graph, e
 
 
 def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path):
-    """Killed or stopped: the one in the middle, an end, and peer 0, which keeps the store. All others end
-    with one error, and the run in five sittings is the run in one, to the bit, its private states too."""
+    """Killed or stopped: an end, and peer 0, which keeps the store. All others end with one
+    error, and the run in four sittings is the run in one, to the bit, its private states too."""
     made = experiment(place, "fedper", optimizer_state="kept")
     expected = whole(tmp_path / "whole", [made] * 3)
     faults = [
-        (1, signal.SIGKILL, "is gone: its connection closed"),
         (2, signal.SIGSTOP, "has given no sign of life for 4 seconds"),
         (0, signal.SIGKILL, "is gone: its connection closed"),
         (0, signal.SIGSTOP, "has given no sign of life for 4 seconds"),
@@ -241,7 +230,6 @@ class Sleeps(Callback):
     [
         (Fails(1, signal.SIGTERM), "was ended from outside"),
         (Sleeps(), "has taken longer for its visit than [engine] visit_timeout, 5 seconds"),
-        (Raises(), "failed: no more"),
     ],
 )
 def test_a_peer_that_gives_up_tells_the_others(place, tmp_path, fails, why):
@@ -255,13 +243,19 @@ def test_a_peer_that_gives_up_tells_the_others(place, tmp_path, fails, why):
         assert f"PeerError: peer 0 ('w0' on {socket.gethostname()}) {why}" in each.text
 
 
-def test_all_go_back_to_the_last_round_that_all_have(place, tmp_path):
+@pytest.fixture(scope="module")
+def left_alone(place, tmp_path_factory):
+    """What the peers of :func:`experiment` end with."""
+    return whole(tmp_path_factory.mktemp("alone") / "run", [experiment(place)] * 3)
+
+
+def test_all_go_back_to_the_last_round_that_all_have(place, tmp_path, left_alone):
     """A path of three: peer 2 dies in round 3, and the others may be ahead of it by two rounds. A peer
     whose folder is lost is named, and the others keep theirs."""
     made = experiment(place)
-    expected = whole(tmp_path / "whole", [made] * 3)
     ended = peers(tmp_path / "parts", [made] * 3, fails={2: Fails(3, signal.SIGKILL)})
     assert [each.status for each in ended] == [1, 1, -signal.SIGKILL]
+    assert f"peer 2 ('w2' on {socket.gethostname()}) is gone: its connection closed" in ended[0].text
     rounds = [RunReader(peer_folder(tmp_path / "parts", rank)).commit.round for rank in range(3)]
     assert (rounds[2], max(rounds) - 2) in {(2, 0), (2, 1)}
     lost = peer_folder(tmp_path / "parts", 2).rename(tmp_path / "lost")
@@ -271,14 +265,13 @@ def test_all_go_back_to_the_last_round_that_all_have(place, tmp_path):
         assert "has nothing after round 0, and others have nothing before round" in each.text
     shutil.rmtree(peer_folder(tmp_path / "parts", 2), ignore_errors=True)
     lost.rename(peer_folder(tmp_path / "parts", 2))
-    assert all(map(torch.equal, expected, whole(tmp_path / "parts", [made] * 3, resume=True)))
+    assert all(map(torch.equal, left_alone, whole(tmp_path / "parts", [made] * 3, resume=True)))
 
 
-def test_each_with_a_file_of_its_own(place, tmp_path):
+def test_each_with_a_file_of_its_own(place, tmp_path, left_alone):
     """A peer whose data hold its client alone has the numbers that it has where they hold all clients."""
-    expected = whole(tmp_path / "one", [experiment(place)] * 3)
     apart = [experiment(place, data=client) for client in CLIENTS]
-    assert all(map(torch.equal, expected, whole(tmp_path / "own", apart, clients=(None, None, "w2"))))
+    assert all(map(torch.equal, left_alone, whole(tmp_path / "own", apart, clients=(None, None, "w2"))))
     summary = json.loads((peer_folder(tmp_path / "own", 1) / "summary.json").read_text())
     assert (summary["peer"], summary["peers"]) == ("w1", list(CLIENTS))
     assert summary["clients"] == {"w1": {"train": 8, "validation": 0, "test": 2}}
@@ -318,7 +311,6 @@ class Tampers(Callback):
     [
         (None, np.float32("nan").tobytes(), "holds NaN or infinity"),
         (b"lora/0/", b"lora/7/", "lacks tensors that group 'model' expects: lora/0/"),
-        (b'weight\\":1.0', b'weight\\":8.0', "weighs 8.0, not 1"),
     ],
 )
 def test_a_model_that_is_not_valid_is_left_out_by_its_receiver(place, tmp_path, old, new, why):
@@ -339,44 +331,3 @@ def test_a_model_that_is_not_valid_is_left_out_by_its_receiver(place, tmp_path, 
     assert why in dropped["reason"]
     (middle,) = records(peer_folder(tmp_path / "peers", 1))
     assert (middle["dropped"], middle["merged"]) == ([], 3)
-
-
-def test_torchrun_starts_peers(place, tmp_path):
-    """The command of the documentation, with a client for each rank, and twice: the second goes on from the
-    first. The loss of a round is the mean of its peers' losses."""
-    made = experiment(place).model_copy(update={"rounds": 1})
-    tables = made.tables()
-    tables["data"]["partition"] = {"by": "iid", "clients": 2}
-    path = tmp_path / "file.toml"
-    path.write_text(tomli_w.dumps(tables))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "prefed.peer"]
-    words = [str(path), "--out", str(tmp_path / "peers"), "--resume"]
-    done = subprocess.run([*torchrun, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "peer 1: round 1/1  loss" in done.stdout
-    run(Experiment.load(path), tmp_path / "run")
-    own = [records(peer_folder(tmp_path / "peers", rank))[0] for rank in (0, 1)]
-    (record,) = records(tmp_path / "run")
-    assert record["loss"] == pytest.approx((own[0]["loss"] + own[1]["loss"]) / 2, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("environment", "options", "message"),
-    [
-        ({}, (None, None, None), "--rank and --peers and --at are missing"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, ("a:1", None, None), "--rank = 2: 2 peers have the ranks 0 to 1"),
-        ({}, ("mars", 0, 2), "--at are missing|write HOST:PORT"),
-    ],
-)
-def test_a_place_that_is_not_whole_is_refused(environment, options, message):
-    with pytest.raises(ValueError, match=message):
-        Place.of(environment, *options)
-
-
-def test_a_place_is_what_torchrun_says():
-    """Under its agent the store is the agent's; a scheduler's names give peer 0's address."""
-    names = {"RANK": "1", "WORLD_SIZE": "5", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
-    agent = Place.of({**names, "TORCHELASTIC_USE_AGENT_STORE": "True"}, None, None, None)
-    assert (agent.rank, agent.peers, agent.host) == (1, 5, "")
-    alone = Place.of(names, None, 3, None)
-    assert (alone.rank, alone.host, alone.port) == (3, "::1", 29500)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from prefed.peer.watch import Watch
+from prefed.peer.watch import GONE, Watch
 
 _WITHHELD = bytes(8)
 """How a frame begins that holds a reason in the place of a message: no message has a header of length 0."""
@@ -63,7 +63,7 @@ class Links:
         }
         if self._ahead:
             for client, frame in self._frames.items():
-                self._await(dist.irecv(frame, self._ranks[client], tag=number), client)
+                self._await(dist.irecv, frame, client, number)
 
     def swap(self, number: int, frame: bytes) -> dict[str, bytes]:
         """Send ``frame`` to all whose frames of round ``number`` are awaited; their frames, by client."""
@@ -71,7 +71,7 @@ class Links:
         clients = list(self._frames)
         if self._ahead:
             for client in clients:
-                self._await(dist.isend(out, self._ranks[client], tag=number), client)
+                self._await(dist.isend, out, client, number)
         elif clients:
             ops = [dist.P2POp(dist.isend, out, self._ranks[client]) for client in clients]
             ops += [dist.P2POp(dist.irecv, self._frames[c], self._ranks[c]) for c in clients]
@@ -81,14 +81,21 @@ class Links:
             self._done.get()
         return {client: data.cpu().numpy().tobytes() for client, data in self._frames.items()}
 
-    def _await(self, work: Any, client: str) -> None:
-        """Wait for a transfer in a thread of its own: inside the library no signal is heard."""
+    def _await(self, begin: Callable[..., Any], frame: torch.Tensor, client: str, number: int) -> None:
+        """Begin a transfer, and wait for it in a thread of its own: inside the library no signal is heard."""
+        rank = self._ranks[client]
+        try:
+            work = begin(frame, rank, tag=number)
+        except RuntimeError:
+            # The first transfer makes the connection.
+            self._watch.accuse(rank, GONE)
+            return
 
         def wait() -> None:
             try:
                 work.wait()
             except RuntimeError:
-                self._watch.accuse(self._ranks[client], "is gone: its connection closed")
+                self._watch.accuse(rank, GONE)
             else:
                 self._done.put(client)
 

@@ -126,8 +126,9 @@ class Meeting:
             # Without notes: where this peer happened to be says nothing of the one at fault.
             raise PeerError(str(error)) from None
         ours = isinstance(error, Exception)
-        # Ended from outside: torchrun does so when another peer has ended, and somebody is about to say who.
-        verdict = self.watch.wait_for_verdict(0.0 if ours else 2.0)
+        # torchrun ends a peer when another has ended, or a library's call fails: the watch soon knows why.
+        library = isinstance(error, RuntimeError) and not type(error).__module__.startswith("prefed.")
+        verdict = self.watch.wait_for_verdict(2.0 if library or not ours else 0.0)
         if not verdict:
             self.watch.accuse(self.place.rank, f"failed: {error}" if ours else "was ended from outside")
             self.watch.wait_for_verdict(2.0)

@@ -22,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 STOP = "stop"
 """The key of the verdict in the store."""
+GONE = "is gone: its connection closed"
 GRACE = 5.0
 """Seconds that the main thread has to end in good order; then the process is ended."""
 
@@ -181,7 +182,7 @@ class Watch:
                 self._speak()
             except RuntimeError:
                 if not self._closed.is_set():
-                    self._lost_store("is gone: its connection closed")
+                    self._lost_store(GONE)
                 return
             self._count += 1
             self._answered = time.monotonic()
