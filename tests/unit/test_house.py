@@ -28,6 +28,7 @@ FLOORS = (
     ("runs",),
     ("report", "collect"),
     ("cli",),
+    ("peer",),
 )
 """The rooms from the ground up."""
 
@@ -70,6 +71,8 @@ ALLOWED = {
     },
     "report": BOTTOM | {"data", "losses", "methods", "metrics", "runs", "store"},
     "collect": BOTTOM | {"data", "metrics", "models", "runs", "train"},
+    "peer": BOTTOM
+    | {"cli", "config", "data", "engines", "merge", "models", "runs", "store", "trackers", "wire"},
 }
 """Room → the rooms it may import. Only the command line may import any."""
 

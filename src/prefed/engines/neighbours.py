@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -206,19 +206,11 @@ class NeighbourRounds(Course):
         Both ends of an edge compare the length of the model that they get with that of their own. If one is
         out of all proportion, they do not mix. They need no word with each other about it.
         """
-        most, cut = exchange.max_ratio, []
+        cut = []
         for left, right in matrix_graph(matrix).edges.tolist():
-            small, large = sorted((left, right), key=lambda node: norms[node])
-            if most and 0 < norms[small] * most < norms[large]:
+            lengths = {self.job.members[node]: norms[node] for node in (left, right)}
+            if not in_proportion(exchange, lengths, tally, lambda text: self.warn(now.number, text)):
                 cut.append((left, right))
-                one, other = self.job.members[large], self.job.members[small]
-                text = tally.drop(
-                    exchange,
-                    one,
-                    f"its model has length {norms[large]:.3g}, and that of its neighbour {other!r} "
-                    f"{norms[small]:.3g}; [merge] max_ratio = {most:g} is the most",
-                )
-                self.warn(now.number, f"{one!r} and {other!r} do not mix: {text}")
         matrix = without_edges(matrix, cut)
         mixed = mix(matrix, before.size, before.block, after.put_block)
         return mixed, len(matrix_graph(matrix).edges)
@@ -246,6 +238,19 @@ class NeighbourRounds(Course):
         """The layout of what a client sends to each neighbour."""
         assert exchange.groups is not None
         return exchange.groups(self.job.members[0], now)[self._group]
+
+
+def in_proportion(
+    exchange: Exchange, lengths: Mapping[str, float], tally: Tally, warn: Callable[[str], None]
+) -> bool:
+    """Whether two neighbours may mix, by the lengths of their models; if not, that is kept and told."""
+    (other, small), (one, large) = sorted(lengths.items(), key=lambda item: item[1])
+    if not exchange.max_ratio or not 0 < small * exchange.max_ratio < large:
+        return True
+    reason = f"its model has length {large:.3g}, and that of its neighbour {other!r} {small:.3g}; "
+    text = tally.drop(exchange, one, f"{reason}[merge] max_ratio = {exchange.max_ratio:g} is the most")
+    warn(f"{one!r} and {other!r} do not mix: {text}")
+    return False
 
 
 def _means(exchange: Exchange, reports: Mapping[str, Mapping[str, float]]) -> dict[str, Plain]:

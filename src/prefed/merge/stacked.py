@@ -6,7 +6,7 @@ number of nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,26 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
         write(columns, mixed)
         del rows  # before the next are read
     return Mixed(before, after)
+
+
+def mix_row(weights: Sequence[float], rows: Sequence[Tensor]) -> Tensor:
+    """float64 ``[size]``: Σ_j w_j θ_j, the row of one node in :func:`mix`, computed by the node itself.
+
+    A node knows the models of its neighbourhood alone, so that θ_0 is the first of these. Where that is the
+    first of all nodes, the result is :func:`mix`'s to the bit.
+
+    Args:
+        weights: those of the node's row of W that are not 0, which sum to 1.
+        rows: the models in the order of the nodes, the node's own among them.
+
+    >>> mix_row([0.5, 0.5], [torch.tensor([0.0, 1.0]), torch.tensor([3.0, 1.0])]).tolist()
+    [1.5, 1.0]
+    """
+    first = rows[0].double()
+    mixed = torch.zeros_like(first)
+    for weight, row in zip(weights, rows, strict=True):
+        mixed.add_(row.double() - first, alpha=weight)
+    return mixed.add_(first) if len(rows) > 1 else first
 
 
 def mean_row(nodes: int, size: int, read: Read) -> Tensor:

@@ -80,7 +80,7 @@ def build_trainers(
         cache=cache,
         max_tokens=experiment.engine.max_tokens,
         fast=experiment.model.fast,
-        unseen=_unseen(experiment, dataset),
+        unseen=unseen_clients(experiment, dataset),
         reward_model=ppo.reward_model if ppo else None,
         responses=response_encoder(experiment, backbone),
     )
@@ -108,7 +108,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     graph = experiment.whole_graph
     if graph is not None and method.exchanges[0].to != "neighbours":
         method = to_neighbours(method, settings, experiment.merge)
-    unseen = _unseen(experiment, trainers.dataset)
+    unseen = unseen_clients(experiment, trainers.dataset)
     job = Job(
         trainers=trainers,
         method=method,
@@ -175,7 +175,7 @@ def _check_cohort(experiment: Experiment, job: Job) -> None:
         ) from error
 
 
-def _unseen(experiment: Experiment, dataset: FederatedDataset) -> tuple[str, ...]:
+def unseen_clients(experiment: Experiment, dataset: FederatedDataset) -> tuple[str, ...]:
     """The clients that never train: the named ones, or as many as the setting says, drawn by the seed."""
     unseen, names = experiment.evaluate.unseen, sorted(dataset.clients)
     if not isinstance(unseen, int):

@@ -91,7 +91,9 @@ class LoadedRun:
     def published(self, client: str) -> Download:
         """What ``client`` needs to use its model: of the server's state, or of its own without a server."""
         source = self.server
-        if self.job.graph is not None and client in self.job.members:
+        # A peer's directory has its own client's model alone, in the place of a server's.
+        nodes = self.reader.commit.digests.nodes is not None
+        if nodes and client in self.job.members:
             ((name, mean),) = source.tensors.items()
             own = self.reader.node(self.job.members.index(client))
             source = source.update({name: Tensors(mean.layout, own)})

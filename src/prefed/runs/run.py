@@ -29,7 +29,7 @@ from prefed.models import ModelError
 from prefed.runs.align import align, check_judge
 from prefed.runs.build import build_job
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
-from prefed.runs.summary import mean_models, read_profiles, summarize
+from prefed.runs.summary import Profiles, mean_models, read_profiles, summarize
 from prefed.runs.taste_figures import tell_tastes
 from prefed.runs.worker_job import job_factory
 from prefed.store import RunReader, RunWriter
@@ -147,10 +147,29 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
         profiles = read_profiles(job, backend.states)
         model = cast(PairTrainerFactory, job.trainers).backbone
         tastes = tell_tastes(job, model, experiment.method.settings.goal(), server, backend.states)
+    conclude(job, writer, server, profiles, callback, tastes)
+
+
+def conclude(
+    job: Job,
+    writer: RunWriter,
+    server: State,
+    profiles: Profiles,
+    callback: Callback,
+    tastes: dict[str, Any] | None = None,
+    **more: Any,
+) -> None:
+    """Write what a run leaves after its last round: the shared adapters and ``summary.json``.
+
+    Args:
+        profiles: from :func:`~prefed.runs.summary.read_profiles`.
+        tastes: from :func:`~prefed.runs.taste_figures.tell_tastes`.
+        more: what the summary says besides, or in the place of what it would say.
+    """
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
     _save_adapters(job, server, writer.path, callback)
-    writer.write_summary(summarize(job, writer, profiles), profiles, tastes)
+    writer.write_summary({**summarize(job, writer, profiles), **more}, profiles, tastes)
 
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:
@@ -164,15 +183,14 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
         reset_run(writer)
         job = build_job(experiment, cache)
     server = encode(job.method.init_server(job.trainers.initial))
-    writer.begin(
-        server, {**job.trainers.fingerprint, **_digests(experiment)}, settings_digest(experiment.tables())
-    )
+    digests = {**job.trainers.fingerprint, **file_digests(experiment)}
+    writer.begin(server, digests, settings_digest(experiment.tables()))
     update_config(experiment, writer)
     writer.reopen()
     return job
 
 
-def _digests(experiment: Experiment) -> dict[str, str]:
+def file_digests(experiment: Experiment) -> dict[str, str]:
     """Digests of the files, besides the data, on which numbers depend."""
     fleet, graph = experiment.whole_fleet, experiment.whole_graph
     named = {"trace": fleet.trace if fleet else None, "graph": graph.file if graph else None}

@@ -28,6 +28,8 @@ class ClientStateFiles:
         # File name of a client → the digest of its state.
         self._staged: dict[str, str] = {}
         self._accepted: dict[str, str] = {}
+        # What earlier commits name that are kept: file name of a client and the round of its state.
+        self._earlier: frozenset[tuple[str, int]] = frozenset()
 
     def read(self, client: str) -> bytes | None:
         """A client's private state, this round's if one was accepted; ``None`` if it has its first.
@@ -68,15 +70,20 @@ class ClientStateFiles:
             files.remove(path_of(self.folder, name, self._commit.round + 1))
         self._staged, self._accepted = {}, {}
 
-    def recover(self, run: Path, commit: Commit | None) -> None:
+    def recover(self, run: Path, commit: Commit | None, kept: Iterable[Commit] = ()) -> None:
         """Learn which states count, and remove all other ones.
+
+        Args:
+            kept: earlier commits, whose states stay.
 
         Raises:
             StoreError: a state that counts is missing.
         """
         if commit is not None:
             self._commit, self._versions = commit, private_versions(self.folder, commit)
-        keep_versions(run, self.folder, self._versions.items(), "a client's private")
+        self._earlier = self._named(kept)
+        counting = self._earlier | set(self._versions.items())
+        keep_versions(run, self.folder, counting, "a client's private")
 
     def prepare(self, number: int) -> tuple[Mapping[str, int], Mapping[str, str]]:
         """Bring the accepted states to the disk, for the commit of round ``number``.
@@ -91,16 +98,18 @@ class ClientStateFiles:
         versions = {**self._versions, **dict.fromkeys(self._accepted, number)}
         return versions, {**self._commit.digests.clients, **self._accepted}
 
-    def finish(self, commit: Commit) -> None:
-        """Delete what ``commit``, which is on the disk, has replaced."""
-        stale = [
-            path_of(self.folder, name, self._versions[name])
-            for name in self._accepted
-            if name in self._versions
-        ]
+    def finish(self, commit: Commit, kept: Iterable[Commit] = ()) -> None:
+        """Delete what ``commit``, which is on the disk, has replaced, but for what ``kept`` commits name."""
+        replaced = {(name, self._versions[name]) for name in self._accepted if name in self._versions}
+        replaced |= self._earlier
         self._commit, self._versions, self._accepted = commit, private_versions(self.folder, commit), {}
-        for path in stale:
-            files.remove(path)
+        self._earlier = self._named(kept)
+        for name, number in sorted(replaced - self._earlier):
+            if self._versions.get(name) != number:
+                files.remove(path_of(self.folder, name, number))
+
+    def _named(self, commits: Iterable[Commit]) -> frozenset[tuple[str, int]]:
+        return frozenset(pair for each in commits for pair in private_versions(self.folder, each).items())
 
     def _staged_path(self, name: str) -> Path:
         path = path_of(self.folder, name, self._commit.round + 1)

@@ -69,13 +69,16 @@ class Commit:
     private: Mapping[str, int] | None = None
 
 
-def read_commit(folder: Path) -> Commit | None:
+def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
     """The commit in a run's ``checkpoint`` folder; ``None`` before the first.
+
+    Args:
+        kept: an earlier round, whose commit is kept beside.
 
     Raises:
         StoreError: it is damaged, or of another version of the format.
     """
-    path = folder / "COMMIT.json"
+    path = _commit_path(folder, kept)
     try:
         content = files.loads_with_digest(path.read_bytes())
         if content["format"] != FORMAT:
@@ -94,14 +97,27 @@ def read_commit(folder: Path) -> Commit | None:
         raise damaged(path, error) from error
 
 
-def write_commit(folder: Path, commit: Commit) -> None:
+def write_commit(folder: Path, commit: Commit, kept: int | None = None) -> None:
     """Replace ``COMMIT.json``. This one step makes a round count.
 
     Its owner alone may read it: digests tell whether two private states are equal.
+
+    Args:
+        kept: the round of the commit, to keep it beside ``COMMIT.json`` for later.
     """
     content = vars(commit) | {"digests": vars(commit.digests)}
     data = files.dumps_with_digest({"format": FORMAT, **content}, indent=1)
-    files.write(folder / "COMMIT.json", data, mode=0o600)
+    files.write(_commit_path(folder, kept), data, mode=0o600)
+
+
+def kept_commits(folder: Path) -> dict[int, Path]:
+    """Round → file of each commit that is kept beside the last one."""
+    matches = ((re.fullmatch(r"COMMIT@(\d{6,})\.json", path.name), path) for path in folder.glob("COMMIT@*"))
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def _commit_path(folder: Path, kept: int | None) -> Path:
+    return folder / ("COMMIT.json" if kept is None else f"COMMIT@{kept:06d}.json")
 
 
 def client_file(client: str) -> str:

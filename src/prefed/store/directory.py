@@ -18,6 +18,7 @@ _START = {
     "cache",
     "checkpoint/LOCK",
     "checkpoint/COMMIT.json",
+    "checkpoint/COMMIT@000000.json",
     "checkpoint/server@000000.safetensors",
 }
 """The files of a run that was started and has no round yet."""

@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from prefed.store.commit import (
     StoreError,
     damaged,
     keep_versions,
+    kept_commits,
     path_of,
     read_commit,
     read_state,
@@ -35,19 +37,22 @@ class RunWriter:
         nodes: the states of nodes, in a run without a server. The next ones are committed with the round.
         commit: the last commit; ``None`` before the first one.
         last: the record of the last committed round. Earlier records are not kept in memory.
+        kept: round → commit that :meth:`go_back` can return to.
 
     Args:
         path: the run directory. It is created if it does not exist. Its private files are only for its owner.
         resume: continue the run in ``path``. There must be a run, or the rest of a start that was killed.
             Without ``resume``, ``path`` must be empty, or hold only the rest of a start that failed.
+        returnable: keep the commits from :meth:`finish_round`'s ``keep`` on, with all that they name.
 
     Raises:
         StoreError: another process uses ``path``; ``path`` is not empty, holds no run, or is damaged. The
             methods raise it if a file is damaged, or if an earlier commit failed.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+    def __init__(self, path: str | Path, *, resume: bool = False, returnable: bool = False) -> None:
         self.path = Path(path)
+        self._returnable = returnable
         self._folder = self.path / "checkpoint"
         self.states = ClientStateFiles(self._folder / "clients")
         self.nodes = NodeStates(self._folder / "nodes")
@@ -55,6 +60,7 @@ class RunWriter:
         self._settings: str | None = None
         self._committing = False
         self.last: dict[str, Any] | None = None
+        self.kept: dict[int, Commit] = {}
         directory.refuse_foreign(self.path, resume)
         self._new = directory.make(self.path)
         self._lock: int | None = directory.lock(self.path)
@@ -121,12 +127,27 @@ class RunWriter:
                 "put back what it was, or start a new run with another --out"
             )
 
+    def go_back(self, number: int) -> None:
+        """Make the commit of an earlier round the last one again; one of :attr:`kept`.
+
+        What later rounds left is removed.
+        """
+        commit = self.kept[number]
+        past = {
+            version: digest for version, digest in commit.digests.past.items() if int(version) in self.kept
+        }
+        self.commit = replace(commit, digests=replace(commit.digests, past=past))
+        write_commit(self._folder, self.commit)
+        self._recover()
+
     def forget(self) -> None:
         """Undo the start of a run that has no round yet, so that another run can begin in its place."""
         if self.commit is not None and self.round == 0:
+            for path in kept_commits(self._folder).values():
+                files.remove(path)
             files.remove(self._folder / "COMMIT.json")
             files.remove(path_of(self._folder, "server", 0))
-            self.commit = None
+            self.commit, self.kept = None, {}
 
     def discard(self) -> None:
         """Undo a start that failed: remove the directory if this writer created it."""
@@ -220,13 +241,24 @@ class RunWriter:
             files.digest(server), self._log.hexdigest(), clients, past, self.nodes.prepare(number)
         )
         commit = Commit(number, dict(totals), dict(fingerprint), self._settings, digests, versions)
+        if self._returnable:
+            write_commit(self._folder, commit, number)
         write_commit(self._folder, commit)
         self.commit = commit
-        self.states.finish(commit)
+        if self._returnable:
+            self._keep_commits({**self.kept, number: commit}, keep)
+        self.states.finish(commit, self.kept.values())
         self.nodes.finish(commit)
         for version in before.keys() - {int(version) for version in past}:
             files.remove(path_of(self._folder, "server", version))
         self._committing = False
+
+    def _keep_commits(self, commits: Mapping[int, Commit], first: int) -> None:
+        """Keep those of ``commits`` from round ``first`` on, and remove the files of all others."""
+        self.kept = {number: commit for number, commit in commits.items() if number >= first}
+        for number, path in kept_commits(self._folder).items():
+            if number not in self.kept:
+                files.remove(path)
 
     def _server_digests(self) -> dict[int, str | None]:
         """Round → digest of each server's state that the commit names."""
@@ -257,9 +289,12 @@ class RunWriter:
         files.sync(self._folder)
         server = [("server", number) for number in self._server_digests()]
         keep_versions(self.path, self._folder, server, "the server's")
-        self.states.recover(self.path, self.commit)
+        numbers = sorted(kept_commits(self._folder).keys() & self._server_digests().keys())
+        commits = ((number, read_commit(self._folder, number)) for number in numbers)
+        self._keep_commits({number: commit for number, commit in commits if commit}, 0)
+        self.states.recover(self.path, self.commit, self.kept.values())
         self.nodes.recover(self.path, self.commit)
-        size = 0
+        size, self._log, self.last = 0, files.Hasher(), None
         for record, line in records_in(log, self.commit) if self.commit else ():
             self.last, size = record, size + len(line)
             self._log.update(line)

@@ -25,10 +25,15 @@ def stdout_console() -> Console:
 
 
 class Terminal(Callback):
-    """Shows how a run goes on, on standard output if no console is given."""
+    """Shows how a run goes on, on standard output if no console is given.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Args:
+        label: what each line begins with, where several processes write to one terminal, without a bar.
+    """
+
+    def __init__(self, console: Console | None = None, label: str = "") -> None:
         self.console = console or stdout_console()
+        self._label = f"{label}: " if label else ""
         self._rounds = 0
         self._bar: Progress | None = None
         self._tenth = ("", 0)
@@ -52,7 +57,7 @@ class Terminal(Callback):
     def on_run_begin(self, done: int, rounds: int) -> None:
         """Start the bar at ``done`` rounds."""
         self._rounds = rounds
-        if not self.console.is_terminal or done >= rounds:
+        if not self.console.is_terminal or self._label or done >= rounds:
             return
         step = TextColumn("[dim]{task.fields[step]}")
         self._bar = self._started("round {task.fields[round]}/{task.total:.0f}", step)
@@ -77,11 +82,13 @@ class Terminal(Callback):
             return
         figures.append(f"up {size(record['bytes_up'])}  down {size(record['bytes_down'])}")
         figures.append(f"{record['seconds']:.1f} s")
-        self.console.print(f"round {record['round']}/{self._rounds}  {'  '.join(figures)}", soft_wrap=True)
+        line = f"{self._label}round {record['round']}/{self._rounds}  {'  '.join(figures)}"
+        self.console.print(line, markup=False, soft_wrap=True)
 
     def on_warning(self, text: str) -> None:
         """Write a line above the bar."""
-        self.console.print(f"warning: {printable(text)}", style="yellow", markup=False, soft_wrap=True)
+        line = f"{self._label}warning: {printable(text)}"
+        self.console.print(line, style="yellow", markup=False, soft_wrap=True)
 
     def on_run_end(self) -> None:
         """Remove the bar."""

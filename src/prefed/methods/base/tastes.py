@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -158,6 +158,10 @@ class Tastes(FedAvgBase):
         return model.replace({Z: summarize(means, log_variances).mean}) if len(means) else model
 
     # The server
+
+    def late(self, averages: bool = False) -> Literal["refused", "model", "delta"]:
+        """Refused: a posterior belongs to the φ of its round, and the server keeps each client's last one."""
+        return super().late(averages)
 
     def init_server(self, initial: Tensors) -> State:
         """φ⁰, and the mean of N(0, I) as the population's taste."""

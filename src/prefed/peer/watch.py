@@ -1,0 +1,252 @@
+"""Sees whether all peers live, and makes all of them stop with one word when one does not.
+
+Each peer leaves a beat in the store at short intervals, and reads those of all others. The first word in the
+store about a peer at fault is the verdict of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+STOP = "stop"
+"""The key of the verdict in the store."""
+GONE = "is gone: its connection closed"
+GRACE = 5.0
+"""Seconds that the main thread has to end in good order; then the process is ended."""
+
+
+class PeerError(RuntimeError):
+    """A peer is gone, hangs or failed, or peers do not agree. All whole rounds are kept."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a peer says of itself.
+
+    Attributes:
+        count: how often it has said something.
+        round: the last round that it has committed.
+        state: ``"here"``, ``"done"`` after its last round, or ``"left"`` after an error.
+    """
+
+    count: int = 0
+    round: int = 0
+    state: str = "here"
+
+    def text(self) -> str:
+        """The beat as the store has it."""
+        return f"{self.count} {self.round} {self.state}"
+
+    @staticmethod
+    def parse(text: str) -> Beat:
+        """The beat that :meth:`text` wrote."""
+        count, number, state = text.split()
+        return Beat(int(count), int(number), state)
+
+
+def beat_key(rank: int) -> str:
+    """Where a peer's beat is in the store."""
+    return f"beat/{rank}"
+
+
+class Watch:
+    """Two threads: one leaves and reads beats, the other sees that the store answers the first.
+
+    A verdict is raised in the main thread, wherever it is, as a :class:`PeerError`.
+
+    Args:
+        store: of all peers.
+        rank: this peer.
+        names: of all peers, by rank, for messages.
+        host: the peer in whose process the store is; ``None`` where it outlives all of them.
+        patience: seconds without a beat after which a peer is given up.
+
+    Attributes:
+        names: they may change.
+        verdict: which peer is at fault and why; empty while all is well.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[str], host: int | None, patience: float
+    ) -> None:
+        self.names, self.verdict = list(names), ""
+        self._store, self._rank, self._host, self._patience = store, rank, host, patience
+        self._interval = min(0.5, patience / 10)
+        self._count, self._round, self._state = 0, 0, "here"
+        self._beats = [Beat()] * len(names)
+        self._changed = [time.monotonic()] * len(names)
+        self._answered = time.monotonic()
+        self._accused: int | None = None
+        self._judged = 0.0
+        self._blames: list[tuple[int, str]] = []
+        self._limit: tuple[float, str] | None = None
+        self._wake, self._closed, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._raises, self._storeless = False, False
+
+    def start(self) -> None:
+        """Begin; from the main thread."""
+        self._raises = True
+        self._before = signal.signal(signal.SIGUSR1, self._interrupt)
+        self._threads = [
+            threading.Thread(target=act, daemon=True) for act in (self._exchange_beats, self._look_after)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def least(self) -> int:
+        """The last round that all peers have committed, as far as this peer knows."""
+        return min(beat.round for beat in self._beats)
+
+    def committed(self, number: int) -> None:
+        """Tell all peers that round ``number`` is committed here."""
+        self._round = number
+        self._wake.set()
+
+    def accuse(self, rank: int, why: str) -> None:
+        """Make all peers stop because of one; ``why`` follows its name. An earlier word of another stands."""
+        with self._lock:
+            self._blames.append((rank, why))
+        self._wake.set()
+
+    @contextmanager
+    def limit(self, seconds: float, what: str) -> Iterator[None]:
+        """Accuse this peer itself if what happens inside takes longer; 0 for any time."""
+        self._limit = (time.monotonic() + seconds, f"{what}, {seconds:g} seconds") if seconds else None
+        try:
+            yield
+        finally:
+            self._limit = None
+
+    def wait_for_verdict(self, seconds: float) -> str:
+        """The verdict, as soon as there is one, or nothing after so many seconds."""
+        end = time.monotonic() + seconds
+        while not self.verdict and time.monotonic() < end:
+            time.sleep(self._interval / 5)
+        return self.verdict
+
+    def hush(self) -> None:
+        """Raise no verdict from here on."""
+        self._raises = False
+
+    def leave(self, state: str) -> None:
+        """Take leave of the others, as ``"done"`` or as ``"left"``.
+
+        The peer that keeps the store waits for all others first.
+        """
+        self.hush()
+        self._state, count = state, self._count
+        alone = time.monotonic() + GRACE
+        # Two whole turns: the one that is under way may have spoken already.
+        while self._count < count + 2 and not self._storeless and time.monotonic() < alone:
+            self._wake.set()
+            time.sleep(0.01)
+        end = time.monotonic() + min(self._patience, 2 * GRACE)
+        while self._host == self._rank and not self._all_gone():
+            # A peer that is done waits for the rest, as long as these live.
+            if time.monotonic() > end and (state == "left" or self.verdict):
+                break
+            time.sleep(self._interval / 5)
+        self._closed.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(self._interval)
+        signal.signal(signal.SIGUSR1, self._before)
+
+    def _all_gone(self) -> bool:
+        return all(
+            beat.state != "here" or rank in (self._rank, self._accused)
+            for rank, beat in enumerate(self._beats)
+        )
+
+    def _exchange_beats(self) -> None:
+        keys = [beat_key(rank) for rank in range(len(self.names))]
+        while not self._closed.is_set():
+            try:
+                self._store.set(keys[self._rank], Beat(self._count + 1, self._round, self._state).text())
+                if self._store.check([STOP]):
+                    self._judge(*json.loads(self._store.get(STOP)))
+                self._read(self._store.multi_get(keys))
+                self._speak()
+            except RuntimeError:
+                if not self._closed.is_set():
+                    self._lost_store(GONE)
+                return
+            self._count += 1
+            self._answered = time.monotonic()
+            self._wake.wait(self._interval)
+            self._wake.clear()
+
+    def _read(self, texts: Sequence[bytes]) -> None:
+        now = time.monotonic()
+        for rank, text in enumerate(texts):
+            beat = Beat.parse(text.decode())
+            if beat != self._beats[rank]:
+                self._beats[rank], self._changed[rank] = beat, now
+            elif beat.state == "here" and now - self._changed[rank] > self._patience:
+                self.accuse(rank, self._silence())
+
+    def _speak(self) -> None:
+        """Bring the first accusation into the store, unless there is a word already."""
+        with self._lock:
+            blames, self._blames = self._blames, []
+        if blames and not self.verdict:
+            self._judge(*json.loads(self._store.compare_set(STOP, "", json.dumps(blames[0]))))
+
+    def _look_after(self) -> None:
+        last = time.monotonic()
+        while not self._closed.wait(self._interval):
+            now = time.monotonic()
+            if now - last > self._patience:
+                self._judge(self._rank, f"was itself stopped for {now - last:.0f} seconds")
+            last = now
+            if now - self._answered > self._patience:
+                self._lost_store(self._silence())
+            limit = self._limit
+            if limit is not None and now > limit[0]:
+                self.accuse(self._rank, f"has taken longer for {limit[1]}")
+            if self.verdict and self._raises and now - self._judged > GRACE:
+                # The main thread is inside a library and does not hear.
+                sys.stderr.write(f"error: {self.verdict}\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+    def _silence(self) -> str:
+        return f"has given no sign of life for {self._patience:g} seconds"
+
+    def _lost_store(self, why: str) -> None:
+        self._storeless = True
+        if self._host is None:
+            self._judge(None, f"the store that torchrun keeps {why}")
+        else:
+            self._judge(self._host, why)
+
+    def _judge(self, rank: int | None, why: str) -> None:
+        with self._lock:
+            if self.verdict:
+                return
+            who = why if rank is None else f"{self.names[rank]} {why}"
+            self._accused, self._judged = rank, time.monotonic()
+            self.verdict = f"{who}; whole rounds are kept: start all peers again with --resume"
+        if self._raises:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._raises:
+            self._raise()
+
+    def _raise(self) -> NoReturn:
+        self._raises = False
+        raise PeerError(self.verdict)
