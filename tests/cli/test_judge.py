@@ -186,11 +186,11 @@ def test_texts_go_on_where_they_stopped(runs, place, monkeypatch):
     are those of a command that was never stopped."""
     made, real = [], texts.complete_batch
 
-    def dies(backbone, tensors, prompts, *others):
+    def dies(backbone, tensors, prompts, *others, **more):
         made.append(len(prompts))
         if len(made) == 3:
             raise OSError("killed")
-        return real(backbone, tensors, prompts, *others)
+        return real(backbone, tensors, prompts, *others, **more)
 
     monkeypatch.setattr(texts, "complete_batch", dies)
     monkeypatch.setattr(texts, "BATCH", 2)

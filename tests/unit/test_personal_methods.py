@@ -13,7 +13,9 @@ from prefed.methods import METHODS, fedsdg
 from quadratic import LATER, Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
 
 BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
-PERSONAL = tuple(name for name, kind in METHODS.items() if kind.personal and name != "local")
+PERSONAL = tuple(
+    n for n, kind in METHODS.items() if kind.personal and kind.reads == "policy" and n != "local"
+)
 
 
 def make(name: str, rule: str = "fedit", rounds: int = 5, blocks: int = 3, **settings: object):

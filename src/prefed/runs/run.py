@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from prefed import files
 from prefed.align import check_inputs
@@ -33,7 +33,6 @@ from prefed.runs.summary import Profiles, mean_models, read_profiles, summarize
 from prefed.runs.taste_figures import tell_tastes
 from prefed.runs.worker_job import job_factory
 from prefed.store import RunReader, RunWriter
-from prefed.train.trainer_factory import PairTrainerFactory
 from prefed.wire import decode_state, encode
 
 ADAPTERS = "adapters"
@@ -145,8 +144,7 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
         rounds = ServerRounds if job.graph is None else NeighbourRounds
         server = rounds(job, writer, backend, callback).run()
         profiles = read_profiles(job, backend.states)
-        model = cast(PairTrainerFactory, job.trainers).backbone
-        tastes = tell_tastes(job, model, experiment.method.settings.goal(), server, backend.states)
+        tastes = tell_tastes(job, experiment.method.settings.goal(), server, backend.states)
     conclude(job, writer, server, profiles, callback, tastes)
 
 

@@ -20,6 +20,7 @@ from prefed.methods.base.tastes import Z
 from prefed.metrics.latent import Array, active_units, kl_per_dimension, latent_map, transfer
 from prefed.models import Backbone
 from prefed.models.variational import POSTERIOR, PROTOTYPES, trainable_share
+from prefed.train.trainer_factory import PairTrainerFactory
 from prefed.wire import decode_state
 
 NO_TASTE = 0.02
@@ -146,7 +147,7 @@ def measure_tastes(
 
 
 def tell_tastes(
-    job: Job, backbone: Backbone, goal: Objective, server: State, states: ClientStates | None
+    job: Job, goal: Objective, server: State, states: ClientStates | None
 ) -> dict[str, Any] | None:
     """What a run that ends tells of its tastes, rounded: see ``plain`` of :class:`Tastes`.
 
@@ -158,6 +159,8 @@ def tell_tastes(
     """
     if job.method.infer is None or states is None:
         return None
+
+    backbone = cast(PairTrainerFactory, job.trainers).backbone
 
     def private(client: str) -> State:
         state = states.read(client)
