@@ -11,12 +11,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed import files
 from prefed.core import State
-from prefed.store import RunReader, RunWriter, StoreError, client_file, writer
+from prefed.store import NodeFile, RunReader, RunWriter, StoreError, client_file, writer
 from prefed.wire import encode
 
 
@@ -472,3 +473,13 @@ def test_the_commit_is_its_owners_to_read(tmp_path):
     """It holds digests of private states."""
     play(tmp_path / "run", 1)
     assert (tmp_path / "run/checkpoint/COMMIT.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_nodes_that_are_closed_twice_close_no_other_file(tmp_path):
+    """The next file gets the number of the one that was closed."""
+    nodes = NodeFile.create(tmp_path / "nodes", 2, 3, torch.float32)
+    nodes.close()
+    with (tmp_path / "other").open("wb") as other:
+        nodes.close()
+        other.write(b"whole")
+    assert (tmp_path / "other").read_bytes() == b"whole"

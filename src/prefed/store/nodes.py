@@ -78,8 +78,11 @@ class NodeFile:
             self._write(node, columns, row)
 
     def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._handle)
+        """Let go of the file. A second time does nothing."""
+        # The kernel gives the number of a closed handle to the next file that is opened.
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
 
     def _place(self, node: int, columns: slice) -> int:
         return self._start + (node * self.size + int(columns.start)) * self._width
