@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefed.core import Objective, Privacy
+from prefed.core import Objective, Privacy, Tensors
 from prefed.engines.validation import validate_upload
 from prefed.losses import LATENT
 from prefed.merge.posteriors import summarize
@@ -142,6 +142,24 @@ def test_a_hostile_posterior_leaves_the_others_finite(pairs, value):
     upload, _ = exchange.work(
         run.client("b", 2), run.private["b"], exchange.send(run.server, "b", run.now(2))
     )
+    assert all(tensors.isfinite() for tensors in upload.tensors.values())
+
+
+@pytest.mark.parametrize("prototypes", [False, True])
+@pytest.mark.parametrize("teller", ["a", "ab"])
+def test_a_hostile_posterior_among_the_first_leaves_the_others_finite(pairs, prototypes, teller):
+    """Nobody, or one client, told a taste before, so no median bounds it: c's whole prior is the liar, and it
+    still trains, and judges with the population's taste, in finite numbers."""
+    run = Federation("fedvpa", {"prototypes": prototypes}, pairs).run(1, [teller])
+    (exchange,) = run.method.exchanges
+    told = run.uploads[0].tensors["posterior"]
+    far = {"posterior/mean": torch.full((4,), 1e30), "posterior/log_variance": torch.full((4,), -1e30)}
+    lying = replace(
+        run.uploads[0], tensors={**run.uploads[0].tensors, "posterior": Tensors.gather(told.layout, far)}
+    )
+    server = exchange.merge(run.method.init_server(run.model.initial), [lying, *run.uploads[1:]], run.now(1))
+    assert float(server.tensors["taste"][Z].norm()) < 10
+    upload, _ = exchange.work(run.client("c", 2), run.private["c"], exchange.send(server, "c", run.now(2)))
     assert all(tensors.isfinite() for tensors in upload.tensors.values())
 
 

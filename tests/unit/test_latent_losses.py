@@ -16,7 +16,6 @@ from scipy import integrate, stats
 from prefed.losses import latent
 from prefed.losses.latent import (
     Gaussian,
-    bradley_terry,
     gumbel,
     mixture_kl,
     mixture_kl_bound,
@@ -197,12 +196,6 @@ def test_pull_and_orthogonality_by_hand() -> None:
     assert orthogonality(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), 3.0) == 88
 
 
-def test_preference_term_by_hand() -> None:
-    """Log-odds of log 3 are a probability of ¾: the loss is log 4/3, and log 4 for the other label."""
-    margin = torch.tensor([math.log(3), -math.log(3)])
-    assert bradley_terry(margin).tolist() == pytest.approx([math.log(4 / 3), math.log(4)])
-
-
 def test_gradients() -> None:
     """Every argument that trains, by finite differences in float64."""
     arguments = [normal(seed, *shape).requires_grad_() for seed, shape in enumerate([(3,), (3,), (4,)])]
@@ -224,4 +217,3 @@ def test_gradients() -> None:
     prototypes = normal(13, 2, 3).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: orthogonality(p, 5.0), [prototypes])
     assert torch.autograd.gradcheck(lambda z, p: prototype_pull(z, p[1]), [arguments[0], prototypes])
-    assert torch.autograd.gradcheck(bradley_terry, [arguments[0]])

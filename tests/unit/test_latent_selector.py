@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefed.core import Key
-from prefed.losses.latent import Gaussian, bradley_terry, orthogonality, prototype_pull, standard_kl
+from prefed.losses.latent import Gaussian, orthogonality, prototype_pull, standard_kl
 from prefed.models.config import VariationalSettings
 from prefed.models.variational import CAP, PROTOTYPES, VARIATIONAL, VariationalSelector
 
@@ -39,7 +39,7 @@ def accuracies(decoder: str) -> tuple[float, float]:
         q = Gaussian(*model.posterior(weights, features, cap=CAP))
         z = q.sample(torch.randn(4, generator=draw))
         odds = model.log_odds(weights, hidden[batch], z, base[batch])
-        loss = bradley_terry(signs[batch, None] * odds).mean() + 0.1 * standard_kl(q)
+        loss = torch.nn.functional.softplus(-signs[batch, None] * odds).mean() + 0.1 * standard_kl(q)
         loss = loss + prototype_pull(z, prototypes[client]) + 0.1 * orthogonality(prototypes, 5.0)
         optimizer.zero_grad()
         loss.backward()

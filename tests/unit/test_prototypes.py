@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -188,7 +189,7 @@ def test_noise_has_the_size_it_says() -> None:
 
 def test_bounds_leave_honest_posteriors_as_they_are() -> None:
     """Lengths 1, 2, 3, 1e30: the upper median is 3 and three times that is 9. Prototypes of length 20 let a
-    mean of that length pass."""
+    mean of that length pass. Variances e⁻¹² and e¹² are cut to a width of 9: e¹² becomes 81."""
     lengths = {"d": 1e30, "a": 1.0, "c": 3.0, "b": 2.0}
     sent = {c: Posterior(torch.tensor([0.0, x]), torch.tensor([-2.0, -3.0])) for c, x in lengths.items()}
     sent["a"] = Posterior(sent["a"].mean, torch.tensor([-1e30, 1e30]))
@@ -196,10 +197,25 @@ def test_bounds_leave_honest_posteriors_as_they_are() -> None:
     assert list(bounded) == ["a", "b", "c", "d"]
     assert all(bounded[c].mean is sent[c].mean for c in "abc")
     assert bounded["d"].mean.tolist() == pytest.approx([0.0, 9.0])
-    assert bounded["a"].log_variance.tolist() == [-12.0, 12.0]
+    assert bounded["a"].log_variance.tolist() == pytest.approx([-12.0, math.log(81)], abs=1e-6)
     assert bounded["b"].log_variance.tolist() == [-2.0, -3.0]
     assert bound_posteriors(sent, 20.0)["d"].mean.tolist() == pytest.approx([0.0, 20.0])
     assert bound_posteriors({}, 5.0) == {}
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_first_to_tell_is_bounded_too(others: int) -> None:
+    """Among one or two posteriors the upper median would be the liar's own length. In 4 dimensions √d = 2,
+    three times that is 6, and a prototype may be longer. An honest mean and variance are left as they are."""
+    liar = Posterior(torch.tensor([0.0, 0.0, 0.0, 1e30]), torch.full((4,), 1e30))
+    honest = Posterior(torch.tensor([3.0, -3.0, 0.0, 0.0]), torch.tensor([0.0, -3.0, 1.0, 2.0]))
+    sent = {"liar": liar, **{f"c{k}": honest for k in range(others)}}
+    for length, most in ((0.0, 6.0), (5.0, 6.0), (20.0, 20.0)):
+        bounded = bound_posteriors(sent, length)
+        assert bounded["liar"].mean.tolist() == pytest.approx([0, 0, 0, most])
+        assert float(bounded["liar"].log_variance.exp().sum()) == pytest.approx(most**2)
+        for k in range(others):
+            assert [value.tolist() for value in bounded[f"c{k}"]] == [value.tolist() for value in honest]
 
 
 @given(SEEDS)

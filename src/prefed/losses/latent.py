@@ -16,7 +16,7 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from prefed.core.lazy import F, torch
+from prefed.core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,18 +43,6 @@ class Gaussian(NamedTuple):
         """``[...]`` log N(z; μ, diag σ²) in nats, for ``z`` ``[..., d]`` that broadcasts with μ."""
         square = (z - self.mean).square() * (-self.log_variance).exp()
         return -0.5 * (square + self.log_variance + math.log(2 * math.pi)).sum(-1)
-
-
-def bradley_terry(margin: Tensor) -> Tensor:
-    """−log σ(r_w − r_l) per pair: the negative log-likelihood of Bradley, Terry (1952) and Luce.
-
-    Args:
-        margin: ``[...]`` log-odds that the chosen response is the better one.
-
-    >>> bradley_terry(torch.zeros(1))
-    tensor([0.6931])
-    """
-    return F.softplus(-margin)
 
 
 def standard_kl(q: Gaussian) -> Tensor:

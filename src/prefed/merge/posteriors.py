@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 CENTER = -3.0
 """About where log σ² lies; a constant that everybody knows, so clipping around it tells nothing."""
 OUTLYING = 3.0
-"""A mean this many times as long as the median is shortened."""
+"""A mean this many times as long as the median is shortened, and a posterior this many times as wide as
+N(0, I) is narrowed."""
 WIDEST = 12.0
 """The bounds on log σ̄² are ± this."""
 
@@ -79,21 +80,31 @@ def bound_posteriors(posteriors: Mapping[str, Posterior], length: float) -> dict
     """Client → its posterior with numbers that can do no harm to other clients, sorted by client.
 
     A client may send any finite numbers. A mean that is :data:`OUTLYING` times as long as the upper median
-    and longer than ``length`` is shortened to the longer of the two. log σ̄² is kept within ±:data:`WIDEST`,
-    far beyond what training gives, so that every density is finite in float32.
+    and longer than ``length`` is shortened to the longer of the two. One or two posteriors have no median
+    that a single client could not choose: √d_z, the length of a draw of N(0, I), stands for it. log σ̄² is
+    kept within ±:data:`WIDEST`, so that every density is finite in float32. Where draws would lie further
+    from their mean, by √Σσ̄², than a mean may be long and than :data:`OUTLYING` · √d_z, all σ̄ are scaled down
+    to the longer of the two: whoever draws from it, such as an alignment, gets tastes of usual length.
 
     Args:
         length: that of the longest prototype; means up to it are left as they are.
     """
     clients = sorted(posteriors)
+    if not clients:
+        return {}
     norms = {c: float(torch.linalg.vector_norm(posteriors[c].mean, dtype=torch.float64)) for c in clients}
-    ranked = sorted(norms.values())
-    most = max(length, OUTLYING * ranked[len(ranked) // 2]) if ranked else math.inf
+    ranked, prior = sorted(norms.values()), math.sqrt(len(posteriors[clients[0]].mean))
+    most = max(length, OUTLYING * (ranked[len(ranked) // 2] if len(ranked) > 2 else prior))
+    widest = max(most, OUTLYING * prior)
 
     def bounded(client: str) -> Posterior:
         mean, log_variance = posteriors[client]
         if norms[client] > most:
             mean = (mean.double() * (most / norms[client])).to(mean.dtype)
-        return Posterior(mean, log_variance.clamp(-WIDEST, WIDEST))
+        log_variance = log_variance.clamp(-WIDEST, WIDEST)
+        width = math.sqrt(float(log_variance.double().exp().sum()))
+        if width > widest:
+            log_variance = (log_variance - 2 * math.log(width / widest)).clamp(min=-WIDEST)
+        return Posterior(mean, log_variance)
 
     return {client: bounded(client) for client in clients}
