@@ -54,6 +54,8 @@ def test_torchrun_starts_peers(tmp_path):
         ({}, (None, None, None), "--rank and --peers and --at are missing"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, ("a:1", None, None), "--rank = 2: 2 peers have the ranks 0 to 1"),
         ({}, ("mars", 0, 2), "--at are missing|write HOST:PORT"),
+        ({}, ("mars:295000", 0, 2), "write HOST:PORT, .* a port is 1 to 65535"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, ("a:1", None, None), "--rank = 'one': write a whole number"),
     ],
 )
 def test_a_place_that_is_not_whole_is_refused(environment, options, message):

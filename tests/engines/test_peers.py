@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import toy
 from prefed import Experiment, run
@@ -20,8 +21,9 @@ from prefed.engines.tasks import Task, run_task
 from prefed.models.tiny import make_tiny
 from prefed.peer import rounds
 from prefed.peer.__main__ import stop
-from prefed.peer.meeting import Place
+from prefed.peer.meeting import Meeting, Place
 from prefed.peer.run import peer_folder, run_peer
+from prefed.peer.watch import STOP, Beat, PeerError, Watch, beat_key
 from prefed.runs.build import build_job
 from prefed.store import RunReader
 from prefed.wire import decode_upload, encode
@@ -93,9 +95,7 @@ def peers(out, experiments, *, resume=False, fails=None, patience=20.0, clients=
 
     A peer that stopped itself is killed once the others have ended.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     out.mkdir(exist_ok=True)
     children, fails = [], fails or {}
     for rank, each in enumerate(experiments):
@@ -283,6 +283,92 @@ def test_peers_that_do_not_agree_are_refused(place, tmp_path):
         assert "method.lr is 0.02, not 0.01" in each.text
     for each in peers(tmp_path / "clients", [experiment(place)] * 3, clients=("w0", "w1", "w0")):
         assert "both have client 'w0'" in each.text
+
+
+def meet(out, places):
+    """Come to one meeting from forked processes, one a place; what each said of it."""
+    children = []
+    for number, place in enumerate(places):
+        child = os.fork()
+        if child == 0:
+            text = "met"
+            try:
+                with Meeting(place):
+                    pass
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            (out / f"met-{number}").write_text(text)
+            os._exit(0)
+        children.append(child)
+        # Each has come before the next.
+        time.sleep(1.0)
+    for child in children:
+        os.waitpid(child, 0)
+    return [(out / f"met-{number}").read_text() for number in range(len(places))]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_peers_with_one_rank_or_another_number_of_peers_are_told(tmp_path):
+    """Two that both beat as peer 1 would wait for each other's neighbours for ever."""
+    port = free_port()
+    ranks = [Place(rank, 3, "127.0.0.1", port, join=30) for rank in (0, 1, 1, 2)]
+    first, old, new, last = meet(tmp_path, ranks)
+    assert (first, new, last) == ("met", "met", "met")
+    assert old == "PeerError: another process has come as peer 1: give each peer a --rank of its own"
+    port = free_port()
+    first, other = meet(tmp_path, [Place(0, 2, "127.0.0.1", port, join=4), Place(1, 3, "127.0.0.1", port)])
+    assert "of 2 peers, 1 did not come" in first
+    assert "PeerError: peer 1 has --peers 3, and peer 0 has 2: start all with the same" in other
+
+
+def test_who_comes_after_all_have_come_is_sent_away():
+    store = HashStore()
+    begun = Meeting(Place(0, 1))
+    begun._store = store
+    begun._wait_for_all(0.0)
+    late = Meeting(Place(0, 1))
+    late._store = store
+    with pytest.raises(PeerError, match="peer 0 has come already"):
+        late._wait_for_all(0.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "verdict"),
+    [
+        (beat_key(1), "1 2", "peer 1 has given a sign of life that cannot be read"),
+        (beat_key(1), b"\xff", "peer 1 has given a sign of life that cannot be read"),
+        (STOP, "[9, 'gone']", "a word about a peer at fault cannot be read"),
+        (STOP, '[9, "gone"]', "a word about a peer at fault cannot be read"),
+        (STOP, "7", "a word about a peer at fault cannot be read"),
+    ],
+)
+def test_words_that_cannot_be_read_end_the_run_of_all(key, word, verdict):
+    """They do not end the thread that reads them: then a watch would find the store silent, and name its
+    keeper, peer 0."""
+    store = HashStore()
+    store.set(beat_key(1), Beat().text())
+    watch = Watch(store, 0, ["peer 0", "peer 1"], 0, 1.0)
+    watch.start()
+    watch.hush()
+    store.set(key, word)
+    assert watch.wait_for_verdict(10.0).startswith(verdict)
+    watch.leave("left")
+
+
+def test_what_a_peer_tells_must_be_of_its_kind():
+    """The peer is named: an error of another kind would be laid at the door of whoever reads it."""
+    meeting = Meeting(Place(0, 2))
+    meeting._store = store = HashStore()
+    meeting.watch = Watch(store, 0, ["peer 0", "peer 1"], 0, 1.0)
+    for what, own, other in (("client", "a", '["b"]'), ("rounds", [1], "[]"), ("settings", {}, "{")):
+        store.set(f"{what}/1", other)
+        with pytest.raises(PeerError, match=f"peer 1 tells of its {what} what cannot be read"):
+            meeting.share(what, own)
 
 
 class Tampers(Callback):

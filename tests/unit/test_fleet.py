@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import islice
 
 import numpy as np
@@ -197,7 +198,7 @@ def test_jitter_is_of_the_visit_and_speed_of_the_client():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("client,start\nx,1\n", "line 2: there is no client 'x'"),
+        ("client,start\nx,1\n", "line 2: there is no client 'x' among those that train"),
         ("start\n1\n", "line 2: there is no client"),
         ("client,begin\na,1\n", "line 2: no such column: 'begin'"),
         ("client,start\na,soon\n", "line 2: start is 'soon', not a number"),
@@ -215,6 +216,20 @@ def test_wrong_traces_are_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as caught:
         plan(1, "ab", trace=path, period=10)
     assert str(caught.value).startswith(path)
+
+
+def test_a_fleet_whose_visits_never_end_with_a_reply_is_given_up(tmp_path, monkeypatch):
+    """There for 5 s of every 10, and a visit takes 6: the schedule would go on for ever."""
+    monkeypatch.setattr(sys.modules["prefed.fleet.schedule"], "VAIN", 50)
+    path = trace(tmp_path, "client,start,end\na,0,5\n")
+    for server in ("synchronous", "buffered"):
+        with pytest.raises(FleetError, match=r"round 1: 50 visits in a row .* the last of 'a': "):
+            plan(1, "a", server=server, trace=path, period=10, seconds=6)
+
+
+def test_a_client_called_0_in_json_lines(tmp_path):
+    (one,) = plan(1, "0", trace=trace(tmp_path, '{"client": 0, "seconds": 2}', "trace.jsonl"))
+    assert one.at == 2
 
 
 def test_wrong_json_lines_are_refused(tmp_path):

@@ -248,7 +248,7 @@ def test_edges_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a b\nb f\n", "line 2: there is no client 'f'"),
+        ("a b\nb f\n", "line 2: there is no client 'f' among those that train"),
         ("a b c\n", "line 1: an edge is two clients, and here are 3 words"),
         ("a b\n\nc c\n", "line 3: 'c' is no neighbour of itself"),
         (
@@ -264,6 +264,18 @@ def test_wrong_edges_are_refused(tmp_path, text, message):
         five("edges", file=str(path)).matrix(1)
     with pytest.raises(ValueError, match="cannot be read"):
         five("edges", file=str(tmp_path / "none.txt")).matrix(1)
+
+
+def test_edges_that_leave_clients_apart_are_refused_with_the_name_of_the_file(tmp_path):
+    path = tmp_path / "edges.txt"
+    path.write_text("a b\nc d\nd e\n")
+    with pytest.raises(ValueError, match="not connected") as caught:
+        five("edges", file=str(path)).check()
+    assert str(caught.value).startswith(f"[graph] file = '{path}': ")
+    path.write_text("a b\nx y\n")
+    with pytest.raises(ValueError, match="line 2") as caught:
+        five("edges", file=str(path)).check()
+    assert str(caught.value).startswith(f"{path}, line 2")
 
 
 def test_a_matrix_from_a_file(tmp_path):
@@ -319,7 +331,12 @@ def test_a_sequence_must_be_connected_in_its_union():
     Topology(GraphConfig(**config, window=10), clients(4), Key(0)).check()
     with pytest.raises(ValueError, match=r"in rounds 3 to 3 taken together \(window = 1\)"):
         Topology(GraphConfig(**config, window=1), clients(4), Key(0)).check(3)
-    with pytest.raises(ValueError, match="the graph is not connected: it has"):
+    with pytest.raises(ValueError, match=r"raise \[graph\] window"):
+        Topology(GraphConfig(**config, window=1), clients(4), Key(0)).check()
+    with pytest.raises(
+        ValueError,
+        match=r"^\[graph\] name = 'erdos_renyi': the graph is not connected: it has.*raise \[graph\] probab",
+    ):
         Topology(GraphConfig(name="erdos_renyi", probability=0.01), clients(9), Key(0)).check()
     assert 0 < Topology(GraphConfig(**config), clients(4), Key(0)).rho() < 1
 

@@ -14,6 +14,9 @@ from prefed.core import Key
 from prefed.fleet.client import FleetClient, fleet_clients
 from prefed.fleet.config import FleetConfig
 
+VAIN = 100_000
+"""Visits in a row without a reply after which a fleet is given up."""
+
 
 class FleetError(ValueError):
     """A fleet that cannot do what is asked of it."""
@@ -85,7 +88,8 @@ def schedule(
         work: client → the work of its visits, as a multiple of the usual; 1 where left out.
 
     Raises:
-        FleetError: there are fewer members than a merge needs replies; or no client is there ever again.
+        FleetError: there are fewer members than a merge needs replies; or no client is there ever again, or
+            :data:`VAIN` visits in a row ended without a reply.
         ValueError: the trace is wrong.
 
     >>> fleet = FleetConfig(server="buffered", buffer=1)
@@ -116,6 +120,7 @@ class _Server:
         self.at_work: list[tuple[float, Visit, bool]] = []
         self.replies: list[Visit] = []
         self.lost: list[Visit] = []
+        self.vain = 0
 
     def rounds(self) -> Iterator[ScheduledRound]:
         while True:
@@ -170,6 +175,13 @@ class _Server:
         while self.at_work and self.at_work[0][0] == end:
             _, visit, replies = heapq.heappop(self.at_work)
             (self.replies if replies else self.lost).append(visit)
+            self.vain = 0 if replies else self.vain + 1
+        if self.vain >= VAIN:
+            raise FleetError(
+                f"round {self.model + 1}: {self.vain:,} visits in a row ended without a reply, the last of "
+                f"{self.lost[-1].client!r}: clients drop out too often, or go away before a visit ends; "
+                "lower [fleet] seconds, network or dropout, or have clients there for longer"
+            )
 
     def _due(self) -> bool:
         if self.buffered:

@@ -55,11 +55,14 @@ def read_trace(
     windows: dict[str, list[tuple[Window, int]]] = {client: [] for client in usual}
     for number, row in _rows(path):
         where = f"{path}, line {number}"
-        client = str(row.get("client") or "")
+        client = "" if row.get("client") is None else str(row["client"])
         if not client:
             raise ValueError(f"{where}: there is no client")
         if client not in windows:
-            raise ValueError(f"{where}: there is no client {client!r}{did_you_mean(client, windows)}")
+            raise ValueError(
+                f"{where}: there is no client {client!r} among those that train"
+                f"{did_you_mean(client, windows)}"
+            )
         windows[client].append((_window(row, usual[client], period, where), number))
     for client, found in windows.items():
         if not found:

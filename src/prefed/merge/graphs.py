@@ -123,12 +123,13 @@ class Graph:
         links = coo_array((ones, (self.edges[:, 0], self.edges[:, 1])), shape=(self.nodes, self.nodes))
         return np.asarray(connected_components(links, directed=False)[1])
 
-    def check_connected(self, clients: Sequence[str], when: str = "") -> None:
+    def check_connected(self, clients: Sequence[str], when: str = "", how: str = "") -> None:
         """Refuse a graph in which some client cannot reach another.
 
         Args:
             clients: the nodes' names.
             when: end of the message's first part, e.g. ``" in rounds 1 to 10"``.
+            how: what to set so that there are more edges, e.g. ``": raise [graph] window"``.
 
         Raises:
             ValueError: it is not connected. The message names two clients that cannot reach each other.
@@ -142,7 +143,7 @@ class Graph:
         raise ValueError(
             f"the graph is not connected{when}: it has {len(sizes)} parts, and no path leads from "
             f"{clients[alone]!r} (in a part of {pluralize(int(sizes.min()), 'client', 'clients')}) to "
-            f"{clients[other]!r}; add edges"
+            f"{clients[other]!r}; add edges{how}"
         )
 
 
@@ -229,7 +230,9 @@ def read_edges(path: Path, clients: Sequence[str]) -> Graph:
             )
         for name in names:
             if name not in index:
-                raise ValueError(f"{where}: there is no client {name!r}{did_you_mean(name, index)}")
+                raise ValueError(
+                    f"{where}: there is no client {name!r} among those that train{did_you_mean(name, index)}"
+                )
         if names[0] == names[1]:
             raise ValueError(f"{where}: {names[0]!r} is no neighbour of itself; remove the line")
         edges.append((index[names[0]], index[names[1]]))

@@ -66,11 +66,17 @@ class Topology:
         Raises:
             ValueError: as :meth:`matrix`; or the union of the graphs of the window is not connected.
         """
-        graphs = [matrix_graph(matrix) for matrix in self._window(start)]
-        end = start + self.config.window - 1
-        when = f" in rounds {start} to {end} taken together (window = {self.config.window})"
-        union = Graph.of(len(self.clients), np.concatenate([graph.edges for graph in graphs]))
-        union.check_connected(self.clients, when if self.config.varies else "")
+        config, end = self.config, start + self.config.window - 1
+        when = f" in rounds {start} to {end} taken together (window = {config.window})"
+        try:
+            graphs = [matrix_graph(matrix) for matrix in self._window(start)]
+            union = Graph.of(len(self.clients), np.concatenate([graph.edges for graph in graphs]))
+            union.check_connected(self.clients, when if config.varies else "", ": raise [graph] window")
+        except ValueError as error:
+            if config.file is not None and str(error).startswith(config.file):
+                raise
+            where = f"name = {config.name!r}" if config.file is None else f"file = {config.file!r}"
+            raise ValueError(f"[graph] {where}: {error}") from None
 
     def rho(self, start: int = 1) -> float:
         """ρ of a fixed graph; √λ₂(E[W²]) over the window's rounds from ``start`` of one that changes."""
@@ -85,7 +91,8 @@ class Topology:
         if self.config.name == "matrix":
             return read_matrix(Path(str(self.config.file)), self.clients)
         graph = self._base
-        graph.check_connected(self.clients)
+        drawn = self.config.name == "erdos_renyi"
+        graph.check_connected(self.clients, how=": raise [graph] probability" if drawn else "")
         return mixing_matrix(graph, self.config.weights)
 
     @cached_property

@@ -58,7 +58,8 @@ class Links:
     def expect(self, number: int, lengths: Mapping[str, int]) -> None:
         """Await a frame of each of these clients in round ``number``, with so many bytes."""
         self._frames = {
-            client: torch.empty(length, dtype=torch.uint8, device=self._device)
+            # Zeros: of a frame that is too short, the rest must not be what lay in this peer's memory.
+            client: torch.zeros(length, dtype=torch.uint8, device=self._device)
             for client, length in lengths.items()
         }
         if self._ahead:

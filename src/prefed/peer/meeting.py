@@ -9,14 +9,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
+from pydantic import Field, TypeAdapter
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from prefed.peer.watch import Beat, PeerError, Watch, beat_key
 
+_KINDS: Mapping[type, TypeAdapter[Any]] = {
+    str: TypeAdapter(str),
+    dict: TypeAdapter(dict[str, Any]),
+    list: TypeAdapter(Annotated[list[int], Field(min_length=1)]),
+}
 YEAR = timedelta(days=365)
 """No time-out of the library's own: the watch knows which peer is late, and the library does not."""
 
@@ -72,6 +78,9 @@ class Place:
                 f"{' and '.join(missing)} are missing: start all peers with torchrun --nproc-per-node=N -m "
                 "prefed.peer FILE, or each with --rank K --peers N --at HOST:PORT (HOST: peer 0's machine)"
             )
+        for name in ("--rank", "--peers"):
+            if not str(given[name]).removeprefix("-").isdecimal():
+                raise ValueError(f"{name} = {given[name]!r}: write a whole number")
         place = Place(int(given["--rank"] or 0), int(given["--peers"] or 0))
         if not 0 <= place.rank < place.peers:
             raise ValueError(
@@ -79,8 +88,10 @@ class Place:
             )
         if agent:
             return place
-        if not port.isdigit():
-            raise ValueError(f"--at = {address!r}: write HOST:PORT, e.g. 10.0.0.1:29500")
+        if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ValueError(
+                f"--at = {address!r}: write HOST:PORT, e.g. 10.0.0.1:29500; a port is 1 to 65535"
+            )
         return Place(place.rank, place.peers, host.strip("[]"), int(port))
 
 
@@ -137,12 +148,28 @@ class Meeting:
             raise PeerError(verdict) from error
 
     def share(self, what: str, value: Any) -> list[Any]:
-        """Tell all peers something, and get what each tells of it, by rank; JSON values."""
+        """Tell all peers something, and get what each tells of it, by rank.
+
+        Args:
+            value: a text, a mapping, or a list of round numbers; the others must tell the like.
+
+        Raises:
+            PeerError: a peer tells something else.
+        """
+        told, kind = [], _KINDS[type(value)]
         self._store.set(f"{what}/{self.place.rank}", json.dumps(value))
         keys = [f"{what}/{rank}" for rank in range(self.place.peers)]
         while not self._store.check(keys):
             time.sleep(0.02)
-        return [json.loads(text) for text in self._store.multi_get(keys)]
+        for rank, text in enumerate(self._store.multi_get(keys)):
+            try:
+                told.append(kind.validate_json(text, strict=True))
+            except ValueError:
+                raise PeerError(
+                    f"{self.watch.names[rank]} tells of its {what} what cannot be read: start all peers with "
+                    "one version of prefed"
+                ) from None
+        return told
 
     def agree(self, what: str, tables: Mapping[str, Any]) -> None:
         """See that all peers have the same values.
@@ -187,7 +214,10 @@ class Meeting:
         except RuntimeError as error:
             where = f"{place.host}:{place.port}"
             if place.rank == 0:
-                raise PeerError(f"cannot listen at {where}: {error}; choose another port in --at") from None
+                raise PeerError(
+                    f"cannot listen at {where}: {error}; choose another port in --at, or another "
+                    "--rank if peer 0 is there already"
+                ) from None
             raise PeerError(
                 f"peer 0 does not answer at {where} for {place.join:g} seconds: start it, or correct --at"
             ) from None
@@ -197,16 +227,46 @@ class Meeting:
         place, store = self.place, self._store
         ranks = range(place.peers)
         try:
+            if place.rank == 0:
+                store.set("peers", str(place.peers))
+            turn = store.add(f"turn/{place.rank}", 1)
+            if store.check(["begun"]):
+                raise PeerError(
+                    f"peer {place.rank} has come already, and the run goes on: give each peer a --rank of "
+                    "its own, or end all and start them again with --resume"
+                )
+            self._check_place(turn)
             store.set(f"host/{place.rank}", socket.gethostname())
             store.set(beat_key(place.rank), Beat().text())
             while not store.check([beat_key(rank) for rank in ranks]):
                 if time.monotonic() > end:
                     raise PeerError(_missing([k for k in ranks if not store.check([beat_key(k)])], place))
+                self._check_place(turn)
                 time.sleep(0.05)
+            # In this order: of two with one rank, one at least sees the other.
+            store.set("begun", "")
+            self._check_place(turn)
             hosts = store.multi_get([f"host/{rank}" for rank in ranks])
         except dist.DistError:
             raise PeerError("peer 0 ended before all peers had come: see what it says") from None
-        return [f"peer {rank} (on {host.decode()})" for rank, host in enumerate(hosts)]
+        return [f"peer {rank} (on {host.decode(errors='replace')})" for rank, host in enumerate(hosts)]
+
+    def _check_place(self, turn: int) -> None:
+        """See that peer 0 counts as many peers, and that this one is the last that came with its rank.
+
+        Raises:
+            PeerError: it is not so.
+        """
+        place, store = self.place, self._store
+        count = int(store.get("peers")) if store.check(["peers"]) else place.peers
+        if count != place.peers:
+            raise PeerError(
+                f"peer {place.rank} has --peers {place.peers}, and peer 0 has {count}: start all with the same"
+            )
+        if int(store.get(f"turn/{place.rank}")) != turn:
+            raise PeerError(
+                f"another process has come as peer {place.rank}: give each peer a --rank of its own"
+            )
 
 
 def _missing(ranks: Sequence[int], place: Place) -> str:

@@ -20,6 +20,8 @@ from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from prefed.core.text import printable_lines
+
 STOP = "stop"
 """The key of the verdict in the store."""
 GONE = "is gone: its connection closed"
@@ -177,7 +179,7 @@ class Watch:
             try:
                 self._store.set(keys[self._rank], Beat(self._count + 1, self._round, self._state).text())
                 if self._store.check([STOP]):
-                    self._judge(*json.loads(self._store.get(STOP)))
+                    self._heed(self._store.get(STOP))
                 self._read(self._store.multi_get(keys))
                 self._speak()
             except RuntimeError:
@@ -192,7 +194,11 @@ class Watch:
     def _read(self, texts: Sequence[bytes]) -> None:
         now = time.monotonic()
         for rank, text in enumerate(texts):
-            beat = Beat.parse(text.decode())
+            try:
+                beat = Beat.parse(text.decode())
+            except ValueError:
+                self.accuse(rank, "has given a sign of life that cannot be read")
+                continue
             if beat != self._beats[rank]:
                 self._beats[rank], self._changed[rank] = beat, now
             elif beat.state == "here" and now - self._changed[rank] > self._patience:
@@ -203,7 +209,15 @@ class Watch:
         with self._lock:
             blames, self._blames = self._blames, []
         if blames and not self.verdict:
-            self._judge(*json.loads(self._store.compare_set(STOP, "", json.dumps(blames[0]))))
+            self._heed(self._store.compare_set(STOP, "", json.dumps(blames[0])))
+
+    def _heed(self, word: bytes) -> None:
+        """Take the word in the store as the verdict. Any peer may have written it."""
+        try:
+            rank, why = json.loads(word)
+            self._judge(rank if rank is None else range(len(self.names))[rank], str(why))
+        except (ValueError, TypeError, IndexError, RecursionError):
+            self._judge(None, "a word about a peer at fault cannot be read")
 
     def _look_after(self) -> None:
         last = time.monotonic()
@@ -219,7 +233,7 @@ class Watch:
                 self.accuse(self._rank, f"has taken longer for {limit[1]}")
             if self.verdict and self._raises and now - self._judged > GRACE:
                 # The main thread is inside a library and does not hear.
-                sys.stderr.write(f"error: {self.verdict}\n")
+                sys.stderr.write(printable_lines(f"error: {self.verdict}") + "\n")
                 sys.stderr.flush()
                 os._exit(1)
 
