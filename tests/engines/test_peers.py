@@ -323,7 +323,7 @@ def test_two_peers_with_one_rank_or_another_number_of_peers_are_told(tmp_path):
     port = free_port()
     first, other = meet(tmp_path, [Place(0, 2, "127.0.0.1", port, join=4), Place(1, 3, "127.0.0.1", port)])
     assert "of 2 peers, 1 did not come" in first
-    assert "PeerError: peer 1 has --peers 3, and peer 0 has 2: start all with the same" in other
+    assert "PeerError: peer 1 has --peers 3, and peer 0 has 2: start all alike" in other
 
 
 def test_who_comes_after_all_have_come_is_sent_away():

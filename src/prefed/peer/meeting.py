@@ -261,7 +261,7 @@ class Meeting:
         count = int(store.get("peers")) if store.check(["peers"]) else place.peers
         if count != place.peers:
             raise PeerError(
-                f"peer {place.rank} has --peers {place.peers}, and peer 0 has {count}: start all with the same"
+                f"peer {place.rank} has --peers {place.peers}, and peer 0 has {count}: start all alike"
             )
         if int(store.get(f"turn/{place.rank}")) != turn:
             raise PeerError(
