@@ -1,11 +1,14 @@
 """An alignment without a run: a tiny model, prompts, and selectors at random places."""
 
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from finished import small_place
-from prefed.align import Alignment, ClientPrompts, Selectors
+from prefed.align import Alignment, ClientPrompts, Selectors, align
 from prefed.config import AlignConfig
 from prefed.core import Key
 from prefed.data import DataConfig, SelectorConfig
@@ -80,3 +83,42 @@ def content(folder):
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.is_relative_to(folder / "cache")
     }
+
+
+class Killed(BaseException):
+    """What ends a process."""
+
+
+def align_killed(alignment, monkeypatch, *, at, most):
+    """Align in processes that are each killed in the middle of write or rename number ``at``, until one comes
+    through; how many there were. After ``most`` of them it gives up."""
+    left, write, rename = [0], os.write, Path.rename
+
+    def killed():
+        left[0] -= 1
+        return left[0] == 0
+
+    def half(handle, data):
+        if killed():
+            write(handle, data[: len(data) // 2])
+            raise Killed
+        return write(handle, data)
+
+    def no_rename(self, target):
+        if killed():
+            raise Killed
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setattr(os, "write", half)
+    monkeypatch.setattr(Path, "rename", no_rename)
+    processes = 0
+    while processes < most:
+        left[0], processes = at, processes + 1
+        # A new process has nothing in memory.
+        try:
+            align(replace(alignment))
+            break
+        except Killed:
+            continue
+    return processes

@@ -343,6 +343,18 @@ def of_experiment(experiment: Any, folder: Path) -> Job:
     )
 
 
+class InterruptAt(Callback):
+    """Interrupts a run after so many tasks."""
+
+    def __init__(self, task):
+        self.left = task
+
+    def on_task_end(self, what, done, of):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
 def run(
     path: Path, *, resume: bool = False, backend: Any = InProcess, callback: Any = None, **changes: Any
 ) -> State:

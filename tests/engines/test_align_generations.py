@@ -1,16 +1,14 @@
 """A policy that takes tastes, without a run: its generations, what they draw, and how they stop and go on."""
 
-import os
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from alignments import content, make_alignment, make_place, rows
+from alignments import align_killed, content, make_alignment, make_place, rows
 from prefed.align import AlignError, KnownTastes, Selectors, align
 from prefed.align.epochs import read_state
 from prefed.align.generation import Generation
@@ -169,42 +167,11 @@ def test_agreement_is_on_the_first_generations_held_out_pairs(place, selectors, 
         assert told["margin"] == pytest.approx(figures["margin"], abs=1e-5)
 
 
-class Killed(BaseException):
-    """What ends a process."""
-
-
 def test_killed_at_every_write(place, selectors, whole, tmp_path, monkeypatch):
     """As in test_align_stops: each process is killed in its twelfth write or rename, until one comes through.
     Its folder is that of the alignment that was not stopped."""
-    left, write, rename = [0], os.write, Path.rename
     alignment = tasting(place, selectors, tmp_path / "align")
-
-    def killed():
-        left[0] -= 1
-        return left[0] == 0
-
-    def half(handle, data):
-        if killed():
-            write(handle, data[: len(data) // 2])
-            raise Killed
-        return write(handle, data)
-
-    def no_rename(self, target):
-        if killed():
-            raise Killed
-        return rename(self, target)
-
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    monkeypatch.setattr(os, "write", half)
-    monkeypatch.setattr(Path, "rename", no_rename)
-    processes = 0
-    while processes < 30:
-        left[0], processes = 12, processes + 1
-        try:
-            align(replace(alignment))
-            break
-        except Killed:
-            continue
+    processes = align_killed(alignment, monkeypatch, at=12, most=30)
     assert 4 < processes < 30
     assert content(alignment.folder) == content(whole[0].folder)
 

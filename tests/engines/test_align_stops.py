@@ -1,12 +1,10 @@
 """Alignments that stop, go on, and find what another process or hand changed."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from alignments import content, make_alignment, make_place, make_selectors
+from alignments import align_killed, content, make_alignment, make_place, make_selectors
 from prefed.align import AlignError, align
 from prefed.core import Callback
 
@@ -38,44 +36,12 @@ def stop_at(alignment, stage, step):
         align(replace(alignment, callback=Stop()))
 
 
-class Killed(BaseException):
-    """What ends a process."""
-
-
 def test_killed_at_every_write(alignment, monkeypatch):
     """Every process is killed in the middle of its fifth write or rename: half of the bytes are there. The
     next one goes on, until one comes through. What is then in the folder is what one process leaves."""
     whole = replace(alignment, folder=alignment.folder.with_name("whole"))
     align(whole)
-    left, write, rename = [0], os.write, Path.rename
-
-    def killed():
-        left[0] -= 1
-        return left[0] == 0
-
-    def half(handle, data):
-        if killed():
-            write(handle, data[: len(data) // 2])
-            raise Killed
-        return write(handle, data)
-
-    def no_rename(self, target):
-        if killed():
-            raise Killed
-        return rename(self, target)
-
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    monkeypatch.setattr(os, "write", half)
-    monkeypatch.setattr(Path, "rename", no_rename)
-    processes = 0
-    while processes < 40:
-        left[0], processes = 5, processes + 1
-        # A new process has nothing in memory.
-        try:
-            align(replace(alignment))
-            break
-        except Killed:
-            continue
+    processes = align_killed(alignment, monkeypatch, at=5, most=40)
     assert 8 < processes < 40
     assert content(alignment.folder) == content(whole.folder)
 

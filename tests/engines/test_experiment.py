@@ -72,16 +72,6 @@ def left(path):
     return {name: value for name, value in toy.outcome(path).items() if not name.startswith("cache/")}
 
 
-class StopsAt(Callback):
-    def __init__(self, steps):
-        self.left = steps
-
-    def on_task_end(self, what, done, of):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-
 def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
     """One client judged, two steps of four of twenty pairs in each of two visits: kept for scoring are the
     test pairs of the judged one, and for training at most sixteen of any client and none of the tests."""
@@ -137,7 +127,7 @@ def test_interrupted_and_resumed_it_ends_the_same(place, tmp_path, steps):
     """Stopped in the first round, between evaluations, and later; dropout and batches are drawn alike."""
     run(experiment(place), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(experiment(place), tmp_path / "parts", callbacks=[StopsAt(steps)])
+        run(experiment(place), tmp_path / "parts", callbacks=[toy.InterruptAt(steps)])
     run(experiment(place), tmp_path / "parts", resume=True)
     assert left(tmp_path / "parts") == left(tmp_path / "whole")
 

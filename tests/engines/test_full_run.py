@@ -9,7 +9,7 @@ import toy
 from prefed import Experiment, run
 from prefed.cli import app
 from prefed.config import to_toml
-from prefed.core import Callback, Key
+from prefed.core import Key
 from prefed.methods import METHODS
 from prefed.models import load_client
 from prefed.models.tiny import make_tiny
@@ -64,16 +64,6 @@ def experiment(place, method="feddpo", *, merge=None, **settings):
     return Experiment.model_validate(tree)
 
 
-class StopsAt(Callback):
-    def __init__(self, tasks):
-        self.left = tasks
-
-    def on_task_end(self, what, done, of):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-
 def left(path):
     """What must not depend on how a run was carried out."""
     return {name: value for name, value in toy.outcome(path).items() if not name.startswith("cache/")}
@@ -85,7 +75,7 @@ def test_stopped_and_resumed_it_ends_the_same(place, tmp_path, method):
     whole = experiment(place, method, optimizer_state="kept")
     run(whole, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(whole, tmp_path / "parts", callbacks=[StopsAt(7)])
+        run(whole, tmp_path / "parts", callbacks=[toy.InterruptAt(7)])
     assert RunReader(tmp_path / "parts").commit.round == 1
     run(whole, tmp_path / "parts", resume=True)
     assert left(tmp_path / "parts") == left(tmp_path / "whole")

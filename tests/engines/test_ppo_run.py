@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassificatio
 
 import toy
 from prefed import Experiment, run
-from prefed.core import Callback, Key
+from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.runs.loaded import load_run
 from prefed.store import RunReader
@@ -81,22 +81,12 @@ def test_every_baseline_runs_on_it(place: Path, tmp_path: Path, method: str) -> 
     assert np.isfinite(np.fromfile(scores[0], np.float32)).any()
 
 
-class StopsAt(Callback):
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def on_task_end(self, what: str, done: int, of: int) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("steps", [2, 5])
 def test_interrupted_and_resumed_it_ends_the_same(place: Path, tmp_path: Path, steps: int) -> None:
     """The reference's tokens are computed anew in the second process, to the same bits."""
     run(experiment(place), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(experiment(place), tmp_path / "parts", callbacks=[StopsAt(steps)])
+        run(experiment(place), tmp_path / "parts", callbacks=[toy.InterruptAt(steps)])
     run(experiment(place), tmp_path / "parts", resume=True)
     assert toy.outcome(tmp_path / "parts") == toy.outcome(tmp_path / "whole")
 

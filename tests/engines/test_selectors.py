@@ -10,7 +10,6 @@ from tests.engines.test_hostile import BAD, Warnings, forging, scaled
 from tests.engines.test_privacy import SMALL, Eavesdropper
 
 import toy
-from prefed.core import Callback
 from prefed.engines import BACKENDS, InProcess, ServerRounds
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
 from prefed.metrics import ChoiceScores, choice_metrics
@@ -198,16 +197,6 @@ def test_an_oversized_update_is_refused_against_its_own_selector(tmp_path):
     assert "times the median of the round's" in rounds[4]["dropped"][0]["reason"]
 
 
-class InterruptAt(Callback):
-    def __init__(self, task):
-        self.left = task
-
-    def on_task_end(self, what, done, of):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-
 def test_a_run_stopped_after_any_task_goes_on_to_the_same_bytes(tmp_path):
     """In warm-up, in a grouping, between it and its round's training, in an evaluation."""
     options = {**OPTIONS, "clients": 4, "cohort": 2, "rounds": 4}
@@ -218,7 +207,7 @@ def test_a_run_stopped_after_any_task_goes_on_to_the_same_bytes(tmp_path):
         with RunWriter(path) as writer, InProcess(job, writer.states) as backend:
             writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
             with pytest.raises(KeyboardInterrupt):
-                ServerRounds(job, writer, backend, InterruptAt(task)).run()
+                ServerRounds(job, writer, backend, toy.InterruptAt(task)).run()
         toy.run(path, resume=True, **options)
         assert toy.outcome(path) == toy.outcome(tmp_path / "whole"), f"after task {task}"
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
-from prefed.core import Callback
 from prefed.engines import BACKENDS, ServerRounds, Task
 from prefed.store import RunReader, RunWriter
 from prefed.wire import decode_state, encode
@@ -156,16 +155,6 @@ def test_a_valid_upload_that_is_not_merged_leaves_the_private_state_as_it_was(na
     assert visits == [3, 0, 3, 3, 3, 3]
 
 
-class InterruptAt(Callback):
-    def __init__(self, task):
-        self.left = task
-
-    def on_task_end(self, what, done, of):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_round_that_was_left_is_done_anew(name, tmp_path):
     """Law: interrupted after any task and run again on the same writer and backend, a run ends as one that
@@ -177,7 +166,7 @@ def test_a_round_that_was_left_is_done_anew(name, tmp_path):
         job, path = toy.build(text), tmp_path / str(task)
         with RunWriter(path) as writer, toy.registered(name, text, job, writer.states) as backend:
             writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
-            rounds = ServerRounds(job, writer, backend, InterruptAt(task))
+            rounds = ServerRounds(job, writer, backend, toy.InterruptAt(task))
             try:
                 rounds.run()
             except KeyboardInterrupt:
