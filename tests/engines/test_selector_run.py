@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from tests.engines.test_experiment import StopsAt, experiment, left
+from tests.engines.test_experiment import experiment, left
 from tests.engines.test_experiment import place as place
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import toy
 from prefed import ConfigError, Experiment, run
 from prefed.cli import app
 from prefed.metrics import choice_metrics
@@ -95,7 +96,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(place, finished, tmp_path):
     for number in (2, 3):
         path = tmp_path / str(number)
         with pytest.raises(KeyboardInterrupt):
-            run(biscuit(place), path, callbacks=[StopsAt(number)])
+            run(biscuit(place), path, callbacks=[toy.InterruptAt(number)])
         run(biscuit(place), path, resume=True)
         assert left(path) == left(finished)
 

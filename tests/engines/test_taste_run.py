@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.engines.test_experiment import StopsAt, experiment, left
+from tests.engines.test_experiment import experiment, left
 from tests.engines.test_experiment import place as place
 from typer.testing import CliRunner
 
+import toy
 from prefed import Experiment, run
 from prefed.cli import app
 from prefed.data import Message, Record, write_choices
@@ -122,7 +123,7 @@ def test_clients_are_judged_by_other_tastes(finished):
 def test_a_stopped_run_goes_on_to_the_same_bytes(place, finished, tmp_path):
     path = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        run(tasty(place), path, callbacks=[StopsAt(5)])
+        run(tasty(place), path, callbacks=[toy.InterruptAt(5)])
     run(tasty(place), path, resume=True)
     assert left(path) == left(finished)
 
