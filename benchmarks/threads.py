@@ -55,9 +55,10 @@ def settings(cores: int) -> dict[str, tuple[int, dict[str, str]]]:
     return {
         "1 thread": (1, {}),
         f"{cores} threads, OpenMP's own way": (cores, {"GOMP_SPINCOUNT": "300000"}),
+        f"{cores} threads, spinning 100,000": (cores, {"GOMP_SPINCOUNT": "100000"}),
         f"{cores} threads, spinning 10,000": (cores, {"GOMP_SPINCOUNT": "10000"}),
-        f"{cores} threads, spinning 1,000": (cores, {"GOMP_SPINCOUNT": "1000"}),
-        f"{cores} threads, passive: the default": (cores, {}),
+        f"{cores} threads, sleeping at once": (cores, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        f"{cores} threads, spinning 30,000: the default": (cores, {}),
     }
 
 

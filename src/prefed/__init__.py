@@ -41,9 +41,11 @@ _MODULES = {
     "runs.run": ("RunResult", "run"),
 }
 
-# OpenMP reads this when PyTorch is loaded. By default, threads that wait for each other spin: on a machine
-# with other work that costs several times the CPU time. A value that the user has set stays.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# OpenMP reads these when PyTorch is loaded. By default, threads that wait for each other spin for long: on a
+# machine with other work that costs several times the CPU time. GNU's OpenMP goes by the count of looks before
+# a thread sleeps, others by the policy. What the user has set stays, whichever of the two it is.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="30000")
 
 
 def __getattr__(name: str) -> Any:

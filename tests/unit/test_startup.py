@@ -95,10 +95,19 @@ def test_a_package_hands_out_all_its_names_and_no_other(package):
         _ = module.nothing
 
 
-@pytest.mark.parametrize(("environment", "count"), [({}, "0"), ({"GOMP_SPINCOUNT": "777"}, "777")])
-def test_threads_that_wait_do_not_spin(environment, count):
+@pytest.mark.parametrize(
+    ("environment", "count", "policy"),
+    [
+        ({}, "30000", "PASSIVE"),
+        ({"GOMP_SPINCOUNT": "777"}, "777", "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, "0", "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000", "ACTIVE"),
+    ],
+)
+def test_threads_that_wait_sleep_soon(environment, count, policy):
     """``OMP_DISPLAY_ENV`` makes the OpenMP that PyTorch brings say what it goes by: how often a thread looks
-    before it sleeps. It is 300,000 times if nothing is set."""
+    before it sleeps. It is 300,000 times if nothing is set; a policy alone makes it none or 30 thousand million
+    times (libgomp's manual, GOMP_SPINCOUNT)."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     process = subprocess.run(
         [sys.executable, "-c", "from prefed import run"],
@@ -110,3 +119,4 @@ def test_threads_that_wait_do_not_spin(environment, count):
     if "GOMP_SPINCOUNT" not in process.stderr:
         pytest.skip("this PyTorch has another OpenMP than GNU's")
     assert f"GOMP_SPINCOUNT = '{count}'" in process.stderr
+    assert f"OMP_WAIT_POLICY = '{policy}'" in process.stderr
