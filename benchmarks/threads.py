@@ -58,7 +58,8 @@ def settings(cores: int) -> dict[str, tuple[int, dict[str, str]]]:
         f"{cores} threads, spinning 100,000": (cores, {"GOMP_SPINCOUNT": "100000"}),
         f"{cores} threads, spinning 10,000": (cores, {"GOMP_SPINCOUNT": "10000"}),
         f"{cores} threads, sleeping at once": (cores, {"OMP_WAIT_POLICY": "PASSIVE"}),
-        f"{cores} threads, spinning 30,000: the default": (cores, {}),
+        f"{cores} threads, spinning 30,000": (cores, {"GOMP_SPINCOUNT": "30000"}),
+        f"{cores} threads, the default": (cores, {}),
     }
 
 
