@@ -55,7 +55,7 @@ def _cores_are_free() -> bool:
 
 # OpenMP reads these when PyTorch is loaded. A thread that waits for others looks 300,000 times before it
 # sleeps if nothing is set: beside other work that costs several times the CPU time. To sleep at once is cheap
-# there, and a quarter slower where nothing else runs. What the user has set stays, whichever of the two it is.
+# there, and a quarter slower where nothing else runs. What the user has set stays, whichever it is.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
     os.environ.update({"GOMP_SPINCOUNT": "30000"} if _cores_are_free() else {"OMP_WAIT_POLICY": "PASSIVE"})
 

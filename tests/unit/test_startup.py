@@ -110,7 +110,7 @@ def test_a_package_hands_out_all_its_names_and_no_other(package):
 def test_threads_that_wait_sleep_soon(environment, counts):
     """``OMP_DISPLAY_ENV`` makes the OpenMP that PyTorch brings say what it goes by: how often a thread looks
     before it sleeps. It is 300,000 times if nothing is set; a policy alone makes it none or 30 thousand
-    million times (libgomp's manual, GOMP_SPINCOUNT). Which of two the default is depends on what else runs."""
+    million times (libgomp's manual, GOMP_SPINCOUNT). Which of two is the default: what else runs."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     process = subprocess.run(
         [sys.executable, "-c", "from prefed import run"],
