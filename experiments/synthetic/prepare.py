@@ -7,7 +7,7 @@ The clients' pairs are those of ``prefed.data.synthetic``. All their prompts are
 has prompts of its own: other requests, each for an occasion, so no client holds one. Some are for the
 alignment, the others are for the judging. The model is pretrained on responses to prompts of both kinds, with
 all attributes equally likely: it has no taste. Writes ``train.jsonl``, ``test.jsonl``, ``prompts.jsonl``,
-``test-prompts.jsonl`` and the folder ``model``.
+``test-prompts.jsonl`` and the folder ``model``. As many clients of two opposed tastes are in ``opposed``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def main() -> None:
     args = parser.parse_args()
     key = Key(args.seed).at("synthetic")
     args.out.mkdir(parents=True, exist_ok=True)
-    write(args.out, generate(key.at("pairs"), clients=args.clients, train=args.pairs, test=args.test_pairs))
+    size = {"clients": args.clients, "train": args.pairs, "test": args.test_pairs}
+    write(args.out, generate(key.at("pairs"), **size))
+    write(args.out / "opposed", generate(key.at("opposed"), **size, opposed=True))
     dialogues = list(corpus(key.at("texts"), 4000))
     prompts = server_prompts({topic(text) for text in dialogues}, key.at("prompts").numpy())
     if not 0 < args.prompts < len(prompts):

@@ -6,7 +6,16 @@ import pytest
 
 from prefed.core import Key
 from prefed.data import DataConfig, Record, build_dataset, synthetic
-from prefed.data.synthetic import ATTRIBUTES, attributes, corpus, generate, oracle_accuracy, tastes, utility
+from prefed.data.synthetic import (
+    ATTRIBUTES,
+    attributes,
+    corpus,
+    generate,
+    opposed_tastes,
+    oracle_accuracy,
+    tastes,
+    utility,
+)
 from preferences import tokenizer
 
 
@@ -21,6 +30,22 @@ def test_tastes_agree_on_warmth_and_cancel_elsewhere(clients):
         else:
             assert sum(weights) == 0
             assert set(weights) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("clients", [2, 6, 12])
+def test_opposed_tastes_are_two_and_add_up_to_nothing(clients):
+    """Each half has one of them; ±1.5 and four times ±1, so a response that is ideal for one has utility 5.5
+    to it and −5.5 to the other."""
+    drawn = list(opposed_tastes(Key(3), clients).values())
+    assert len({taste.describe() for taste in drawn}) == 2
+    for name in ATTRIBUTES:
+        weights = [taste.weights[name] for taste in drawn]
+        assert sum(weights) == 0
+        assert {abs(weight) for weight in weights} == {1.5 if name == "warmth" else 1.0}
+    records = generate(Key(3), clients=clients, train=3, test=1, opposed=True)
+    weights = {taste.client: taste for taste in drawn}
+    for record in records:
+        assert record.extra["utility_chosen"] == utility(record.chosen, weights[record.client])
 
 
 def test_an_odd_crowd_nearly_cancels():

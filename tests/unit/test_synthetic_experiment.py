@@ -150,3 +150,29 @@ def test_shares_are_of_the_same_seed():
     figures = {("oracle", "1"): gain(2), ("oracle", "2"): gain(4)}
     figures |= {("row", seed): gain(1) for seed in ("1", "2", "3")}
     assert shares(figures, "row", "oracle") == [0.5, 0.25]
+
+
+def test_the_cross_table_is_that_of_the_texts(place):
+    """One round and a few completions: the figures are recomputed from the verdicts' texts. The second
+    utility is minus the first, so its column is too."""
+    table, out = EXPERIMENTS / "synthetic/opposed.toml", place / "fedvpa-seed42"
+    files = [f"data.{role}={place}/opposed/{role}.jsonl" for role in ("train", "test")]
+    settings = (*files, f"model.name={place}/model", f"align.prompts={place}/prompts.jsonl", *SMALL)
+    words = ["run", str(table), "--cell", "fedvpa", "--out", str(out), "--set", "align.generations=1"]
+    result = CliRunner().invoke(app, [*words, *(w for text in settings for w in ("--set", text))])
+    assert result.exit_code == 0, result.output
+    prompts = ("--prompts", place / "test-prompts.jsonl", "--max-new-tokens", 40)
+    printed = script("synthetic/cross.py", out, *prompts).splitlines()
+    taste = next(iter(synthetic.opposed_tastes(Key(0).at("synthetic").at("opposed"), 2).values()))
+    assert printed[0].startswith(f"A: {taste.describe()}. B: ")
+    cells = {line.split(" | ")[1]: line.split(" | ")[2:] for line in printed if line.startswith("| fedvpa")}
+    assert list(cells) == ["A", "B", "population"]
+    for asked, client in (("A", "ada"), ("B", "ben"), ("population", "population")):
+        verdicts = rows(out / f"judge/cross-{client}/verdicts.jsonl")
+        gains = [
+            synthetic.utility(row["text"], taste) - synthetic.utility(row["against"], taste)
+            for row in verdicts
+        ]
+        mean = sum(gains) / len(gains)
+        shown = [cell.split(" ")[0].rstrip(",") for cell in cells[asked]]
+        assert shown == [f"{mean:+.2f}", f"{0 - mean:+.2f}"]

@@ -3,7 +3,8 @@
 A response gives advice and has five attributes: warmth, tone, strength, caution and length. The words at one
 place show one attribute. A client's utility is a weighted sum of the signs of the attributes. All clients
 value warmth alike. On every other attribute one half of the clients has the opposite sign of the other half.
-So one model for all can learn warmth, and must fail some client on the rest.
+So one model for all can learn warmth, and must fail some client on the rest. A set of opposed tastes has two
+tastes alone, and what raises the utility of one lowers that of the other by as much.
 
 Labels are drawn from the Bradley–Terry model: P(a is preferred to b) = σ(u(a) − u(b)). The oracle
 knows the utility of each client; its accuracy is known too.
@@ -113,6 +114,25 @@ def tastes(key: Key, clients: int = 6) -> dict[str, Taste]:
     }
 
 
+def opposed_tastes(key: Key, clients: int = 6) -> dict[str, Taste]:
+    """Draw two tastes, each the opposite of the other in every attribute, and share them out.
+
+    The clients have those of :func:`tastes`, with the first client's taste or with its opposite. Each taste
+    has one half of the clients.
+
+    >>> crowd = opposed_tastes(Key(0), 6).values()
+    >>> sorted({taste.describe() for taste in crowd})
+    ['cold, formal, bold, careful, short', 'warm, casual, mild, daring, long']
+    """
+    drawn = tastes(key, clients)
+    one = next(iter(drawn.values())).weights
+    sides = np.where(key.at("sides").numpy().permutation(clients) % 2 == 0, 1.0, -1.0)
+    return {
+        client: Taste(client, {name: float(side) * weight for name, weight in one.items()})
+        for client, side in zip(drawn, sides, strict=True)
+    }
+
+
 def attributes(text: str) -> dict[str, int]:
     """The sign, +1 or −1, of each attribute of a response. Attributes without a known word are left out.
 
@@ -140,14 +160,16 @@ def corpus(key: Key, texts: int) -> Iterator[str]:
         yield prompt + _response(generator, topic)
 
 
-def generate(key: Key, *, clients: int = 6, train: int, test: int) -> list[Record]:
+def generate(key: Key, *, clients: int = 6, train: int, test: int, opposed: bool = False) -> list[Record]:
     """Labelled pairs of all clients, ``train`` and ``test`` of them per client.
+
+    Their tastes are those of :func:`tastes`, or with ``opposed`` those of :func:`opposed_tastes`.
 
     Their ``extra`` holds the utilities of both responses to the client, ``utility_chosen`` and
     ``utility_rejected``. The margin is the difference of the two, which is never zero.
     """
     records = []
-    for client, taste in tastes(key, clients).items():
+    for client, taste in (opposed_tastes if opposed else tastes)(key, clients).items():
         here = key.at("client", client)
         generator = here.at("pairs").numpy()
         for index in range(train + test):
