@@ -28,10 +28,10 @@ def settings(name):
 
 
 def test_the_cells_of_every_table():
-    """Two hub sets and the personas for the figures, of 18 rows; six pairs of steps and rate; six rows whose
+    """Two hub sets and the personas for the figures, of 19 rows; six pairs of steps and rate; six rows whose
     rates are swept alike; 14 rows of opposed clients. All over the paper's seeds."""
     assert Counter(name.split("/")[0] for name in CELLS) == {
-        "figures": 3 * 18,
+        "figures": 3 * 19,
         "rates": 2 * 6,
         "swept": 6,
         "opposed": 14,
@@ -73,6 +73,8 @@ def test_each_row_varies_one_thing():
         assert (experiment.whole_fleet.max_delay, experiment.whole_merge.late) == (delay, late)
     buffered = settings(base + "buffered")[0]
     assert (buffered.whole_fleet.buffer, buffered.whole_merge.late) == (3, "delta")
+    timed, buffered = (settings(base + name)[0].whole_fleet.model_dump() for name in ("timed", "buffered"))
+    assert {name for name, value in timed.items() if value != buffered[name]} == {"server", "buffer"}
     for name in ("path", "ring", "star", "complete"):
         experiment, method = settings(base + name)
         assert (experiment.whole_graph.name, method.optimizer_state) == (name, "kept")
