@@ -2,16 +2,12 @@
 
 from prefed.config.align import AlignConfig
 from prefed.config.cluster import RayConfig
+from prefed.config.cohort import CohortConfig
+from prefed.config.engine import EngineConfig
 from prefed.config.errors import ConfigError
-from prefed.config.experiment import (
-    CohortConfig,
-    EngineConfig,
-    EvaluateConfig,
-    Experiment,
-    MethodConfig,
-    method_kind,
-    to_toml,
-)
+from prefed.config.evaluate import EvaluateConfig
+from prefed.config.experiment import Experiment, to_toml
+from prefed.config.method import MethodConfig, method_kind
 
 __all__ = [
     "AlignConfig",

@@ -5,180 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import tomli_w
-from pydantic import (
-    BaseModel,
-    Field,
-    SerializeAsAny,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
 from prefed.config.align import AlignConfig
-from prefed.config.cluster import RayConfig
+from prefed.config.cohort import CohortConfig
+from prefed.config.engine import EngineConfig
 from prefed.config.errors import ConfigError, explain
+from prefed.config.evaluate import EvaluateConfig
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
+from prefed.config.method import MethodConfig
 from prefed.config.parts import check_every_weight, model_parts
 from prefed.config.shorthand import fleet_of, graph_of
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
-from prefed.core.text import did_you_mean
 from prefed.data import DataConfig, SelectorConfig
 from prefed.fleet import FleetConfig
 from prefed.merge import MergeConfig
 from prefed.merge.graphs import GraphConfig
-from prefed.methods import METHODS, MethodKind, TrainingSettings
+from prefed.methods import METHODS
 from prefed.models import ModelConfig, VariationalSettings
-
-
-class CohortConfig(StrictModel):
-    """How many clients take part in a round; they are drawn without replacement.
-
-    >>> CohortConfig(fraction=0.1).of(53), CohortConfig().of(53)
-    (5, None)
-    """
-
-    size: int | None = Field(None, ge=1, description="clients a round; left out with fraction: all of them")
-    fraction: float | None = Field(None, gt=0, le=1, description="share of the clients, instead of size")
-
-    @model_validator(mode="after")
-    def _one(self) -> CohortConfig:
-        if self.size is not None and self.fraction is not None:
-            raise ValueError("give size or fraction, not both")
-        return self
-
-    def of(self, clients: int) -> int | None:
-        """Clients a round, out of ``clients`` in all, and at least one; ``None`` for all."""
-        return self.size if self.fraction is None else max(1, round(self.fraction * clients))
-
-
-class EvaluateConfig(StrictModel):
-    """How clients' models are evaluated on their own pairs."""
-
-    every: int = Field(
-        1, ge=0, description="rounds from one evaluation to the next; 0: only after the last round"
-    )
-    split: Literal["test", "validation"] = Field(
-        "test", description="the pairs that clients are evaluated on"
-    )
-    clients: int | None = Field(
-        None, ge=1, description="evaluate at most so many clients, the same ones each time; left out: all"
-    )
-    beta: float | None = Field(
-        None, gt=0, description="beta of the reported DPO loss; left out: the method's, else 0.1"
-    )
-    diagnose: int | None = Field(
-        None,
-        ge=1,
-        description="rounds from one diagnosis to the next: the global objective's loss and gradient, how "
-        "much clients' gradients differ, their variance; left out: none",
-    )
-    diagnostic_pairs: int | None = Field(
-        None, ge=2, description="training pairs of each client that a diagnosis draws; left out: all"
-    )
-    unseen: int | list[str] = Field(
-        0, description="clients, by number or by id, that never train; they are evaluated apart, as newcomers"
-    )
-    unseen_steps: list[int] = Field(
-        [0],
-        description="local steps a newcomer takes on its own pairs before its evaluation; one figure each",
-    )
-    unseen_pairs: list[int] = Field(
-        [],
-        description="for selectors with a latent taste: pairs from which a newcomer's taste is inferred, "
-        "without a step, before its evaluation; one figure each",
-    )
-
-    @model_validator(mode="after")
-    def _newcomers(self) -> EvaluateConfig:
-        if isinstance(self.unseen, int) and self.unseen < 0:
-            raise ValueError("unseen is a number of clients, 0 or more, or a list of their ids")
-        if not self.unseen_steps or min(self.unseen_steps) < 0:
-            raise ValueError("unseen_steps lists numbers of local steps, 0 or more")
-        if any(pairs < 1 for pairs in self.unseen_pairs):
-            raise ValueError("unseen_pairs lists numbers of pairs, 1 or more")
-        return self
-
-
-class EngineConfig(StrictModel):
-    """Where clients work. Only ``threads``, ``max_tokens`` and ``state_dtype`` can change a digit."""
-
-    name: Literal["local", "ray"] = Field("local", description="on this machine, or on a Ray cluster")
-    workers: int = Field(
-        0,
-        ge=0,
-        description="processes that share the clients' work; 0: only this one, or with ray as many as fit",
-    )
-    visit_timeout: float = Field(
-        0,
-        ge=0,
-        description="seconds that a worker may take for one client's visit or evaluation; then it is ended "
-        "and the run stops, to be resumed, or with ray another one tries; 0: any time",
-    )
-    threads: int | None = Field(
-        None,
-        ge=1,
-        description="threads of each process; left out: the machine's cores, shared out; with ray 1",
-    )
-    max_tokens: int = Field(4096, ge=1, description="tokens of one forward pass; larger batches are split")
-    state_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="dtype of clients' private tensors on disk"
-    )
-    ray: RayConfig | None = Field(None, description="which Ray cluster, and GPUs; read with name ray alone")
-
-
-def method_kind(name: str) -> MethodKind:
-    """Look a method up in the registry.
-
-    Raises:
-        ValueError: it has no such method; the message has the nearest name.
-    """
-    if name not in METHODS:
-        raise ValueError(
-            f"no method is called {name!r}{did_you_mean(name, METHODS)} (methods: {', '.join(METHODS)})"
-        )
-    return METHODS[name]
-
-
-class MethodConfig(BaseModel):
-    """A method's name and its settings.
-
-    In a file and in a mapping they are in one table: ``{"name": "feddpo", "lr": 1e-4}``.
-
-    Attributes:
-        name: one of :data:`prefed.methods.METHODS`.
-        settings: the record of that method's settings.
-    """
-
-    model_config = {"frozen": True, "extra": "forbid"}
-
-    name: str
-    settings: SerializeAsAny[TrainingSettings]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            value = {"name": value}
-        if not isinstance(value, Mapping) or isinstance(value.get("settings"), TrainingSettings):
-            return value
-        name = value.get("name")
-        if not isinstance(name, str):
-            raise ValueError(f"name says which method to run: {', '.join(METHODS)}")
-        settings = {key: item for key, item in value.items() if key != "name"}
-        return {"name": name, "settings": method_kind(name).Settings.model_validate(settings)}
-
-    @model_serializer
-    def _join(self) -> dict[str, Any]:
-        return {"name": self.name, **self.settings.model_dump(mode="json", exclude_none=True)}
-
-    @property
-    def kind(self) -> MethodKind:
-        """The method's entry in the registry."""
-        return METHODS[self.name]
 
 
 class Experiment(StrictModel):

@@ -11,10 +11,12 @@ from prefed.engines.backends import (
 )
 from prefed.engines.backends.worker import WorkerError
 from prefed.engines.course import RoundError
-from prefed.engines.job import Job, JobFactory, TrainerFactory
+from prefed.engines.job import Job
+from prefed.engines.job_factory import JobFactory
 from prefed.engines.neighbours import NeighbourRounds
 from prefed.engines.rounds import ServerRounds
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
+from prefed.engines.trainers import TrainerFactory
 
 __all__ = [
     "BACKENDS",

@@ -1,14 +1,12 @@
-"""What an engine runs: a method on clients' data, and how another process builds the same."""
+"""What an engine runs: a method on clients' data."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -20,63 +18,19 @@ from prefed.core import (
     Exchange,
     Key,
     Method,
-    Ownership,
     Privacy,
     Round,
     State,
     Tensors,
 )
 from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
+from prefed.engines.trainers import TrainerFactory
 from prefed.fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.topology import Topology
-from prefed.metrics import ChoiceScores, PairScores
 
 PAIRS = "pairs/"
 """What begins the name of a figure of a newcomer whose taste is inferred from so many pairs."""
-
-
-class Sizes(Protocol):
-    """How many pairs a client holds."""
-
-    @property
-    def train(self) -> int:
-        """Pairs it trains on."""
-
-    @property
-    def validation(self) -> int:
-        """Pairs set apart for choosing settings."""
-
-    @property
-    def test(self) -> int:
-        """Pairs set apart for evaluation."""
-
-
-class TrainerFactory(Protocol):
-    """The clients' data beside a frozen model: one factory in each process, for any number of clients."""
-
-    @property
-    def initial(self) -> Tensors:
-        """The tensors that every client starts from (full layout)."""
-
-    @property
-    def clients(self) -> Mapping[str, Sizes]:
-        """Every client of the federation, and how many pairs it holds."""
-
-    @property
-    def fingerprint(self) -> Mapping[str, str]:
-        """Digests of what numbers depend on: the data and the initial model."""
-
-    def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
-        """A client's turn in a round; the client :data:`POOLED` holds the pairs of all clients."""
-
-    def score(
-        self, client: str, tensors: Tensors, split: Literal["validation", "test"]
-    ) -> PairScores | ChoiceScores:
-        """What a model (full layout) gives to a client's pairs of one split: see ``reads`` of a method."""
-
-    def save_adapter(self, tensors: Tensors, folder: Path) -> None:
-        """Write ``tensors`` (full layout) as an adapter folder that PEFT loads."""
 
 
 @dataclass(frozen=True)
@@ -355,26 +309,3 @@ class Job:
         key = now.key.at(what, name)
         key = (key.at("merged", merged) if merged > number else key).at("client", client)
         return self.trainers.trainer(client, now, key, self.method.ownership)
-
-
-@dataclass(frozen=True)
-class JobFactory:
-    """How another process builds the same :class:`Job`.
-
-    Attributes:
-        builder: ``"module:function"``; the function is called with ``text``.
-        text: its one argument, on a machine that has the files of this one.
-        shipped: name → file or folder that the function needs on a machine that has not. There its second
-            argument is a folder with a copy of each, by its name.
-    """
-
-    builder: str
-    text: str
-    shipped: Mapping[str, Path] = field(default_factory=dict)
-
-    def build(self, folder: Path | None = None) -> Job:
-        """The job; ``folder`` holds this machine's copies of what is shipped."""
-        module, _, function = self.builder.partition(":")
-        build = getattr(importlib.import_module(module), function)
-        job: Job = build(self.text) if folder is None else build(self.text, folder)
-        return job

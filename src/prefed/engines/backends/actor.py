@@ -15,7 +15,8 @@ import torch
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.backends.shipment import unpack
 from prefed.engines.backends.worker import StateOfTask
-from prefed.engines.job import Job, JobFactory
+from prefed.engines.job import Job
+from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import Task, run_task
 
 

@@ -21,7 +21,8 @@ from prefed.engines.backends import cluster
 from prefed.engines.backends.actor import JobActor, identity
 from prefed.engines.backends.shipment import pack
 from prefed.engines.backends.worker import WorkerError
-from prefed.engines.job import Job, JobFactory
+from prefed.engines.job import Job
+from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
 _log = logging.getLogger("prefed")

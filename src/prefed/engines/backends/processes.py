@@ -15,7 +15,7 @@ import torch
 
 from prefed.engines.backend import BackendSettings
 from prefed.engines.backends.worker import DEVICES, Worker
-from prefed.engines.job import JobFactory
+from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from prefed.engines.backend import peak_memory_mb
-from prefed.engines.job import JobFactory
+from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import Task, run_task
 
 START = """

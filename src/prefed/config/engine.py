@@ -1,0 +1,37 @@
+"""The table ``[engine]``; that of Ray is in :mod:`prefed.config.cluster`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from prefed.config.cluster import RayConfig
+from prefed.core.strict import StrictModel
+
+
+class EngineConfig(StrictModel):
+    """Where clients work. Only ``threads``, ``max_tokens`` and ``state_dtype`` can change a digit."""
+
+    name: Literal["local", "ray"] = Field("local", description="on this machine, or on a Ray cluster")
+    workers: int = Field(
+        0,
+        ge=0,
+        description="processes that share the clients' work; 0: only this one, or with ray as many as fit",
+    )
+    visit_timeout: float = Field(
+        0,
+        ge=0,
+        description="seconds that a worker may take for one client's visit or evaluation; then it is ended "
+        "and the run stops, to be resumed, or with ray another one tries; 0: any time",
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="threads of each process; left out: the machine's cores, shared out; with ray 1",
+    )
+    max_tokens: int = Field(4096, ge=1, description="tokens of one forward pass; larger batches are split")
+    state_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="dtype of clients' private tensors on disk"
+    )
+    ray: RayConfig | None = Field(None, description="which Ray cluster, and GPUs; read with name ray alone")
