@@ -397,7 +397,7 @@ def outcome(path: Path) -> dict[str, Any]:
         elif file.name in ("COMMIT.json", "summary.json"):
             tables = json.loads(file.read_text())
             for table in (tables, tables.get("totals", {})):
-                for clocked in ("seconds", "peak_memory_mb", "digest"):
+                for clocked in ("seconds", "peak_memory_mb", "digest", "origin"):
                     table.pop(clocked, None)
             # The log's digest is one over the rounds' seconds too.
             tables.get("digests", {}).pop("rounds", None)

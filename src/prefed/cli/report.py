@@ -13,11 +13,28 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page; left out: report.html in the run directory.")
     ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Write it anew after every round, until the run ends or Ctrl-C."),
+    ] = False,
 ) -> None:
-    """Write one HTML page about a finished run, complete in itself."""
+    """Write one HTML page about a finished run, complete in itself, or about one that goes on."""
+    import signal
+
     from prefed.report.page import write_page
+    from prefed.report.watch import watch as keep_fresh
     from prefed.runs.record import read_run
 
     path = out or run / "report.html"
-    write_page(read_run(run), path)
-    typer.echo(f"report: {path}")
+    if not watch:
+        write_page(read_run(run), path)
+        typer.echo(f"report: {path}")
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        keep_fresh(run, path, typer.echo)
+    except KeyboardInterrupt:
+        typer.echo(f"report: {path}", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -19,6 +19,7 @@ from prefed.metrics.pairs import (
     PairScores,
     client_metrics,
 )
+from prefed.metrics.precision import mean_error, standard_error
 
 __all__ = [
     "ACCURACY_METRICS",
@@ -38,8 +39,10 @@ __all__ = [
     "flat_loss_warning",
     "jury_metrics",
     "majority",
+    "mean_error",
     "not_finite_counts",
     "selector_metrics",
     "small_clients_note",
     "spread",
+    "standard_error",
 ]

@@ -71,7 +71,9 @@ def _stationarity(run: RunRecord, theme: Theme) -> Figure:
     names = _gradients(run)
     figure, panels = canvas(7.2, 2.6, 1, len(names))
     for axes, name, color in zip(panels, names, theme.lines, strict=False):
-        draw_line(axes, *run.curve(name), color=color)
+        rounds, values = run.curve(name)
+        told = [f"round {number}: {value:.4g}" for number, value in zip(rounds, values, strict=True)]
+        draw_line(axes, rounds, values, color=color, told=told)
         axes.set(title=GRADIENTS[name], xlabel="round")
         round_axis(axes)
     return figure
@@ -80,7 +82,9 @@ def _stationarity(run: RunRecord, theme: Theme) -> Figure:
 def _consensus(run: RunRecord, theme: Theme) -> Figure:
     figure, (axes,) = canvas(7.2, 2.6)
     for when, color in zip(("before", "after"), theme.lines, strict=False):
-        draw_line(axes, *run.curve(f"consensus_{when}"), color=color, label=f"{when} the mix")
+        rounds, values = run.curve(f"consensus_{when}")
+        told = [f"{when} the mix, round {r}: {value:.4g}" for r, value in zip(rounds, values, strict=True)]
+        draw_line(axes, rounds, values, color=color, label=f"{when} the mix", told=told)
     # On a complete graph nothing is left after the mix, and zero has no logarithm.
     axes.set_yscale("log", nonpositive="mask")
     axes.set(xlabel="round", ylabel="consensus error")

@@ -1,4 +1,4 @@
-"""What plots are drawn with: themes, canvases, lines, bars, axes and files.
+"""What plots are drawn with: themes, canvases, lines, bars, axes, texts where one points, and files.
 
 Each plot is a figure of its own, without pyplot and its global state. People with any colour vision can tell
 its colours apart (Okabe and Ito 2008).
@@ -6,6 +6,7 @@ its colours apart (Okabe and Ito 2008).
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,18 @@ from prefed import files
 from prefed.core.text import printable
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 BARS = 40
 """Clients that get a bar of their own at most; of more, the distribution is drawn."""
+
+TOLD = "told:"
+"""What the name of an artist begins with that tells what it shows; see :func:`tell`."""
+TELLING = 120
+"""Points of a curve that tell their values at most."""
 
 SCRIPTS = (
     *(f"Noto Sans CJK {place}" for place in ("SC", "TC", "JP", "KR", "HK")),
@@ -40,7 +47,7 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours on a light or a dark page.
+    """Colours of plots. A page replaces them by its own, which ``page.css`` has for light and dark screens.
 
     Attributes:
         text: of labels and titles.
@@ -59,20 +66,6 @@ LIGHT = Theme(
     "#1f2328", "#8b949e", "#ffffff",
     ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7a5195", "#444444"),
 )  # fmt: skip
-DARK = Theme(
-    "#e6edf3", "#7d8590", "#0d1117",
-    ("#56b4e9", "#ff9a3c", "#3fd6a4", "#e59ac6", "#f0e442", "#9ecbff", "#c3a6ff", "#c9d1d9"),
-)  # fmt: skip
-
-
-def svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:
-    """A plot as SVG text on a transparent ground; equal plots give equal texts."""
-    from matplotlib import rc_context
-
-    buffer = BytesIO()
-    with _style(theme), rc_context({"svg.hashsalt": "prefed", "svg.fonttype": "path"}):
-        draw(theme).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return buffer.getvalue().decode()
 
 
 def file_format(path: Path) -> str:
@@ -97,8 +90,11 @@ def save(draw: Callable[[Theme], Figure], path: Path, theme: Theme = LIGHT) -> N
     """
     name = file_format(path)
     buffer = BytesIO()
-    with _style(theme):
-        draw(theme).savefig(buffer, format=name, dpi=160, facecolor=theme.page)
+    with style(theme):
+        figure = draw(theme)
+        for artist in figure.findobj(lambda artist: (artist.get_gid() or "").startswith(TOLD)):
+            artist.set_gid(None)
+        figure.savefig(buffer, format=name, dpi=160, facecolor=theme.page)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, buffer.getvalue())
 
@@ -113,7 +109,8 @@ def _fonts() -> list[str]:
 
 
 @contextmanager
-def _style(theme: Theme) -> Iterator[None]:
+def style(theme: Theme) -> Iterator[None]:
+    """Within it figures are drawn and written in the style of all plots."""
     from matplotlib import rc_context
 
     with (
@@ -182,9 +179,31 @@ def draw_line(
     color: Any,
     style: str = "-",
     label: str | None = None,
+    told: Sequence[str] | None = None,
 ) -> None:
-    """A curve; up to :data:`BARS` points are marked."""
+    """A curve; up to :data:`BARS` points are marked.
+
+    Args:
+        told: what each point shows, for :func:`tell_points`.
+    """
     axes.plot(rounds, values, style, color=color, marker="o" if len(rounds) <= BARS else "", label=label)
+    if told is not None:
+        tell_points(axes, rounds, values, told)
+
+
+def tell(artist: Artist, texts: Sequence[str]) -> None:
+    """Say what each thing that an artist draws shows, in the order in which it draws them.
+
+    On a page (:func:`prefed.report.inline.inline`) a text shows where one points at its thing.
+    """
+    artist.set_gid(TOLD + json.dumps([printable(text) for text in texts]))
+
+
+def tell_points(axes: Axes, x: Sequence[float], y: Sequence[float], texts: Sequence[str]) -> None:
+    """Say what points show. One need not hit a point itself; of very many points some have a text."""
+    every = -(-len(texts) // TELLING) if texts else 1
+    targets = axes.scatter(x[::every], y[::every], s=110, alpha=0, linewidths=0)
+    tell(targets, texts[::every])
 
 
 Group = tuple[str, Any, Mapping[str, float]]
@@ -198,11 +217,13 @@ def draw_bars(axes: Axes, clients: Sequence[str], groups: Sequence[Group]) -> No
     for index, (label, color, per_client) in enumerate(groups):
         values = [per_client.get(client) for client in clients]
         y = at + 0.4 - (index + 0.5) * height
-        axes.barh(y, [v or 0.0 for v in values], height * 0.9, color=color, label=label)
-        if len(groups) <= 3:
+        bars = axes.barh(y, [v or 0.0 for v in values], height * 0.9, color=color, label=label)
+        for bar, client, value in zip(bars, clients, values, strict=True):
+            tell(bar, [f"{client}, {label}: {'none' if value is None else f'{value:.1%}'}"])
+        if len(groups) <= 4:
             for position, value in zip(y, values, strict=True):
                 if value is not None:
-                    axes.annotate(f" {value:.0%}", (value, position), va="center", fontsize=7)
+                    axes.annotate(f" {value:.0%}", (value, position), va="center", fontsize=8)
     axes.set_yticks(at, [short_name(client) for client in clients])
     axes.set_ylim(-0.6, len(clients) - 0.4)
     axes.tick_params("y", length=0)
@@ -240,7 +261,7 @@ def round_axis(axes: Axes) -> None:
     """Whole numbers along the horizontal axis."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def percent_axis(axis: Axis) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefed.report.drawing import Theme, canvas, percent_axis, short_name
+from prefed.report.drawing import Theme, canvas, percent_axis, short_name, tell_points
 from prefed.report.parts import Facts, Plot, Table, number, plot
 from prefed.runs.outcomes import Example, Outcome
 
@@ -78,7 +78,13 @@ def draw_win_rates(judged: Sequence[Outcome], theme: Theme) -> Figure:
     rates = [each.summary["win_rate"] for each in judged]
     axes.axvline(0.5, color=theme.quiet, linewidth=1.2)
     axes.hlines(at, [r["low"] for r in rates], [r["high"] for r in rates], color=theme.lines[0])
-    axes.plot([r["mean"] for r in rates], at, "o", color=theme.lines[0], markersize=5)
+    means = [rate["mean"] for rate in rates]
+    axes.plot(means, at, "o", color=theme.lines[0], markersize=5)
+    told = [
+        f"{_sides(each.summary)}: {r['mean']:.1%}, 95% interval {r['low']:.1%} to {r['high']:.1%}"
+        for each, r in zip(judged, rates, strict=True)
+    ]
+    tell_points(axes, means, at.tolist(), told)
     axes.set_yticks(at, [short_name(each.summary["name"], 44) for each in judged])
     axes.set_ylim(-0.6, len(judged) - 0.4)
     axes.tick_params("y", length=0)

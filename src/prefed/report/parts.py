@@ -1,13 +1,18 @@
-"""What pages are made of: plots for both kinds of screen, tables, facts."""
+"""What pages are made of: plots in two widths with their numbers, tables, facts."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prefed.report.drawing import DARK, LIGHT, Theme, svg
+from markupsafe import Markup
+
+from prefed.report.drawing import Theme
+from prefed.report.inline import inline
+from prefed.report.plotted import csv_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,12 +25,23 @@ Facts = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot for both kinds of screen. ``light`` and ``dark`` are addresses that hold the image itself."""
+    """A plot in a page.
 
-    light: str
-    dark: str
+    Attributes:
+        wide: an ``<svg>`` element.
+        narrow: the same for a phone.
+        alt: what the plot shows, in words.
+        caption: below it; may be empty.
+        name: of a file with its numbers.
+        csv: the address of this file, which holds it.
+    """
+
+    wide: Markup
+    narrow: Markup
     alt: str
     caption: str
+    name: str
+    csv: str
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,16 @@ def number(value: Any, form: str = ".3f") -> str:
 
 
 def plot(draw: Callable[[Theme], Figure], alt: str, caption: str = "") -> Plot:
-    """Draw a plot for both kinds of screen."""
-    light, dark = (base64.b64encode(svg(draw, theme).encode()).decode() for theme in (LIGHT, DARK))
-    return Plot(f"data:image/svg+xml;base64,{light}", f"data:image/svg+xml;base64,{dark}", alt, caption)
+    """Draw a plot for wide and narrow screens, light or dark ones."""
+    wide, narrow, numbers = inline(draw, alt)
+    drawer = draw.func if isinstance(draw, partial) else draw
+    name = getattr(drawer, "__name__", "").strip("_").removeprefix("draw_")
+    data = base64.b64encode(csv_of(numbers).encode()).decode()
+    return Plot(
+        Markup(wide),
+        Markup(narrow),
+        alt,
+        caption,
+        f"{name if name.isidentifier() else 'plot'}.csv",
+        f"data:text/csv;charset=utf-8;base64,{data}",
+    )

@@ -1,4 +1,4 @@
-"""Plots: accuracy over rounds, clients before and after, bytes sent, the method's own figures."""
+"""Plots of clients before and after, of blocks that they personalise, and of several runs together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from prefed.core.text import size
 from prefed.report.comparison import disagreements, labels
-from prefed.report.distributed import SHOWN
 from prefed.report.drawing import (
     BARS,
     Theme,
@@ -23,8 +22,9 @@ from prefed.report.drawing import (
     percent_axis,
     round_axis,
     short_name,
+    tell,
 )
-from prefed.runs.figures import REWARDED, Profile
+from prefed.runs.figures import Profile
 from prefed.runs.record import RunRecord
 
 if TYPE_CHECKING:
@@ -35,38 +35,6 @@ CELLS = 400
 """A heat map of more cells has no numbers in them."""
 TICKS = 16
 """Block numbers below an axis at most."""
-
-
-def accuracy(run: RunRecord, theme: Theme) -> Figure:
-    """Preference accuracy over rounds: the mean over clients and the worst client, from round 0 on."""
-    figure, (axes,) = canvas(7.2, 3.4)
-    _accuracy(axes, run, theme.lines[0], "")
-    shared = run.curve("shared_accuracy")
-    if shared[0]:
-        draw_line(axes, *shared, color=theme.lines[1], label="shared model, mean")
-    _share_over_rounds(axes, "share of pairs ordered rightly")
-    legend(axes)
-    return figure
-
-
-def loss(run: RunRecord, theme: Theme) -> Figure:
-    """The training loss over rounds, a mean over clients weighted by their pairs."""
-    figure, (axes,) = canvas(7.2, 2.6)
-    draw_line(axes, *run.curve("loss"), color=theme.lines[2])
-    axes.set(xlabel="round", ylabel="training loss")
-    round_axis(axes)
-    return figure
-
-
-def reward_head(run: RunRecord, theme: Theme) -> Figure:
-    """The figures of an explicit reward head over rounds, means over clients."""
-    figure, (axes,) = canvas(7.2, 3.0)
-    names = [name for name in REWARDED if name in run.figures]
-    for name, color in zip(names, theme.lines, strict=False):
-        draw_line(axes, *run.curve(name), color=color, label=run.figures[name].label)
-    _share_over_rounds(axes, "share of pairs")
-    legend(axes)
-    return figure
 
 
 def blocks(run: RunRecord, name: str, theme: Theme) -> Figure:
@@ -82,7 +50,10 @@ def blocks(run: RunRecord, name: str, theme: Theme) -> Figure:
         color = theme.lines[0]
         axes.fill_between(numbers, low, high, color=color, alpha=0.15, linewidth=0, label="all clients")
         axes.fill_between(numbers, quarter, most, color=color, alpha=0.35, linewidth=0, label="middle half")
-        draw_line(axes, numbers.tolist(), median.tolist(), color=color, label="median client")
+        told = [
+            f"median, block {block}: {value:.2f}" for block, value in zip(profile.blocks, median, strict=True)
+        ]
+        draw_line(axes, numbers.tolist(), median.tolist(), color=color, label="median client", told=told)
         axes.set(ylabel=profile.label)
         legend(axes)
     else:
@@ -107,6 +78,8 @@ def clients(run: RunRecord, theme: Theme) -> Figure:
         "shared_accuracy": theme.lines[1],
         "preference_accuracy": theme.lines[0],
     }
+    if "choice_loss" not in run.summary:
+        colors["reward_accuracy"] = theme.lines[2]
     figures = {name: run.figures[name] for name in colors if name in run.figures}
     groups = [(figure.label, colors[name], figure.values["per_client"]) for name, figure in figures.items()]
     if len(run.clients) > BARS:
@@ -117,61 +90,8 @@ def clients(run: RunRecord, theme: Theme) -> Figure:
     order = ranking(run)
     plot, (axes,) = canvas(7.2, 0.9 + (0.16 + 0.16 * len(groups)) * len(order))
     draw_bars(axes, order, groups)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(groups))
+    plot.legend(loc="outside upper left", ncols=len(groups))
     return plot
-
-
-def cost(run: RunRecord, theme: Theme) -> Figure:
-    """Bytes sent up and down by the end of each round, and how long each round took."""
-    figure, (left, right) = canvas(7.2, 2.6, 1, 2)
-    for name, label, color in (("bytes_up", "up", theme.lines[0]), ("bytes_down", "down", theme.lines[1])):
-        rounds, values = run.curve(name)
-        sums = [0.0, *np.cumsum(values).tolist()]
-        draw_line(left, [0, *rounds], sums, color=color, style="-" if label == "up" else "--", label=label)
-    left.set(xlabel="round", title="sent so far")
-    left.yaxis.set_major_formatter(lambda value, _: size(value))
-    legend(left)
-    draw_line(right, *run.curve("seconds"), color=theme.lines[2])
-    right.set(xlabel="round", title="seconds a round")
-    right.set_ylim(bottom=0)
-    for axes in (left, right):
-        round_axis(axes)
-    return figure
-
-
-def other_figures(run: RunRecord) -> list[str]:
-    """The run's own figures that no other plot shows."""
-    return [name for name in run.own_figures if name not in SHOWN]
-
-
-def figures(run: RunRecord, theme: Theme) -> Figure:
-    """Other figures of the round log, such as those of the method and its merge rule, over rounds.
-
-    A run without any has no such plot. Figures with the same text before a slash in their names, such as
-    ``gate/0`` and ``gate/1``, share axes.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    panels: dict[str, list[str]] = {}
-    for name in other_figures(run):
-        panels.setdefault(name.split("/")[0], []).append(name)
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure, grid = canvas(7.2, 2.2 * rows, rows, columns)
-    for axes, (title, names) in zip(grid, panels.items(), strict=False):
-        for index, name in enumerate(names):
-            label = name.partition("/")[2]
-            rounds, values = run.curve(name)
-            draw_line(axes, rounds, values, color=color_of(theme, index, len(names)), label=label)
-            if all(value.is_integer() for value in values):
-                axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.set(title=title.replace("_", " "), xlabel="round")
-        round_axis(axes)
-        if len(names) > 1:
-            legend(axes)
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
-    return figure
 
 
 def comparison(runs: Sequence[RunRecord], theme: Theme) -> Figure:
@@ -226,12 +146,14 @@ def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
     from matplotlib import colormaps
 
     values = profile.values
-    within = bool(np.nanmin(values) >= 0 and np.nanmax(values) <= 1)
-    low, high = (0.0, 1.0) if within else (float(np.nanmin(values)), float(np.nanmax(values)))
+    low, high = profile.range
     # With more colours matplotlib would draw the scale as an image, and a page's plots hold none.
     colors = colormaps["cividis"].resampled(40)
     rows, columns = (np.arange(count + 1) - 0.5 for count in values.shape)
     mesh = axes.pcolormesh(columns, rows, values, cmap=colors, vmin=low, vmax=high)
+    cells = ((client, block) for client in profile.clients for block in profile.blocks)
+    pairs = zip(cells, values.flat, strict=True)
+    tell(mesh, [f"{client}, block {block}: {value:.2f}" for (client, block), value in pairs])
     if values.size <= CELLS:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
@@ -241,7 +163,7 @@ def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
                     (column, row),
                     ha="center",
                     va="center",
-                    fontsize=7,
+                    fontsize=8,
                     color="#ffffff" if dark else "#000000",
                 )
     axes.set_yticks(np.arange(len(profile.clients)), [short_name(client) for client in profile.clients])

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefed.core.text import pluralize
-from prefed.report.drawing import BARS, Theme, canvas, color_of, draw_line, legend, round_axis, short_name
+from prefed.report.drawing import (
+    BARS,
+    Theme,
+    canvas,
+    color_of,
+    draw_line,
+    legend,
+    round_axis,
+    short_name,
+    tell,
+)
 from prefed.report.parts import ROWS, Plot, Table, number, plot
 from prefed.report.tables import literal, new_table
 from prefed.runs.groupings import Agreement, Grouping
@@ -86,7 +96,9 @@ def draw_clusters(run: RunRecord, theme: Theme) -> Figure:
         ]
         at, left, width = np.array(bars, dtype=np.float64).reshape(-1, 3).T
         color = color_of(theme, u, count)
-        axes.barh(at, width, 0.86 if few else 1.0, left=left, color=color, label=f"selector-{u}")
+        drawn = axes.barh(at, width, 0.86 if few else 1.0, left=left, color=color, label=f"selector-{u}")
+        for bar, (row, first, length) in zip(drawn, bars, strict=True):
+            tell(bar, [_stay(order[row], u, first + 0.5, length)])
     axes.set_yticks(range(len(order)) if few else [], [short_name(c) for c in order] if few else [])
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.margins(x=0)
@@ -96,6 +108,17 @@ def draw_clusters(run: RunRecord, theme: Theme) -> Figure:
     _cluster_legend(axes, count)
     round_axis(axes)
     return figure
+
+
+def _stay(client: str, cluster: int, start: float, length: float) -> str:
+    """Which rounds a client spends in a cluster.
+
+    >>> _stay("ann", 1, 3.0, 2.0), _stay("ann", 0, 5.0, 1.0)
+    ('ann, selector-1: rounds 3 to 4', 'ann, selector-0: round 5')
+    """
+    end = start + length - 1
+    rounds = f"round {start:.0f}" if end == start else f"rounds {start:.0f} to {end:.0f}"
+    return f"{client}, selector-{cluster}: {rounds}"
 
 
 def _draw_sizes(run: RunRecord, theme: Theme) -> Figure:

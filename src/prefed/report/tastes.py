@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefed.report.drawing import BARS, Theme, canvas, color_of, legend, percent_axis, short_name
+from prefed.report.drawing import BARS, Theme, canvas, color_of, legend, percent_axis, short_name, tell
 from prefed.report.parts import Facts, Plot, Table, number, plot
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ def gains_plot(tastes: Tastes) -> Plot | None:
 def _draw_gains(each: Mapping[str, float], theme: Theme) -> Figure:
     figure, (axes,) = canvas(7.2, 0.8 + 0.2 * len(each))
     at = np.arange(len(each))[::-1]
-    axes.barh(at, list(each.values()), 0.8, color=theme.lines[0])
+    bars = axes.barh(at, list(each.values()), 0.8, color=theme.lines[0])
+    for bar, (client, gain) in zip(bars, each.items(), strict=True):
+        tell(bar, [f"{client}: {100 * gain:.1f} points"])
     axes.axvline(0, color=theme.quiet)
     axes.set_yticks(at, [short_name(client) for client in each])
     axes.set_ylim(-0.6, len(each) - 0.4)
@@ -134,7 +136,8 @@ def _draw_map(tastes: Tastes, theme: Theme) -> Figure:
     for index, (name, places) in enumerate(groups.items()):
         shown = name if tastes["prototypes"] else None
         color = color_of(theme, index, len(groups))
-        axes.scatter(points[places, 0], points[places, 1], s=28, color=color, label=shown)
+        drawn = axes.scatter(points[places, 0], points[places, 1], s=28, color=color, label=shown)
+        tell(drawn, [f"{tastes['clients'][place]}, {name}" for place in places])
     marks = np.array(tastes["map"]["prototypes"], dtype=np.float64).reshape(-1, 2)
     axes.scatter(marks[:, 0], marks[:, 1], s=70, marker="x", color=theme.text)
     for label, (x, y) in enumerate(marks):
@@ -160,7 +163,9 @@ def kl_plot(tastes: Tastes) -> Plot:
 
 def _draw_kl(values: list[float], theme: Theme) -> Figure:
     figure, (axes,) = canvas(7.2, 2.2)
-    axes.bar(np.arange(len(values)), values, 0.8, color=theme.lines[2])
+    bars = axes.bar(np.arange(len(values)), values, 0.8, color=theme.lines[2])
+    for dimension, (bar, value) in enumerate(zip(bars, values, strict=True)):
+        tell(bar, [f"dimension {dimension}: {value:.3g} nats"])
     axes.set(xlabel="dimension of z", ylabel="nats")
     axes.grid(visible=False, axis="x")
     return figure
@@ -184,15 +189,22 @@ def most_trusted(weights: Mapping[str, float]) -> str:
 
 
 def _draw_trust(tastes: Tastes, theme: Theme) -> Figure:
+    from matplotlib import colormaps
+
     rows, columns = [c for c in tastes["clients"] if c in tastes["trust"]], tastes["clients"]
     values = [[tastes["trust"][row].get(column, np.nan) for column in columns] for row in rows]
     figure, (axes,) = canvas(7.2, 1.6 + 0.2 * len(rows))
-    image = axes.imshow(np.array(values), aspect="auto", vmin=0)
+    edges = [np.arange(len(side) + 1) - 0.5 for side in (columns, rows)]
+    mesh = axes.pcolormesh(*edges, np.array(values), cmap=colormaps["cividis"].resampled(40), vmin=0)
+    cells = ((row, column, tastes["trust"][row].get(column)) for row in rows for column in columns)
+    named = [f"{row} trusts {column}: {value or 0:.2f}" for row, column, value in cells]
+    tell(mesh, named)
+    axes.invert_yaxis()
     axes.set_yticks(range(len(rows)), [short_name(client) for client in rows])
     axes.set_xticks(range(len(columns)), [short_name(client, 16) for client in columns], rotation=90)
     axes.grid(visible=False)
     axes.tick_params(length=0)
-    figure.colorbar(image, ax=axes, shrink=0.8)
+    figure.colorbar(mesh, ax=axes, shrink=0.8)
     return figure
 
 

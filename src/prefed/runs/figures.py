@@ -161,6 +161,11 @@ class Profile:
         return means
 
     @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest value."""
+        return float(np.nanmin(self.values)), float(np.nanmax(self.values))
+
+    @property
     def ends(self) -> str:
         """The means of the first and the last block, in words."""
         first, last = self.blocks[0], self.blocks[-1]

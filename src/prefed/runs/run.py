@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefed import files
 from prefed.align import check_inputs
@@ -28,11 +28,13 @@ from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.align import align, check_judge
 from prefed.runs.build import build_job
+from prefed.runs.origin import describe_data, describe_origin
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.summary import Profiles, mean_models, read_profiles, summarize
 from prefed.runs.taste_figures import tell_tastes
 from prefed.runs.worker_job import job_factory
 from prefed.store import RunReader, RunWriter
+from prefed.train.trainer_factory import PairTrainerFactory
 from prefed.wire import decode_state, encode
 
 ADAPTERS = "adapters"
@@ -145,7 +147,8 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
         server = rounds(job, writer, backend, callback).run()
         profiles = read_profiles(job, backend.states)
         tastes = tell_tastes(job, experiment.method.settings.goal(), server, backend.states)
-    conclude(job, writer, server, profiles, callback, tastes)
+    data = describe_data(cast("PairTrainerFactory", job.trainers).dataset)
+    conclude(job, writer, server, profiles, callback, tastes, data=data, origin=describe_origin())
 
 
 def conclude(

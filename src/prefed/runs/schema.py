@@ -39,6 +39,12 @@ class _Traffic(_Schema):
     down: float
 
 
+class _Origin(_Schema):
+    finished: str = ""
+    command: str = ""
+    hardware: dict[str, Any] = {}
+
+
 class _Summary(_Schema):
     method: str
     rounds: int = Field(ge=1)
@@ -54,6 +60,8 @@ class _Summary(_Schema):
     clients: dict[str, dict[str, int]] = {}
     parameters: dict[str, int] = {}
     personal: dict[str, dict[str, dict[str, float | None]]] = {}
+    data: dict[str, float | None] = {}
+    origin: _Origin = Field(default_factory=lambda: _Origin())
 
 
 class _Round(_Schema):

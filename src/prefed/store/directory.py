@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -111,6 +112,24 @@ def lock(run: Path) -> int:
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return handle
+
+
+def at_work(run: Path) -> bool:
+    """Whether the process that locked a run last may still be there. On another machine nobody knows: yes."""
+    try:
+        text = (run / "checkpoint" / "LOCK").read_text(errors="replace")
+    except FileNotFoundError:
+        return False
+    match = re.fullmatch(r"process (\d+) on (.*)", text.strip())
+    if match is None or match[2] != socket.gethostname():
+        return True
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _near(path: Path) -> str:

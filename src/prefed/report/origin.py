@@ -1,0 +1,114 @@
+"""What a run's page says of where the run comes from: its data, its machine, its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from prefed.core.text import pluralize
+from prefed.data.statistics import gini
+from prefed.report import distributed
+from prefed.report.parts import Facts, Table
+from prefed.report.tables import setting
+from prefed.runs.record import RunRecord
+
+NUMBERS = {
+    "margin": "mean gain in likelihood of the chosen over that of the rejected response, in nats.",
+    "explicit_margin": "mean of what the reward head gives the chosen response less the rejected one.",
+    "dpo_loss": "mean of DPO's loss, −log of the sigmoid of beta times the margin.",
+    "choice_loss": "mean cross-entropy over the two letters of a selector, both orders of each pair.",
+    **distributed.MEANINGS,
+}
+"""Figures of an evaluation or of the round log that are no shares, and what they mean."""
+CHOICE_NUMBERS = {"margin": "mean score of the chosen response over the rejected one, in nats."}
+"""What they mean of a selector, where that is another thing."""
+
+
+def data_facts(run: RunRecord) -> Facts:
+    """How many pairs clients have, and how much clients differ; empty where the summary does not say."""
+    sizes = run.summary.get("clients", {})
+    if not sizes:
+        return []
+    facts = [("clients", f"{len(sizes):,}")]
+    for name, what in (("train", "training"), ("validation", "validation"), ("test", "test")):
+        counts = [own.get(name, 0) for own in sizes.values()]
+        if any(counts):
+            each = f"{min(counts):,} / {np.median(counts):,g} / {max(counts):,}"
+            facts.append((f"{what} pairs", f"{sum(counts):,}; least / median / most of a client: {each}"))
+    train = [own.get("train", 0) for own in sizes.values()]
+    if sum(train):
+        facts.append(("Gini coefficient of sizes", f"{gini(train):.2f}: 0 where all have equally many"))
+    told = run.summary.get("data", {})
+    for name in ("category", "token"):
+        distance, random = told.get(f"{name}_distance"), told.get(f"random_{name}_distance")
+        if distance is not None and random is not None:
+            text = f"{distance:.2f}; {random:.2f} where the pairs are dealt at random"
+            facts.append((f"distance of clients' {_MANY[name]} from all", text))
+    for name, text in _COUNTED.items():
+        if name in told:
+            facts.append((text, f"{told[name]:,}"))
+    return facts
+
+
+_MANY = {"category": "categories", "token": "tokens"}
+_COUNTED = {
+    "shared_prompts": "prompts that several clients train on",
+    "contradictions": "pairs on which clients disagree",
+}
+
+
+def origin_facts(run: RunRecord) -> Facts:
+    """When, by which command and on what the run was made, as far as it is recorded."""
+    told: Mapping[str, Any] = run.summary.get("origin", {})
+    facts = []
+    if "finished" in told:
+        at = datetime.fromisoformat(told["finished"]).astimezone(UTC)
+        facts.append(("finished", f"{at:%Y-%m-%d %H:%M} UTC"))
+    if "command" in told:
+        facts.append(("command", str(told["command"])))
+    hardware = told.get("hardware", {})
+    if hardware:
+        facts.append(("machine", _machine(hardware)))
+    return facts
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
+    parts = [str(hardware["processor"])] if hardware.get("processor") else []
+    if hardware.get("cores"):
+        parts.append(pluralize(hardware["cores"], "core", "cores"))
+    if hardware.get("memory_mb"):
+        parts.append(f"{hardware['memory_mb'] / 1024:,.0f} GiB memory")
+    parts += [str(device) for device in hardware.get("devices", [])]
+    if hardware.get("system"):
+        parts.append(str(hardware["system"]))
+    return ", ".join(parts)
+
+
+def settings_table(run: RunRecord) -> Table:
+    """The method's own settings."""
+    method = {name: value for name, value in run.config["method"].items() if not isinstance(value, dict)}
+    return Table(
+        "The [method] table.", ["setting", "value"], [(name, [setting(v)]) for name, v in method.items()]
+    )
+
+
+def versions(run: RunRecord) -> Facts:
+    """Versions of libraries, and fingerprints of the data and the model."""
+    known = [(name, str(version)) for name, version in run.summary.get("versions", {}).items()]
+    return known + [(f"{name} fingerprint", digest) for name, digest in run.fingerprint.items()]
+
+
+def meanings(run: RunRecord) -> Facts:
+    """What each figure of the page means."""
+    facts = [(figure.label, f"{figure.meaning}.") for figure in run.figures.values()]
+    numbers = NUMBERS | (CHOICE_NUMBERS if "choice_loss" in run.summary else {})
+    facts += [(name.replace("_", " "), numbers[name]) for name in run.own_figures if name in numbers]
+    facts += [
+        ("±", "standard error √(p (1 − p) / n) of a share p of n pairs; of a mean, over the same clients."),
+        ("worst tenth", "mean of the lowest tenth of the clients, at least one of them."),
+        ("Jain index", "(Σx)² / (n Σx²): 1 where all clients have the same, 1/n where one has everything."),
+    ]
+    return facts
