@@ -462,4 +462,6 @@ def test_report_writes_a_page_into_the_run(place):
     assert page.startswith("<!doctype html>")
     assert "shared model" in page
     mean = summary(place / "local")["preference_accuracy"]["mean"]
-    assert f"<strong>{mean:.1%}</strong>" in page
+    assert re.search(rf"policy accuracy, mean over clients</span><strong>{100 * mean:.0f}% ± ", page)
+    assert "category_distance" in summary(place / "local")["data"]
+    assert "UTC" in page

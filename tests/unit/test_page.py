@@ -1,6 +1,7 @@
 """The HTML page about a run, on runs written by hand."""
 
 import base64
+import hashlib
 import json
 import re
 import subprocess
@@ -10,9 +11,11 @@ from html.parser import HTMLParser
 import pytest
 from jinja2 import UndefinedError
 
-from finished import write_run
-from prefed.report import drawing, plots
-from prefed.report.page import _environment, render, write_page
+from finished import CLIENTS, write_run
+from prefed.metrics import federated_metric
+from prefed.report import clients, curves, drawing, origin, plots
+from prefed.report.html import environment
+from prefed.report.page import render, write_page
 from prefed.runs.record import read_run
 
 
@@ -36,11 +39,11 @@ def test_rounds_without_a_loss_have_a_page(tmp_path):
 class Page(HTMLParser):
     """What a page is made of."""
 
-    VOID = frozenset({"meta", "img", "source", "br"})
+    VOID = frozenset({"meta", "br"})
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.open, self.data = [], [], ""
+        self.tags, self.open, self.data, self.script = [], [], "", ""
         self.feed(text)
         assert self.open == []
 
@@ -53,43 +56,152 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if not {"style", "pre"} & set(self.open):
+        if self.open[-1:] == ["script"]:
+            self.script += data
+        elif not {"style", "pre", "svg"} & set(self.open):
             self.data += data
+
+    def named(self, name):
+        return [attributes for tag, attributes in self.tags if tag == name]
 
 
 def test_the_page_is_complete_in_itself(text):
-    """Nothing is loaded: every address is inline data; and nothing runs."""
+    """Nothing is loaded: every address is a place in the page or holds the file itself. What runs is the one
+    script that the page's policy names by its digest."""
     page = Page(text)
     addresses = [v for _, a in page.tags for n, v in a.items() if n in ("src", "srcset", "href")]
-    assert len(addresses) == 2 * sum(tag == "img" for tag, _ in page.tags) >= 8
-    for address in addresses:
-        kind, _, data = address.partition(",")
-        assert kind == "data:image/svg+xml;base64"
-        image = base64.b64decode(data).decode()
-        assert "<svg" in image
-        assert not re.search(r'(href|src)="(?!#)', image)
-    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert {address.partition(",")[0] for address in addresses if not address.startswith("#")} == {
+        "data:text/csv;charset=utf-8;base64"
+    }
+    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    places = {address for address in addresses if address.startswith("#")}
+    assert {place.removeprefix("#") for place in places} <= ids
+    assert not {"link", "iframe", "object", "image", "img"} & {tag for tag, _ in page.tags}
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert "url(" not in text.split("</style>")[0]
+    assert not re.search(r"url\((?!#)", text)
+    (policy,) = (a["content"] for a in page.named("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(page.script.encode()).digest()).decode()
+    assert len(page.named("script")) == 1
+    assert re.findall(r"script-src ([^;]*)", policy) == [f"'sha256-{digest}'"]
+    assert policy.startswith("default-src 'none';")
 
 
 def test_the_page_says_in_words_what_its_plots_show(text):
+    """Standard errors of the mean, of 4 pairs each: Σ p(1 − p)/4 over the clients, with (4p + 1)/6 in the
+    place of p where p is 0 or 1. Before, of ¼, ½ and 0: 3/64 + 1/16 + 5/144 = 0.1441; √0.1441/3 = 0.127.
+    After, of ¾, 1 and ¼: 3/64 + 5/144 + 3/64 = 0.1285; √0.1285/3 = 0.119."""
     page = Page(text)
-    texts = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
-    assert "begins at 25.0% and ends at 66.7%; the worst client goes from 0.0% to 25.0%." in texts[0]
+    texts = [attributes["aria-label"] for attributes in page.named("div") if attributes.get("role") == "img"]
+    assert texts[::2] == texts[1::2]
+    assert "begins at 25% ± 13 and ends at 67% ± 12; the worst client goes from 0.0% to 25.0%." in texts[0]
     assert "lowest cyd with 25.0%, highest bob with 100.0%." in " ".join(texts)
     for words in ("sent by clients", "2.0 kB", "1,234", "every default filled in", "Jain index"):
         assert words in page.data
     assert [tag for tag, _ in page.tags].count("h1") == 1
     assert ("html", {"lang": "en"}) in page.tags
-    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
+    assert all("scope" in attributes for attributes in page.named("th"))
+    assert page.named("pre") == [{"tabindex": "0", "role": "region", "aria-label": "The experiment file"}]
+
+
+def test_cards_have_both_accuracies_with_their_errors(tmp_path):
+    """The worst client by policy is cyd: ¼ of 4 pairs ± √(3/64) = 0.217. By reward it is ann: ½ ± ¼. The mean
+    reward is ⅔: Σ p(1 − p)/4 of ½, 1 and ½ is 1/16 + 5/144 + 1/16 = 0.1597; √0.1597/3 = 0.133."""
+    rewards = federated_metric({"ann": 0.5, "bob": 1.0, "cyd": 0.5})
+    run = with_rewards(write_run(tmp_path / "run", reward_accuracy=rewards), rewards)
+    page = Page(render(run)).data
+    for words in (
+        "policy accuracy, mean over clients67% ± 12before 25%, 3 clients, 12 pairs",
+        "reward accuracy, mean over clients67% ± 133 clients, 12 pairs",
+        "policy accuracy, worst client25% ± 22before 0%, cyd, 4 pairs",
+        "reward accuracy, worst client50% ± 25ann, 4 pairs",
+    ):
+        assert words in page
+    assert "worst tenth" not in page.partition("Over rounds")[0]
+    policy, reward = curves.accuracy(run, drawing.LIGHT).axes
+    assert (policy.get_title(), reward.get_title()) == ("policy accuracy", "reward accuracy")
+    assert [line.get_ydata().tolist() for line in reward.lines] == [[pytest.approx(2 / 3)] * 2, [0.5, 0.5]]
+    assert policy.get_ylim() == reward.get_ylim()
+    each = {
+        line.get_label(): line.get_ydata().tolist()
+        for line in curves.clients(run, drawing.LIGHT).axes[0].lines
+    }
+    assert each == {client: list(values) for client, values in CLIENTS.items()}
+
+
+def with_rewards(path, rewards):
+    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["evaluation"]["reward_accuracy"] = rewards
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(path)
+
+
+def test_of_more_clients_quantiles_are_drawn_over_rounds(tmp_path):
+    """The k-th of 21 clients has k/20 after the only round: the quartiles are ¼, ½ and ¾."""
+    run = read_run(write_run(tmp_path / "run", {f"c{k:02}": (0.5, k / 20) for k in range(21)}))
+    (axes,) = curves.clients(run, drawing.LIGHT).axes
+    assert [line.get_label() for line in axes.lines] == list(curves.QUANTILES)
+    assert [line.get_ydata()[-1] for line in axes.lines] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert clients.curves_plot(run) is None  # one evaluation is shown by the bars
+    assert "policy accuracy, worst tenth" in render(run)
+
+
+def test_a_run_that_does_not_say_how_many_pairs_has_no_errors(tmp_path):
+    """As runs of earlier versions: no ±, no data, no date."""
+    path = write_run(tmp_path / "run")
+    summary = json.loads((path / "summary.json").read_text())
+    del summary["clients"]
+    (path / "summary.json").write_text(json.dumps(summary))
+    text = render(read_run(path))
+    assert "<strong>66.7%</strong>" in text
+    assert "± standard error" not in text
+    for words in ('id="data"', "finished", "dealt at random"):
+        assert words not in text
+
+
+def test_contents_name_every_section_once(text):
+    page = Page(text)
+    ids = [attributes["id"] for attributes in page.named("h2")]
+    inside = text[text.index("<nav") : text.index("</nav>")]
+    assert re.findall(r'href="#([^"]*)"', inside) == ids == list(dict.fromkeys(ids))
+    assert ids[:2] + ids[-2:] == ["rounds", "clients", "settings", "meanings"]
+
+
+def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
+    """Training sizes 1, 1, 4: of the sorted x, G = 2 Σ i x_i / (n Σ x) − (n + 1)/n = 2·15/18 − 4/3 = 1/3."""
+    sizes = {
+        name: {"train": n, "validation": 0, "test": 4} for name, n in zip(CLIENTS, (1, 4, 1), strict=True)
+    }
+    distances = {"token_distance": 0.5, "random_token_distance": 0.25, "category_distance": None}
+    hardware = {"processor": "Abacus", "cores": 1, "memory_mb": 2048, "devices": ["Beads"], "system": "Wood"}
+    path = write_run(tmp_path / "run")
+    summary = json.loads((path / "summary.json").read_text())
+    summary |= {"clients": sizes, "data": {**distances, "contradictions": 3}}
+    made = {"finished": "2026-11-22T12:30:00+02:00", "command": "prefed run 'a b.toml'", "hardware": hardware}
+    (path / "summary.json").write_text(json.dumps(summary | {"origin": made}))
+    run = read_run(path)
+    assert origin.data_facts(run) == [
+        ("clients", "3"),
+        ("training pairs", "6; least / median / most of a client: 1 / 1 / 4"),
+        ("test pairs", "12; least / median / most of a client: 4 / 4 / 4"),
+        ("Gini coefficient of sizes", "0.33: 0 where all have equally many"),
+        ("distance of clients' tokens from all", "0.50; 0.25 where the pairs are dealt at random"),
+        ("pairs on which clients disagree", "3"),
+    ]
+    assert origin.origin_facts(run) == [
+        ("finished", "2026-11-22 10:30 UTC"),
+        ("command", "prefed run 'a b.toml'"),
+        ("machine", "Abacus, 1 core, 2 GiB memory, Beads, Wood"),
+    ]
+    assert "prefed run &#39;a b.toml&#39;" in render(run)
 
 
 def test_names_cannot_break_the_page(tmp_path):
     nasty = '<script>alert("x")</script> & $\\alpha$ 日本'
     run = read_run(write_run(tmp_path / "run", {nasty: (0.2, 0.3), "b": (0.1, 0.4)}))
     text = render(run)
-    assert "<script" not in text
+    assert text.count("<script") == 1
     assert nasty in Page(text).data
     drawing.save(lambda theme: plots.comparison([run, run], theme), tmp_path / "p.png")
 
@@ -124,9 +236,8 @@ def test_a_template_cannot_be_given_text_that_changes_the_page():
     """In a text, a macro, a sum of texts and an attribute, and a value that is forgotten is an error."""
     macro = "{% macro bold(text) %}<b>{{ text }}</b>{% endmacro %}"
     source = macro + "{{ name }}{{ bold(name) }}{{ name ~ '!' }}<i title=\"{{ name }}\"></i>"
-    environment = _environment()
     safe = "&lt;&#34;\\x1b[2J\\u202e"
-    page = environment.from_string(source).render(name='<"\x1b[2J\u202e')
+    page = environment().from_string(source).render(name='<"\x1b[2J\u202e')
     assert page == f'{safe}<b>{safe}</b>{safe}!<i title="{safe}"></i>'
     with pytest.raises(UndefinedError):
-        environment.from_string("{{ name }}").render()
+        environment().from_string("{{ name }}").render()

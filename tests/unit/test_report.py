@@ -13,7 +13,7 @@ from rich.console import Console
 from finished import CLIENTS, write_run
 from prefed.core import Privacy
 from prefed.metrics import federated_metric, federated_metrics, spread
-from prefed.report import drawing, plots
+from prefed.report import curves, drawing, over_rounds, plots
 from prefed.report.comparison import (
     comparison_table,
     differences,
@@ -353,15 +353,28 @@ def test_figures_of_one_family_share_a_panel(tmp_path):
     run = read_run(
         write_run(tmp_path / "run", figures={"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.4], "merged": [2, 2]})
     )
-    figure = plots.figures(run, drawing.LIGHT)
+    names = curves.diagnostics(run)
+    figure = curves.figures(run, names, drawing.LIGHT)
     panels = {axes.get_title(): axes for axes in figure.axes if axes.get_visible()}
-    assert set(panels) == {"gate", "merged", "margin"}
+    assert set(panels) == {"gate", "merged"}
     assert [line.get_ydata().tolist() for line in panels["gate"].lines] == [[0.1, 0.9], [0.5, 0.4]]
+
+
+def test_figures_that_do_not_change_are_lines(tmp_path):
+    """Of one family all are drawn if one of them changes. Means of evaluations stand apart."""
+    told = {"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.5], "merged": [2, 2]}
+    run = read_run(write_run(tmp_path / "run", figures=told))
+    assert curves.evaluated_figures(run) == ["margin"]
+    assert curves.moving(run, curves.diagnostics(run)) == (["gate/0", "gate/1"], {"merged": 2.0})
+    numbers = over_rounds.numbers(run, curves.diagnostics(run))
+    assert numbers.constant == ["merged: 2 in all 2 rounds that tell it."]
+    assert numbers.plot.alt == "gate/0 from 0.1 to 0.9; gate/1 from 0.5 to 0.5."
+    assert over_rounds.numbers(run, ["merged"]).plot is None
 
 
 def test_curves_begin_at_the_untouched_model(run):
     """Round 0 is the baseline: mean (0.25 + 0.5 + 0)/3 = 0.25, worst 0."""
-    (axes,) = plots.accuracy(run, drawing.LIGHT).axes
+    (axes,) = curves.accuracy(run, drawing.LIGHT).axes
     mean, worst = (line.get_ydata().tolist() for line in axes.lines)
     assert mean == pytest.approx([0.25, 0.5, 2 / 3])
     assert worst == [0.0, 0.25, 0.25]
@@ -383,4 +396,4 @@ def test_a_plot_is_of_the_kind_its_name_says(tmp_path, run, name, head):
 
 def test_a_plot_of_another_kind_is_refused(tmp_path, run):
     with pytest.raises(ValueError, match=r"ends in \.png, \.svg or \.pdf"):
-        drawing.save(lambda theme: plots.loss(run, theme), tmp_path / "p.jpg")
+        drawing.save(lambda theme: curves.loss(run, theme), tmp_path / "p.jpg")

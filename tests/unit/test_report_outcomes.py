@@ -102,7 +102,7 @@ def test_texts_are_escaped_and_capped(tmp_path: Path) -> None:
     rows = [verdict(1, prompt=turns, text="<script>x</script>" + "a" * 5000, against="")]
     page = render(read_run(judged_run(tmp_path / "run", *rows)))
     assert "user: &lt;b&gt;hi&lt;/b&gt;\n\nassistant: yes\\x1b[2J" in page
-    assert "<script" not in page
+    assert page.count("<script") == 1
     assert "a" * 670 in page
     assert "a" * 700 not in page
     assert "(no text)" in page

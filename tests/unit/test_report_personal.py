@@ -8,7 +8,7 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.metrics import federated_metric
-from prefed.report import drawing, plots
+from prefed.report import clients, curves, drawing, plots
 from prefed.report.comparison import reward_table
 from prefed.report.page import render
 from prefed.runs.record import read_run
@@ -67,6 +67,25 @@ def test_few_clients_are_a_heat_map_with_its_numbers(gated):
     assert scale.get_ylabel() == "gates"
 
 
+def test_a_heat_map_spans_its_data_and_says_so(tmp_path):
+    """Gates between 0.50 and 0.53 would be one grey on a scale from 0 to 1."""
+    gates = {"ann": {"0": 0.5, "1": 0.53}, "bob": {"0": 0.51, "1": 0.52}}
+    run = read_run(write_run(tmp_path / "run", personal={"gate": gates}))
+    axes, _ = plots.blocks(run, "gate", drawing.LIGHT).axes
+    assert axes.collections[0].get_clim() == (0.5, 0.53)
+    ((label, plot, _),) = clients.blocks(run)
+    assert (label, plot.caption.partition(",")[0]) == ("Gates", "From 0.50 to 0.53")
+
+
+def test_equal_gates_are_a_line(tmp_path):
+    gates = {client: {"0": 0.5, "1": 0.5} for client in CLIENTS}
+    run = read_run(write_run(tmp_path / "run", personal={"gate": gates}))
+    ((_, line, table),) = clients.blocks(run)
+    assert line.startswith("Gates: 0.50 in every block of every client.")
+    assert len(table.rows) == 4
+    assert line.partition("'")[0] in render(run)
+
+
 def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
     """Client k of 0 … 100 has k/100: the median is 0.5, the middle half 0.25 to 0.75; in block 1 halved."""
     gates = {f"c{k}": {"0": k / 100, "1": k / 200} for k in range(101)}
@@ -94,8 +113,8 @@ def test_the_page_says_which_layers_are_personal(gated):
     assert "0 is the shared model alone, 1 all of its own" in page
     assert '<th scope="row">cyd</th><td>0.75</td><td>0.25</td><td>0.00</td>' in page
     assert "rounded to two digits: whoever has this page learns so much of each client named here" in page
-    image = drawing.svg(lambda theme: plots.blocks(gated, "gate", theme), drawing.DARK)
-    assert not re.search(r'(href|src)="(?!#)', image)
+    assert "From 0.00 to 1.00, which the colours or the axis span." in page
+    assert "<title>cyd, block 11: 0.00</title>" in page
 
 
 def test_the_page_says_what_a_reward_head_comes_to(rewarded):
@@ -104,7 +123,7 @@ def test_the_page_says_what_a_reward_head_comes_to(rewarded):
     assert "combined ends at 75.0%; reward head ends at 25.0%; agreement ends at 12.5%." in page
     assert "the reward head scores higher" in page
     assert "what the reward head gives the chosen response less the rejected one" in page
-    (axes,) = plots.reward_head(rewarded, drawing.LIGHT).axes
+    (axes,) = curves.reward_head(rewarded, drawing.LIGHT).axes
     assert [line.get_label() for line in axes.lines] == ["combined", "reward head", "agreement"]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0.75] * 2, [0.25] * 2, [0.125] * 2]
 

@@ -25,6 +25,8 @@ NARROW = 3.7
 """Inches of a plot for a phone. A point of its letters is then about as large as one of the page's."""
 COLUMNS = 2
 """Columns of a legend in a narrow plot at most."""
+NUMBERED = 6
+"""Columns of a narrow map that have room for their numbers."""
 
 _VARIABLES = {
     LIGHT.text: "var(--text)",
@@ -76,10 +78,13 @@ def make_narrow(figure: Figure) -> None:
             each.set_subplotspec(grid[number])
         height *= len(seen) / rows
     figure.set_size_inches(NARROW, height)
+    for legend in (*figure.legends, *(each.get_legend() for each in figure.axes)):
+        if legend is not None and legend._ncols > COLUMNS:
+            legend.set_ncols(COLUMNS)
     for each in figure.axes:
-        legend = each.get_legend()
-        if legend is not None and len(legend.get_texts()) > COLUMNS:
-            legend.set_ncols(min(COLUMNS, legend._ncols))
+        if each.collections and len(each.get_xticks()) > NUMBERED:
+            for text in each.texts:
+                text.set_visible(False)
 
 
 def _cleaned(text: bytes) -> str:

@@ -174,31 +174,26 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def _mean_card(run: RunRecord, name: str, title: str) -> tuple[str, str, str]:
     figure = run.figures[name].values
-    notes, pairs = _before(run, name, "mean"), pairs_of(run, figure)
-    notes.append(pluralize(run.judged, "client", "clients"))
+    error, pairs = error_of_mean(run, figure), pairs_of(run, figure)
+    notes = [*_before(run, name, "mean", error), pluralize(run.judged, "client", "clients")]
     if pairs is not None:
         notes.append(pluralize(pairs, "pair", "pairs"))
-    value = share(figure["mean"], error_of_mean(run, figure))
-    return f"{title}, mean over clients", value, ", ".join(notes)
+    return f"{title}, mean over clients", share(figure["mean"], error), ", ".join(notes)
 
 
 def _worst_card(run: RunRecord, name: str, title: str) -> tuple[str, str, str]:
     figure = run.figures[name].values
     worst = min(figure["per_client"], key=lambda client: figure["per_client"][client])
-    notes, pairs = _before(run, name, "worst"), run.pairs(worst)
-    notes.append(worst)
+    error, pairs = error_of(run, worst, figure["worst"]), run.pairs(worst)
+    notes = [*_before(run, name, "worst", error), worst]
     if pairs is not None:
         notes.append(pluralize(pairs, "pair", "pairs"))
-    return (
-        f"{title}, worst client",
-        share(figure["worst"], error_of(run, worst, figure["worst"])),
-        ", ".join(notes),
-    )
+    return f"{title}, worst client", share(figure["worst"], error), ", ".join(notes)
 
 
-def _before(run: RunRecord, name: str, of: str) -> list[str]:
-    """What the untouched model came to; nothing of a figure that it cannot have."""
-    before: Mapping[str, Any] | None = (
-        run.figures["baseline_accuracy"].values if "baseline_accuracy" in run.figures else None
-    )
-    return [] if before is None or name != "preference_accuracy" else [f"before {before[of]:.1%}"]
+def _before(run: RunRecord, name: str, of: str, error: float | None) -> list[str]:
+    """What the untouched model came to, with as many digits; nothing of a figure that it cannot have."""
+    if name != "preference_accuracy" or "baseline_accuracy" not in run.figures:
+        return []
+    before: Mapping[str, Any] = run.figures["baseline_accuracy"].values
+    return [f"before {share(before[of], error).partition(' ')[0]}"]

@@ -77,9 +77,9 @@ def _bar(bar: Any, orientation: str, at: Any) -> Row:
 
 def _names(axis: Axis) -> dict[float, str]:
     """Position → the name that an axis has there; empty on an axis of numbers."""
-    from matplotlib.ticker import FixedFormatter
+    from matplotlib.ticker import FixedLocator
 
-    if not isinstance(axis.get_major_formatter(), FixedFormatter):
+    if not isinstance(axis.get_major_locator(), FixedLocator):
         return {}
     labels = (label.get_text().replace(r"\$", "$") for label in axis.get_ticklabels())
     return dict(zip(map(float, axis.get_majorticklocs()), labels, strict=False))
