@@ -65,6 +65,7 @@ def inline(draw: Callable[[Theme], Figure], salt: str) -> tuple[str, str, Figure
 
 def make_narrow(figure: Figure) -> None:
     """Make a figure as wide as a phone: axes that stand side by side come one below the other."""
+    from matplotlib.collections import QuadMesh
     from matplotlib.gridspec import GridSpec
 
     _, height = figure.get_size_inches()
@@ -78,11 +79,15 @@ def make_narrow(figure: Figure) -> None:
             each.set_subplotspec(grid[number])
         height *= len(seen) / rows
     figure.set_size_inches(NARROW, height)
-    for legend in (*figure.legends, *(each.get_legend() for each in figure.axes)):
-        if legend is not None and legend._ncols > COLUMNS:
-            legend.set_ncols(COLUMNS)
+    for legend in list(figure.legends):
+        above = legend.get_window_extent().y0 > figure.bbox.height / 2
+        texts = [text.get_text() for text in legend.get_texts()]
+        legend.remove()
+        place = f"outside {'upper' if above else 'lower'} center"
+        figure.legend(legend.legend_handles, texts, loc=place, ncols=COLUMNS)
     for each in figure.axes:
-        if each.collections and len(each.get_xticks()) > NUMBERED:
+        maps = [drawn for drawn in each.collections if isinstance(drawn, QuadMesh)]
+        if maps and len(each.get_xticks()) > NUMBERED:
             for text in each.texts:
                 text.set_visible(False)
 

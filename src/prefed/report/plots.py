@@ -153,7 +153,11 @@ def _heat_map(figure: Figure, axes: Axes, profile: Profile) -> None:
     mesh = axes.pcolormesh(columns, rows, values, cmap=colors, vmin=low, vmax=high)
     cells = ((client, block) for client in profile.clients for block in profile.blocks)
     pairs = zip(cells, values.flat, strict=True)
-    tell(mesh, [f"{client}, block {block}: {value:.2f}" for (client, block), value in pairs])
+    shown = (
+        f"{client}, block {block}: {value:.2f}" if np.isfinite(value) else f"{client}, block {block}: none"
+        for (client, block), value in pairs
+    )
+    tell(mesh, list(shown))
     if values.size <= CELLS:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):

@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -57,7 +59,7 @@ def _rows(axes: Axes) -> Iterator[Row]:
                 yield {"series": _series(bars), **_bar(bar, bars.orientation, at)}
     for drawn in axes.collections:
         if isinstance(drawn, QuadMesh):
-            values = drawn.get_array()
+            values = np.ma.filled(np.ma.asarray(drawn.get_array(), dtype=np.float64), np.nan)
             for row in range(values.shape[0]):
                 for column in range(values.shape[1]):
                     yield {**at(column, row), "value": _number(values[row, column])}

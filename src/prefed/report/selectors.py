@@ -26,7 +26,6 @@ from prefed.runs.groupings import Agreement, Grouping
 from prefed.runs.record import RunRecord
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
@@ -105,7 +104,7 @@ def draw_clusters(run: RunRecord, theme: Theme) -> Figure:
     axes.grid(visible=False, axis="y")
     axes.tick_params("y", length=0)
     axes.set(xlabel="round", ylabel="" if few else f"{len(order):,} clients")
-    _cluster_legend(axes, count)
+    figure.legend(loc="outside upper left", ncols=min(count, 5))
     round_axis(axes)
     return figure
 
@@ -134,10 +133,6 @@ def _draw_sizes(run: RunRecord, theme: Theme) -> Figure:
         round_axis(axes)
     legend(sizes)
     return figure
-
-
-def _cluster_legend(axes: Axes, count: int) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(count, 5))
 
 
 def clusters_table(run: RunRecord) -> Table | None:

@@ -144,7 +144,7 @@ def _draw_map(tastes: Tastes, theme: Theme) -> Figure:
         axes.annotate(f" {label}", (x, y), fontsize=9)
     if len(points) <= BARS // 2:
         for client, (x, y) in zip(tastes["clients"], points, strict=True):
-            axes.annotate(f" {short_name(client, 16)}", (x, y), fontsize=7)
+            axes.annotate(f" {short_name(client, 16)}", (x, y), fontsize=8)
     axes.set(xlabel="first component", ylabel="second component")
     axes.set_aspect("equal", adjustable="datalim")
     legend(axes)
