@@ -129,6 +129,15 @@ def test_of_very_many_points_some_tell(tmp_path):
     assert targets.get_gid().endswith('"357"]')
 
 
+def test_a_figure_of_any_name_is_drawn(tmp_path):
+    """Names of figures come from the round log. A control character would be no XML."""
+    figures = {"a\x01b\u202ec": [1.0, 2.0], "<script>&": [1.0, 3.0]}
+    text = render(read_run(write_run(tmp_path / "run", figures=figures)))
+    assert "a\\x01b\\u202ec" in text
+    assert not {"\x01", "\u202e"} & set(text)
+    assert text.count("<script") == 1
+
+
 def test_a_file_of_a_plot_has_no_titles(tmp_path, run):
     drawing.save(partial(plots.clients, run), tmp_path / "p.svg")
     assert drawing.TOLD not in (tmp_path / "p.svg").read_text()

@@ -40,7 +40,11 @@ def accuracies(run: RunRecord) -> dict[str, str]:
     """The accuracies that a run has beside each other: name → title. Those of a selector are one."""
     if "choice_loss" in run.summary:
         return {"preference_accuracy": "accuracy of selectors"}
-    return {name: title for name, title in TITLES.items() if run.curve(name)[0]}
+    return {name: title for name, title in TITLES.items() if name in run.figures}
+
+
+def _over_rounds(run: RunRecord) -> dict[str, str]:
+    return {name: title for name, title in accuracies(run).items() if run.curve(name)[0]}
 
 
 def accuracy(run: RunRecord, theme: Theme) -> Figure:
@@ -49,7 +53,7 @@ def accuracy(run: RunRecord, theme: Theme) -> Figure:
     Policy accuracy begins in round 0, the untouched model. Reward accuracy has no value there: nothing has
     changed yet.
     """
-    titles = accuracies(run)
+    titles = _over_rounds(run)
     figure, panels = canvas(7.2, 3.4, 1, len(titles))
     for axes, (name, title) in zip(panels, titles.items(), strict=True):
         _mean_and_worst(axes, run, name, theme.lines[0])
@@ -96,7 +100,7 @@ def _evaluations(run: RunRecord, name: str) -> list[tuple[int, Any]]:
 
 def clients(run: RunRecord, theme: Theme) -> Figure:
     """Each client's accuracies over rounds; of more than :data:`FEW` clients, quantiles over them."""
-    titles = accuracies(run)
+    titles = _over_rounds(run)
     figure, panels = canvas(7.2, 3.6, 1, len(titles))
     for axes, (name, title) in zip(panels, titles.items(), strict=True):
         figures = _evaluations(run, name)

@@ -239,6 +239,11 @@ def draw_distributions(axes: Axes, groups: Sequence[Group]) -> None:
         values = np.sort(np.array(list(per_client.values()), dtype=np.float64))
         shares = np.arange(1, len(values) + 1) / len(values)
         axes.step(values, shares, where="post", color=color, label=label)
+        told = [
+            f"{label}: {share:.0%} of clients have at most {value:.1%}"
+            for value, share in zip(values, shares, strict=True)
+        ]
+        tell_points(axes, values.tolist(), shares.tolist(), told)
     axes.set(xlabel="share of pairs ordered rightly", ylabel="clients with at most so much")
     percent_axis(axes.xaxis)
     percent_axis(axes.yaxis)

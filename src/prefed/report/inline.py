@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+from prefed.core.text import printable_lines
 from prefed.report.drawing import LIGHT, TOLD, Theme, style
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def inline(draw: Callable[[Theme], Figure], salt: str) -> tuple[str, str, Figure
             buffer = BytesIO()
             with rc_context({"svg.hashsalt": f"{salt} {width}", "svg.fonttype": "none"}):
                 figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-            versions.append(_cleaned(buffer.getvalue()))
+            # Names of figures are the method's: what they hold besides letters would break the page.
+            versions.append(_cleaned(printable_lines(buffer.getvalue().decode())))
     return versions[0], versions[1], figure
 
 
@@ -92,14 +94,14 @@ def make_narrow(figure: Figure) -> None:
                 text.set_visible(False)
 
 
-def _cleaned(text: bytes) -> str:
+def _cleaned(text: str) -> str:
     """The SVG that matplotlib wrote, as it stands in a page."""
-    root = ET.fromstring(text)
+    root = ET.fromstring(text.encode())
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag.endswith("}metadata") or child.tag.endswith("}style"):
                 parent.remove(child)
-    referred = set(re.findall(r'(?:href="|url\()#([^")]+)', text.decode()))
+    referred = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     for element in root.iter():
         element.tag = element.tag.partition("}")[2]
         _clean_attributes(element, referred)

@@ -58,9 +58,9 @@ def _accuracy(run: RunRecord) -> Plot:
     else:
         text += f"The mean over clients ends at {end}."
     caption = "Round 0 is the untouched model. The worst client may be another one in each round."
-    if len(curves.accuracies(run)) > 1:
-        reward = run.curve("reward_accuracy")[1][-1]
-        text += f" Reward accuracy ends at {reward:.1%}, mean over clients."
+    _, rewards = run.curve("reward_accuracy")
+    if rewards and len(curves.accuracies(run)) > 1:
+        text += f" Reward accuracy ends at {rewards[-1]:.1%}, mean over clients."
         caption += (
             " Policy accuracy: the model finds the chosen response likelier. Reward accuracy: it has gained "
             "more likelihood over the untouched model."

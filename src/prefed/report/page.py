@@ -157,8 +157,7 @@ def _warnings(run: RunRecord) -> list[str]:
 
 def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     """Label, value and note of each: both accuracies, of the mean and of the worst client, and the costs."""
-    titles = {name: title for name, title in curves.accuracies(run).items() if name in run.figures}
-    titles = titles or {"preference_accuracy": curves.TITLES["preference_accuracy"]}
+    titles = curves.accuracies(run)
     cards = [_mean_card(run, name, title) for name, title in titles.items()]
     cards += [_worst_card(run, name, title) for name, title in titles.items()]
     if len(run.clients) >= TENTHS:

@@ -1,0 +1,43 @@
+"""Where a run comes from, as its summary says: the machine and the data."""
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from prefed.runs import origin
+
+
+def test_the_machine_and_the_moment_are_told() -> None:
+    """Memory is pages times their size; the processor's name is a line of /proc/cpuinfo where there is one."""
+    before = datetime.now(UTC).replace(microsecond=0)
+    told = origin.describe_origin()
+    assert before <= datetime.fromisoformat(told["finished"]) <= datetime.now(UTC)
+    hardware = told["hardware"]
+    assert 1 <= hardware["cores"] <= (os.cpu_count() or 1)
+    assert hardware["memory_mb"] * 2**20 <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert hardware["system"] == f"{platform.system()} {platform.machine()}"
+    assert hardware["processor"]
+
+
+def test_a_system_that_names_no_processor_tells_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    assert origin.describe_origin()["hardware"]["processor"] == platform.machine()
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/x/prefed/cli/__main__.py", "run", "a.toml", "--set", "seed=1"], "prefed run a.toml --set seed=1"),
+        (["/x/pytest/__main__.py", "--token=x"], "__main__.py"),
+        (["-c"], "-c"),
+    ],
+)
+def test_arguments_of_other_programs_are_not_told(words: list[str], command: str) -> None:
+    assert origin.command(words) == command
