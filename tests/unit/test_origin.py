@@ -11,7 +11,7 @@ from prefed.runs import origin
 
 
 def test_the_machine_and_the_moment_are_told() -> None:
-    """Memory is pages times their size; the processor's name is a line of /proc/cpuinfo where there is one."""
+    """Memory is pages times their size; the name of the processor is a line of /proc/cpuinfo if it exists."""
     before = datetime.now(UTC).replace(microsecond=0)
     told = origin.describe_origin()
     assert before <= datetime.fromisoformat(told["finished"]) <= datetime.now(UTC)

@@ -85,8 +85,11 @@ def make_narrow(figure: Figure) -> None:
         above = legend.get_window_extent().y0 > figure.bbox.height / 2
         texts = [text.get_text() for text in legend.get_texts()]
         legend.remove()
-        place = f"outside {'upper' if above else 'lower'} center"
-        figure.legend(legend.legend_handles, texts, loc=place, ncols=COLUMNS)
+        handles = [handle for handle in legend.legend_handles if handle is not None]
+        if above:
+            figure.legend(handles, texts, loc="outside upper center", ncols=COLUMNS)
+        else:
+            figure.legend(handles, texts, loc="outside lower center", ncols=COLUMNS)
     for each in figure.axes:
         maps = [drawn for drawn in each.collections if isinstance(drawn, QuadMesh)]
         if maps and len(each.get_xticks()) > NUMBERED:

@@ -51,12 +51,12 @@ def _rows(axes: Axes) -> Iterator[Row]:
 
     for line in axes.lines:
         if line.get_transform() is axes.transData:
-            for x, y in line.get_xydata():
+            for x, y in _points(line.get_xydata()):
                 yield {"series": _series(line), **at(x, y)}
     for bars in axes.containers:
         if isinstance(bars, BarContainer):
             for bar in bars.patches:
-                yield {"series": _series(bars), **_bar(bar, bars.orientation, at)}
+                yield {"series": _series(bars), **_bar(bar, bars.orientation or "vertical", at)}
     for drawn in axes.collections:
         if isinstance(drawn, QuadMesh):
             values = np.ma.filled(np.ma.asarray(drawn.get_array(), dtype=np.float64), np.nan)
@@ -64,8 +64,13 @@ def _rows(axes: Axes) -> Iterator[Row]:
                 for column in range(values.shape[1]):
                     yield {**at(column, row), "value": _number(values[row, column])}
         elif isinstance(drawn, PathCollection) and drawn.get_alpha() != 0:
-            for x, y in drawn.get_offsets():
+            for x, y in _points(drawn.get_offsets()):
                 yield {"series": _series(drawn), **at(x, y)}
+
+
+def _points(array: Any) -> list[tuple[float, float]]:
+    points: list[tuple[float, float]] = np.asarray(array, dtype=np.float64).tolist()
+    return points
 
 
 def _bar(bar: Any, orientation: str, at: Any) -> Row:
