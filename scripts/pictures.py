@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME, TerminalTheme
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-COLUMNS = 92
-WIDTH, HEIGHT = 1280, 1000
+COLUMNS = 110
+WIDTH, HEIGHT = 1280, 820
 COLORS = 96
 LIGHT = TerminalTheme(
     (250, 250, 250),

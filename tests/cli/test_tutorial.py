@@ -40,7 +40,7 @@ def masked(cell: Any) -> str:
 
 def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, without a network. One model for all is between the untouched one and the
-    clients' own, and these are not above the oracle by more than two standard errors of 384 pairs; the
+    clients' own, and these are not above the oracle by more than two standard errors of 256 pairs; the
     answers to one question have more of the tastes of those who asked than of the others'."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path))
@@ -57,7 +57,7 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert means is not None
     untouched, feddpo, local, fedsdg, oracle = map(float, means[1].split())
     assert untouched < feddpo < min(local, fedsdg)
-    assert fedsdg < oracle + 2 * (oracle * (1 - oracle) / 384) ** 0.5
+    assert fedsdg < oracle + 2 * (oracle * (1 - oracle) / 256) ** 0.5
     (first, one, theirs), (second, other, others) = ANSWER.findall(text)
     assert first != second
 
