@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME, TerminalTheme
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-COLUMNS = 110
+COLUMNS, ROWS = 110, 40
 WIDTH, HEIGHT = 1280, 820
 COLORS = 96
 LIGHT = TerminalTheme(
@@ -56,12 +56,7 @@ def demo(folder: Path) -> Console:
     # A terminal that can draw no bar: what a bar would leave on the screen is all that is recorded.
     os.environ["TERM"] = "dumb"
     console = Console(
-        record=True,
-        width=COLUMNS,
-        file=io.StringIO(),
-        force_terminal=True,
-        legacy_windows=False,
-        highlight=False,
+        record=True, width=COLUMNS, height=ROWS, file=io.StringIO(), force_terminal=True, highlight=False
     )
     terminal.stdout_console = lambda: console
     console.print("[bold]$ make demo[/bold]")
