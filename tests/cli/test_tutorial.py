@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import pytest
 from prefed.data import synthetic
 
 nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
-TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorial.ipynb"
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIAL = ROOT / "docs" / "tutorial.ipynb"
 ANSWER = re.compile(r"^(\w+) likes ([^\n]*):\n (.*)$", re.MULTILINE)
 
 
@@ -39,24 +40,23 @@ def masked(cell: Any) -> str:
 
 
 def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a kernel of its own, without a network. One model for all is between the untouched one and the
-    clients' own, and these are not above the oracle by more than two standard errors of 256 pairs; the
-    answers to one question have more of the tastes of those who asked than of the others'."""
+    """In a kernel of its own, without a network. One model for all is better than the untouched one, and the
+    clients' own are better still, but not above the oracle by more than two standard errors of 256 pairs. The
+    answers to one question have more of the tastes of those who asked than of each other's."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     held = nbformat.read(TUTORIAL, as_version=4)
-    book = copy.deepcopy(held)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(book, timeout=240, kernel_name="python3", resources=resources).execute()
+    book = runpy.run_path(str(ROOT / "scripts/tutorial.py"))["execute"](TUTORIAL, tmp_path)
     assert [masked(cell) for cell in book.cells] == [masked(cell) for cell in held.cells]
 
     text = "\n".join(printed(cell) for cell in book.cells)
     means = re.search(r"^mean +([\d. ]+)$", text, re.MULTILINE)
     assert means is not None
     untouched, feddpo, local, fedsdg, oracle = map(float, means[1].split())
-    assert untouched < feddpo < min(local, fedsdg)
+    assert untouched + 0.1 < feddpo < fedsdg - 0.03
+    assert local < oracle
     assert fedsdg < oracle + 2 * (oracle * (1 - oracle) / 256) ** 0.5
     (first, one, theirs), (second, other, others) = ANSWER.findall(text)
     assert first != second
