@@ -5,7 +5,7 @@
 #   make test      ruff, mypy and the whole test suite
 #
 #   make lint      ruff and mypy alone          make docs    the documentation, into site/
-#   make format    let ruff rewrite the code    make bench   the programs behind the README's figures
+#   make format    let ruff rewrite the code    make bench   the programs behind docs/results.md
 #   make clean     remove what was built
 #
 # Settings, e.g. `make install PYTHON=python3.12 TORCH=torch`:

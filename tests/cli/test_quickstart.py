@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import pages
 from prefed.cli import app
 from prefed.config import Experiment
 from prefed.config.starting import PAIRS, example_file, example_pairs
@@ -23,27 +21,12 @@ from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str) -> list[str]:
     text = PAGE.read_text("utf-8").partition("## An experiment from the start")[2]
     assert text
-    return [body for kind, body in FENCE.findall(text) if kind == language]
-
-
-def commands(block: str) -> Iterator[list[str]]:
-    """The words that ``prefed`` is called with, as bash takes a block of the page apart."""
-    script = "".join(line[2:] for line in block.splitlines(keepends=True) if line[:2] in ("$ ", "> "))
-    function = "prefed() { printf '%s\\0' \"$@\"; printf '\\36\\0'; }\n"
-    process = subprocess.run(["bash", "-euc", function + script], capture_output=True, text=True, check=True)
-    words: list[str] = []
-    for word in process.stdout.split("\0")[:-1]:
-        if word == "\36":
-            yield words
-            words = []
-        else:
-            words.append(word)
+    return pages.blocks(text, language)
 
 
 @pytest.fixture
@@ -62,7 +45,7 @@ def test_the_page_can_be_followed_to_its_end(folder: Path) -> None:
     """Every command succeeds; every method has left ln 2, where an untrained model's DPO loss is."""
     ran = []
     for block in blocks("console"):
-        for words in commands(block):
+        for words in pages.commands(block):
             result = CliRunner().invoke(app, words)
             assert result.exit_code == 0, f"{words}: {result.output}{result.exception!r}"
             ran.append(words[0])

@@ -26,7 +26,8 @@ from prefed.methods import METHODS, LocalSettings, TrainingSettings, registry
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-READ = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+READ = [*PAGES, *NOTEBOOKS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
 )
@@ -75,7 +76,7 @@ def hook(name: str) -> ModuleType:
 
 def test_the_menu_holds_every_page_once() -> None:
     listed = list(nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]))
-    assert sorted(listed) == [page.relative_to(DOCS).as_posix() for page in PAGES]
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in [*PAGES, *NOTEBOOKS])
 
 
 @pytest.mark.parametrize("page", READ, ids=name_of)
@@ -87,7 +88,9 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         file, _, anchor = target.partition("#")
         path = (page.parent / file).resolve() if file else page
-        if not path.exists() or (anchor and anchor not in anchors(path)):
+        # What follows the name of a picture says in which colour scheme it is shown.
+        headings = {"only-light", "only-dark"} if path.suffix == ".svg" else anchors(path)
+        if not path.exists() or (anchor and anchor not in headings):
             broken.append(target)
     assert broken == []
 
@@ -152,6 +155,59 @@ def test_every_method_has_a_page_and_a_line_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert [name for name in METHODS if not (DOCS / "methods" / f"{name}.md").exists()] == []
     assert [name for name in METHODS if f"`{name}`" not in readme] == []
+
+
+def test_headline_figures_stand_on_the_pages_that_they_link_to() -> None:
+    """Every number of a line of the README, but hashes of commits, is on a page that the line links to."""
+    section = (
+        (ROOT / "README.md").read_text("utf-8").partition("## What was measured")[2].partition("\n## ")[0]
+    )
+    lines = section.split("\n- ")[1:]
+    assert len(lines) > 4
+    for line in lines:
+        pages = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", line)}
+        text = "".join((ROOT / page).read_text("utf-8") for page in pages)
+        figures = re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)", re.sub(r"\]\([^)]+\)", "]", line))
+        assert figures
+        assert [figure for figure in figures if figure not in text] == []
+
+
+def test_pictures_are_small_and_load_nothing() -> None:
+    """All together below 300 kB, those of the terminal in the reader's own font; HTML names each of them."""
+    pictures = sorted((DOCS / "pictures").iterdir())
+    assert sum(picture.stat().st_size for picture in pictures) < 300_000
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert sorted(re.findall(r'(?:src|srcset)="docs/pictures/([^"]+)"', readme)) == [
+        picture.name for picture in pictures
+    ]
+    for picture in DOCS.glob("pictures/*.svg"):
+        assert not re.search(r"url\((?!#)|https?://(?!www\.w3\.org)", picture.read_text("utf-8"))
+
+
+def test_a_notebook_becomes_a_page() -> None:
+    """Its text as it is, code and what it printed in blocks, a picture with its description."""
+    source = {
+        "cells": [
+            {"cell_type": "markdown", "source": ["# Title\n", "Text."]},
+            {
+                "cell_type": "code",
+                "source": ["print(1)\n", "figure"],
+                "outputs": [
+                    {"output_type": "stream", "text": ["1\n"]},
+                    {
+                        "output_type": "display_data",
+                        "data": {"image/png": ["aG\n", "k=\n"], "text/plain": ["<Figure>"]},
+                        "metadata": {"image/png": {"alt": 'a "bar"'}},
+                    },
+                    {"output_type": "execute_result", "data": {"text/plain": "2"}, "metadata": {}},
+                ],
+            },
+        ]
+    }
+    assert hook("notebook").markdown(source) == (
+        "# Title\nText.\n\n```python\nprint(1)\nfigure\n```\n\n```text\n1\n```\n\n"
+        '<img alt="a &quot;bar&quot;" src="data:image/png;base64,aGk=">\n\n```text\n2\n```\n'
+    )
 
 
 def records(record: type[BaseModel]) -> Iterator[type[BaseModel]]:

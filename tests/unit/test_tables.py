@@ -1,4 +1,4 @@
-"""Tables of experiments: what a table's file may say, and what the README's tables hold."""
+"""Tables of experiments: what a table's file may say, and what the tables of the results hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefed.runs.sweep import sweep_cells
 HERE = Path(__file__).resolve().parents[2] / "experiments"
 ADAPTIVE, PLAIN = (1e-3, 3e-3, 9e-3), (0.3, 1.0, 3.0)
 EVERY = {path.stem: sweep_cells(path, Path("out")) for path in sorted((HERE / "tables").glob("*.toml"))}
-"""Table → its cells, for the tables of the README."""
+"""Table → its cells, for the tables of the page of results."""
 TABLE = """\
 title = "A table"
 seeds = [1, 2]

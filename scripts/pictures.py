@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""The pictures of the README and the documentation: what `prefed demo` prints, and the page of its run.
+
+    python scripts/pictures.py              # runs the demo in a temporary folder, writes docs/pictures
+    python scripts/pictures.py --demo DIR   # the same, in a folder that stays
+
+The page is drawn by Debian's chromium through Playwright (`pip install playwright`). Without either, the
+pictures of the terminal are written all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.terminal_theme import SVG_EXPORT_THEME, TerminalTheme
+
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+COLUMNS, ROWS = 110, 40
+WIDTH, HEIGHT = 1280, 820
+COLORS = 96
+LIGHT = TerminalTheme(
+    (250, 250, 250),
+    (36, 41, 47),
+    [
+        (36, 41, 47),
+        (207, 34, 46),
+        (17, 99, 41),
+        (122, 78, 0),
+        (9, 105, 218),
+        (130, 80, 223),
+        (27, 124, 131),
+        (110, 119, 129),
+    ],
+)
+# An image on a page may load nothing: the reader's own monospaced font stands in for rich's.
+FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+    "Fira Code, monospace", "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
+)
+
+
+def demo(folder: Path) -> Console:
+    """Run the demo, and return the console that has recorded what it printed."""
+    from prefed.cli.demo import demo
+    from prefed.trackers import terminal
+
+    # A terminal that can draw no bar: what a bar would leave on the screen is all that is recorded.
+    os.environ["TERM"] = "dumb"
+    console = Console(
+        record=True, width=COLUMNS, height=ROWS, file=io.StringIO(), force_terminal=True, highlight=False
+    )
+    terminal.stdout_console = lambda: console
+    console.print("[bold]$ make demo[/bold]")
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        demo(Path("prefed-demo"))
+    finally:
+        os.chdir(here)
+    return console
+
+
+def draw_terminal(console: Console, out: Path) -> None:
+    """What the console has recorded, as SVG for light and for dark pages."""
+    for name, theme in {"light": LIGHT, "dark": SVG_EXPORT_THEME}.items():
+        path = out / f"demo-{name}.svg"
+        # A fixed name for its styles: the same output gives the same file.
+        console.save_svg(
+            str(path), title="prefed demo", theme=theme, code_format=FORMAT, unique_id="demo", clear=False
+        )
+        print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+def draw_page(page: Path, out: Path) -> None:
+    """The top of a run's page, as PNG in both colour schemes."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for name in ("light", "dark"):
+            scheme: Any = name
+            view = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
+            view.goto(page.resolve().as_uri())
+            shot = Image.open(io.BytesIO(view.screenshot())).convert("RGB")
+            path = out / f"run-{name}.png"
+            shot.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+            print(f"{path}: {path.stat().st_size:,} bytes")
+        browser.close()
+
+
+def main() -> None:
+    """Parse the arguments and draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--demo", type=Path, metavar="DIR", help="where the demo runs (default: a temporary folder)"
+    )
+    parser.add_argument("--out", type=Path, default=PICTURES, help="default: docs/pictures")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.demo or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_terminal(demo(folder), args.out)
+        try:
+            draw_page(folder / "prefed-demo" / "run-fedsdg" / "report.html", args.out)
+        except ImportError as error:
+            sys.exit(f"{error}: the run's page is drawn with Playwright and Pillow")
+
+
+if __name__ == "__main__":
+    main()
