@@ -19,6 +19,7 @@ from prefed.cli.generate import generate
 from prefed.cli.init import init
 from prefed.cli.judge import judge
 from prefed.cli.methods import methods
+from prefed.cli.push import push
 from prefed.cli.report import report
 from prefed.cli.run import run
 from prefed.cli.sweep import sweep
@@ -47,6 +48,7 @@ for _command in (
     figures,
     report,
     export,
+    push,
     generate,
     theory,
 ):

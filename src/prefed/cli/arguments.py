@@ -16,3 +16,21 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Put VALUE in the place of a key, e.g. method.lr=1e-4."),
 ]
+LicenseName = Annotated[
+    str | None,
+    typer.Option(
+        "--license",
+        metavar="NAME",
+        help="The model's licence on its card, as the hub names it; left out: that of the base model, where "
+        "its own card is on this machine.",
+    ),
+]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--track",
+        metavar="TOOL",
+        help="Tell tensorboard, wandb, mlflow or trackio how the run goes, as [track] to does; may be given "
+        "again.",
+    ),
+]

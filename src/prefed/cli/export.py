@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prefed.cli.arguments import LicenseName
+
 if TYPE_CHECKING:
     from prefed.runs.record import RunRecord
-
-IN_ADAPTER = frozenset({"lora", "personal_lora", "gate", "residual"})
-"""Parts of a model that an adapter folder can hold; a residual is refused unless it is zero."""
 
 
 def export(
@@ -40,6 +39,10 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", help="Replace the folder if it is an earlier export.")
     ] = False,
+    card: Annotated[
+        bool, typer.Option("--card", help="Write a model card beside the model, for the Hugging Face hub.")
+    ] = False,
+    license: LicenseName = None,
 ) -> None:
     """Write a model of a finished run as a folder that PEFT, or transformers alone, loads."""
     from prefed.runs.record import read_run
@@ -49,6 +52,8 @@ def export(
         raise ValueError("give --client or --selector, not both")
     if selector is not None and taste is not None:
         raise ValueError("give --selector or --taste, not both")
+    if license is not None and not card:
+        raise ValueError("--license stands on a card: add --card")
     record = read_run(run)
     name = "shared" if selector is None else f"selector-{selector}"
     if client is not None:
@@ -57,55 +62,16 @@ def export(
         name = f"taste-{client_file(taste)}" + ("" if client is None else f"-{client_file(client)}")
     path = out or run / ("merged" if merge else "adapters") / name
     _check(path, record, replace=force or out is None)
-    from prefed.core import Owner
-    from prefed.models import save_adapter, save_client, save_merged
-    from prefed.models.notices import silence_transformers
-    from prefed.runs.loaded import load_run
-    from prefed.runs.taste_names import needs_pairs
+    from prefed.runs.export import write_model
 
-    silence_transformers()
-    loaded_run = load_run(run, data=needs_pairs(taste))
-    backbone, more = loaded_run.backbone, list[str]()
-    if taste is not None:
-        from prefed.runs.texts import Models
-        from prefed.train.generation import Sampling
+    exported = write_model(run, path, client=client, selector=selector, taste=taste, merge=merge)
+    if card:
+        from prefed import files
+        from prefed.report.card import CARD, model_card
 
-        models = Models(loaded_run, Sampling())
-        side = models.own(client, taste)
-        backbone, tensors = side.backbone, side.tensors
-        if merge:
-            save_merged(backbone, tensors, path, side.taste)
-        else:
-            models.save_adapter(side, path)
-    else:
-        if client is not None:
-            tensors = loaded_run.model(client)
-        else:
-            tensors = loaded_run.published_model if selector is None else loaded_run.selector(name)
-        # In the model that all share, personal parts are untouched and change nothing.
-        names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
-        more = sorted({tensors.layout[name].part for name in names} - IN_ADAPTER)
-        (save_merged if merge else save_client if more else save_adapter)(backbone, tensors, path)
-    model = backbone.config
-    revision = "" if model.revision is None else f"revision={model.revision!r}, "
-    base = f"{model.name!r}, {revision}dtype={model.dtype!r}"
-    folder = repr(str(path))
-    if merge:
-        lines = [f"model: {path}", "to load it:"]
-        lines.append("  from transformers import AutoModelForCausalLM")
-        lines.append(f"  model = AutoModelForCausalLM.from_pretrained({folder})")
-    elif more:
-        held = more if "weights" in more else ["adapter", *more]
-        lines = [f"model: {path} ({', '.join(held)})", "to load it:"]
-        lines.append("  from prefed.models import load_client")
-        lines.append(f"  model = load_client({folder}).model")
-    else:
-        lines = [f"adapter: {path}", "to load it:"]
-        lines.append("  from peft import PeftModel")
-        lines.append("  from transformers import AutoModelForCausalLM")
-        lines.append(f"  base = AutoModelForCausalLM.from_pretrained({base})")
-        lines.append(f"  model = PeftModel.from_pretrained(base, {folder})")
-    typer.echo("\n".join(lines))
+        files.write(path / CARD, model_card(record, exported, license=license).encode())
+    code = (f"  {line}" for line in exported.code(str(path)))
+    typer.echo("\n".join([exported.heading(path), "to load it:", *code]))
 
 
 def _check(path: Path, record: RunRecord, *, replace: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from prefed.cli.arguments import CellName, File, Overrides
+from prefed.cli.arguments import CellName, File, Overrides, Track
 
 
 def run(
@@ -24,9 +25,10 @@ def run(
         bool, typer.Option("--resume", help="Go on with the run in the directory, which must hold one.")
     ] = False,
     cell: CellName = None,
+    track: Track = None,
 ) -> None:
     """Run an experiment and write its run directory."""
-    overrides = overrides or []
+    overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
     words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
     words += [word for text in overrides for word in ("--set", text)]
     with interruptible(words, out, resume) as paths:
@@ -36,6 +38,7 @@ def run(
         experiment = load_cell(file, cell, overrides)
         from prefed.core.text import pluralize
         from prefed.models.notices import silence_transformers
+        from prefed.report.public import public_page
         from prefed.report.result import print_result
         from prefed.runs.groupings import groupings_of
         from prefed.runs.record import read_run
@@ -54,7 +57,9 @@ def run(
         refuse_foreign(path, resume)
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
-        result = run_experiment(experiment, path, resume=resume, callbacks=[Terminal(console)])
+        result = run_experiment(
+            experiment, path, resume=resume, callbacks=[Terminal(console)], page=public_page
+        )
         told = read_run(path).tastes
         print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=told)
         adapters = ", ".join(map(str, result.adapters)) or "none: see `prefed export`"

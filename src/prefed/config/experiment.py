@@ -19,6 +19,7 @@ from prefed.config.file import Origins, make_absolute, override, parse_toml, rea
 from prefed.config.method import MethodConfig
 from prefed.config.parts import check_every_weight, model_parts
 from prefed.config.shorthand import fleet_of, graph_of
+from prefed.config.track import TrackConfig
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
 from prefed.data import DataConfig, SelectorConfig
@@ -73,6 +74,9 @@ class Experiment(StrictModel):
         None,
         description="how the server aligns a model of its own after the last round, with prompts and the "
         "clients' selectors; left out: not at all",
+    )
+    track: TrackConfig | None = Field(
+        None, description="which tools are told how the run goes; left out: none"
     )
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prefed.config import AlignConfig, Experiment
+from prefed.config import AlignConfig, Experiment, TrackConfig
 from prefed.fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind
@@ -24,6 +24,7 @@ EXAMPLES: dict[tuple[str, ...], Any] = {
     ("data", "partition"): {"by": "column", "column": "client"},
     ("model", "name"): "distilbert/distilgpt2",
     ("align", "prompts"): "prompts.jsonl",
+    ("track", "to"): ["tensorboard"],
 }
 """Values of the keys that have no default."""
 EXAMPLE = """\
@@ -44,7 +45,12 @@ local_epochs = 1
 COLUMNS = ("prompt", "chosen", "rejected", "client")
 PAIRS = 40
 """Pairs of each client in the example."""
-OPTIONAL: dict[str, type[BaseModel]] = {"fleet": FleetConfig, "graph": GraphConfig, "align": AlignConfig}
+OPTIONAL: dict[str, type[BaseModel]] = {
+    "fleet": FleetConfig,
+    "graph": GraphConfig,
+    "align": AlignConfig,
+    "track": TrackConfig,
+}
 """Tables that change what a run does by being there."""
 SET = {("seed",), ("rounds",), ("method", "lr"), ("method", "batch_size")}
 """Keys that are written with their default, not commented out: people change them first."""

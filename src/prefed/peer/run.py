@@ -26,12 +26,13 @@ from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_c
 from prefed.runs.resume import is_place, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.run import conclude, file_digests
 from prefed.runs.summary import read_profiles
+from prefed.runs.track import tracked, usable
 from prefed.store import RunWriter
 from prefed.wire import encode
 
 FORMAT = 1
 """Of what peers tell each other; peers of two formats do not agree."""
-_OWN = ("engine.", "align.", "data.partition.", "graph.file")
+_OWN = ("engine.", "align.", "data.partition.", "graph.file", "track.")
 """Beginnings of settings, besides places of files, in which peers may differ."""
 
 
@@ -71,14 +72,18 @@ def run_peer(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     path, callback = peer_folder(out, place.rank), Callbacks(callbacks)
     path.parent.mkdir(parents=True, exist_ok=True)
-    begun = resume and (path / "checkpoint").is_dir()
-    with Meeting(place) as meeting, RunWriter(path, resume=begun, returnable=True) as writer:
+    begun, kinds = resume and (path / "checkpoint").is_dir(), usable(experiment.track)
+    with (
+        Meeting(place) as meeting,
+        RunWriter(path, resume=begun, returnable=True) as writer,
+        tracked(kinds, experiment.track, path, callback, None) as telling,
+    ):
         try:
             if experiment.evaluate.diagnose is not None:
                 callback.on_warning(
                     "[evaluate] diagnose needs all clients' gradients: peers are not diagnosed"
                 )
-            return _run(reconcile(experiment, writer), writer, meeting, client, callback)
+            return _run(reconcile(experiment, writer), writer, meeting, client, telling)
         except Exception:
             writer.discard()
             raise

@@ -22,7 +22,9 @@ _PLACES = ("data.*.path", "model.name", "method.reward_model", "fleet.trace", "g
 _CHANGEABLE = {"engine.name", "engine.workers", "engine.visit_timeout"}
 """Settings that change no number. A resumed run may have others."""
 
-_NOT_CACHED = {"rounds", "cohort", "evaluate", "engine", "merge", "privacy", "fleet", "graph", "align"}
+_NOT_CACHED = {
+    *("rounds", "cohort", "evaluate", "engine", "merge", "privacy", "fleet", "graph", "align", "track"),
+}
 """Keys and tables of an experiment that nothing in ``cache/`` depends on."""
 
 _REMEDY = "put a copy of it back, or start a new run with another --out"
@@ -43,7 +45,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     config = writer.config()
     if writer.round == 0:
         changed = differing(config or {}, fitted(experiment).tables())
-        if any(name != "engine.threads" and not _may_change_engine(name) for name in changed):
+        if any(name != "engine.threads" and not _changes_nothing(name) for name in changed):
             reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= _NOT_CACHED)
             config = None
     try:
@@ -173,14 +175,14 @@ def _may_change(name: str) -> bool:
     Other data or another model at a new place are found by their fingerprints. The commit has no fingerprint
     of the reward model, so its place may not change. The stages of an alignment have manifests of their own.
     """
-    if _may_change_engine(name) or name.partition(".")[0] == "align":
+    if _changes_nothing(name) or name.partition(".")[0] == "align":
         return True
     return is_place(name) and name != "method.reward_model"
 
 
-def _may_change_engine(name: str) -> bool:
-    """Whether a setting is one of the engine's that change no number."""
-    return name in _CHANGEABLE or name.startswith("engine.ray")
+def _changes_nothing(name: str) -> bool:
+    """Whether a setting is one of those, of the engine and of trackers, that change no number."""
+    return name in _CHANGEABLE or name.startswith(("engine.ray", "track."))
 
 
 def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

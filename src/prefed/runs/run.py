@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ from prefed.runs.origin import describe_data, describe_origin
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.summary import Profiles, mean_models, read_profiles, summarize
 from prefed.runs.taste_figures import tell_tastes
+from prefed.runs.track import tracked, usable
 from prefed.runs.worker_job import job_factory
 from prefed.store import RunReader, RunWriter
 from prefed.train.trainer_factory import PairTrainerFactory
@@ -78,6 +79,7 @@ def run(
     resume: bool = False,
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
+    page: Callable[[Path], str] | None = None,
 ) -> RunResult:
     """Run an experiment to its end.
 
@@ -91,11 +93,13 @@ def run(
         resume: continue the run in ``out``, which must exist. ``resume=out.exists()`` starts a new run or
             continues the existing one. ``rounds`` may be raised, ``engine.workers`` and
             ``engine.visit_timeout`` may change, ``engine.name`` and ``engine.ray`` too, and data and model
-            may have moved. ``[align]`` may change too, but a stage of the alignment that was done with other
-            settings is refused. All other settings must be the same.
+            may have moved. ``[track]`` and ``[align]`` may change too, but a stage of the alignment that was
+            done with other settings is refused. All other settings must be the same.
         progress: show the progress on the terminal.
         callbacks: receive the events of the run, in this order. An exception from one of them ends the run.
             Committed rounds are kept.
+        page: makes the page about the run in a directory, for the tools of ``[track]``; left out: they get no
+            page. ``prefed run`` gives :func:`prefed.report.public.public_page`.
 
     Raises:
         TypeError: ``callbacks`` is no list of :class:`~prefed.core.Callback` instances.
@@ -104,6 +108,7 @@ def run(
         OSError: a file cannot be written, for example on a full disk. Committed rounds can be resumed.
         ConfigError: the run in ``out`` has other settings.
         DataError, ModelError: the data or the model cannot be used.
+        TrackerError: a tool of ``[track]`` cannot be used on this machine.
         RoundError: no client answered in a round, or none could be evaluated after the last.
         AlignError: the alignment after the rounds cannot go on.
         WorkerError: a worker process died or took longer than ``engine.visit_timeout``; or with the engine
@@ -120,12 +125,16 @@ def run(
     if experiment.align is not None:
         check_inputs(experiment.align, experiment.data)
         check_judge(experiment.align)
-    with RunWriter(path, resume=resume) as writer:
+    kinds = usable(experiment.track)
+    with (
+        RunWriter(path, resume=resume) as writer,
+        tracked(kinds, experiment.track, path, callback, page) as telling,
+    ):
         try:
             experiment = reconcile(experiment, writer)
             finished = writer.round == experiment.rounds and (path / "summary.json").exists()
             if not finished or moved(experiment, writer):
-                _run_rounds(experiment, writer, callback)
+                _run_rounds(experiment, writer, telling)
             else:
                 update_config(experiment, writer)
         except Exception as error:

@@ -1,1 +1,1 @@
-"""Callbacks that show or record how a run goes on, one file each; so far the terminal."""
+"""What shows or records how a run goes: the terminal, and the tools of ``[track]``, one file each."""

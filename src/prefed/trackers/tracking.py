@@ -1,0 +1,176 @@
+"""A callback that tells tools of a run. Whatever goes wrong in a tool, the run goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefed import files
+from prefed.core import Callback
+from prefed.core.text import printable
+from prefed.trackers.base import Told, TrackedRun, Tracker
+from prefed.trackers.figures import client_table, round_figures, summary_figures
+
+STATE = "track.json"
+"""The file in the run directory that says what each tool was told."""
+
+
+@dataclass
+class _Listener:
+    """A tool, and what it was told.
+
+    Attributes:
+        known: as :class:`~prefed.trackers.base.TrackedRun` has it.
+        told: the last round that it was told of.
+        finished: the number of rounds with which it was told of the run's end; 0 before that.
+        tracker: the run there, once it is begun or gone on with.
+        failed: whether it failed in this process.
+    """
+
+    kind: type[Tracker]
+    known: str | None = None
+    told: int = 0
+    finished: int = 0
+    tracker: Tracker | None = None
+    failed: bool = False
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the file keeps of it."""
+        return {"known": self.known, "told": self.told, "finished": self.finished}
+
+
+@dataclass
+class Tracking(Callback):
+    """Tells tools of a run, from its first committed round on: a start that fails leaves nothing there.
+
+    A tool that has missed rounds, since the run was stopped before it was told of them, is told of them with
+    the next one. A tool that fails is warned of once, and tried again at the end of the run.
+
+    Attributes:
+        kinds: name → tool.
+        folder: the run directory.
+        config: reads the experiment's tables.
+        rounds: reads the records of the committed rounds.
+        warn: is told of failures.
+        clients: whether the tools are told figures of single clients.
+    """
+
+    kinds: Mapping[str, type[Tracker]]
+    folder: Path
+    project: str
+    name: str
+    config: Callable[[], Mapping[str, Any]]
+    rounds: Callable[[], Sequence[Mapping[str, Any]]]
+    warn: Callable[[str], None]
+    clients: bool = True
+    _listeners: dict[str, _Listener] = field(init=False)
+    _others: dict[str, Any] = field(init=False)
+    """What the file keeps of tools that are not told now."""
+
+    def __post_init__(self) -> None:
+        path = self.folder / STATE
+        try:
+            state = dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
+            self._listeners = {
+                name: _Listener(kind, **state.pop(name, {})) for name, kind in self.kinds.items()
+            }
+            self._others = state
+        except (OSError, ValueError, TypeError) as error:
+            self.warn(f"[track] {path} cannot be used ({error}): the tools take the run for a new one")
+            self._listeners = {name: _Listener(kind) for name, kind in self.kinds.items()}
+            self._others = {}
+
+    def on_run_begin(self, done: int, rounds: int) -> None:
+        """A run that was taken back to an earlier round tells of the later ones again."""
+        for listener in self._listeners.values():
+            listener.told = min(listener.told, done)
+
+    def on_round_end(self, record: dict[str, Any]) -> None:
+        """Tell the round's figures."""
+        for name, listener in self._listeners.items():
+            if not listener.failed:
+                self._try(name, partial(self._tell, listener, int(record["round"]), record))
+
+    def finish(self, summary: Mapping[str, Any], page: Callable[[], str] | None) -> None:
+        """Tell what came of the run, unless it was told before.
+
+        Args:
+            summary: what ``summary.json`` holds.
+            page: makes the page; ``None`` for no page.
+        """
+        for name, listener in self._listeners.items():
+            if listener.finished < summary["rounds"]:
+                self._try(name, partial(self._finish, listener, summary, page))
+
+    def close(self, *, succeeded: bool) -> None:
+        """Leave all tools."""
+        for name, listener in self._listeners.items():
+            if listener.tracker is not None:
+                self._try(name, partial(listener.tracker.close, succeeded=succeeded))
+                listener.tracker = None
+
+    def _tell(self, listener: _Listener, last: int, record: Mapping[str, Any] | None = None) -> None:
+        """Tell of the rounds that were not told, to the round ``last``, whose record may be given."""
+        if listener.tracker is None:
+            listener.tracker = listener.kind(
+                TrackedRun(
+                    folder=self.folder,
+                    project=self.project,
+                    name=self.name,
+                    config=self.config(),
+                    known=listener.known,
+                    first=listener.told + 1,
+                )
+            )
+            listener.known = listener.tracker.known
+            self._keep()
+        if record is not None and listener.told == last - 1:
+            untold: Sequence[Mapping[str, Any]] = [record]
+        else:
+            untold = self.rounds()[listener.told : last] if listener.told < last else []
+        for each in untold:
+            listener.tracker.log(int(each["round"]), round_figures(each))
+            listener.told = int(each["round"])
+            self._keep()
+
+    def _finish(
+        self, listener: _Listener, summary: Mapping[str, Any], page: Callable[[], str] | None
+    ) -> None:
+        rounds = int(summary["rounds"])
+        self._tell(listener, rounds)
+        assert listener.tracker is not None
+        columns, rows = client_table(summary) if self.clients else ([], [])
+        html = page() if page is not None and self.clients else None
+        listener.tracker.finish(Told(rounds, summary_figures(summary), columns, rows, html))
+        listener.finished = rounds
+        self._keep()
+
+    def _try(self, name: str, do: Callable[[], None]) -> None:
+        listener = self._listeners[name]
+        try:
+            do()
+        except Exception as error:
+            if not listener.failed:
+                self.warn(f"[track] {name} failed, and the run goes on: {_reason(error)}")
+            listener.failed = True
+
+    def _keep(self) -> None:
+        told = {name: each.state for name, each in self._listeners.items() if each.known is not None}
+        text = json.dumps({**self._others, **told}, indent=1)
+        files.write(self.folder / STATE, text.encode() + b"\n", durable=False)
+
+
+def _reason(error: Exception) -> str:
+    r"""An error in a line, without the password that an address in it may have.
+
+    >>> _reason(ValueError("no answer of https://ann:secret@host/api\nmore"))
+    'ValueError: no answer of https://…@host/api'
+    """
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}: {printable(re.sub('://[^/@ ]+@', '://…@', first))}"
