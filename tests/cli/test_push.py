@@ -52,7 +52,9 @@ def summary_of(run):
 def table(text, heading):
     """The rows of the table under a heading, as lists of cells."""
     part = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return [[c.strip() for c in line.strip("|").split(" | ")] for line in part.splitlines() if line[:1] == "|"]
+    return [
+        [c.strip() for c in line.strip("|").split(" | ")] for line in part.splitlines() if line[:1] == "|"
+    ]
 
 
 def test_a_card_says_what_the_run_says(place, tmp_path):
@@ -76,7 +78,7 @@ def test_a_card_says_what_the_run_says(place, tmp_path):
         "16 preference pairs from a set that is not public, held by 2 clients of 8 pairs each",
         "https://arxiv.org/abs/2605.20696",
         "cc-by-4.0, as the base model",
-        'PeftModel.from_pretrained(base, \'path/to/this/folder\')',
+        "PeftModel.from_pretrained(base, 'path/to/this/folder')",
     ):
         assert words in card.text
     assert str(place) not in str(card)

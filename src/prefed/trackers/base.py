@@ -9,6 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+PAGE = "report.html"
+"""The name of the page in a tool."""
+
 
 class TrackerError(ValueError):
     """A tool cannot be told of runs on this machine. The message says what to install or to set."""

@@ -1,0 +1,263 @@
+"""Telling tools of a run: what they are told, when, and that no failure of theirs ends the run."""
+
+import json
+import sys
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finished import write_run
+from prefed.config import Experiment, TrackConfig, to_toml
+from prefed.core import Callback
+from prefed.runs.figures import figures_of
+from prefed.runs.resume import settings_digest
+from prefed.runs.track import tracked, usable
+from prefed.store import reader
+from prefed.trackers.base import Tracker, TrackerError
+from prefed.trackers.figures import client_table, round_figures, summary_figures
+from prefed.trackers.registry import TRACKERS, trackers
+from prefed.trackers.tracking import STATE, Tracking
+
+
+class Fake(Tracker):
+    """A tool in memory, which fails when it is told to.
+
+    Attributes:
+        fails: what raises: ``"begin"``, ``"log"``, ``"finish"`` or ``"close"``.
+    """
+
+    package = "json"
+
+    def __init__(self, run):
+        self._may("begin")
+        self.begun.append(run)
+        self.known = run.known or f"id-{len(self.begun)}"
+
+    def _may(self, what):
+        if what in self.fails:
+            raise ConnectionError(f"no answer in {what} of http://ann:secret@host/\nmore")
+
+    def log(self, number, figures):
+        self._may("log")
+        self.rounds.append(number)
+
+    def finish(self, told):
+        self._may("finish")
+        self.told.append(told)
+
+    def close(self, *, succeeded):
+        self.closed.append(succeeded)
+        self._may("close")
+
+
+def make_fake():
+    return type("FakeOne", (Fake,), {"fails": set(), "begun": [], "rounds": [], "told": [], "closed": []})
+
+
+@pytest.fixture
+def fake():
+    """A class of its own for each test."""
+    return make_fake()
+
+
+SUMMARY = {
+    "rounds": 3,
+    "split": "test",
+    "preference_accuracy": {"mean": 0.5, "worst": 0.25, "worst_decile": 0.25, "per_client": {"ann": 0.25}},
+    "clients": {"ann": {"train": 3, "validation": 0, "test": 4}},
+    "loss": 0.5,
+}
+
+
+def record(number):
+    return {"round": number, "loss": 1 / number, "cohort": ["ann"], "dropped": []}
+
+
+def tracking(folder, kind, warnings, rounds=3, **changes):
+    return Tracking(
+        {"fake": kind},
+        folder,
+        "prefed",
+        "name",
+        lambda: {"seed": 1},
+        lambda: [record(number) for number in range(1, rounds + 1)],
+        warnings.append,
+        **changes,
+    )
+
+
+def test_a_tool_that_fails_is_warned_of_once_and_tried_again_at_the_end(tmp_path, fake):
+    """Without an answer in rounds 1 to 3; at the end it answers, and is told all three and the summary."""
+    warnings, fake.fails = [], {"log"}
+    tool = tracking(tmp_path, fake, warnings)
+    for number in (1, 2, 3):
+        tool.on_round_end(record(number))
+    assert fake.rounds == []
+    assert warnings == [
+        "[track] fake failed, and the run goes on: ConnectionError: no answer in log of http://…@host/"
+    ]
+    fake.fails = set()
+    tool.finish(SUMMARY, lambda: "<html>")
+    tool.close(succeeded=True)
+    assert (fake.rounds, len(fake.begun), len(fake.told)) == ([1, 2, 3], 1, 1)
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("what", ["begin", "log", "finish", "close"])
+def test_no_failure_ends_a_run(tmp_path, fake, what):
+    warnings, fake.fails = [], {what}
+    tool = tracking(tmp_path, fake, warnings)
+    tool.on_run_begin(0, 3)
+    for number in (1, 2, 3):
+        tool.on_round_end(record(number))
+    tool.finish(SUMMARY, lambda: "<html>")
+    tool.close(succeeded=True)
+    assert len(warnings) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "log", "finish", ""]), st.booleans()), max_size=12))
+def test_every_round_is_told_once_whatever_fails_and_stops(tmp_path_factory, course):
+    """A law: at each round the tool may fail in one place and the process may be killed and started again. In
+    the end each round was told once, in order, in one run of the tool, and the summary once."""
+    folder = tmp_path_factory.mktemp("run")
+    kind, rounds, warnings = make_fake(), len(course) + 1, []
+    tool = tracking(folder, kind, warnings, rounds)
+    tool.on_run_begin(0, rounds)
+    for number, (fails, killed) in enumerate(course, 1):
+        kind.fails = {fails}
+        tool.on_round_end(record(number))
+        if killed:
+            tool = tracking(folder, kind, warnings, rounds)
+            tool.on_run_begin(number, rounds)
+    kind.fails = set()
+    tool.on_round_end(record(rounds))
+    tool.finish({**SUMMARY, "rounds": rounds}, None)
+    tool.finish({**SUMMARY, "rounds": rounds}, None)
+    assert kind.rounds == list(range(1, rounds + 1))
+    assert [told.rounds for told in kind.told] == [rounds]
+    assert len({run.known for run in kind.begun} - {None}) <= 1
+    assert json.loads((folder / STATE).read_text())["fake"]["told"] == rounds
+
+
+def test_a_run_taken_back_is_told_again_from_there(tmp_path, fake):
+    """Peers go back to the last round that all of them have: here from 3 to 1."""
+    tool = tracking(tmp_path, fake, [])
+    for number in (1, 2, 3):
+        tool.on_round_end(record(number))
+    again = tracking(tmp_path, fake, [])
+    again.on_run_begin(1, 3)
+    again.on_round_end(record(2))
+    assert fake.rounds == [1, 2, 3, 2]
+    assert fake.begun[-1].first == 2
+    assert fake.begun[-1].known == "id-1"
+
+
+def test_a_damaged_note_is_a_warning_and_other_tools_keep_theirs(tmp_path, fake):
+    (tmp_path / STATE).write_text("{")
+    warnings = []
+    tracking(tmp_path, fake, warnings).on_round_end(record(1))
+    assert len(warnings) == 1
+    assert "track.json cannot be used" in warnings[0]
+    assert fake.rounds == [1]
+    other = {"known": "x", "told": 7, "finished": 0}
+    (tmp_path / STATE).write_text(json.dumps({"other": other}))
+    tracking(tmp_path, fake, []).on_round_end(record(1))
+    assert json.loads((tmp_path / STATE).read_text())["other"] == other
+
+
+def test_without_clients_nothing_told_names_one(tmp_path, fake):
+    tool = tracking(tmp_path, fake, [], clients=False)
+    tool.finish(SUMMARY, lambda: "<html>ann</html>")
+    (told,) = fake.told
+    assert (told.columns, told.rows, told.page) == ([], [], None)
+    assert not any("ann" in name for name in told.figures)
+
+
+def test_numbers_are_those_of_the_files(tmp_path):
+    """Every mean and worst client of rounds.jsonl and summary.json, and the table client by client."""
+    run = write_run(tmp_path / "run", figures={"drift": [1.5, float("nan")]}, not_finite={"ann": 3})
+    rounds = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    first, last = map(round_figures, rounds)
+    assert (first["drift"], "drift" in last) == (1.5, False)
+    assert first["loss"] == 0.7
+    assert first["evaluation/preference_accuracy/mean"] == pytest.approx((0.5 + 0.75 + 0.25) / 3)
+    assert last["evaluation/preference_accuracy/worst"] == 0.25
+    assert last["evaluation/margin"] == 0.5
+    summary = json.loads((run / "summary.json").read_text())
+    figures = summary_figures(summary)
+    assert figures["summary/bytes/up"] == 2000
+    assert figures["summary/parameters/trainable"] == 1234
+    assert not any("not_finite" in name or "clients" in name for name in figures)
+    columns, rows = client_table(summary)
+    assert columns == ["client", "test", *figures_of(summary)]
+    assert rows == [["ann", 4, 0.25, 0.75], ["bob", 4, 0.5, 1.0], ["cyd", 4, 0.0, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("summary", "name"),
+    [
+        ({"personal": {"gate": {"ann": {"0": 0.5}}}}, "gate"),
+        ({"personal": {"gate": {"per_client": {"mean": 0.5}}}}, "gate"),
+        ({"clients": {"mean": {"train": 3}}}, "clients"),
+        ({"not_finite": {"ann": 3}}, "not_finite"),
+        ({"prompts": {"first": "Why?"}}, "prompts"),
+    ],
+)
+def test_what_is_a_clients_own_is_no_figure(summary, name):
+    """Also where a client is called as a key of the files is."""
+    assert not any(name in figure for figure in summary_figures({**SUMMARY, **summary}))
+
+
+def test_the_names_in_a_file_are_those_of_the_tools():
+    names = get_args(get_args(TrackConfig.model_fields["to"].annotation)[0])
+    assert list(names) == list(TRACKERS)
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, tmp_path):
+    """Also where the working directory has a folder of its name, which Python would import."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TrackerError, match=r"pip install 'prefed\[wandb\]', or leave it out"):
+        trackers(["wandb"])
+    monkeypatch.delitem(sys.modules, "wandb")
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(TrackerError, match=r"prefed\[wandb\]"):
+        trackers(["wandb"])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert usable(None) == {}
+
+
+def experiment(**changes):
+    return Experiment.model_validate(
+        {
+            "data": {"train": "pairs.jsonl", "partition": {"by": "iid", "clients": 2}},
+            "model": {"name": "tiny"},
+            "method": {"name": "feddpo"},
+            **changes,
+        }
+    )
+
+
+def test_the_table_changes_no_digest():
+    """So a run begun without it, or by an earlier version, goes on with it."""
+    plain, told = experiment(), experiment(track={"to": "tensorboard", "project": "x"})
+    assert "track" not in plain.tables()
+    assert settings_digest(plain.tables()) == settings_digest(told.tables())
+    assert Experiment.parse(to_toml(told)) == told
+    assert told.track is not None
+    assert told.track.to == ["tensorboard"]
+
+
+def test_a_finished_run_can_be_told_of_later(tmp_path, fake, monkeypatch):
+    """All rounds, the summary, and a page that holds nothing but what may leave."""
+    run = write_run(tmp_path / "run", fingerprint={})
+    monkeypatch.setattr(reader, "read_commit", lambda folder: reader.Commit(2, {}, {}))
+    config = TrackConfig(to="tensorboard", project="p", name="n")
+    with tracked({"fake": fake}, config, run, Callback(), lambda path: f"page of {path.name}"):
+        pass
+    assert fake.rounds == [1, 2]
+    (told,) = fake.told
+    assert (told.rounds, told.page, len(told.rows)) == (2, "page of run", 3)
+    assert (fake.begun[0].project, fake.begun[0].name, fake.closed) == ("p", "n", [True])
