@@ -18,10 +18,10 @@ from prefed.cli import app
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A run without and a run with parts of clients' own, over a model with a card of its own."""
+    """Runs that share a model, share one beside the clients' own, and share none; the base has a card."""
     folder = small_place(tmp_path_factory.mktemp("place"))
     (folder / "model/README.md").write_text("---\nlicense: cc-by-4.0\n---\n\n# A tiny model\n")
-    for method in ("feddpo", "fedper"):
+    for method in ("feddpo", "ditto", "local"):
         tree = small_experiment(folder)
         tree["method"]["name"] = method
         run_experiment(Experiment.model_validate(tree), folder / method)
@@ -52,9 +52,8 @@ def summary_of(run):
 def table(text, heading):
     """The rows of the table under a heading, as lists of cells."""
     part = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return [
-        [c.strip() for c in line.strip("|").split(" | ")] for line in part.splitlines() if line[:1] == "|"
-    ]
+    lines = [line for line in part.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 def test_a_card_says_what_the_run_says(place, tmp_path):
@@ -88,11 +87,11 @@ def test_a_card_says_what_the_run_says(place, tmp_path):
 def test_a_clients_card_has_its_own_figures_alone(place, tmp_path):
     """With 4 pairs of its own, Wilson's interval: for 2 of 4 it is 15.0% to 85.0%."""
     prefed_(
-        *("export", place / "fedper", "--client", "left", "--card", "--license", "mit"),
+        *("export", place / "ditto", "--client", "left", "--card", "--license", "mit"),
         *("--out", tmp_path / "it"),
     )
     card = ModelCard.load(tmp_path / "it/README.md")
-    own = summary_of(place / "fedper")["preference_accuracy"]["per_client"]["left"]
+    own = summary_of(place / "ditto")["preference_accuracy"]["per_client"]["left"]
     wilson = {0: "0.0% to 49.0%", 1: "4.6% to 69.9%", 2: "15.0% to 85.0%", 3: "30.1% to 95.4%"}
     row = next(row for row in table(card.text, "Figures") if row[0] == "own model")
     assert row[1] == f"{own:.1%}"
@@ -103,8 +102,8 @@ def test_a_clients_card_has_its_own_figures_alone(place, tmp_path):
 
 
 def test_the_shared_models_card_has_none_of_the_clients_own_models(place, tmp_path):
-    prefed_("export", place / "fedper", "--card", "--out", tmp_path / "it")
-    labels = [row[0] for row in table(ModelCard.load(tmp_path / "it/README.md").text, "Figures")][2:]
+    prefed_("export", place / "ditto", "--card", "--out", tmp_path / "it")
+    labels = [row[0] for row in table(ModelCard.load(tmp_path / "it/README.md").text, "Figures")][1:]
     assert labels == ["before", "shared model"]
 
 
@@ -146,17 +145,18 @@ def test_a_base_on_the_hub_is_named_everywhere(place, hub):
 
 
 def test_a_clients_model_is_pushed_when_it_is_named_alone(place, hub):
-    """A method without a shared model is refused, with the option's name; one that shares a model never
-    publishes a client's parts unasked."""
-    told = prefed_("push", place / "fedper", "ann/own", "--client", "left")
-    assert "client 'left''s own model: it was trained on that client's pairs and may repeat them" in told
-    prefed_("push", place / "fedper", "ann/shared")
-    own, shared = (
-        load(hub.repos[f"ann/{name}"].files["adapter_model.safetensors"]) for name in ("own", "shared")
+    """Unasked, what is pushed is the file that the run itself left as the shared adapter, to the byte. A
+    method that shares no model is refused, with the option that names a client's."""
+    told = prefed_("push", place / "ditto", "ann/own", "--client", "left")
+    assert "the own model of client 'left': it was trained on its pairs and may repeat them" in told
+    prefed_("push", place / "ditto", "ann/shared")
+    own, shared = (hub.repos[f"ann/{name}"].files["adapter_model.safetensors"] for name in ("own", "shared"))
+    assert shared == (place / "ditto/adapters/shared/adapter_model.safetensors").read_bytes()
+    assert any(not value.equal(load(shared)[name]) for name, value in load(own).items())
+    assert "local shares no model: name a client with --client" in prefed_(
+        "push", place / "local", "ann/none", code=1
     )
-    trained = [name for name in own if not own[name].equal(shared[name])]
-    assert trained
-    assert all(not shared[name].any() for name in trained if "lora_B" in name)
+    assert "ann/none" not in hub.repos
 
 
 def test_a_repository_that_is_there_is_replaced_when_asked_for(place, hub):

@@ -59,8 +59,8 @@ def push(
         whose = "the model that all clients share" if selector is None else f"selector {selector}"
         if client is not None:
             whose = (
-                f"client {client!r}'s own model: it was trained on that client's pairs and may repeat them; "
-                "publish it only if that client agrees"
+                f"the own model of client {client!r}: it was trained on its pairs and may repeat them; "
+                "publish it only if this client agrees"
             )
         readers = "everybody may read it" if public else "private"
         typer.echo(f"publishing {whose}\nto {repo} ({readers}): {', '.join(sorted(_names(folder)))}")
