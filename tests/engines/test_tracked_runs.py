@@ -7,13 +7,17 @@ import importlib.util
 import json
 import sqlite3
 import struct
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import toy
 from finished import small_experiment, small_place, write_run
 from prefed import Experiment, run
+from prefed.cli import app
+from prefed.config import to_toml
 from prefed.report.public import public_page
 from prefed.trackers.figures import client_table, round_figures, summary_figures
 from prefed.trackers.registry import TRACKERS
@@ -260,3 +264,16 @@ def test_a_page_for_tools_has_nothing_of_the_private_folders(tmp_path):
     assert "0.52" not in public
     assert "feddpo" in public
     assert "ann" in public
+
+
+def test_a_tool_that_is_missing_is_an_error_before_the_run(place, tmp_path, monkeypatch):
+    """By ``--track`` too; no run directory is made."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    file = tmp_path / "first.toml"
+    file.write_text(to_toml(Experiment.model_validate(small_experiment(place))))
+    out = tmp_path / "run"
+    told = CliRunner().invoke(app, ["run", str(file), "--out", str(out), "--track", "wandb"])
+    assert told.exit_code == 1
+    assert "[track] to = 'wandb': its package cannot be imported" in told.stderr
+    assert "pip install 'prefed[wandb]', or leave it out" in told.stderr
+    assert not out.exists()

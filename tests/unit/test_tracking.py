@@ -1,6 +1,7 @@
 """Telling tools of a run: what they are told, when, and that no failure of theirs ends the run."""
 
 import json
+import re
 import sys
 from typing import get_args
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from finished import write_run
 from prefed.config import Experiment, TrackConfig, to_toml
+from prefed.config.starting import starting_file
 from prefed.core import Callback
 from prefed.runs.figures import figures_of
 from prefed.runs.resume import settings_digest
@@ -248,6 +250,15 @@ def test_the_table_changes_no_digest():
     assert Experiment.parse(to_toml(told)) == told
     assert told.track is not None
     assert told.track.to == ["tensorboard"]
+
+
+def test_a_starting_file_has_the_keys_behind_comments():
+    """With # taken from the table's name and all keys with a value, the file loads with the defaults."""
+    text = starting_file("feddpo")
+    head, _, table = text.partition("# [track]\n")
+    keys = [line[2:] for line in table.partition("# [")[0].splitlines() if re.match(r"# \w+ = ", line)]
+    assert Experiment.parse("\n".join([head, "[track]", *keys])).track == TrackConfig(to=["tensorboard"])
+    assert Experiment.parse(text).track is None
 
 
 def test_a_finished_run_can_be_told_of_later(tmp_path, fake, monkeypatch):

@@ -48,8 +48,8 @@ PAIRS = 40
 OPTIONAL: dict[str, type[BaseModel]] = {
     "fleet": FleetConfig,
     "graph": GraphConfig,
-    "align": AlignConfig,
     "track": TrackConfig,
+    "align": AlignConfig,
 }
 """Tables that change what a run does by being there."""
 SET = {("seed",), ("rounds",), ("method", "lr"), ("method", "batch_size")}
