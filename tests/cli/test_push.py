@@ -14,6 +14,7 @@ from hub import TOKEN, stand_in
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.cli import app
+from prefed.runs.publish import name_base
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,23 @@ def test_a_base_on_the_hub_is_named_everywhere(place, hub):
     assert "AutoModelForCausalLM.from_pretrained('some/base', dtype='float32')" in card.text
 
 
+def test_a_merged_model_names_no_path(place, hub):
+    prefed_("push", place / "feddpo", "ann/whole", "--merge")
+    repo = hub.repos["ann/whole"]
+    assert repo.large == {"model.safetensors"}
+    assert not [name for name, data in repo.files.items() if str(place).encode() in data]
+    assert "AutoModelForCausalLM.from_pretrained('ann/whole')" in repo.files["README.md"].decode()
+
+
+def test_a_whole_client_is_pushed_without_a_path(tmp_path):
+    """The note that load_client reads names the base model; its other keys stay."""
+    about = {"format": 1, "model": {"name": "/home/ann/model", "dtype": "float32"}, "needs": ["lora"]}
+    (tmp_path / "prefed.json").write_text(json.dumps(about))
+    name_base(tmp_path, "some/base")
+    written = json.loads((tmp_path / "prefed.json").read_text())
+    assert written == {**about, "model": {"name": "some/base", "dtype": "float32"}}
+
+
 def test_a_clients_model_is_pushed_when_it_is_named_alone(place, hub):
     """Unasked, what is pushed is the file that the run itself left as the shared adapter, to the byte. A
     method that shares no model is refused, with the option that names a client's."""
@@ -213,8 +231,8 @@ def test_a_wrong_token_and_none(place, hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
     assert "put one into HF_TOKEN" in prefed_("push", place / "feddpo", "ann/aligned", code=1)
-    assert "write it as OWNER/NAME" in prefed_("push", place / "feddpo", "aligned", code=1)
-    assert "is no name on the hub" in prefed_("push", place / "feddpo", "ann/a//b", code=1)
+    for name in ("aligned", "ann/a/b", "ann/a b"):
+        assert "write it as OWNER/NAME" in prefed_("push", place / "feddpo", name, code=1)
     assert hub.seen == []
 
 

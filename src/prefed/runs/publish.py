@@ -7,6 +7,7 @@ written nowhere, and stands in no message.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,14 +36,11 @@ def check_target(repo: str) -> None:
         HubError: the name cannot be one, or there is no token.
     """
     from huggingface_hub import get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise HubError(f"{repo!r} is no name on the hub: {error}") from error
-    if "/" not in repo:
-        raise HubError(f"{repo!r} names no owner: write it as OWNER/NAME")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo, re.ASCII):
+        raise HubError(
+            f"{repo!r} is no repository's name: write it as OWNER/NAME, of letters, digits, -, _ and ."
+        )
     if get_token() is None:
         raise HubError("there is no token for the hub: `hf auth login`, or put one into HF_TOKEN")
 
