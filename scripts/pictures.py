@@ -43,7 +43,7 @@ LIGHT = TerminalTheme(
     ],
 )
 # An image on a page may load nothing: the reader's own monospaced font stands in for rich's.
-FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+FORMAT = re.sub(r"@font-face \{\{.*?\}\}|<!--.*?-->", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
     "Fira Code, monospace", "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 )
 
