@@ -26,7 +26,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME, TerminalTheme
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 COLUMNS, ROWS = 110, 40
-WIDTH, HEIGHT = 1280, 820
+WIDTH, BELOW = 1280, 16
 COLORS = 96
 LIGHT = TerminalTheme(
     (250, 250, 250),
@@ -43,7 +43,7 @@ LIGHT = TerminalTheme(
     ],
 )
 # An image on a page may load nothing: the reader's own monospaced font stands in for rich's.
-FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+FORMAT = re.sub(r"@font-face \{\{.*?\}\}|<!--.*?-->", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
     "Fira Code, monospace", "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 )
 
@@ -81,7 +81,7 @@ def draw_terminal(console: Console, out: Path) -> None:
 
 
 def draw_page(page: Path, out: Path) -> None:
-    """The top of a run's page, as PNG in both colour schemes."""
+    """A run's page down to its first plot, as PNG in both colour schemes."""
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
@@ -90,9 +90,13 @@ def draw_page(page: Path, out: Path) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name in ("light", "dark"):
             scheme: Any = name
-            view = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
+            view = browser.new_page(viewport={"width": WIDTH, "height": WIDTH}, color_scheme=scheme)
             view.goto(page.resolve().as_uri())
-            shot = Image.open(io.BytesIO(view.screenshot())).convert("RGB")
+            plot = view.locator("figure").first.bounding_box()
+            if plot is None:
+                sys.exit(f"{page}: no plot is shown on the page")
+            clip: Any = {"x": 0, "y": 0, "width": WIDTH, "height": plot["y"] + plot["height"] + BELOW}
+            shot = Image.open(io.BytesIO(view.screenshot(clip=clip, full_page=True))).convert("RGB")
             path = out / f"run-{name}.png"
             shot.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
             print(f"{path}: {path.stat().st_size:,} bytes")
