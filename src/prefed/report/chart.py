@@ -140,10 +140,13 @@ def _chart(
         # A dotted line leads from the end of the curve to its name, where the name had to move.
         leader = _path([end, (frame[2] + 6, place), (frame[2] + 14, place)])
         drawn.append(_drawn(line, x_scale, y_scale, (*_pixels((frame[2] + 17, place + 4)), text, leader)))
-    for line in lines:
-        if not line.joined:
-            at = (x_scale(line.points[0][0]) + 9, y_scale(line.points[0][1]) + 4)
-            drawn.append(_drawn(line, x_scale, y_scale, (*_pixels(at), line.key, "")))
+    beside: list[tuple[float, float]] = []
+    for line in sorted((each for each in lines if not each.joined), key=lambda each: -each.points[0][1]):
+        x_at, y_at = x_scale(line.points[0][0]) + 9, y_scale(line.points[0][1]) + 4
+        while any(abs(x_at - left) < 2 * LETTER and abs(y_at - top) < LINE - 3 for left, top in beside):
+            y_at += 3
+        beside.append((x_at, y_at))
+        drawn.append(_drawn(line, x_scale, y_scale, (*_pixels((x_at, y_at)), line.key, "")))
     # The thickest lie below.
     drawn.sort(key=lambda each: -each.stroke[0])
     cross = None

@@ -54,7 +54,7 @@ def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -
         points = {k: [point for point in some if point.x > 0] for k, some in points.items()}
     if what == "bytes":
         return _curves(
-            compared, points, Axis("bytes in both directions", size, log), name, "for the bytes", size
+            compared, points, Axis("bytes in both directions", size, log), name, "against bytes", size
         )
     unit, word = _unit(max(ends, default=0.0))
     scaled = {
@@ -63,7 +63,7 @@ def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -
     }
     kind = "of the fleet's clock" if what == "time" else "on the machine that ran it"
     axis = Axis(f"{word} {kind}", lambda value: f"{value:g}", log)
-    return _curves(compared, scaled, axis, name, "for the time", lambda x: f"{x:.3g} {word}")
+    return _curves(compared, scaled, axis, name, "against time", lambda x: f"{x:.3g} {word}")
 
 
 def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> Figure | None:

@@ -44,17 +44,17 @@ class Rows:
     rows: Sequence[tuple[Shown, Sequence[str]]]
 
 
-def write_comparison(runs: Sequence[RunRecord], path: Path, choice: Choice | None = None) -> None:
+def write_comparison(runs: Sequence[RunRecord], path: Path, choices: Sequence[Choice] = ()) -> None:
     """Write :func:`render_comparison` of runs to ``path``, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, render_comparison(runs, choice).encode())
+    files.write(path, render_comparison(runs, choices).encode())
 
 
-def render_comparison(runs: Sequence[RunRecord], choice: Choice | None = None) -> str:
+def render_comparison(runs: Sequence[RunRecord], choices: Sequence[Choice] = ()) -> str:
     """The page: results, what differs, curves, the worst client, who gains, seeds.
 
     Args:
-        choice: what a sweep chose of them.
+        choices: what a sweep chose of them.
     """
     compared = Compared(tuple(runs))
     drawn = _drawn(compared)
@@ -69,9 +69,8 @@ def render_comparison(runs: Sequence[RunRecord], choice: Choice | None = None) -
         light=LIGHT.lines,
         dark=DARK.lines,
         warnings=_warnings(compared),
-        choice=choice.text if choice else "",
-        test=_test(compared, choice) if choice else None,
-        chosen=_chosen(compared, choice),
+        choices=[(choice.text, _test(compared, choice)) for choice in choices],
+        chosen=_chosen(compared, choices),
         results=_results(compared, cases),
         settings=_settings(compared, cases),
         cases=[cases[k] for k in drawn],
@@ -128,11 +127,10 @@ def _warnings(compared: Compared) -> list[str]:
     return warnings
 
 
-def _chosen(compared: Compared, choice: Choice | None) -> int | None:
-    """The number of the case that a sweep chose."""
-    paths = {str(Path(path).resolve()) for path in choice.case} if choice else set()
-    found = (k for k, case in enumerate(compared.cases) if str(case.runs[0].path.resolve()) in paths)
-    return next(found, None)
+def _chosen(compared: Compared, choices: Sequence[Choice]) -> list[int]:
+    """The numbers of the cases that a sweep chose."""
+    paths = {path.resolve() for choice in choices for path in choice.case}
+    return [k for k, case in enumerate(compared.cases) if case.runs[0].path.resolve() in paths]
 
 
 def _test(compared: Compared, choice: Choice) -> Facts:
@@ -190,8 +188,8 @@ def _charts(
     clock = "time" if all("time" in run.rounds[-1] for run in compared.runs) else "seconds"
     sections = [
         ("rounds", "Over rounds", [charts.over_rounds(compared, drawn, name) for name in names]),
-        ("bytes", "For the bytes", [charts.over_spent(compared, drawn, name, "bytes") for name in names]),
-        ("time", "For the time", [charts.over_spent(compared, drawn, name, clock) for name in names]),
+        ("bytes", "Against bytes", [charts.over_spent(compared, drawn, name, "bytes") for name in names]),
+        ("time", "Against time", [charts.over_spent(compared, drawn, name, clock) for name in names]),
         ("worst", "The worst client", [charts.worst_against_mean(compared, drawn, name) for name in names]),
     ]
     found = [(key, title, [each for each in some if each is not None]) for key, title, some in sections]

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from prefed.report.comparison import case_names, differences, disagreements, labels, letters
@@ -38,7 +39,7 @@ class Choice:
     """
 
     text: str
-    case: Sequence[str]
+    case: Sequence[Path]
     test: Mapping[str, Mapping[int, float]]
 
 

@@ -39,7 +39,7 @@ def seeds_tables(known: Sequence[Case], shown: Sequence[str]) -> list[Table]:
     first = reference_case(known)
     others = [k for k in range(len(known)) if k != first]
     tests = new_table(
-        f"seed by seed against {shown[first]}: mean difference, p of a paired t-test (Holm) and of Wilcoxon's",
+        f"seed by seed against {shown[first]}: mean difference, p of paired t-tests (Holm), of Wilcoxon's",
         "case",
         *(head for figure in TESTED for head in ("seeds", figure, "t-test", "Wilcoxon")),
     )
