@@ -12,6 +12,8 @@ from prefed.runs.seeds import ACCURACIES
 
 CELLS = 6000
 """Cells of the table of clients at most."""
+DOTS = 200
+"""Clients that a strip has a dot for at most."""
 STEPS = (0.2, 0.1, 0.03)
 """From which difference on a cell of that table is coloured more strongly."""
 
@@ -65,7 +67,8 @@ class Strip:
 def strips(each: Sequence[Mapping[str, float]]) -> tuple[list[Strip], float]:
     """A strip for each case's gains, on one scale from −most to +most, and ``most``.
 
-    Equal gains lie above each other as far as there is room.
+    Of many clients :data:`DOTS` are drawn, evenly by rank. Gains that are nearly equal lie above each other,
+    as far as there is room.
     """
     most = max((abs(value) for values in each for value in values.values()), default=0.0) or 1.0
 
@@ -74,11 +77,15 @@ def strips(each: Sequence[Mapping[str, float]]) -> tuple[list[Strip], float]:
 
     found = []
     for values in each:
-        heights: dict[str, int] = {}
+        heights: dict[int, int] = {}
         dots = []
-        for client, value in sorted(values.items(), key=lambda item: item[1]):
+        ranked = sorted(values.items(), key=lambda item: item[1])
+        shown = min(len(ranked), DOTS)
+        for rank in range(shown):
+            client, value = ranked[round(rank * (len(ranked) - 1) / max(1, shown - 1))]
             x = place(value)
-            above = heights[x] = heights.get(x, -1) + 1
+            near = round(float(x) / 4)
+            above = heights[near] = heights.get(near, -1) + 1
             y = 13 + (above + 1) // 2 % 4 * 3 * (1 if above % 2 else -1)
             kind = "gain" if value > 1e-9 else "loss" if value < -1e-9 else "even"
             dots.append((x, str(y), kind, f"{client}: {100 * value:+.1f}"))
@@ -124,10 +131,9 @@ def _gain_rows(what: str, each: Sequence[Mapping[str, float]], cases: Sequence[S
         lowest = min(gain, key=gain.__getitem__)
         cells.append(f"{100 * gain[lowest]:+.1f} {lowest}")
         rows.append((shown, cells, strip))
-    return Gains(
-        f"{what}, in percentage points. A dot is a client; strips go from −{ends} to +{ends}.",
-        rows,
-    )
+    many = any(len(gain) > DOTS for _, gain in some)
+    dots = f"The dots are {DOTS} clients of each case, evenly by rank" if many else "A dot is a client"
+    return Gains(f"{what}, in percentage points. {dots}; strips go from −{ends} to +{ends}.", rows)
 
 
 def clients_of(compared: Compared, drawn: Sequence[int], name: str) -> Clients:

@@ -20,7 +20,7 @@ from prefed.report.comparison import labels
 from prefed.report.drawing import DARK, LIGHT
 from prefed.report.page import _render_template
 from prefed.report.parts import Facts, Table
-from prefed.report.seeds import few_seeds, plus_minus, tested
+from prefed.report.seeds import few_seeds, plus_minus, rows_of_tests
 from prefed.runs.record import RunRecord
 from prefed.runs.seeds import ACCURACIES, by_seed
 
@@ -169,16 +169,9 @@ def _settings(compared: Compared, cases: Sequence[Shown]) -> Rows | None:
     settings = compared.settings
     if not settings:
         return None
-    rows = [
-        (shown, [_value(name, values[k]) for name, values in settings.items()])
-        for k, shown in enumerate(cases)
-    ]
+    rows = [(shown, [values[k] or "–" for values in settings.values()]) for k, shown in enumerate(cases)]
     caption = "Only what differs. – is a setting that the case's method does not have, or that is left out."
     return Rows(caption, ["case", *settings], rows)
-
-
-def _value(name: str, value: str | None) -> str:
-    return "–" if value is None else value
 
 
 def _charts(
@@ -199,7 +192,7 @@ def _charts(
 def _seeds(compared: Compared, cases: Sequence[Shown], name: str) -> Rows:
     first = compared.cases[compared.reference]
     others = [k for k in range(len(cases)) if k != compared.reference]
-    tests = tested(first, [compared.cases[k] for k in others], name)
+    tests = rows_of_tests(first, [compared.cases[k] for k in others], name)
     against = cases[compared.reference].key
     caption = f"{compared.accuracies[name].capitalize()}, mean over clients: each case against {against}."
     heads = ["case", "seeds in common", "mean difference", "paired t-test, p", "Wilcoxon, p"]

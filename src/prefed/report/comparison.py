@@ -109,7 +109,9 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
     """
     names, known = labels(runs), cases(runs)
     shown = case_names(known)
-    if any(console.measure(table).maximum > console.width for table in _of_runs(runs, names)):
+    endless = console.options.update(max_width=10_000)
+    widths = (console.measure(table, options=endless).maximum for table in _of_runs(runs, names))
+    if max(widths) > console.width:
         whole, names = names, letters(len(names))
         for letter, name in zip(names, whole, strict=True):
             console.print(f"{letter:>2}  {name}", markup=False, highlight=False, soft_wrap=True)

@@ -43,7 +43,7 @@ def seeds_tables(known: Sequence[Case], shown: Sequence[str]) -> list[Table]:
         "case",
         *(head for figure in TESTED for head in ("seeds", figure, "t-test", "Wilcoxon")),
     )
-    each = [tested(known[first], [known[k] for k in others], name) for name in TESTED.values()]
+    each = [rows_of_tests(known[first], [known[k] for k in others], name) for name in TESTED.values()]
     for k, *cells in zip(others, *each, strict=True):
         tests.add_row(literal(shown[k]), *(cell for test in cells for cell in test))
     return [table, tests] if tests.row_count else [table]
@@ -61,7 +61,7 @@ def plus_minus(values: Mapping[int, float]) -> str:
     return f"{figure.mean:.3f}" + ("" if figure.std is None else f" ± {figure.std:.3f}")
 
 
-def tested(first: Case, others: Sequence[Case], name: str) -> list[tuple[str, str, str, str]]:
+def rows_of_tests(first: Case, others: Sequence[Case], name: str) -> list[tuple[str, str, str, str]]:
     """For each case against the first: seeds in common, mean difference, p of the t-test, p of Wilcoxon's.
 
     The t-tests are adjusted for their number by Holm's rule. A cell is empty where there is nothing to say.

@@ -114,8 +114,6 @@ def paired(case: Case, other: Case, name: str, of: str = "mean") -> Paired | Non
 
     A seed draws the same splits, cohorts and starts in both, so what it adds to both cancels out.
     """
-    from scipy import stats
-
     mine, theirs = by_seed(case, name, of), by_seed(other, name, of)
     seeds = [seed for seed in mine if seed in theirs]
     if not seeds:
@@ -123,6 +121,8 @@ def paired(case: Case, other: Case, name: str, of: str = "mean") -> Paired | Non
     differences = {seed: mine[seed] - theirs[seed] for seed in seeds}
     if max(differences.values()) - min(differences.values()) < 1e-12:
         return Paired(differences, None, None)
+    from scipy import stats  # takes half a second
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few seeds, which the page says in its own words
         first, second = ([values[seed] for seed in seeds] for values in (mine, theirs))
