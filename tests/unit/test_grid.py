@@ -121,7 +121,7 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--grid", "method.lrr=1e-4,1"], "--grid method.lrr=1e-4: method.lrr: no such key; did you mean 'lr'"),
+        (["--grid", "method.lrr=1e-4,1"], "--grid method.lrr=1e-4: method.lrr: no such key; did you mean"),
         (["--grid", "method.lr=1,fast"], "--grid method.lr=fast: method.lr = 'fast': should be"),
         (["--grid", "method.lr"], "--grid method.lr: write it as key=value,value"),
         (["--grid", "method.lr=1e-4,"], "write it as key=value,value, no value empty"),
