@@ -110,13 +110,17 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
     names, known = labels(runs), cases(runs)
     shown = case_names(known)
     endless = console.options.update(max_width=10_000)
-    widths = (console.measure(table, options=endless).maximum for table in _of_runs(runs, names))
-    if max(widths) > console.width:
+
+    def room(tables: Sequence[Table]) -> bool:
+        return all(console.measure(each, options=endless).maximum <= console.width for each in tables)
+
+    if not room(_of_runs(runs, names)):
         whole, names = names, letters(len(names))
         for letter, name in zip(names, whole, strict=True):
             console.print(f"{letter:>2}  {name}", markup=False, highlight=False, soft_wrap=True)
-        of_path = {run.path: letter for run, letter in zip(runs, names, strict=True)}
-        shown = [of_path[case.runs[0].path] for case in known]
+        if len(known) == len(runs) or not room(seeds_tables(known, shown)):
+            of_path = {run.path: letter for run, letter in zip(runs, names, strict=True)}
+            shown = [of_path[case.runs[0].path] for case in known]
     firsts = [case.runs[0] for case in known]
     differing = differences_table(firsts, shown) if len(known) < len(runs) else differences_table(runs, names)
     for table in (*_of_runs(runs, names), differing, *seeds_tables(known, shown)):
