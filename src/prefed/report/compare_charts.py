@@ -44,7 +44,7 @@ def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -
         by_round = {0: 0.0, **spent(compared.cases[k], what)}
         curve = _curve(compared.cases[k], name)
         points[k] = [
-            _Point(by_round[point.x], point.y, point.std, point.note)
+            _Point(by_round[int(point.x)], point.y, point.std, point.note)
             for point in curve
             if point.x in by_round
         ]

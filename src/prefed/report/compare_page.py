@@ -17,8 +17,7 @@ from prefed.report.chart import Figure
 from prefed.report.compare_clients import Shown, clients_of, gains_of
 from prefed.report.compared import Choice, Compared
 from prefed.report.comparison import labels
-from prefed.report.drawing import DARK, LIGHT
-from prefed.report.page import _render_template
+from prefed.report.html import render_template
 from prefed.report.parts import Facts, Table
 from prefed.report.seeds import few_seeds, plus_minus, rows_of_tests
 from prefed.runs.record import RunRecord
@@ -62,20 +61,30 @@ def render_comparison(runs: Sequence[RunRecord], choices: Sequence[Choice] = ())
         Shown(*each) for each in zip(compared.keys, compared.names, range(len(compared.keys)), strict=True)
     ]
     names = ACCURACIES[:1] if compared.one_accuracy else ACCURACIES
-    return _render_template(
+    drawings = _charts(compared, drawn, names)
+    settings = _settings(compared, cases)
+    sections = {
+        **({"choice": "What was chosen"} if choices else {}),
+        "results": "Results",
+        **({"settings": "What differs in the settings"} if settings else {}),
+        **{key: title for key, (title, _) in drawings.items()},
+        "clients": "Client by client",
+        "seeds": "Seeds",
+        "meanings": "What the figures mean",
+    }
+    return render_template(
         "compare.html",
+        sections=sections,
         title=f"{pluralize(len(runs), 'run', 'runs')} side by side",
         lead=_lead(compared),
-        light=LIGHT.lines,
-        dark=DARK.lines,
         warnings=_warnings(compared),
         choices=[(choice.text, _test(compared, choice)) for choice in choices],
         chosen=_chosen(compared, choices),
         results=_results(compared, cases),
-        settings=_settings(compared, cases),
+        settings=settings,
         cases=[cases[k] for k in drawn],
         left_out=len(cases) - len(drawn),
-        charts=_charts(compared, drawn, names),
+        charts={key: figures for key, (_, figures) in drawings.items()},
         gains=gains_of(compared, cases, names),
         clients=[clients_of(compared, drawn, name) for name in names],
         clients_heads=[cases[k] for k in drawn],
@@ -176,17 +185,17 @@ def _settings(compared: Compared, cases: Sequence[Shown]) -> Rows | None:
 
 def _charts(
     compared: Compared, drawn: Sequence[int], names: Sequence[str]
-) -> list[tuple[str, str, list[Figure]]]:
-    """The sections with charts: an anchor, a heading, and the charts."""
+) -> dict[str, tuple[str, list[Figure]]]:
+    """The sections with charts: anchor → heading and charts."""
     clock = "time" if all("time" in run.rounds[-1] for run in compared.runs) else "seconds"
-    sections = [
-        ("rounds", "Over rounds", [charts.over_rounds(compared, drawn, name) for name in names]),
-        ("bytes", "Against bytes", [charts.over_spent(compared, drawn, name, "bytes") for name in names]),
-        ("time", "Against time", [charts.over_spent(compared, drawn, name, clock) for name in names]),
-        ("worst", "The worst client", [charts.worst_against_mean(compared, drawn, name) for name in names]),
-    ]
-    found = [(key, title, [each for each in some if each is not None]) for key, title, some in sections]
-    return [section for section in found if section[2]]
+    sections = {
+        "rounds": ("Over rounds", [charts.over_rounds(compared, drawn, name) for name in names]),
+        "bytes": ("Against bytes", [charts.over_spent(compared, drawn, name, "bytes") for name in names]),
+        "time": ("Against time", [charts.over_spent(compared, drawn, name, clock) for name in names]),
+        "worst": ("The worst client", [charts.worst_against_mean(compared, drawn, name) for name in names]),
+    }
+    found = {key: (title, [each for each in some if each]) for key, (title, some) in sections.items()}
+    return {key: (title, some) for key, (title, some) in found.items() if some}
 
 
 def _seeds(compared: Compared, cases: Sequence[Shown], name: str) -> Rows:
