@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,21 +11,56 @@ import typer
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="Run directories, or folders of them such as those of prefed sweep.",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="The plot: a .png, .svg or .pdf file.")] = Path("compare.png"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The plot: a .png, .svg or .pdf file; left out: compare.png, or none with --html or --json."
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="A page over all runs, complete in itself.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Set finished runs side by side: a table, what they do differently, and a plot."""
-    from prefed.report import drawing, plots
-    from prefed.report.comparison import print_comparison
-    from prefed.runs.record import read_run
-    from prefed.trackers.terminal import stdout_console
+    """Set finished runs side by side: a table, what they do differently, and a plot or a page."""
+    from prefed.report import drawing
+    from prefed.runs.cases import find_runs
 
-    if len({run.resolve() for run in runs}) < 2:
+    if out is None and html is None and not as_json:
+        out = Path("compare.png")
+    if out is not None:
+        drawing.file_format(out)
+    if html is not None and html.is_dir():
+        raise ValueError(f"{html} is a folder; name a file for the page")
+    records = find_runs(runs)
+    if len(records) < 2:
         raise ValueError("name at least two different runs")
-    drawing.file_format(out)
-    records = [read_run(run) for run in dict.fromkeys(runs)]
-    console = stdout_console()
-    print_comparison(records, console)
-    drawing.save(lambda theme: plots.comparison(records, theme), out)
-    console.print(f"plot: {out}", markup=False, soft_wrap=True)
+    if as_json:
+        from prefed.report.compared import Compared
+
+        typer.echo(json.dumps(Compared(tuple(records)).plain(), indent=2, ensure_ascii=False))
+    else:
+        from prefed.report.comparison import print_comparison
+        from prefed.trackers.terminal import stdout_console
+
+        print_comparison(records, stdout_console())
+    made = []
+    if out is not None:
+        from prefed.report import plots
+
+        drawing.save(lambda theme: plots.comparison(records, theme), out)
+        made.append(f"plot: {out}")
+    if html is not None:
+        from prefed.report.compare_page import write_comparison
+
+        write_comparison(records, html)
+        made.append(f"page: {html}")
+    for line in made:
+        typer.echo(line, err=as_json)

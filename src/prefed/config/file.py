@@ -48,12 +48,15 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is not TOML: {error}") from None
 
 
-def override(tables: dict[str, Any], overrides: Sequence[str], folder: Path) -> Origins:
+def override(
+    tables: dict[str, Any], overrides: Sequence[str], folder: Path, option: str = "--set"
+) -> Origins:
     """Put the values of ``--set`` into an experiment's ``tables``.
 
     Args:
         overrides: ``"key.sub=value"`` each.
         folder: relative paths are looked for in the working folder, and then here.
+        option: what messages call them.
 
     Returns:
         Path of each key that an override set → the override, for messages.
@@ -63,12 +66,12 @@ def override(tables: dict[str, Any], overrides: Sequence[str], folder: Path) -> 
     """
     origins: dict[tuple[str, ...], str] = {}
     for text in overrides:
-        keys, patch = _parse_override(text)
-        origins[keys] = f"--set {text}"
+        keys, patch = parse_override(text, option)
+        origins[keys] = f"{option} {text}"
         for key in reversed(keys):
             patch = {key: patch}
         make_absolute(patch, (Path(), folder))
-        _put(tables, keys, patch, text)
+        _put(tables, keys, patch, f"{option} {text}")
     return origins
 
 
@@ -82,8 +85,12 @@ def make_absolute(tables: dict[str, Any], folders: Sequence[Path]) -> None:
                 break
 
 
-def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """The path of the key and the value of ``"key.sub=value"``."""
+def parse_override(text: str, option: str = "--set") -> tuple[tuple[str, ...], Any]:
+    """The path of the key and the value of ``"key.sub=value"``.
+
+    Raises:
+        ConfigError: it is not ``key=value``; the message names the option.
+    """
     name, equals, word = text.partition("=")
     try:
         keys: list[str] = []
@@ -94,7 +101,7 @@ def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     except (tomllib.TOMLDecodeError, ValueError):
         equals = ""
     if not equals:
-        raise ConfigError(f"--set {text}: write it as key=value, e.g. --set method.lr=1e-4")
+        raise ConfigError(f"{option} {text}: write it as key=value, e.g. {option} method.lr=1e-4")
     try:
         parsed = tomllib.loads(f"value = {word}")
         value = parsed["value"] if len(parsed) == 1 else word
@@ -109,7 +116,7 @@ def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], o
     for key in keys[:-1]:
         inside = tables.setdefault(key, {})
         if not isinstance(inside, dict):
-            raise ConfigError(f"--set {override}: {key} is {inside!r}, not a table")
+            raise ConfigError(f"{override}: {key} is {inside!r}, not a table")
         tables, patch = inside, patch[key]
     tables[keys[-1]] = patch[keys[-1]]
 

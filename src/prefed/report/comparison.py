@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prefed.core.strict import flatten
 from prefed.core.text import duration, size
+from prefed.report.seeds import few_seeds, seeds_tables
 from prefed.report.tables import SHOWN, literal, new_table, setting
+from prefed.runs.cases import Case, cases
 from prefed.runs.figures import REWARDED
 from prefed.runs.outcomes import judged_of
 from prefed.runs.record import RunRecord
@@ -26,28 +29,53 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     return ["/".join(p[-depth:]) for p in parts]
 
 
+def case_names(known: Sequence[Case]) -> list[str]:
+    """A short name for each case, no two alike: its first run's without the seed."""
+    whole = labels([case.runs[0] for case in known])
+    names = [
+        re.sub(rf"[-_./ ]*seed[-_=]?{case.seeds[0]}$", "", name)
+        for case, name in zip(known, whole, strict=True)
+    ]
+    return [own if own and names.count(own) == 1 else name for own, name in zip(names, whole, strict=True)]
+
+
+def letters(count: int) -> list[str]:
+    """Short names in the place of long ones.
+
+    >>> letters(3), letters(28)[-2:]
+    (['A', 'B', 'C'], ['AA', 'AB'])
+    """
+    alphabet = [chr(ord("A") + number) for number in range(26)]
+    return [*alphabet, *(first + second for first in alphabet for second in alphabet)][:count]
+
+
 def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
     """The runs whose figures cannot be compared with the first run's: index → why.
 
-    They had other data, were judged on other pairs or clients, or began at another base model.
+    They had other data, were judged on other pairs or clients, or began at another base model. A seed may
+    decide who has which pairs, so each run is compared with the first one of its own seed.
     """
     first, reasons = runs[0], {}
-    for index, run in enumerate(runs[1:], 1):
+    of_seed: dict[int, RunRecord] = {}
+    for index, run in enumerate(runs):
+        peer = of_seed.get(run.seed)
+        mine, theirs = (each.fingerprint.get("data") for each in (run, peer or first))
         why = []
-        mine, theirs = run.fingerprint.get("data"), first.fingerprint.get("data")
-        if mine and theirs:
+        if mine and theirs and (peer or mine == theirs):
             if mine != theirs:
                 why.append("other data")
         elif run.config["data"] != first.config["data"]:
             why.append("other [data] settings")
         if run.split != first.split:
             why.append(f"judged on {run.split} pairs, not {first.split} pairs")
-        elif not why and run.clients != first.clients:
+        elif not why and peer and run.clients != peer.clients:
             why.append("judged on other clients")
         if run.config["model"]["name"] != first.config["model"]["name"]:
             why.append("another base model")
         if why:
             reasons[index] = ", ".join(why)
+        else:
+            of_seed.setdefault(run.seed, run)
     return reasons
 
 
@@ -75,12 +103,31 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
 
 
 def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
-    """All that this file says of runs: tables, and a line for each thing that a reader must know."""
-    console.print(comparison_table(runs))
-    for table in (reward_table(runs), selectors_table(runs), judged_table(runs), differences_table(runs)):
+    """All that this file says of runs: tables, and a line for each thing that a reader must know.
+
+    Where the terminal has no room for the runs' names, letters stand for them.
+    """
+    names, known = labels(runs), cases(runs)
+    shown = case_names(known)
+    endless = console.options.update(max_width=10_000)
+
+    def room(tables: Sequence[Table]) -> bool:
+        return all(console.measure(each, options=endless).maximum <= console.width for each in tables)
+
+    if not room(_of_runs(runs, names)):
+        whole, names = names, letters(len(names))
+        for letter, name in zip(names, whole, strict=True):
+            console.print(f"{letter:>2}  {name}", markup=False, highlight=False, soft_wrap=True)
+        if len(known) == len(runs) or not room(seeds_tables(known, shown)):
+            of_path = {run.path: letter for run, letter in zip(runs, names, strict=True)}
+            shown = [of_path[case.runs[0].path] for case in known]
+    firsts = [case.runs[0] for case in known]
+    differing = differences_table(firsts, shown) if len(known) < len(runs) else differences_table(runs, names)
+    for table in (*_of_runs(runs, names), differing, *seeds_tables(known, shown)):
         if table is not None:
             console.print(table)
-    names = labels(runs)
+    if len(known) < len(runs):
+        console.print(few_seeds(known), markup=False, soft_wrap=True)
     for name, run in zip(names, runs, strict=True):
         if run.unlisted:
             console.print(f"{name}: {run.unlisted}", markup=False, soft_wrap=True)
@@ -89,16 +136,31 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
         console.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
-def comparison_table(runs: Sequence[RunRecord]) -> Table:
+def _of_runs(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Table]:
+    """The tables with a row for each run."""
+    some = (
+        comparison_table(runs, names),
+        reward_table(runs, names),
+        selectors_table(runs, names),
+        judged_table(runs, names),
+    )
+    return [table for table in some if table is not None]
+
+
+def comparison_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table:
     """Each run's accuracy and costs; a mark where a run cannot be compared with the first."""
     title = "share of held-out pairs ordered rightly, over clients; and what it cost"
-    heads = ("method", "rounds", "mean", "worst", "worst tenth", "before", "up", "down", "time")
+    rewarded = any("reward_accuracy" in run.figures for run in runs)
+    rewards = ("reward", "worst reward") if rewarded else ()
+    heads = ("method", "rounds", "mean", "worst", "worst tenth", "before", *rewards, "up", "down", "time")
     table = new_table(title, "run", *heads)
     marked = disagreements(runs)
     best = max(run.spread("preference_accuracy").mean for run in runs)
-    for index, (name, run) in enumerate(zip(labels(runs), runs, strict=True)):
+    for index, (name, run) in enumerate(zip(names or labels(runs), runs, strict=True)):
         figure = run.spread("preference_accuracy")
         before = run.spread("baseline_accuracy").mean if "baseline_accuracy" in run.figures else None
+        reward = run.spread("reward_accuracy") if "reward_accuracy" in run.figures else None
+        cells = (f"{reward.mean:.3f}", f"{reward.worst:.3f}") if reward else ("", "")
         mean = f"{figure.mean:.3f}"
         table.add_row(
             literal(name) + (" [yellow]*[/]" if index in marked else ""),
@@ -108,6 +170,7 @@ def comparison_table(runs: Sequence[RunRecord]) -> Table:
             f"{figure.worst:.3f}",
             f"{figure.worst_decile:.3f}",
             "" if before is None else f"{before:.3f}",
+            *(cells if rewarded else ()),
             size(run.summary["bytes"]["up"]),
             size(run.summary["bytes"]["down"]),
             duration(run.summary["seconds"]),
@@ -115,10 +178,12 @@ def comparison_table(runs: Sequence[RunRecord]) -> Table:
     return table
 
 
-def reward_table(runs: Sequence[RunRecord]) -> Table | None:
+def reward_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table | None:
     """The figures of runs' explicit reward heads, means over clients; ``None`` where no run has one."""
     rewarded = [
-        (name, run) for name, run in zip(labels(runs), runs, strict=True) if REWARDED[0] in run.figures
+        (name, run)
+        for name, run in zip(names or labels(runs), runs, strict=True)
+        if REWARDED[0] in run.figures
     ]
     if not rewarded:
         return None
@@ -132,9 +197,9 @@ def reward_table(runs: Sequence[RunRecord]) -> Table | None:
     return table
 
 
-def selectors_table(runs: Sequence[RunRecord]) -> Table | None:
+def selectors_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table | None:
     """How the selectors of runs agree with clients, and the clusters; ``None`` where no run has several."""
-    several = [(name, run) for name, run in zip(labels(runs), runs, strict=True) if run.agreements]
+    several = [(name, run) for name, run in zip(names or labels(runs), runs, strict=True) if run.agreements]
     if not several:
         return None
     heads = (
@@ -161,9 +226,10 @@ def selectors_table(runs: Sequence[RunRecord]) -> Table | None:
     return table
 
 
-def judged_table(runs: Sequence[RunRecord]) -> Table | None:
+def judged_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table | None:
     """The win rates that runs have; ``None`` where no run has any."""
-    judged = [(n, o.summary) for n, run in zip(labels(runs), runs, strict=True) for o in judged_of(run.path)]
+    named = zip(names or labels(runs), runs, strict=True)
+    judged = [(name, outcome.summary) for name, run in named for outcome in judged_of(run.path)]
     if not judged:
         return None
     heads = ("compared", "judge", "win rate", "95% interval", "wins", "judged")
@@ -182,9 +248,9 @@ def judged_table(runs: Sequence[RunRecord]) -> Table | None:
     return table
 
 
-def differences_table(runs: Sequence[RunRecord]) -> Table | None:
+def differences_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table | None:
     """The settings in which runs differ and which run has which value; ``None`` where they do not differ."""
-    settings, names = differences(runs), labels(runs)
+    settings, names = differences(runs), names or labels(runs)
     settings.pop("method.name", None)
     if not settings:
         return None

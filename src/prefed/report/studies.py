@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefed.report.comparison import labels
+from prefed.report.comparison import case_names
 from prefed.report.distributed import GRADIENTS
 from prefed.report.drawing import Theme, canvas, color_of, draw_line, legend, percent_axis, round_axis
 from prefed.runs import studies
@@ -74,19 +74,12 @@ def _methods(known: Sequence[Case]) -> Iterator[Drawing]:
         text = f"{len(diagnosed)} cases, and {CURVES} can be told apart: name the runs to be compared"
         yield Drawing("methods", None, [text])
         return
-    lines, names = [], _names(diagnosed)
+    lines, names = [], case_names(diagnosed)
     for case, label in zip(diagnosed, names, strict=True):
         ends = (f"{name} {_mean([gap(run) for run in case.runs])}" for name, gap in GAPS.items())
         _, losses = case.over_rounds("global_loss")
         lines.append(f"{label}: loss {_mean(losses[:, -1].tolist())}, {', '.join(ends)}")
     yield Drawing("methods", partial(_draw_methods, diagnosed, names), lines)
-
-
-def _names(known: Sequence[Case]) -> list[str]:
-    """The directories' names without seeds, with as many parents as it takes to tell them apart."""
-    firsts = [case.runs[0] for case in known]
-    named = zip(labels(firsts), firsts, strict=True)
-    return [label.removesuffix(f"-seed{run.config['seed']}") for label, run in named]
 
 
 def _draw_methods(known: Sequence[Case], names: Sequence[str], theme: Theme) -> Figure:
@@ -153,7 +146,7 @@ def _draw_delay(study: Delay, theme: Theme) -> Figure:
     """Gradient norms over rounds, and both final gaps against q_max."""
     figure, (curves, *panels) = canvas(11.0, 3.4, 1, 3)
     ordered = sorted(study.family.cases, key=lambda case: case.fleet.max_delay)
-    for index, (case, label) in enumerate(zip(ordered, _names(ordered), strict=True)):
+    for index, (case, label) in enumerate(zip(ordered, case_names(ordered), strict=True)):
         rounds, values = case.over_rounds("gradient_norm")
         color = color_of(theme, index, len(ordered))
         draw_line(curves, rounds, values.mean(0).tolist(), color=color, label=label)
@@ -264,7 +257,7 @@ def _say_race(study: Race) -> list[str]:
 
 def _racers(study: Race) -> list[str]:
     known = [case for case, _ in study.seconds]
-    return [f"{name} ({case.fleet.server})" for name, case in zip(_names(known), known, strict=True)]
+    return [f"{name} ({case.fleet.server})" for name, case in zip(case_names(known), known, strict=True)]
 
 
 def _times(times: Sequence[float | None]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,14 +46,23 @@ def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 @dataclass(frozen=True)
 class Case:
-    """Runs that differ in their seed alone.
-
-    Attributes:
-        experiment: of the first of them.
-    """
+    """Runs that differ in their seed alone."""
 
     runs: tuple[RunRecord, ...]
-    experiment: Experiment
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """That of the first run.
+
+        Raises:
+            ConfigError: this version cannot read its settings.
+        """
+        return Experiment.from_tables(self.runs[0].config, str(self.runs[0].path / "config.toml"))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each run."""
+        return tuple(run.seed for run in self.runs)
 
     @cached_property
     def settings(self) -> dict[str, str]:
@@ -85,23 +95,31 @@ class Case:
         """Whether all runs were, at a model that clients share."""
         return all(measured(run, "gradient_norm") for run in self.runs)
 
-    def over_rounds(self, name: str) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
-        """The rounds in which all runs have a number of the log, and ``[runs, rounds]`` its values."""
-        told = [dict(zip(*run.curve(name), strict=True)) for run in self.runs]
+    def over_rounds(
+        self, name: str, of: str = "mean"
+    ) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
+        """The rounds in which all runs have a number of the log, and ``[runs, rounds]`` its values.
+
+        ``of`` is that of :meth:`~prefed.runs.record.RunRecord.curve`.
+        """
+        told = [dict(zip(*run.curve(name, of), strict=True)) for run in self.runs]
         rounds = sorted(set.intersection(*map(set, told)))
         return rounds, np.array([[values[r] for r in rounds] for values in told], dtype=np.float64)
 
 
 def cases(runs: Sequence[RunRecord]) -> list[Case]:
-    """The runs, those together that differ in their seed alone, in the order of the first of each."""
-    found: dict[str, list[RunRecord]] = {}
+    """The runs, those together that differ in their seed alone, in the order of the first of each.
+
+    Two runs of the same settings and the same seed are in two cases.
+    """
+    found: dict[tuple[str, int], list[RunRecord]] = {}
+    seen: Counter[tuple[str, int]] = Counter()
     for run in runs:
         tables = {n: v for n, v in flatten(run.config).items() if not n.startswith(_UNLIKE)}
-        found.setdefault(json.dumps(tables, sort_keys=True, default=str), []).append(run)
-    return [
-        Case(tuple(some), Experiment.from_tables(some[0].config, str(some[0].path / "config.toml")))
-        for some in found.values()
-    ]
+        settings = json.dumps(tables, sort_keys=True, default=str)
+        found.setdefault((settings, seen[settings, run.seed]), []).append(run)
+        seen[settings, run.seed] += 1
+    return [Case(tuple(some)) for some in found.values()]
 
 
 @dataclass(frozen=True)

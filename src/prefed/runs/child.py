@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -172,6 +173,30 @@ async def run_in_process(run: SweepRun) -> None:
         files.write(run.out / "judged-test.json", json.dumps(accuracies, indent=1).encode())
     for path in (experiment, run.beside("log")):
         path.unlink(missing_ok=True)
+
+
+async def in_turn(
+    run: SweepRun,
+    slots: asyncio.Semaphore,
+    folder: Path,
+    tell: Callable[[str], None],
+    do: Callable[[SweepRun], Awaitable[None]],
+) -> None:
+    """Carry out a run as soon as there is a slot, unless all of it is there.
+
+    Args:
+        folder: of all runs; they are named without it.
+        tell: takes a line when the run begins.
+
+    Raises:
+        ValueError: its directory holds a run of other settings.
+    """
+    async with slots:
+        run.check()
+        if not run.ready:
+            doing = "is evaluated" if run.finished else "begins"
+            tell(f"{run.out.relative_to(folder)} {doing}, log: {run.beside('log')}")
+            await do(run)
 
 
 async def _command(run: SweepRun, *words: str) -> bytes:

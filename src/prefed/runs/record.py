@@ -53,6 +53,11 @@ class RunRecord:
         return str(self.summary["method"])
 
     @property
+    def seed(self) -> int:
+        """The seed that all its draws come from."""
+        return int(self.config["seed"])
+
+    @property
     def split(self) -> str:
         """The split that clients were evaluated on: ``"test"`` or ``"validation"``."""
         return str(self.summary.get("split", "test"))

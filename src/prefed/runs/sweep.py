@@ -11,7 +11,7 @@ from typing import Any
 
 from prefed.config.table import Cell, Table, load_table
 from prefed.core.text import pluralize
-from prefed.runs.child import ACCURACIES, CommandError, SweepRun, commits, run_in_process
+from prefed.runs.child import ACCURACIES, CommandError, SweepRun, commits, in_turn, run_in_process
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,7 @@ class Sweep:
 
     async def _cell(self, cell: SweepCell, run_slots: asyncio.Semaphore) -> dict[str, Any]:
         async def carry_out(run: SweepRun) -> None:
-            async with run_slots:
-                run.check()
-                if not run.ready:
-                    doing = "is evaluated" if run.finished else "begins"
-                    self.tell(f"{run.out.relative_to(cell.folder)} {doing}, log: {run.beside('log')}")
-                    await self.do(run)
+            await in_turn(run, run_slots, cell.folder, self.tell, self.do)
 
         async def all_seeds(lr: float | None) -> None:
             async with asyncio.TaskGroup() as group:

@@ -29,7 +29,7 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
         run = cell.first()
         run.check()
         experiments.append(run.experiment)
-        for path in _missing(cell, run.experiment):
+        for path in missing_paths(run.experiment, cell.definition.path.parent):
             where = f"{cell.definition.path}, cell {cell.definition.name}"
             if not Path(path).is_absolute():
                 folders = dict.fromkeys((cell.definition.path.parent.resolve(), Path.cwd()))
@@ -41,7 +41,7 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
             "README beside the experiment says"
         )
     for cell, experiment in zip(cells, experiments, strict=True):
-        if cell.definition.rates and not _may_have_validation_pairs(experiment.data):
+        if cell.definition.rates and not may_have_validation_pairs(experiment.data):
             raise ConfigError(
                 f"{cell.definition.path}, cell {cell.definition.name}: rates are chosen on validation pairs, "
                 "and there are none: set data.validation or data.validation_fraction in the base"
@@ -55,8 +55,8 @@ def _check_overrides(cell: SweepCell) -> None:
             raise ConfigError(f"--set {override}: seeds and rates are the table's: change them there")
 
 
-def _missing(cell: SweepCell, experiment: Experiment) -> Iterator[str]:
-    """The files and folders that the cell's experiment names and that are not there."""
+def missing_paths(experiment: Experiment, beside: Path) -> Iterator[str]:
+    """The files and folders that an experiment names and that are not there; its file lies in ``beside``."""
     reward = getattr(experiment.method.settings, "reward_model", None)
     fleet, graph = experiment.whole_fleet, experiment.whole_graph
     named = [reward, fleet.trace if fleet else None, graph.file if graph else None]
@@ -64,14 +64,14 @@ def _missing(cell: SweepCell, experiment: Experiment) -> Iterator[str]:
         if not looks_like_hub_name(path) and not Path(path).exists():
             yield path
     model = Path(experiment.model.name).expanduser()
-    folders = [Path(), cell.definition.path.parent]
+    folders = [Path(), beside]
     # A name without a slash, or an owner and a name, is a hub name unless its folder is on this machine.
     local = len(model.parts) != 1 and any((folder / model).parent.is_dir() for folder in folders)
     if not model.exists() and (local or model.is_absolute() or len(model.parts) > 2):
         yield experiment.model.name
 
 
-def _may_have_validation_pairs(data: DataConfig) -> bool:
+def may_have_validation_pairs(data: DataConfig) -> bool:
     """Whether settings, or the first rows of files on this machine, speak of validation pairs."""
     if data.validation is not None or data.validation_fraction:
         return True

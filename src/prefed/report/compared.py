@@ -1,0 +1,191 @@
+"""Runs side by side, as the page and ``--json`` have them: cases, what differs, who gains, seed by seed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from prefed.report.comparison import case_names, differences, disagreements, labels, letters
+from prefed.runs.cases import Case, cases
+from prefed.runs.record import RunRecord
+from prefed.runs.seeds import (
+    ACCURACIES,
+    Paired,
+    by_client,
+    by_seed,
+    fixed_clients,
+    fold,
+    gains,
+    paired,
+    reference_case,
+)
+
+OF = ("mean", "worst", "worst_decile")
+"""Values of a figure over clients."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a sweep chose of its cases.
+
+    Attributes:
+        text: a sentence about it.
+        case: the directories of the chosen case's runs.
+        test: figure → seed → its mean over clients on test pairs.
+    """
+
+    text: str
+    case: Sequence[Path]
+    test: Mapping[str, Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Runs side by side. Cases have the order of their first runs."""
+
+    runs: tuple[RunRecord, ...]
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """Runs that differ in their seed alone, together."""
+        return cases(self.runs)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The cases' names."""
+        return case_names(self.cases)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The cases' letters."""
+        return letters(len(self.cases))
+
+    @cached_property
+    def reference(self) -> int:
+        """The number of the case that others are compared with."""
+        return reference_case(self.cases)
+
+    @cached_property
+    def fixed(self) -> bool:
+        """Whether a client's name means the same pairs in all runs."""
+        return fixed_clients(self.cases)
+
+    @cached_property
+    def choices(self) -> list[bool]:
+        """Of each case, whether its models choose between responses, and do not write any."""
+        return ["choice_loss" in case.runs[0].summary for case in self.cases]
+
+    @cached_property
+    def one_accuracy(self) -> bool:
+        """Whether both accuracies are one: a selector's score is its only reward."""
+        return all(self.choices)
+
+    @cached_property
+    def accuracies(self) -> dict[str, str]:
+        """The two accuracies → what they are called here."""
+        own = "choice accuracy" if all(self.choices) else "policy accuracy"
+        own = "policy or choice accuracy" if any(self.choices) and not all(self.choices) else own
+        return dict(zip(ACCURACIES, (own, "reward accuracy"), strict=True))
+
+    @cached_property
+    def marked(self) -> dict[str, str]:
+        """The runs that cannot be set beside the first: name → why."""
+        names = labels(self.runs)
+        return {names[index]: why for index, why in disagreements(self.runs).items()}
+
+    @cached_property
+    def settings(self) -> dict[str, list[str | None]]:
+        """The settings in which cases differ: dotted name → each case's value."""
+        found = differences([case.runs[0] for case in self.cases])
+        found.pop("seed", None)
+        return found
+
+    def values(self, name: str) -> list[dict[str, float]]:
+        """Of each case: client → a figure, mean over seeds where a name means the same client."""
+        return [by_client(case, name, fixed=self.fixed) for case in self.cases]
+
+    def gains(self, name: str) -> list[dict[str, float]]:
+        """Of each case: client → how much higher its figure is than in the reference case."""
+        first = self.cases[self.reference]
+        return [gains(case, first, name, fixed=self.fixed) for case in self.cases]
+
+    def own_gains(self) -> list[dict[str, float]]:
+        """Of each case: client → its own model's accuracy less that of the shared model of the same run."""
+        name, against = ACCURACIES[0], "shared_accuracy"
+        return [gains(case, case, name, fixed=self.fixed, against=against) for case in self.cases]
+
+    def paired(self, name: str) -> list[Paired | None]:
+        """Each case against the reference case, seed by seed; ``None`` for the reference case itself."""
+        first = self.cases[self.reference]
+        return [None if case is first else paired(case, first, name) for case in self.cases]
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        names = labels(self.runs)
+        of_run = {run.path: name for run, name in zip(self.runs, names, strict=True)}
+        return {
+            "reference": self.names[self.reference],
+            "differences": {
+                name: dict(zip(self.names, values, strict=True)) for name, values in self.settings.items()
+            },
+            "not_comparable": self.marked,
+            "cases": [
+                {
+                    "name": name,
+                    "method": case.runs[0].method,
+                    "seeds": list(case.seeds),
+                    "runs": [of_run[run.path] for run in case.runs],
+                    "figures": _folded(case),
+                    "bytes": {
+                        way: statistics.fmean(run.summary["bytes"][way] for run in case.runs)
+                        for way in ("up", "down")
+                    },
+                    "seconds": statistics.fmean(run.summary["seconds"] for run in case.runs),
+                }
+                for name, case in zip(self.names, self.cases, strict=True)
+            ],
+            "paired": [
+                {
+                    "figure": figure,
+                    "case": name,
+                    "against": self.names[self.reference],
+                    "seeds": [*each.differences],
+                    "differences": [*each.differences.values()],
+                    "mean": each.folded.mean,
+                    "std": each.folded.std,
+                    "t_test": each.t,
+                    "wilcoxon": each.wilcoxon,
+                }
+                for figure in ACCURACIES
+                for name, each in zip(self.names, self.paired(figure), strict=True)
+                if each is not None
+            ],
+            "runs": [
+                {
+                    "name": name,
+                    "path": str(run.path),
+                    "method": run.method,
+                    "seed": run.seed,
+                    "rounds": run.summary["rounds"],
+                    "split": run.split,
+                    "bytes": dict(run.summary["bytes"]),
+                    "seconds": run.summary["seconds"],
+                    **{figure: each.values for figure, each in run.figures.items()},
+                }
+                for name, run in zip(names, self.runs, strict=True)
+            ],
+        }
+
+
+def _folded(case: Case) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Figure → value over clients → its mean and deviation over the seeds."""
+    told: dict[str, dict[str, dict[str, float | None]]] = {}
+    for name in case.runs[0].figures:
+        for of in OF:
+            figure = fold(list(by_seed(case, name, of).values()))
+            told.setdefault(name, {})[of] = {"mean": figure.mean, "std": figure.std}
+    return told

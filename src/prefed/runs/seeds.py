@@ -1,0 +1,191 @@
+"""Cases set side by side: means over seeds, seed by seed, client by client."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefed.runs.cases import Case
+
+ACCURACIES = ("preference_accuracy", "reward_accuracy")
+"""The figures that runs are compared by: of policies or choices, and the one adjusted by the reference."""
+FIXED = ("column", "source")
+"""Partitions that give a client the same pairs whatever the seed."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A figure over the runs of a case.
+
+    Attributes:
+        std: sample standard deviation; ``None`` of one run.
+        n: the number of runs.
+    """
+
+    mean: float
+    std: float | None
+    n: int
+
+
+def fold(values: Sequence[float]) -> Folded:
+    """Mean and sample standard deviation.
+
+    >>> fold([0.7, 0.8, 0.9])
+    Folded(mean=0.8, std=0.1, n=3)
+    >>> fold([0.7]).std is None
+    True
+    """
+    std = round(statistics.stdev(values), 12) if len(values) > 1 else None
+    return Folded(round(statistics.fmean(values), 12), std, len(values))
+
+
+def by_seed(case: Case, name: str, of: str = "mean") -> dict[int, float]:
+    """Seed → a figure after the last round, of the runs that have it.
+
+    Args:
+        of: ``"mean"``, ``"worst"`` or ``"worst_decile"`` over clients.
+    """
+    figures = ((run.seed, run.summary.get(name)) for run in case.runs)
+    return {seed: float(figure[of]) for seed, figure in figures if isinstance(figure, Mapping)}
+
+
+def spent(case: Case, what: str) -> dict[int, float]:
+    """Round → what was spent by its end, mean over the runs.
+
+    Args:
+        what: ``"bytes"`` in both directions, ``"seconds"`` on the machine that ran it, or ``"time"``, the
+            virtual seconds of a ``[fleet]``.
+
+    Returns:
+        Nothing where a run does not say it.
+    """
+    columns = []
+    for run in case.runs:
+        if what == "bytes":
+            told = np.cumsum([record["bytes_up"] + record["bytes_down"] for record in run.rounds])
+        elif what == "seconds":
+            told = np.cumsum([record.get(what, math.nan) for record in run.rounds])
+        else:
+            told = np.array([record.get(what, math.nan) for record in run.rounds], dtype=np.float64)
+        columns.append(dict(zip((int(record["round"]) for record in run.rounds), told.tolist(), strict=True)))
+    rounds = sorted(set.intersection(*map(set, columns)))
+    means = {number: statistics.fmean(column[number] for column in columns) for number in rounds}
+    return means if all(map(math.isfinite, means.values())) else {}
+
+
+def reference_case(known: Sequence[Case]) -> int:
+    """The case that others are compared with: of those without models of clients' own that with most seeds.
+
+    The first of several such; of all cases, where each has models of clients' own.
+    """
+    personal = ["shared_accuracy" in case.runs[0].figures for case in known]
+    return min(range(len(known)), key=lambda k: (personal[k], -len(known[k].runs)))
+
+
+@dataclass(frozen=True)
+class Paired:
+    """How much higher a figure is in a case than in another one, seed by seed.
+
+    Attributes:
+        differences: seed → difference.
+        t: p of the paired t-test, two-sided: the differences come from a normal distribution of mean 0.
+        wilcoxon: p of Wilcoxon's signed-rank test, two-sided.
+
+    Both are ``None`` for fewer than two seeds and for differences that are all alike.
+    """
+
+    differences: Mapping[int, float]
+    t: float | None
+    wilcoxon: float | None
+
+    @property
+    def folded(self) -> Folded:
+        """Mean and standard deviation of the differences."""
+        return fold(list(self.differences.values()))
+
+
+def paired(case: Case, other: Case, name: str, of: str = "mean") -> Paired | None:
+    """Compare two cases on the seeds that both have; ``None`` where they have none in common.
+
+    A seed draws the same splits, cohorts and starts in both, so what it adds to both cancels out.
+    """
+    mine, theirs = by_seed(case, name, of), by_seed(other, name, of)
+    seeds = [seed for seed in mine if seed in theirs]
+    if not seeds:
+        return None
+    differences = {seed: mine[seed] - theirs[seed] for seed in seeds}
+    if max(differences.values()) - min(differences.values()) < 1e-12:
+        return Paired(differences, None, None)
+    from scipy import stats  # takes half a second
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few seeds, which the page says in its own words
+        first, second = ([values[seed] for seed in seeds] for values in (mine, theirs))
+        t, signed = stats.ttest_rel(first, second).pvalue, stats.wilcoxon(first, second).pvalue
+    return Paired(differences, float(t), float(signed))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values of several tests, adjusted so that one false alarm among all is as rare as in one test.
+
+    Source: Holm, A simple sequentially rejective multiple test procedure (1979).
+
+    >>> [round(each, 12) for each in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    adjusted, highest = [0.0] * len(p), 0.0
+    for rank, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        highest = max(highest, min(1.0, (len(p) - rank) * p[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def fixed_clients(known: Sequence[Case]) -> bool:
+    """Whether a client's name means the same pairs in every run, or each case has one and the same seed."""
+    seeds = {seed for case in known for seed in case.seeds}
+    partitions = {run.config["data"].get("partition", {}).get("by") for case in known for run in case.runs}
+    return len(seeds) == 1 or partitions <= set(FIXED)
+
+
+def by_client(case: Case, name: str, *, fixed: bool) -> dict[str, float]:
+    """Client → a figure after the last round.
+
+    Args:
+        fixed: a client's figure is the mean over seeds. Otherwise each seed has clients of its own.
+    """
+    return _means(_each(case, name), fixed)
+
+
+def gains(case: Case, other: Case, name: str, *, fixed: bool, against: str | None = None) -> dict[str, float]:
+    """Client → how much higher its figure is in ``case`` than in ``other``, on the seeds that both have.
+
+    Args:
+        fixed: as for :func:`by_client`.
+        against: the figure of ``other``; left out: the same.
+    """
+    mine, theirs = _each(case, name), _each(other, against or name)
+    return _means({key: mine[key] - theirs[key] for key in mine if key in theirs}, fixed)
+
+
+def _each(case: Case, name: str) -> dict[tuple[str, int], float]:
+    """Client and seed → figure."""
+    return {
+        (client, run.seed): value
+        for run in case.runs
+        if name in run.figures
+        for client, value in run.figures[name].values["per_client"].items()
+    }
+
+
+def _means(each: Mapping[tuple[str, int], float], fixed: bool) -> dict[str, float]:
+    if not fixed:
+        return {f"{client}, seed {seed}": value for (client, seed), value in each.items()}
+    told: dict[str, list[float]] = {}
+    for (client, _), value in each.items():
+        told.setdefault(client, []).append(value)
+    return {client: statistics.fmean(values) for client, values in told.items()}

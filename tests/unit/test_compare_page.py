@@ -1,0 +1,300 @@
+"""The page over many runs, its charts, and the same as JSON, on runs written by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from finished import config, write_run
+from prefed.cli import app
+from prefed.metrics import federated_metric
+from prefed.report import compare_page
+from prefed.report.chart import COLORS, MARKS, STROKES, Axis, Line, figure, spread_out
+from prefed.report.compare_clients import Shown, gains_of, strips
+from prefed.report.compare_page import render_comparison
+from prefed.report.compared import Choice, Compared
+from prefed.report.comparison import print_comparison
+from prefed.runs.record import read_run
+
+NAMES = ("ann", "bob", "cyd", "dee")
+
+
+def run(folder, method, seed, ends, reward=0.0, shared=None, **options):
+    """A run of two rounds: accuracies after the last one of ann, bob, …; rewards are so much higher."""
+    clients = {name: (0.4, (0.4 + end) / 2, end) for name, end in zip(NAMES, ends, strict=False)}
+    settings = {"seed": seed, "method": {"name": method, "lr": 0.01}, **options.pop("settings", {})}
+    summary = {"reward_accuracy": federated_metric({n: v[-1] + reward for n, v in clients.items()})}
+    if shared is not None:
+        summary["shared_accuracy"] = federated_metric(dict.fromkeys(clients, shared))
+    path = folder / f"{method}-seed{seed}"
+    write_run(path, clients, settings=settings, **summary, **options)
+    # A round's evaluation has all that the summary has.
+    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        own = line["evaluation"]["preference_accuracy"]["per_client"]
+        line["evaluation"]["reward_accuracy"] = federated_metric({n: v + reward for n, v in own.items()})
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three seeds of a shared model, of a personalised one, and one run at another rate."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = [run(folder, "feddpo", s, (0.5, 0.6, 0.7 + s / 100, 0.5), 0.1) for s in (1, 2, 3)]
+    made += [run(folder, "ditto", s, (0.9, 0.6, 0.5, 0.5), 0.05, 0.6) for s in (1, 2, 3)]
+    other = config()["method"] | {"lr": 0.03}
+    return [*made, run(folder, "fedprox", 1, (0.4, 0.4, 0.4, 0.4), settings={"method": other})]
+
+
+class Page(HTMLParser):
+    """What a page is made of: its tags, its text, and whether every element is closed."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.data = [], [], ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.data += data
+
+
+def test_the_page_says_what_came_of_each_case(runs):
+    """The mean of feddpo is 0.575 + s/400 with seed s: 0.580 with a deviation of 0.0025. With ditto cyd loses
+    0.22 on the mean of seeds, and most of all."""
+    page = Page(render_comparison(runs))
+    text = re.sub(r"\s+", " ", page.data)
+    assert "3 cases of 1 to 3 seeds; tiny; 4 clients judged on test pairs, 4 each." in text
+    assert "0.580 ± 0.003" in text
+    assert "0.680 ± 0.003" in text
+    for words in ("policy accuracy", "reward accuracy", "worst client", "worst tenth", "before"):
+        assert words in text
+    assert "Against A feddpo: policy accuracy, in percentage points" in text
+    assert "-22.0 cyd" in text
+    assert "3 seeds say little: with 3 Wilcoxon's p cannot be below 0.25" in text
+    assert "method.lr" in text
+    assert "model.name" not in text.split("What differs in the settings")[1].split("Over rounds")[0]
+
+
+def test_the_page_is_complete_in_itself(runs):
+    """It loads nothing and runs nothing of its own; charts have words, each twice for two widths."""
+    page = Page(render_comparison(runs))
+    addresses = [v for _, a in page.tags for n, v in a.items() if n in ("src", "srcset", "href")]
+    assert all(address.startswith("#") for address in addresses)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {address[1:] for address in addresses} <= set(ids)
+    charts = [a for tag, a in page.tags if tag == "svg" and a.get("class", "").startswith("chart")]
+    assert len(charts) == 2 * 8
+    assert all(chart["role"] == "img" and chart["aria-label"] for chart in charts)
+    assert charts[0]["aria-label"].startswith(
+        "Policy accuracy over rounds, 3 cases, means over clients. Highest at the end: ditto, 0.625"
+    )
+    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
+
+
+def test_names_cannot_break_the_page(tmp_path):
+    nasty = '<script>alert("x")</script>\x1b[2J\u202e'
+    made = [
+        read_run(write_run(tmp_path / f"{name}<b>", {nasty: (0.2, 0.3)}, settings={"note": nasty * k}))
+        for k, name in enumerate("ac")
+    ]
+    text = render_comparison(made)
+    assert "<script>alert" not in text
+    assert "<b>a" not in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_runs_on_other_pairs_are_warned_of(tmp_path):
+    made = [
+        run(tmp_path, "feddpo", 1, (0.5, 0.6), fingerprint={"data": "x"}),
+        run(tmp_path, "fedprox", 1, (0.5, 0.6), fingerprint={"data": "y"}),
+        run(tmp_path, "fedbis", 1, (0.5, 0.6), choice_loss=0.6, fingerprint={"data": "x"}),
+    ]
+    text = Page(render_comparison(made)).data
+    assert "fedprox-seed1 cannot be set beside feddpo-seed1: other data." in text
+    assert "Some runs train selectors" in text
+    assert "policy or choice accuracy" in text
+    # Of selectors alone both accuracies are one, and each chart is there once.
+    alone = [run(tmp_path / "s", m, 1, (0.5, 0.6), choice_loss=0.6) for m in ("fedbis", "fedbiscuit")]
+    page = Page(render_comparison(alone))
+    assert sum(tag == "svg" and "chart" in a.get("class", "") for tag, a in page.tags) == 2 * 4
+    assert "Choice accuracy over rounds." in page.data
+
+
+def test_what_a_sweep_chose_is_named(runs):
+    choice = Choice("ditto was chosen.", [runs[3].path], {"preference_accuracy": {1: 0.6, 2: 0.7, 3: 0.8}})
+    page = render_comparison(runs, [choice])
+    assert "ditto was chosen." in page
+    assert "0.700 ± 0.100 over 3 seeds" in page
+    (row,) = re.findall(r'<tr class="chosen">.*?</tr>', page.split('id="settings"')[0], re.DOTALL)
+    assert "ditto" in row
+
+
+def test_a_strip_has_a_dot_for_each_client_where_its_gain_is(runs):
+    """The widest gain lies 124 pixels from the middle, at 130; of four clients one gains, one loses."""
+    compared = Compared(tuple(runs))
+    cases = [Shown(*each) for each in zip(compared.keys, compared.names, range(3), strict=True)]
+    own, against, _ = gains_of(compared, cases, ["preference_accuracy", "reward_accuracy"])
+    ((shown, cells, strip),) = own.rows
+    # Of 0.9, 0.6, 0.5 and 0.5 less 0.6: +30, 0, −10 twice.
+    assert (shown.name, cells) == ("ditto", ["1", "2", "1", "+2.5", "-10.0 cyd"])
+    places = [float(x) for x, *_ in strip.dots]
+    assert places == pytest.approx([130 - 124 / 3] * 2 + [130, 254], abs=0.05)
+    assert [kind for *_, kind, _ in strip.dots] == ["loss", "loss", "even", "gain"]
+    assert [row[0].name for row in against.rows] == ["ditto", "fedprox"]
+    (many,), most = strips([{f"c{k}": k / 1000 for k in range(1001)}])
+    assert (len(many.dots), most) == (200, 1.0)
+    assert (many.dots[0][3], many.dots[-1][3]) == ("c0: +0.0", "c1000: +100.0")
+
+
+def test_equal_lines_stay_visible(runs):
+    """No two of the first hundred cases look alike, neighbours differ in all four ways, and what lies above a
+    line of the same course is thinner than it or as dashed as to let it through."""
+    looks = [(k % COLORS, STROKES[k % len(STROKES)], MARKS[k % len(MARKS)]) for k in range(100)]
+    assert len(set(looks)) == 100
+    for one, two in pairwise(looks):
+        assert one[0] != two[0]
+        assert one[1][0] != two[1][0]
+        assert one[2] != two[2]
+    points = [(float(k), k / 40, f"{k}") for k in range(41)]
+    lines = [Line("ABC"[k], "abc"[k], k, points) for k in range(3)]
+    axis = Axis("round", lambda value: f"{value:g}")
+    wide = figure("t", "alt", "", lines, axis, axis).wide
+    assert [each.stroke[0] for each in wide.drawn] == [4.5, 3.0, 1.8]
+    # Marks of the three stand at other rounds, but for the last one.
+    rounds = [{text for *_, text in each.marks} for each in wide.drawn]
+    assert rounds[0] & rounds[1] & rounds[2] <= {"40"}
+    assert max(map(len, rounds)) <= 12
+
+
+@given(st.lists(st.floats(0, 100), max_size=9))
+def test_labels_lie_apart_and_inside(wanted):
+    """In their order, a gap apart, within the frame; where nothing is near, each where it belongs."""
+    places = spread_out(wanted, 10, 0, 100)
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    assert all(places[b] - places[a] >= 10 - 1e-9 for a, b in pairwise(order))
+    assert all(-1e-9 <= place <= 100 + 1e-9 for place in places)
+    if all(abs(a - b) >= 10 for k, a in enumerate(wanted) for b in wanted[:k]):
+        assert places == wanted
+
+
+def test_a_chart_puts_points_where_the_axes_say():
+    """Rounds 0 and 10 with room of 4% on the right; ticks are where their values would be."""
+    line = Line("A", "one", 0, [(0.0, 0.2, ""), (10.0, 0.6, "")])
+    chart = figure("t", "alt", "", [line], Axis("round", "{:g}".format), Axis("", "{:g}".format)).wide
+    left, top, right, bottom = chart.frame
+    (x0, y0), (x1, y1) = (map(float, each.split()) for each in chart.drawn[0].path[1:].split("L"))
+    assert (x0, x1) == pytest.approx((left, left + (right - left) * 10 / 10.4), abs=0.1)
+    ticks = {text: float(place) for place, text in chart.y}
+    assert ticks["0.2"] == pytest.approx(y0, abs=0.1)
+    assert ticks["0.6"] == pytest.approx(y1, abs=0.1)
+    assert top < y1 < y0 < bottom
+
+
+def test_many_cases_are_drawn_as_far_as_they_can_be_told_apart(tmp_path, monkeypatch):
+    """Of five the best two and the one that others are compared with; the tables have all."""
+    monkeypatch.setattr(compare_page, "CURVES", 3)
+    made = [
+        run(tmp_path / str(k), "feddpo", 1, (0.3 + k / 10,), settings={"method": {"name": "feddpo", "lr": k}})
+        for k in range(5)
+    ]
+    page = render_comparison(made)
+    assert "2 more are in the tables" in page
+    curves = page.split('id="rounds"')[1].split("</figure>")[0]
+    assert re.findall(r"<b>(\w)</b>", curves) == ["A", "D", "E"]
+    assert page.split('id="settings"')[0].count('scope="row"') == 5
+
+
+# The command
+
+
+def compare(*words, code=0):
+    result = CliRunner().invoke(app, ["compare", *map(str, words)])
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+def test_json_says_all_that_the_page_says(runs):
+    """Ditto's mean is 0.625; less feddpo's 0.5775, 0.58 and 0.5825 that is 0.045, deviation 0.0025."""
+    told = json.loads(compare(*(run.path for run in runs), "--json"))
+    assert [(case["name"], case["seeds"]) for case in told["cases"]] == [
+        ("feddpo", [1, 2, 3]),
+        ("ditto", [1, 2, 3]),
+        ("fedprox", [1]),
+    ]
+    assert told["cases"][0]["figures"]["preference_accuracy"]["mean"] == pytest.approx(
+        {"mean": 0.58, "std": 0.0025}
+    )
+    first = told["paired"][0]
+    assert (first["figure"], first["case"], first["against"]) == ("preference_accuracy", "ditto", "feddpo")
+    assert (first["mean"], first["std"]) == pytest.approx((0.045, 0.0025))
+    assert told["differences"]["method.lr"] == {"feddpo": "0.01", "ditto": "0.01", "fedprox": "0.03"}
+    assert told["runs"][0]["reward_accuracy"]["per_client"]["ann"] == pytest.approx(0.6)
+    assert told["not_comparable"] == {}
+
+
+def test_compare_writes_what_is_asked_for(runs, tmp_path, monkeypatch):
+    """A page alone, of all runs in a folder too; a plot besides if it is named; without either the plot."""
+    monkeypatch.chdir(tmp_path)
+    folder = runs[0].path.parent
+    assert "page: p/q.html" in compare(folder, "--html", "p/q.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+    assert Path("p/q.html").read_text() == render_comparison(sorted(runs, key=lambda each: each.path))
+    compare(folder, "--json", "--out", "a.svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "p"]
+    assert "plot: compare.png" in compare(runs[0].path, runs[3].path)
+    assert "p is a folder; name a file for the page" in compare(folder, "--html", "p", code=1)
+    assert "name at least two different runs" in compare(runs[0].path, "--html", "x.html", code=1)
+
+
+def test_the_tables_fold_no_name(tmp_path):
+    """Long names stand on lines of their own, and letters for them in the tables."""
+    long = "distilgpt2-harmless-from-helpful-fedpdpo-and-more"
+    made = [read_run(write_run(tmp_path / f"{long}-{k}", settings={"rounds": 2 + k})) for k in (1, 2)]
+
+    def shown(width):
+        file = io.StringIO()
+        print_comparison(made, Console(file=file, width=width))
+        return file.getvalue()
+
+    text = shown(80)
+    assert f" A  {long}-1\n B  {long}-2\n" in text
+    assert re.search(r"\n A +feddpo +2 +0\.667", text)
+    assert re.search(r"rounds +3 A; 4 B", text)
+    assert re.search(rf"{long}-1 +feddpo", shown(160))
+
+
+def test_the_terminal_sets_seeds_together(runs):
+    file = io.StringIO()
+    print_comparison(runs, Console(file=file, width=160))
+    text = file.getvalue()
+    assert re.search(r"feddpo +3 +0\.580 ± 0\.003 +0\.500 ± 0\.000", text)
+    assert re.search(r"ditto +3 +\+0\.045 ± 0\.003 +0\.00\d +0\.250 +3 +-0\.005", text)
+    assert "3 seeds say little" in text

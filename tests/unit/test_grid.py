@@ -1,0 +1,316 @@
+"""A sweep over a grid: what a grid may say, what is run, what is chosen and by which pairs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from finished import small_experiment, small_place, write_run
+from prefed.cli import app
+from prefed.config import ConfigError
+from prefed.config.grid import parse_grid, parse_seeds
+from prefed.report.grid import keep_grid, sentence
+from prefed.runs import child
+from prefed.runs.grid import GridSweep
+from preferences import jsonl
+
+FILE = """\
+seed = 5
+rounds = 2
+data = { train = "pairs.jsonl", validation_fraction = 0.2, partition = { by = "iid", clients = 2 } }
+model.name = "model"
+method = { name = "feddpo", lr = 1e-3, local_steps = 5 }
+"""
+NO_VALIDATION = ["--set", "data.validation_fraction=0"]
+ROWS = [{"prompt": f"Say {k}", "chosen": f" yes {k}", "rejected": f" no {k}"} for k in range(24)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """An experiment file, with its pairs and a folder for its model beside it."""
+    jsonl(tmp_path / "pairs.jsonl", ROWS)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "exp.toml").write_text(FILE)
+    return tmp_path / "exp.toml"
+
+
+class Toy:
+    """Carries no run out, but leaves what one leaves; its accuracy is a function of the experiment."""
+
+    def __init__(self, figure):
+        self.figure, self.calls = figure, []
+
+    async def __call__(self, run):
+        self.calls.append(f"{run.out.name} {run.experiment.evaluate.split}" + (" test" if run.test else ""))
+        mean = self.figure(run.experiment)
+        if not run.finished:
+            settings = run.experiment.tables()
+            ends = {"ann": (0.4, 0.4, mean + 0.1), "bob": (0.4, 0.4, mean - 0.1)}
+            write_run(run.out, ends, settings=settings, split=run.experiment.evaluate.split)
+            (run.out / "commit").write_text("abc1234\n")
+        if run.test:
+            figures = {
+                name: {"mean": mean - 0.05, "worst": mean - 0.2}
+                for name in ("preference_accuracy", "baseline_accuracy")
+            }
+            (run.out / "judged-test.json").write_text(json.dumps(figures))
+        await asyncio.sleep(0)
+
+
+def sweep_of(path, *grid, seeds=(5,), figure=lambda experiment: 0.5, **options):
+    toy, lines = Toy(figure), []
+    combinations = parse_grid(grid, options.get("overrides", ()))
+    sweep = GridSweep(
+        path, combinations, seeds, path.parent / "out/exp", tell=lines.append, do=toy, **options
+    )
+    return sweep, toy, lines
+
+
+def lr(experiment):
+    return experiment.method.settings.lr
+
+
+# What a grid may say
+
+
+def test_a_grid_is_every_combination():
+    """Values as in TOML, bare words as texts; commas inside brackets, braces and quotes part nothing."""
+    grid = [
+        'model.lora.modules=["c_attn","c_proj"],["c_attn"]',
+        'data.partition={by="iid",clients=2},{by = "iid", clients = 3}',
+        "method.name=feddpo,'fedper'",
+    ]
+    combinations = parse_grid(grid)
+    assert len(combinations) == 8
+    assert combinations[0].values == {
+        "model.lora.modules": ["c_attn", "c_proj"],
+        "data.partition": {"by": "iid", "clients": 2},
+        "method.name": "feddpo",
+    }
+    assert [each.values["method.name"] for each in combinations[:3]] == ["feddpo", "fedper", "feddpo"]
+    assert len({each.name for each in combinations}) == 8
+    assert [each.name for each in parse_grid([])] == ["run"]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5, unique=True))
+def test_numbers_come_through_a_grid_as_they_are(numbers):
+    """Each as itself, and with a folder of its own."""
+    combinations = parse_grid([f"method.lr={','.join(map(repr, numbers))}"])
+    assert [each.values["method.lr"] for each in combinations] == numbers
+    assert len({each.name for each in combinations}) == len(numbers)
+
+
+def test_names_of_folders_are_safe_and_tell_combinations_apart():
+    """A number is written in one way; a text that is no folder's name keeps a digest; keys that end alike are
+    written out."""
+    assert [each.name for each in parse_grid(["method.lr=1e-3,0.01"])] == ["lr0.001", "lr0.01"]
+    first, second = parse_grid(['model.name="a/b","a:b"'])
+    assert first.name != second.name
+    assert first.name.startswith("a-b-")
+    assert "/" not in first.name
+    (both,) = parse_grid(["method.lr=0.1", "align.lr=0.2"])
+    assert both.name == "method.lr0.1-align.lr0.2"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--grid", "method.lrr=1e-4,1"], "--grid method.lrr=1e-4: method.lrr: no such key; did you mean"),
+        (["--grid", "method.lr=1,fast"], "--grid method.lr=fast: method.lr = 'fast': should be"),
+        (["--grid", "method.lr"], "--grid method.lr: write it as key=value,value"),
+        (["--grid", "method.lr=1e-4,"], "write it as key=value,value, no value empty"),
+        (["--grid", 'model.lora.modules=["a"'], "write it as key=value,value"),
+        (["--grid", "method.lr=1e-4,0.0001"], "--grid method.lr=1e-4,0.0001: 0.0001 is there twice"),
+        (["--grid", "method.lr=1", "--grid", "method.lr=2"], "method.lr has a --grid already"),
+        (["--grid", "method.lr=1,2", "--set", "method.lr=3"], "--set has method.lr too"),
+        (["--grid", "seed=1,2"], "--grid seed=1,2: seeds are given by --seeds"),
+        (["--grid", "engine.workers=1,2"], "where the work is done decides nothing"),
+        (["--grid", "evaluate.split=test,validation"], "a sweep chooses on validation pairs"),
+        (["--grid", "seed.x=1"], "seeds are given by --seeds"),
+        (["--grid", "rounds.x=1"], "--grid rounds.x=1: rounds is 2, not a table"),
+        (["--seeds", "0"], "--seeds 0: write how many seeds, e.g. --seeds 3, or different seeds"),
+        (["--seeds", "1,1"], "--seeds 1,1: write how many seeds"),
+        (["--seeds", "few"], "--seeds few: write how many seeds"),
+        (["--seeds", "2", "--set", "seed=3"], "--set seed=3: a sweep sets seed itself"),
+        (["--grid", "rounds=1,2", "--set", "evaluate.split=test"], "a sweep sets evaluate.split itself"),
+        (["--grid", "rounds=1,2", "--only", "x"], "--grid and --seeds are for one experiment file"),
+        (["--grid", "rounds=1,2", *NO_VALIDATION], "set data.validation or"),
+        (["--grid", "data.train=pairs.jsonl,more.jsonl"], "there is no more.jsonl; say with --set"),
+        (["--judge", "reward_accuracy"], "--judge belongs to --grid"),
+    ],
+)  # fmt: skip
+def test_what_no_grid_can_be_made_of_is_told_before_anything_runs(path, words, message, tmp_path):
+    result = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out"), *words])
+    assert result.exit_code == 1, result.output
+    assert message in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_takes_no_grid(path, tmp_path):
+    table = tmp_path / "table.toml"
+    table.write_text('title = "T"\nbase = "exp.toml"\n[rows.a]\n')
+    result = CliRunner().invoke(app, ["sweep", str(table), "--seeds", "3"])
+    assert "is a table, with rows, rates and seeds of its own" in result.stderr
+    with pytest.raises(ConfigError, match=r"--seeds 3\.0"):
+        parse_seeds("3.0", 1)
+
+
+# What is run and what is chosen
+
+
+def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
+    """Every rate with every seed on validation pairs, and only then the best one on test pairs. At 0.01 the
+    seeds have 0.5 and 0.7, whose mean of 0.6 is above 0.55 twice."""
+    figures = {
+        (0.001, 5): 0.55,
+        (0.001, 6): 0.55,
+        (0.01, 5): 0.5,
+        (0.01, 6): 0.7,
+        (0.1, 5): 0.2,
+        (0.1, 6): 0.3,
+    }
+    sweep, toy, lines = sweep_of(
+        path, "method.lr=0.001,0.01,0.1", seeds=(5, 6), figure=lambda e: figures[lr(e), e.seed]
+    )
+    sweep.check()
+    (chosen,) = asyncio.run(sweep.carry_out(2))
+    names = [f"lr{rate}-seed{seed}" for rate in (0.001, 0.01, 0.1) for seed in (5, 6)]
+    assert toy.calls == [
+        *(f"{name} validation" for name in names),
+        *(f"{name} validation test" for name in names[2:4]),
+    ]
+    assert lines[0] == "3 combinations, 2 seeds, 6 runs, 0 finished already"
+    assert chosen.combination.name == "lr0.01"
+    assert sentence(sweep, chosen) == (
+        "lr0.01 (method.lr = 0.01) was chosen of 3 combinations. Its accuracy on validation pairs, mean over "
+        "clients and 2 seeds, is the highest: 0.600 ± 0.141. Next is lr0.001: 0.550 ± 0.000."
+    )
+    told, page = keep_grid(sweep, [chosen])
+    (kept,) = json.loads(told.read_text())["chosen"]
+    assert (kept["name"], kept["settings"]) == ("lr0.01", {"method.lr": 0.01})
+    assert kept["validation"]["lr0.1"] == {"5": 0.2, "6": 0.3}
+    assert kept["test"]["preference_accuracy"]["6"]["mean"] == pytest.approx(0.65)
+    text = page.read_text()
+    assert "lr0.01 (method.lr = 0.01) was chosen of 3 combinations." in text
+    assert "0.550 ± 0.141 over 2 seeds" in text
+    assert '<tr class="chosen">' in text
+
+
+def test_what_is_finished_is_not_run_again(path):
+    """Given again it runs nothing; a wider grid runs what is new, and says where its choice lies."""
+    sweep, toy, _ = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
+    asyncio.run(sweep.carry_out(1))
+    assert len(toy.calls) == 3
+    sweep, toy, lines = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
+    sweep.check()
+    (chosen,) = asyncio.run(sweep.carry_out(1))
+    assert (toy.calls, lines[0]) == ([], "2 combinations, 1 seed, 2 runs, 2 finished already")
+    assert "Its method.lr lies at the end of those tried" in sentence(sweep, chosen)
+    sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.01,0.001", figure=lambda e: -lr(e))
+    (chosen,) = asyncio.run(sweep.carry_out(1))
+    assert toy.calls == ["lr0.1-seed5 validation"]
+    assert (chosen.combination.name, chosen.at_end_of) == ("lr0.01", [])
+    (path.parent / "exp.toml").write_text(FILE.replace("rounds = 2", "rounds = 3"))
+    sweep, *_ = sweep_of(path, "method.lr=0.001,0.01")
+    with pytest.raises(ValueError, match=r"lr0\.001-seed5 was run with other settings: rounds is 2, not 3"):
+        sweep.check()
+
+
+def test_of_equal_ones_the_first_is_taken(path):
+    sweep, *_ = sweep_of(path, "method.lr=0.01,0.001")
+    (chosen,) = asyncio.run(sweep.carry_out(1))
+    assert chosen.combination.name == "lr0.01"
+    assert "They are equal, and the first one given is taken." in sentence(sweep, chosen)
+
+
+def test_other_data_are_no_matter_of_choice(path):
+    """A rate is chosen for each of them; with nothing to choose runs are judged as their file says."""
+    grid = ("data.partition.clients=2,3", "method.lr=0.001,0.01")
+    sweep, *_ = sweep_of(path, *grid, figure=lambda e: lr(e) * (-1) ** e.data.partition.clients)
+    chosen = asyncio.run(sweep.carry_out(1))
+    assert [each.combination.name for each in chosen] == ["clients2-lr0.01", "clients3-lr0.001"]
+    assert sentence(sweep, chosen[1]).startswith("With data.partition.clients=3: clients3-lr0.001")
+    sweep, toy, _ = sweep_of(path, grid[0], seeds=(5, 6), overrides=("data.validation_fraction=0",))
+    sweep.check()
+    assert asyncio.run(sweep.carry_out(1)) == []
+    assert all(call.endswith("test") and "validation" not in call for call in toy.calls)
+
+
+def test_seeds_alone_end_in_a_page(path):
+    """Nothing is chosen of one combination."""
+    sweep, toy, _ = sweep_of(path, seeds=parse_seeds("3", 5))
+    assert asyncio.run(sweep.carry_out(2)) == []
+    assert toy.calls == ["run-seed5 test", "run-seed6 test", "run-seed7 test"]
+    _, page = keep_grid(sweep, [])
+    assert "1 case of 3 seeds" in page.read_text()
+    assert "was chosen" not in page.read_text()
+
+
+def test_nothing_is_chosen_where_a_run_failed(path):
+    """The others go on and have their page."""
+
+    def figure(experiment):
+        if lr(experiment) == 0.01:
+            raise RuntimeError("no room")
+        return 0.5
+
+    sweep, _, lines = sweep_of(path, "method.lr=0.001,0.01,0.1", figure=figure)
+    assert asyncio.run(sweep.carry_out(1)) == []
+    assert sweep.failed == ["lr0.01-seed5"]
+    assert "FAILED lr0.01-seed5: no room" in lines
+    _, page = keep_grid(sweep, [])
+    assert "2 runs side by side" in page.read_text()
+
+
+def test_as_many_runs_as_jobs_are_under_way(path):
+    under_way, most = set(), []
+    sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.2,0.3,0.4", seeds=(1, 2))
+
+    async def counted(run):
+        under_way.add(run.out)
+        most.append(len(under_way))
+        await toy(run)
+        under_way.discard(run.out)
+
+    sweep.do = counted
+    asyncio.run(sweep.carry_out(3))
+    assert max(most) == 3
+
+
+def test_a_grid_on_a_small_model(tmp_path, monkeypatch):
+    """Two rates, each a real run: one is judged on test pairs, and the same command again takes all as it is.
+    The commands of a run's own process are called here, as starting Python takes longer than they do."""
+
+    async def command(run, *words):
+        result = CliRunner().invoke(app, list(words))
+        assert result.exit_code == 0, result.output
+        return result.stdout.encode()
+
+    monkeypatch.setattr(child, "_command", command)
+    place = small_place(tmp_path)
+    file = place / "exp.toml"
+    file.write_text(tomli_w.dumps(small_experiment(place, rounds=1)))
+    words = ["sweep", str(file), "--grid", "method.lr=1e-4,1e-2", "--out", str(place / "o"), "--jobs", "1"]
+    words += ["--set", "data.validation_fraction=0.25"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    runs = sorted(each.name for each in (place / "o/exp").iterdir())
+    assert runs == ["lr0.0001-seed3", "lr0.01-seed3"]
+    summaries = {name: json.loads((place / "o/exp" / name / "summary.json").read_text()) for name in runs}
+    assert {summary["split"] for summary in summaries.values()} == {"validation"}
+    means = {name: summary["preference_accuracy"]["mean"] for name, summary in summaries.items()}
+    (chosen,) = json.loads((place / "o/exp.json").read_text())["chosen"]
+    assert means[f"{chosen['name']}-seed3"] == max(means.values())
+    assert chosen["validation"] == {name.removesuffix("-seed3"): {"3": mean} for name, mean in means.items()}
+    judged = [name for name in runs if (place / "o/exp" / name / "judged-test.json").exists()]
+    assert judged == [f"{chosen['name']}-seed3"]
+    assert str(place / "o/exp.html") in result.stdout
+    again = CliRunner().invoke(app, words)
+    assert "2 finished already" in again.stdout
+    assert "begins" not in again.stdout

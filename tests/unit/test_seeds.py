@@ -1,0 +1,202 @@
+"""Cases set side by side: means over seeds, tests seed by seed, gains client by client."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from finished import config, write_run
+from prefed.report.comparison import case_names, disagreements
+from prefed.report.seeds import few_seeds, rows_of_tests, seeds_tables
+from prefed.runs import seeds
+from prefed.runs.cases import cases
+from prefed.runs.record import read_run
+
+
+def run(folder, method, seed, ends, *, by="column", data="x", shared=None, **summary):
+    """A run of one round: client → accuracy after it; ``shared`` that of the shared model."""
+    base = config()
+    settings = {"seed": seed, "method": {**base["method"], "name": method}}
+    settings["data"] = {**base["data"], "partition": {"by": by}}
+    if shared:
+        summary["shared_accuracy"] = {
+            **dict.fromkeys(("mean", "worst", "worst_decile"), 0.5),
+            "per_client": shared,
+        }
+    path = folder / f"{method}-seed{seed}"
+    return read_run(
+        write_run(
+            path,
+            {client: (0.5, end) for client, end in ends.items()},
+            settings=settings,
+            fingerprint={"data": data},
+            **summary,
+        )
+    )
+
+
+def several(folder, method, means, **options):
+    """Runs of one method: seed → mean over two clients, which lie 0.1 apart."""
+    return [
+        run(folder, method, seed, {"ann": mean + 0.05, "bob": mean - 0.05}, **options)
+        for seed, mean in means.items()
+    ]
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_case(tmp_path):
+    """0.6, 0.7 and 0.8 have mean 0.7 and deviation 0.1; their worst clients lie 0.05 below."""
+    runs = several(tmp_path, "feddpo", {1: 0.6, 2: 0.7, 3: 0.8}) + several(tmp_path, "fedprox", {1: 0.5})
+    first, second = cases(runs)
+    assert (first.seeds, second.seeds) == ((1, 2, 3), (1,))
+    assert case_names([first, second]) == ["feddpo", "fedprox"]
+    folded = seeds.fold(list(seeds.by_seed(first, "preference_accuracy").values()))
+    assert folded == seeds.Folded(0.7, 0.1, 3)
+    assert seeds.by_seed(first, "preference_accuracy", "worst")[3] == pytest.approx(0.75)
+    rounds, values = first.over_rounds("preference_accuracy", "worst")
+    assert (rounds, values[:, 0].tolist()) == ([1], pytest.approx([0.55, 0.65, 0.75]))
+
+
+def test_the_same_run_twice_is_two_cases(tmp_path):
+    """Of two runs of one seed neither is a second draw."""
+    again = [several(tmp_path / name, "feddpo", {1: 0.6, 2: 0.7}) for name in "ab"]
+    known = cases([*again[0], *again[1]])
+    assert [case.seeds for case in known] == [(1, 2), (1, 2)]
+    assert case_names(known) == ["a/feddpo", "b/feddpo"]
+
+
+def test_a_paired_test_by_hand(tmp_path):
+    """Differences 0.1, 0.2 and 0.3 on seeds 2, 3, 4: t = 0.2 / (0.1/√3) = 2√3 with 2 degrees of freedom, and
+    P(|T| > t) = 1 − t/√(2 + t²). All three are positive, which 2 of the 2³ choices of signs reach: 0.25."""
+    mine = several(tmp_path, "fedprox", {4: 0.9, 2: 0.6, 3: 0.75, 9: 0.1})
+    theirs = several(tmp_path, "feddpo", {1: 0.2, 2: 0.5, 3: 0.55, 4: 0.6})
+    other, case = cases([*theirs, *mine])
+    found = seeds.paired(case, other, "preference_accuracy")
+    assert found.differences == pytest.approx({4: 0.3, 2: 0.1, 3: 0.2})
+    assert (found.folded.mean, found.folded.std) == pytest.approx((0.2, 0.1))
+    t = 2 * math.sqrt(3)
+    assert found.t == pytest.approx(1 - t / math.sqrt(2 + t * t))
+    assert found.wilcoxon == pytest.approx(0.25)
+
+
+@given(st.lists(st.integers(-50, 50).filter(bool), min_size=2, max_size=7, unique_by=abs))
+def test_wilcoxon_is_what_all_signs_say(differences):
+    """Oracle: the share of all choices of signs whose rank sum is as far from its mean."""
+    ranks = {value: rank for rank, value in enumerate(sorted(map(abs, differences)), 1)}
+
+    def far(signs):
+        total = sum(ranks[abs(d)] for d, up in zip(differences, signs, strict=True) if up)
+        return abs(total - sum(ranks.values()) / 2)
+
+    own = far([d > 0 for d in differences])
+    every = list(itertools.product((True, False), repeat=len(differences)))
+    expected = sum(far(signs) >= own - 1e-9 for signs in every) / len(every)
+    assert stats.wilcoxon(differences).pvalue == pytest.approx(expected)
+
+
+def test_what_no_test_can_be_made_of(tmp_path):
+    """One seed in common, none, and differences that are all alike."""
+    known = cases(
+        several(tmp_path, "feddpo", {1: 0.5, 2: 0.6})
+        + several(tmp_path, "fedprox", {2: 0.7, 3: 0.7})
+        + several(tmp_path, "scaffold", {7: 0.7})
+        + several(tmp_path, "fedbn", {1: 0.6, 2: 0.7})
+    )
+    first, *others = known
+    one, none, alike = (seeds.paired(case, first, "preference_accuracy") for case in others)
+    assert (one.differences, one.t, none, alike.t) == (pytest.approx({2: 0.1}), None, None, None)
+    assert alike.folded.std == pytest.approx(0)
+    assert rows_of_tests(first, others, "preference_accuracy") == [
+        ("1", "+0.100", "", ""),
+        ("0", "", "", ""),
+        ("2", "+0.100 ± 0.000", "", ""),
+    ]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_is_never_below_and_keeps_the_order(p):
+    """The smallest is multiplied by their number, the largest stays at least what it was; none is above 1."""
+    adjusted = seeds.holm(p)
+    assert min(adjusted) == pytest.approx(min(1.0, min(p) * len(p)))
+    assert all(a >= each and a <= 1 for a, each in zip(adjusted, p, strict=True))
+    order = sorted(range(len(p)), key=p.__getitem__)
+    assert [adjusted[k] for k in order] == sorted(adjusted)
+
+
+def test_few_seeds_are_called_few(tmp_path):
+    """2 of the 2³ choices of signs are as extreme as it gets: 0.25; of ten, 2/1024."""
+    three = cases([*several(tmp_path / "a", "feddpo", dict.fromkeys(range(3), 0.5)),
+                   *several(tmp_path / "a", "fedprox", dict.fromkeys(range(3), 0.6))])  # fmt: skip
+    assert few_seeds(three).startswith("3 seeds say little: with 3 Wilcoxon's p cannot be below 0.25")
+    ten = cases([*several(tmp_path / "b", "feddpo", dict.fromkeys(range(10), 0.5)),
+                 *several(tmp_path / "b", "fedprox", dict.fromkeys(range(10), 0.6))])  # fmt: skip
+    assert "cannot be below 0.00195" in few_seeds(ten)
+    assert few_seeds(cases(several(tmp_path / "c", "feddpo", {1: 0.5}))).startswith("One seed says little")
+    assert seeds_tables(cases(several(tmp_path / "d", "feddpo", {1: 0.5})), ["feddpo"]) == []
+
+
+def test_gains_of_clients_on_common_seeds(tmp_path):
+    """Ann gains 0.2 and 0.4 on seeds 1 and 2, bob 0 twice; seed 3 has no partner. Where a partition deals the
+    pairs anew with each seed, a client of one seed is another client than of the next."""
+    ends = {1: (0.7, 0.5), 2: (0.9, 0.5), 3: (0.1, 0.1)}
+    for by, expected in (
+        ("column", {"ann": 0.3, "bob": 0.0}),
+        ("dirichlet", {"ann, seed 1": 0.2, "bob, seed 1": 0, "ann, seed 2": 0.4, "bob, seed 2": 0}),
+    ):
+        mine = [run(tmp_path / by, "ditto", s, {"ann": a, "bob": b}, by=by) for s, (a, b) in ends.items()]
+        theirs = [run(tmp_path / by, "feddpo", s, {"ann": 0.5, "bob": 0.5}, by=by) for s in (2, 1)]
+        case, other = cases([*mine, *theirs])
+        fixed = seeds.fixed_clients([case, other])
+        assert fixed == (by == "column")
+        assert seeds.gains(case, other, "preference_accuracy", fixed=fixed) == pytest.approx(expected)
+    assert seeds.by_client(case, "preference_accuracy", fixed=True)["ann"] == pytest.approx(17 / 30)
+
+
+def test_the_case_that_others_are_compared_with(tmp_path):
+    """Not a personalised one, and of the others that with most seeds."""
+    own = {"ann": 0.5, "bob": 0.5}
+    known = cases(
+        [
+            *several(tmp_path, "ditto", {1: 0.7, 2: 0.7, 3: 0.7}, shared=own),
+            *several(tmp_path, "feddpo", {1: 0.5}),
+            *several(tmp_path, "fedprox", {1: 0.5, 2: 0.5}),
+            *several(tmp_path, "scaffold", {1: 0.5, 2: 0.5}),
+        ]
+    )
+    assert seeds.reference_case(known) == 2
+    assert seeds.reference_case(known[:1]) == 0
+
+
+def test_what_was_spent_by_the_end_of_a_round(tmp_path):
+    """Rounds of 3,000 bytes and 1.5 seconds; the fleet's clock is already a sum. A number that one run lacks
+    is none of the case."""
+    paths = [
+        write_run(tmp_path / f"r-seed{s}", settings={"seed": s}, figures={"time": [s, 3 * s]}) for s in (1, 3)
+    ]
+    (case,) = cases([read_run(path) for path in paths])
+    assert seeds.spent(case, "bytes") == {1: 3000, 2: 6000}
+    assert seeds.spent(case, "seconds") == {1: 1.5, 2: 3.0}
+    assert seeds.spent(case, "time") == {1: 2, 2: 6}
+    lines = [json.loads(line) for line in (paths[1] / "rounds.jsonl").read_text().splitlines()]
+    del lines[1]["time"]
+    (paths[1] / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (case,) = cases([read_run(path) for path in paths])
+    assert seeds.spent(case, "time") == {}
+
+
+def test_other_data_are_looked_for_seed_by_seed(tmp_path):
+    """A seed may decide who has which pairs. Seed 2 of fedprox has not the pairs of seed 2 of feddpo."""
+    runs = [
+        run(tmp_path, "feddpo", 1, {"ann": 0.5}, data="one"),
+        run(tmp_path, "feddpo", 2, {"ann": 0.5}, data="two"),
+        run(tmp_path, "fedprox", 1, {"ann": 0.5}, data="one"),
+        run(tmp_path, "fedprox", 2, {"ann": 0.5}, data="other"),
+        run(tmp_path, "scaffold", 2, {"ann": 0.5}, data="two"),
+        run(tmp_path, "scaffold", 3, {"ann": 0.5}, data="three", by="dirichlet"),
+    ]
+    assert disagreements(runs) == {3: "other data", 5: "other [data] settings"}
