@@ -22,7 +22,7 @@ SOURCE = ROOT / "src" / "prefed"
 FLOORS = (
     ("core", "files"),
     ("losses", "merge", "models", "data", "metrics", "wire", "trackers", "fleet", "theory"),
-    ("methods", "train", "store"),
+    ("methods", "train", "store", "privacy"),
     ("config", "engines"),
     ("align", "judge"),
     ("runs",),
@@ -48,7 +48,8 @@ ALLOWED = {
     "methods": BOTTOM | {"losses", "merge"},
     "train": BOTTOM | {"data", "losses", "metrics", "models"},
     "store": BOTTOM | {"wire"},
-    "engines": BOTTOM | {"fleet", "merge", "metrics", "store", "wire"},
+    "privacy": BOTTOM | {"merge"},
+    "engines": BOTTOM | {"fleet", "merge", "metrics", "privacy", "store", "wire"},
     "config": BOTTOM | {"data", "fleet", "losses", "merge", "methods", "models"},
     "align": BOTTOM | {"config", "data", "losses", "metrics", "models", "train", "wire"},
     "judge": BOTTOM | {"data", "metrics", "models", "train"},
