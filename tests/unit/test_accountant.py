@@ -41,8 +41,8 @@ def experiment(**tables):
 def test_published_values_of_mnist(noise, epochs, published):
     """The table of TensorFlow Privacy's tutorial: batches of 256 of 60,000, δ = 1e-5. It was made with
     ε = min over α of R_α + log(1/δ)/(α − 1) (Mironov 2017, proposition 3). The Rényi divergences R_α are
-    asked of our accountant, and give it, the third by 0.02 more: between 2 and 3 it asks for no order. Its own
-    conversion (Canonne et al. 2020) is never above."""
+    asked of our accountant, and give it, the third with 0.02 more: it asks for no order between 2 and 3. Its
+    own conversion (Canonne et al. 2020) is never above."""
     pytest.importorskip("dp_accounting")
     from prefed.privacy.accountant import _one
 

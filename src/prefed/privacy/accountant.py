@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Sampling = Literal["none", "fixed", "poisson"]
 
 _ORDERS = (*range(2, 33), 40, 48, 64, 128)
-"""Rényi orders for drawn cohorts. The accountant's own, between whole ones, take minutes or do not converge."""
+"""Rényi orders for drawn cohorts. Between whole ones, the accountant takes minutes or does not converge."""
 
 
 class AccountantError(RuntimeError):

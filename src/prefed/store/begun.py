@@ -22,8 +22,9 @@ class BegunRounds:
 
     def add(self, number: int) -> None:
         """Count one more beginning of a round; on return it is on the disk."""
-        times = {**self.times(), number: self.times().get(number, 0) + 1}
-        content = {"begun": {str(key): value for key, value in times.items()}}
+        times = self.times()
+        times[number] = times.get(number, 0) + 1
+        content = {"begun": {str(key): value for key, value in sorted(times.items())}}
         files.write(self._path, json.dumps(content).encode(), mode=0o600)
 
     def times(self) -> dict[int, int]:
@@ -35,9 +36,8 @@ class BegunRounds:
         if not self._path.exists():
             return {}
         try:
-            return {
-                int(key): int(value) for key, value in json.loads(self._path.read_bytes())["begun"].items()
-            }
+            begun = json.loads(self._path.read_bytes())["begun"]
+            return {int(key): int(value) for key, value in begun.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
                 f"{self._path} is damaged: {error}; without it nobody knows how often clients have answered: "
