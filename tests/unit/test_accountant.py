@@ -181,7 +181,7 @@ REFUSED = [
         for name in ("centralized", "local", "fedbiscuit")
     ),
     *(
-        ({"privacy": CENTRAL, "method": {"name": name}}, "the noise is on the mean of all")
+        ({"privacy": CENTRAL, "method": {"name": name}}, "there is the mean of all alone")
         for name in ("fedamp", "fedvpl", "fedvpa")
     ),
     *(
@@ -193,7 +193,7 @@ REFUSED = [
         for rule in ("fedex", "flexlora")
     ),
     ({"privacy": CENTRAL, "method": {"name": "fedsdg"}}, "alignment weighs each upload"),
-    ({"privacy": CENTRAL, "method": {"name": "decdpo"}}, "nobody adds the noise"),
+    ({"privacy": CENTRAL, "method": {"name": "decdpo"}}, "nobody has the mean"),
     ({"privacy": CENTRAL, "fleet": {"max_delay": 1}}, "twice in a round"),
     ({"cohort": {"sampling": "poisson"}}, "needs size or fraction"),
     ({"cohort": {"sampling": "poisson", "size": 2}, "fleet": {}}, "become free"),

@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "prefed"
 
 FLOORS = (
     ("core", "files"),
-    ("losses", "merge", "models", "data", "metrics", "wire", "trackers", "fleet", "theory"),
+    ("losses", "merge", "models", "data", "metrics", "wire", "trackers", "fleet", "theory", "secure"),
     ("methods", "train", "store", "privacy"),
     ("config", "engines"),
     ("align", "judge"),
@@ -45,6 +45,7 @@ ALLOWED = {
     "trackers": BOTTOM,
     "fleet": BOTTOM,
     "theory": BOTTOM,
+    "secure": BOTTOM,
     "methods": BOTTOM | {"losses", "merge"},
     "train": BOTTOM | {"data", "losses", "metrics", "models"},
     "store": BOTTOM | {"wire"},

@@ -15,11 +15,12 @@ _NEVER = {
     "local": "its clients send no tensor, and with a kind no loss: there is nothing to hide",
     "fedbiscuit": "it groups clients by the losses that each tells, and no noise is put on these",
 }
-"""Method → why it has no differential privacy here."""
+"""Method → why it has no differential privacy."""
 _SINGLE = {
     "fedamp": "its server keeps each client's model and mixes them for each client anew",
     "fedvpl": "its server keeps each client's posterior",
     "fedvpa": "its server keeps each client's posterior, and sends it to the others",
+    "fedbiscuit": "its server groups clients by their losses, and has a model for each group",
 }
 """Method → why its server cannot do with the mean of all uploads."""
 
@@ -46,7 +47,8 @@ def check_privacy(
     name, settings = method
     problems = [*_of_any(name, settings, merge, graph, diagnosed)]
     if privacy.kind == "central":
-        problems += _of_central(name, settings, merge, fleet, graph)
+        single = needs_single_uploads(name, settings, merge, fleet, graph)
+        problems += [f"{problem}, or take kind 'local'" for problem in single]
     if problems:
         raise ValueError(f"[privacy] kind = {privacy.kind!r}: {problems[0]}")
 
@@ -67,32 +69,35 @@ def _of_any(
         yield "[evaluate] diagnose has clients send gradients without noise: leave it out"
 
 
-def _of_central(
+def needs_single_uploads(
     name: str,
     settings: TrainingSettings,
     merge: MergeConfig,
-    fleet: FleetConfig | None,
-    graph: GraphConfig | None,
+    fleet: FleetConfig | None = None,
+    graph: GraphConfig | None = None,
 ) -> Iterator[str]:
-    local = "take kind 'local'"
+    """Why a server that knows the mean of a round's uploads alone cannot do its work; nothing if it can.
+
+    It is what noise on a mean, and secure aggregation, have in common.
+
+    >>> from prefed.methods import METHODS
+    >>> [*needs_single_uploads("feddpo", METHODS["feddpo"].Settings(), MergeConfig())]
+    []
+    >>> len([*needs_single_uploads("fedamp", METHODS["fedamp"].Settings(), MergeConfig(rule="krum"))])
+    2
+    """
     if graph is not None:
-        yield f"without a server nobody adds the noise: {local}"
+        yield "without a server nobody has the mean of all uploads"
     if fleet is not None:
-        yield (
-            "[fleet] lets one client upload twice in a round, or late, and the sum then changes by more than "
-            f"one clip: leave it out, or {local}"
-        )
+        yield "[fleet] lets one client upload twice in a round, or late, from another model: leave it out"
     if name in _SINGLE:
-        yield f"{_SINGLE[name]}, and the noise is on the mean of all: {local}"
+        yield f"{_SINGLE[name]}, and there is the mean of all alone"
     if merge.rule != "mean":
-        yield (
-            f"[merge] rule = {merge.rule!r} chooses among single uploads, and how much one of them changes "
-            f"the result is not known: leave rule 'mean', or {local}"
-        )
+        yield f"[merge] rule = {merge.rule!r} chooses among single uploads: leave rule 'mean'"
     if merge.lora in ("fedex", "flexlora"):
         yield (
-            f"[merge] lora = {merge.lora!r} needs the products of each client's factors, and the noise is on "
-            f"the mean of the factors: take another, or {local}"
+            f"[merge] lora = {merge.lora!r} needs the products of each client's factors, and there is the mean "
+            "of the factors: take another"
         )
     if getattr(settings, "alignment", "off") != "off":
-        yield f"alignment weighs each upload by its angle to the others: set it to 'off', or {local}"
+        yield "alignment weighs each upload by its angle to the others: set it to 'off'"
