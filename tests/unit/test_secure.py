@@ -18,6 +18,7 @@ from prefed.secure import (
     SecureError,
     SecureServer,
     masks,
+    primitives,
     threshold,
 )
 
@@ -110,8 +111,8 @@ def test_the_mean_is_that_of_fixed_point():
 
 
 def test_what_the_server_sees_of_a_client_is_random():
-    """All its numbers are 1. Bytes of the masked ones are uniform (chi-squared, which random bytes fail once in
-    a million), bits do not follow each other, and the same numbers give others the next time."""
+    """All its numbers are 1. Bytes of the masked ones are uniform (chi-squared: random bytes fail once in a
+    million times), bits do not follow each other, and the same numbers give others the next time."""
     seen = []
     for _ in range(2):
         federation = Federation(4)
@@ -127,7 +128,7 @@ def test_what_the_server_sees_of_a_client_is_random():
 
 
 def test_one_mask_less_is_not_enough():
-    """Without its own mask taken off, the sum of all others' pairwise masks still hides a client's numbers."""
+    """With its own mask taken off, the masks that it shares with others still hide a client's numbers."""
     federation = Federation(3, size=2000)
     masked = federation.masked()
     seed = federation.clients["c0"]._seed
@@ -151,7 +152,7 @@ def test_no_client_gives_both_kinds_of_share():
 
 
 def test_a_second_list_of_names_is_refused():
-    """To get both kinds of share of c5, the server shows some clients a list with it and others one without."""
+    """To get both kinds of share of c5, the server shows some clients a list with it, others one without."""
     federation = Federation(10)
     sent = federation.server.collect(federation.masked())
     without = [name for name in sent if name != "c5"]
@@ -184,7 +185,7 @@ def test_a_key_that_the_server_changed_is_refused(change):
     """As where it puts a key of its own in the place of another client's, to read what is sealed for it."""
     federation = Federation(4)
     keys = list(federation.server.keys([client.advertise() for client in federation.clients.values()]))
-    own = masks.X25519PrivateKey.generate().public_key().public_bytes_raw()
+    own = primitives.public_bytes(primitives.new_key())
     value = {"seal": own, "mask": own, "client": "c9", "signature": bytes(64)}[change]
     keys[1] = dataclasses.replace(keys[1], **{change: value})
     with pytest.raises(SecureError, match=r"not its own|not on the roster"):
@@ -264,11 +265,11 @@ def test_numbers_that_do_not_fit_are_not_sent(value):
 @given(st.binary(min_size=32, max_size=32), st.integers(2, 5), st.integers(0, 3), st.randoms())
 @settings(max_examples=10)
 def test_any_least_shares_give_the_secret_and_fewer_are_refused(secret, least, more, draw):
-    shares = dict(enumerate(masks.split(secret, least, least + more)))
+    shares = dict(enumerate(primitives.split(secret, least, least + more)))
     some = draw.sample(sorted(shares), least)
-    assert masks.join({place: shares[place] for place in some}, least) == secret
+    assert primitives.join({place: shares[place] for place in some}, least) == secret
     with pytest.raises(SecureError, match="shares of a secret came"):
-        masks.join({place: shares[place] for place in some[1:]}, least)
+        primitives.join({place: shares[place] for place in some[1:]}, least)
 
 
 def test_a_mask_is_the_published_key_stream():

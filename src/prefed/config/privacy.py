@@ -96,8 +96,8 @@ def needs_single_uploads(
         yield f"[merge] rule = {merge.rule!r} chooses among single uploads: leave rule 'mean'"
     if merge.lora in ("fedex", "flexlora"):
         yield (
-            f"[merge] lora = {merge.lora!r} needs the products of each client's factors, and there is the mean "
-            "of the factors: take another"
+            f"[merge] lora = {merge.lora!r} needs the products of each client's factors, and there is the "
+            "mean of the factors: take another"
         )
     if getattr(settings, "alignment", "off") != "off":
         yield "alignment weighs each upload by its angle to the others: set it to 'off'"

@@ -6,12 +6,12 @@ The protocol with pairwise masks of Bonawitz et al. 2017 (CCS '17, figure 4), fo
     share       client → for each other one, sealed: shares of its mask key and of its own mask's seed
     mask        client → its numbers + its own mask + Σ ± a mask shared with each other client
     confirm     server → whose numbers came                        client → a signature of these names
-    reveal      server → the signatures       client → of those who sent a share of the seed, of those who did
-                                                       not a share of the mask key
+    reveal      server → the signatures            client → of each that sent a share of the seed, of each
+                                                            that did not a share of the mask key
     sum         server: takes off the masks that are left
 
-No client gives away both kinds of share of one client, and no two lists of names have enough signatures. Needs
-``prefed[secure]``.
+No client gives away both kinds of share of one client, and no two lists of names have enough signatures. It
+needs ``prefed[secure]``.
 """
 
 from prefed.secure.client import SecureClient

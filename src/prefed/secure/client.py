@@ -6,19 +6,14 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cryptography.exceptions import InvalidSignature, InvalidTag
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-from prefed.secure import masks
+from prefed.secure import primitives
+from prefed.secure.masks import mask, pair_key, to_words
 from prefed.secure.messages import LEAST, Keys, Reveal, SecureError, bound, confirmation, threshold
 
 if TYPE_CHECKING:
     import numpy as np
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
     from numpy.typing import NDArray
-
-_NONCE = 12
 
 
 class SecureClient:
@@ -45,12 +40,13 @@ class SecureClient:
         session: bytes,
         fewest: int = LEAST,
     ) -> None:
+        primitives.require()
         self.client = client
         self._fewest = max(fewest, LEAST)
         self._identity, self._roster, self._session = identity, dict(roster), session
         self._due = "advertise"
-        self._seal, self._mask = X25519PrivateKey.generate(), X25519PrivateKey.generate()
-        self._seed = secrets.token_bytes(masks.SECRET)
+        self._seal, self._mask = primitives.new_key(), primitives.new_key()
+        self._seed = secrets.token_bytes(primitives.SECRET)
         self._keys: dict[str, Keys] = {}
         self._own_shares = (b"", b"")
         self._shares: dict[str, tuple[bytes, bytes]] = {}
@@ -59,9 +55,9 @@ class SecureClient:
     def advertise(self) -> Keys:
         """Its public keys of this sum."""
         self._begin("advertise")
-        seal, mask = (key.public_key().public_bytes_raw() for key in (self._seal, self._mask))
-        signature = self._identity.sign(bound(self._session, "keys", self.client, seal, mask))
-        self._keys = {self.client: Keys(self.client, seal, mask, signature)}
+        public = tuple(primitives.public_bytes(key) for key in (self._seal, self._mask))
+        signature = self._identity.sign(bound(self._session, "keys", self.client, *public))
+        self._keys = {self.client: Keys(self.client, *public, signature)}
         self._due = "share"
         return self._keys[self.client]
 
@@ -86,8 +82,8 @@ class SecureClient:
         secret = self._mask.private_bytes_raw()
         pairs = zip(
             members,
-            masks.split(secret, least, len(members)),
-            masks.split(self._seed, least, len(members)),
+            primitives.split(secret, least, len(members)),
+            primitives.split(self._seed, least, len(members)),
             strict=True,
         )
         sealed = {}
@@ -95,10 +91,8 @@ class SecureClient:
             if other == self.client:
                 self._own_shares = key, seed
             else:
-                nonce = secrets.token_bytes(_NONCE)
-                sealed[other] = nonce + self._box(other).encrypt(
-                    nonce, key + seed, self._to(self.client, other)
-                )
+                about = self._about(self.client, other)
+                sealed[other] = primitives.seal(self._box(other), key + seed, about)
         self._due = "mask"
         return sealed
 
@@ -114,16 +108,14 @@ class SecureClient:
         if self.client in sealed or len(sealed) + 1 < threshold(len(self._keys)):
             raise SecureError(f"shares of {len(sealed)} other clients came: too few, or this client's own")
         for sender, box in sealed.items():
-            try:
-                both = self._box(sender).decrypt(box[:_NONCE], box[_NONCE:], self._to(sender, self.client))
-            except (InvalidTag, ValueError) as error:
-                raise SecureError(f"the shares of {sender!r} were changed on their way") from error
-            if len(both) != 2 * masks.SECRET:
-                raise SecureError(f"the shares of {sender!r} are of another length")
-            self._shares[sender] = both[: masks.SECRET], both[masks.SECRET :]
-        words = masks.to_words(values, len(self._keys)) + masks.mask(self._seed, len(values))
+            both = primitives.unseal(self._box(sender), box, self._about(sender, self.client))
+            if both is None or len(both) != 2 * primitives.SECRET:
+                raise SecureError(f"the shares of {sender!r} were changed on their way")
+            self._shares[sender] = both[: primitives.SECRET], both[primitives.SECRET :]
+        words = to_words(values, len(self._keys)) + mask(self._seed, len(values))
         for other in self._shares:
-            shared = masks.mask(self._pair(other), len(values))
+            pair = pair_key(self._mask, self._keys[other].mask, self._session, self.client, other)
+            shared = mask(pair, len(values))
             words = words + shared if self.client < other else words - shared
         self._shares[self.client] = self._own_shares
         self._due = "confirm"
@@ -171,23 +163,13 @@ class SecureClient:
         key = self._roster.get(client)
         if key is None:
             raise SecureError(f"{client!r} is not on the roster")
-        try:
-            key.verify(signature, bound(self._session, what, *parts))
-        except InvalidSignature as error:
-            raise SecureError(f"a signature of {client!r} is not its own") from error
+        if not primitives.signed(key, signature, bound(self._session, what, *parts)):
+            raise SecureError(f"a signature of {client!r} is not its own")
 
-    def _pair(self, other: str) -> bytes:
-        """The key of the mask that is shared with another client."""
-        return pair_key(self._mask, self._keys[other].mask, self._session, self.client, other)
-
-    def _box(self, other: str) -> AESGCM:
+    def _box(self, other: str) -> bytes:
+        """The key under which shares go to and come from another client."""
         names = sorted((self.client, other))
-        return AESGCM(masks.agree(self._seal, self._keys[other].seal, self._session, "seal", *names))
+        return primitives.agree(self._seal, self._keys[other].seal, self._session, "seal", *names)
 
-    def _to(self, sender: str, receiver: str) -> bytes:
+    def _about(self, sender: str, receiver: str) -> bytes:
         return bound(self._session, "shares", sender, receiver)
-
-
-def pair_key(own: X25519PrivateKey, other: bytes, session: bytes, *names: str) -> bytes:
-    """The key of the mask of two clients, as either of them computes it."""
-    return masks.agree(own, other, session, "mask", *sorted(names))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
 from prefed.core.lazy import np
-from prefed.secure import masks
-from prefed.secure.client import pair_key
+from prefed.secure import primitives
+from prefed.secure.masks import mask, pair_key, to_numbers
 from prefed.secure.messages import LEAST, Keys, Reveal, SecureError, threshold
 
 if TYPE_CHECKING:
@@ -27,6 +25,7 @@ class SecureServer:
     """
 
     def __init__(self, session: bytes) -> None:
+        primitives.require()
         self._session = session
         self._keys: dict[str, Keys] = {}
         self._sharers: tuple[str, ...] = ()
@@ -66,22 +65,22 @@ class SecureServer:
         total = np.add.reduce(list(self._masked.values()))
         for client in self._masked:
             shares = {reveal.client: reveal.seeds[client] for reveal in reveals if client in reveal.seeds}
-            total = total - masks.mask(self._joined(shares), len(total))
+            total = total - mask(self._joined(shares), len(total))
         for gone in set(self._sharers) - set(self._masked):
             shares = {reveal.client: reveal.keys[gone] for reveal in reveals if gone in reveal.keys}
-            key = X25519PrivateKey.from_private_bytes(self._joined(shares))
-            if key.public_key().public_bytes_raw() != self._keys[gone].mask:
+            key = primitives.key_of(self._joined(shares))
+            if primitives.public_bytes(key) != self._keys[gone].mask:
                 raise SecureError(f"the shares of the key of {gone!r} do not fit: a client sent a wrong one")
             for client in self._masked:
                 pair = pair_key(key, self._keys[client].mask, self._session, client, gone)
-                shared = masks.mask(pair, len(total))
+                shared = mask(pair, len(total))
                 total = total - shared if client < gone else total + shared
-        return masks.to_numbers(total)
+        return to_numbers(total)
 
     def _joined(self, shares: Mapping[str, bytes]) -> bytes:
         members = list(self._keys)
         places = {members.index(client): share for client, share in shares.items()}
-        return masks.join(places, threshold(len(members)))
+        return primitives.join(places, threshold(len(members)))
 
     def _enough(self, count: int, what: str) -> None:
         least = threshold(len(self._keys))
