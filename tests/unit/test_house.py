@@ -66,6 +66,7 @@ ALLOWED = {
         "methods",
         "metrics",
         "models",
+        "privacy",
         "store",
         "trackers",
         "train",
