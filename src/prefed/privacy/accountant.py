@@ -105,7 +105,7 @@ class Guarantee:
                 raise AccountantError(
                     f"no noise gives epsilon {epsilon:g} at delta {delta:g}: raise epsilon or delta"
                 ) from error
-        return math.ceil(found * 1e4) / 1e4
+        return math.ceil(float(found) * 1e4) / 1e4
 
     def _event(self, noise: float) -> DpEvent:
         accounting = require()

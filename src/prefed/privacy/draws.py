@@ -43,4 +43,6 @@ def _secure(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     # 53 bits each, in the middle of their steps: 0 and 1, whose quantiles are infinite, are not among them.
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     draws: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = ndtri(uniform).reshape(_SUMMED, size)
-    return draws.sum(axis=0) / _SUMMED**0.5
+    draws = draws.sum(axis=0)
+    draws /= _SUMMED**0.5
+    return draws

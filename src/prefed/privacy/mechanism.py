@@ -103,7 +103,7 @@ def _clip(
 def _noised(groups: Mapping[str, Tensors], deviation: float, key: Key | None) -> dict[str, Tensors]:
     """``groups`` with noise, in float64: they are rounded once, after it."""
     draws = normal(sum(group.layout.size for group in groups.values()), key) * deviation
-    parts = draws.split([groups[name].layout.size for name in sorted(groups)])
+    parts = torch.split(draws, [groups[name].layout.size for name in sorted(groups)])
     return {
         name: Tensors(groups[name].layout, groups[name].flat.double() + part)
         for name, part in zip(sorted(groups), parts, strict=True)

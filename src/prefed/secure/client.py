@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from prefed.secure import primitives
-from prefed.secure.masks import mask, pair_key, to_words
+from prefed.secure import masks, primitives
 from prefed.secure.messages import LEAST, Keys, Reveal, SecureError, bound, confirmation, threshold
 
 if TYPE_CHECKING:
@@ -55,9 +54,9 @@ class SecureClient:
     def advertise(self) -> Keys:
         """Its public keys of this sum."""
         self._begin("advertise")
-        public = tuple(primitives.public_bytes(key) for key in (self._seal, self._mask))
-        signature = self._identity.sign(bound(self._session, "keys", self.client, *public))
-        self._keys = {self.client: Keys(self.client, *public, signature)}
+        seal, mask = primitives.public_bytes(self._seal), primitives.public_bytes(self._mask)
+        signature = self._identity.sign(bound(self._session, "keys", self.client, seal, mask))
+        self._keys = {self.client: Keys(self.client, seal, mask, signature)}
         self._due = "share"
         return self._keys[self.client]
 
@@ -112,10 +111,10 @@ class SecureClient:
             if both is None or len(both) != 2 * primitives.SECRET:
                 raise SecureError(f"the shares of {sender!r} were changed on their way")
             self._shares[sender] = both[: primitives.SECRET], both[primitives.SECRET :]
-        words = to_words(values, len(self._keys)) + mask(self._seed, len(values))
+        words = masks.to_words(values, len(self._keys)) + masks.mask(self._seed, len(values))
         for other in self._shares:
-            pair = pair_key(self._mask, self._keys[other].mask, self._session, self.client, other)
-            shared = mask(pair, len(values))
+            pair = masks.pair_key(self._mask, self._keys[other].mask, self._session, self.client, other)
+            shared = masks.mask(pair, len(values))
             words = words + shared if self.client < other else words - shared
         self._shares[self.client] = self._own_shares
         self._due = "confirm"
@@ -130,7 +129,8 @@ class SecureClient:
             raise SecureError(f"the sum is of too few clients ({least} are needed), or not of the right ones")
         self._sent = frozenset(sent)
         self._due = "reveal"
-        return self._identity.sign(confirmation(self._session, sent))
+        signature: bytes = self._identity.sign(confirmation(self._session, sent))
+        return signature
 
     def reveal(self, signatures: Mapping[str, bytes]) -> Reveal:
         """Its shares: of each client the one kind or the other, as all have signed.
