@@ -73,6 +73,8 @@ DEFAULTS: dict[str, Any] = {
     "minimum_pairs": 0,
     "method": None,
     "settings": {},
+    "merge": {},
+    "privacy": {},
 }
 
 
@@ -273,7 +275,9 @@ def real_method(options: Mapping[str, Any]) -> Method:
     """The registered method ``options["method"]``, with ``options["settings"]`` and small steps."""
     kind = METHODS[options["method"]]
     chosen = kind.Settings(**{"lr": 0.05, "local_steps": 2, "batch_size": 2, **options["settings"]})
-    return kind.build(chosen, LAYOUT, Aggregator(MergeConfig(), LAYOUT, 2.0), options["rounds"])
+    return kind.build(
+        chosen, LAYOUT, Aggregator(MergeConfig(**options["merge"]), LAYOUT, 2.0), options["rounds"]
+    )
 
 
 def misbehave(upload: Upload, tensors: Tensors, fault: str | None) -> Upload:
@@ -323,7 +327,7 @@ def build(text: str) -> Job:
         cohort=chosen["cohort"],
         evaluate_every=chosen["every"],
         evaluation_cohort=chosen["evaluation_cohort"],
-        privacy=Privacy(minimum_pairs=chosen["minimum_pairs"]),
+        privacy=Privacy(minimum_pairs=chosen["minimum_pairs"], **chosen["privacy"]),
     )
 
 

@@ -19,6 +19,7 @@ from prefed.cli.generate import generate
 from prefed.cli.init import init
 from prefed.cli.judge import judge
 from prefed.cli.methods import methods
+from prefed.cli.privacy import privacy
 from prefed.cli.push import push
 from prefed.cli.report import report
 from prefed.cli.run import run
@@ -51,6 +52,7 @@ for _command in (
     push,
     generate,
     theory,
+    privacy,
 ):
     app.command()(user_errors()(_command))
 

@@ -18,6 +18,7 @@ from prefed.config.evaluate import EvaluateConfig
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
 from prefed.config.method import MethodConfig
 from prefed.config.parts import check_every_weight, model_parts
+from prefed.config.privacy import check_privacy
 from prefed.config.shorthand import fleet_of, graph_of
 from prefed.config.track import TrackConfig
 from prefed.core import Privacy
@@ -68,7 +69,9 @@ class Experiment(StrictModel):
     evaluate: EvaluateConfig = Field(
         default_factory=lambda: EvaluateConfig(), description="how clients' models are evaluated"
     )
-    privacy: Privacy = Field(default_factory=lambda: Privacy(), description="limits on what leaves a client")
+    privacy: Privacy = Field(
+        default_factory=lambda: Privacy(), description="limits on what leaves a client, and noise on the rest"
+    )
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig(), description="where clients work")
     align: AlignConfig | None = Field(
         None,
@@ -115,8 +118,11 @@ class Experiment(StrictModel):
 
     @model_validator(mode="after")
     def _coherent(self) -> Experiment:
-        fleet = self.whole_fleet
-        if self.whole_graph is None:
+        fleet, graph, method = self.whole_fleet, self.whole_graph, (self.method.name, self.method.settings)
+        check_privacy(self.privacy, method, self.merge, fleet, graph, self.evaluate.diagnose is not None)
+        if fleet is not None and self.cohort.sampling == "poisson":
+            raise ValueError("[fleet] asks clients as they become free: leave [cohort] sampling 'fixed'")
+        if graph is None:
             return self
         if self.cohort != CohortConfig():
             raise ValueError("[cohort]: without a server all clients train in every round: leave it out")
@@ -209,6 +215,8 @@ class Experiment(StrictModel):
             model.add("variational")
         if not self.evaluate.unseen_pairs:
             unread["evaluate"] = {"unseen_pairs"}
+        if self.cohort.sampling == "fixed":
+            unread["cohort"] = {"sampling"}
         return self.model_dump(mode="json", exclude_none=True, exclude=unread)
 
 

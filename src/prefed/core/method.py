@@ -129,6 +129,9 @@ class Exchange:
         groups: client id and round → the groups of tensors in this client's upload of this round, each with
             its layout. An upload that does not hold exactly these groups and numbers is not merged.
             ``None``: all of the method's shared tensors, in the group ``"model"``.
+        origins: name of a group or of a tensor in an upload → the number from which its numbers are measured
+            where an update is clipped. All others are measured from what the download holds under their
+            names, and what it lacks from 0.
         late: how an upload counts that started from an earlier round's state: ``"model"``, as the model that
             it is; ``"delta"``, as the step that the client took, from the server's newest state; or it is
             refused, and no schedule may ask for one. The groups of a late upload are groups of the server's
@@ -148,6 +151,7 @@ class Exchange:
     scalars: frozenset[str] = frozenset({"loss"})
     over: Literal["train", "validation"] = "train"
     groups: Callable[[str, Round], Mapping[str, Layout]] | None = None
+    origins: Mapping[str, float] = field(default_factory=dict)
     late: Literal["refused", "model", "delta"] = "refused"
     max_ratio: float = 0.0
     figures: Callable[[State], Mapping[str, Plain]] = lambda state: {}
@@ -155,8 +159,11 @@ class Exchange:
     def numbers(self, client: str, now: Round) -> frozenset[str]:
         """Names of the numbers in ``client``'s upload of round ``now``.
 
-        All of ``scalars``, or none if they are means over fewer pairs than ``[privacy] minimum_pairs``.
+        All of ``scalars``, or none if they are means over fewer pairs than ``[privacy] minimum_pairs``. With
+        a ``kind`` of differential privacy there is none, for no noise is put on them.
         """
+        if now.privacy.kind is not None:
+            return frozenset()
         pairs = now.weights[client]
         if self.over == "validation":
             pairs = now.held_out.get(client) or pairs

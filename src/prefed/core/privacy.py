@@ -1,18 +1,25 @@
-"""The ``[privacy]`` table: figures that must not leave a client, whatever the method."""
+"""The ``[privacy]`` table: what must not leave a client, whatever the method, and the noise on the rest."""
 
-from pydantic import Field
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from prefed.core.strict import StrictModel
 
 
 class Privacy(StrictModel):
-    """Which figures of one client may be sent or shown.
+    """Which figures of one client may be sent or shown, and what hides one client among all.
 
     A mean over few pairs reveals much about each of them; over one pair it is that pair's figure.
 
     >>> four = Privacy(minimum_pairs=4)
     >>> four.may_report(4), four.may_report(3), Privacy().may_report(1)
     (True, False, True)
+    >>> private = Privacy(kind="local", clip=0.5, noise_multiplier=2.0, delta=1e-5)
+    >>> private.noise, private.federated().draws, private.draws
+    (1.0, 'system', None)
     """
 
     minimum_pairs: int = Field(
@@ -21,6 +28,54 @@ class Privacy(StrictModel):
         description="a client with fewer training pairs sends no loss, and one judged on fewer pairs counts "
         "in means alone; 0: no bound, for simulations; 4 is a start where clients are people",
     )
+    kind: Literal["central", "local"] | None = Field(
+        None,
+        description="differential privacy of clients: central, the server adds noise to the sum of a round's "
+        "updates; local, each client adds it to its own upload; left out: none",
+    )
+    clip: float | None = Field(
+        None,
+        gt=0,
+        description="for kind: bound on the Euclidean length of an upload's update, all tensors together; a "
+        "longer one is scaled down to it; left out: none, which no noise suffices for",
+    )
+    noise_multiplier: float | None = Field(
+        None, ge=0, description="for kind: standard deviation of the Gaussian noise, over clip"
+    )
+    delta: float | None = Field(
+        None, gt=0, lt=1, description="for kind: the delta at which epsilon is told; far below 1 / clients"
+    )
+    secret_cohorts: bool | None = Field(
+        None,
+        description="for central: whoever sees a model learns neither who took part in a round nor the seed, "
+        "so that the drawing of cohorts lowers epsilon; left out: false",
+    )
+    draws: Literal["seed", "system"] | None = Field(
+        None,
+        description="for kind: where noise comes from: seed, the run's, so that a simulation is repeatable; "
+        "system, the operating system's secure random numbers; left out: seed where all clients are "
+        "simulated, system where they are real",
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Privacy:
+        names = ("clip", "noise_multiplier", "delta", "secret_cohorts", "draws")
+        if self.kind is None:
+            given = [name for name in names if getattr(self, name) is not None]
+            if given:
+                raise ValueError(f"{given[0]} is read with kind 'central' or 'local' alone: set kind")
+        elif self.noise_multiplier is None:
+            raise ValueError(
+                "kind needs noise_multiplier; `prefed privacy` computes the one for an epsilon, 0 clips alone"
+            )
+        elif self.noise_multiplier and (self.clip is None or self.delta is None):
+            missing = "clip, the bound on what noise hides" if self.clip is None else "delta"
+            raise ValueError(f"noise needs {missing}")
+        if self.secret_cohorts and self.kind == "local":
+            raise ValueError(
+                "secret_cohorts: the server of kind 'local' sees whose upload it gets: leave it out"
+            )
+        return self
 
     def may_report(self, pairs: float) -> bool:
         """Whether a mean over so many pairs of one client may be sent or shown for that client.
@@ -28,6 +83,24 @@ class Privacy(StrictModel):
         All code that sends or shows such a mean asks this, at the client and at the server.
         """
         return pairs >= self.minimum_pairs
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise: on each number of an upload if local, of their sum if central."""
+        return (self.clip or 0.0) * (self.noise_multiplier or 0.0)
+
+    def federated(self) -> Privacy:
+        """This table where clients are real: noise is the operating system's.
+
+        Raises:
+            ValueError: the table says ``draws = "seed"``.
+        """
+        if self.draws == "seed":
+            raise ValueError(
+                "[privacy] draws = 'seed': whoever knows the run's seed takes the noise off again, and in a "
+                "federation all know it: leave draws out"
+            )
+        return self if self.kind is None else self.model_copy(update={"draws": "system"})
 
 
 NO_MINIMUM = Privacy()

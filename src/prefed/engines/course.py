@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
+from prefed.engines.accounting import spent
 from prefed.engines.backend import Backend, peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE, Diagnosis
 from prefed.engines.job import Job
@@ -19,6 +20,7 @@ from prefed.metrics import (
     federated_metrics,
     not_finite_counts,
 )
+from prefed.privacy.accountant import require
 from prefed.store import RunWriter
 from prefed.wire import encode
 
@@ -80,6 +82,18 @@ class Course:
     writer: RunWriter
     backend: Backend
     callback: Callback
+
+    def begin(self, number: int) -> None:
+        """Begin a round; before anybody is asked it is counted, where doing it twice costs privacy twice.
+
+        Raises:
+            AccountantError: there is noise, and nothing that says what it is worth.
+        """
+        if self.job.privacy.noise:
+            require()
+        self.writer.begin_round()
+        if self.job.privacy.draws == "system":
+            self.writer.begun.add(number)
 
     def ask(
         self, what: str, number: int, tasks: Iterable[Task], of: int, done: int = 0
@@ -240,6 +254,8 @@ class Course:
         if evaluation is not None:
             record |= {name: evaluation[name]["mean"] for name in ROUND_METRICS}
             record["evaluation"] = evaluation
+        if self.job.privacy.kind is not None:
+            record["epsilon"] = spent(self.job, record["round"], self.writer.begun.times())
         record |= {"bytes_up": tally.bytes_up, "bytes_down": tally.bytes_down, "seconds": seconds}
         record |= {"cohort": list(cohort), "dropped": tally.dropped}
         record |= {name: value for name, value in tally.figures.items() if name not in record}

@@ -39,6 +39,7 @@ class Job:
 
     Attributes:
         cohort: clients sampled in each round, without replacement; ``None`` for all.
+        sampling: ``"poisson"`` draws each client for itself, so that ``cohort`` is what to expect.
         evaluate_every: rounds from one evaluation to the next; 0 for one after the last round alone.
         split: the pairs that evaluations use.
         evaluation_cohort: at most so many clients are evaluated, the same ones each time; ``None`` for all.
@@ -50,7 +51,7 @@ class Job:
             see ``infer`` of :class:`~prefed.core.Method`.
         untouched: the tensors (full layout) with which the model equals its base model; ``None`` where
             clients start from that model.
-        privacy: what must not leave a client.
+        privacy: what must not leave a client, and who adds noise to the rest.
         fleet: a simulated fleet, by whose clock clients are asked and reply; ``None``: a round's cohort
             replies in the round.
         work: client → the work of its visits, as a multiple of the usual; see
@@ -85,6 +86,7 @@ class Job:
     work: Mapping[str, float] | None = None
     graph: GraphConfig | None = None
     diagnostics: Diagnostics | None = None
+    sampling: Literal["fixed", "poisson"] = "fixed"
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
@@ -235,9 +237,9 @@ class Job:
         return {client: float(size.validation) for client, size in sizes if size and size.validation}
 
     def sample(self, now: Round) -> tuple[str, ...]:
-        """The round's cohort, sorted: a function of the seed and the round alone."""
-        draw = now.key.at("cohort").numpy().choice(len(self.members), self.cohort_size, replace=False)
-        return tuple(self.members[index] for index in sorted(draw))
+        """The round's cohort, sorted: a function of the seed and the round alone. Poisson's may be empty."""
+        drawn = draw_cohort(now.key, len(self.members), self.cohort_size, self.sampling)
+        return tuple(self.members[index] for index in drawn)
 
     def schedule(self, after: int) -> Iterator[ScheduledRound]:
         """The rounds after round ``after``, to the last: a function of the seed and the fleet alone."""
@@ -309,3 +311,19 @@ class Job:
         key = now.key.at(what, name)
         key = (key.at("merged", merged) if merged > number else key).at("client", client)
         return self.trainers.trainer(client, now, key, self.method.ownership)
+
+
+def draw_cohort(key: Key, clients: int, size: int, sampling: Literal["fixed", "poisson"]) -> list[int]:
+    """The indices of a cohort, in ascending order, of so many clients.
+
+    Args:
+        key: that of the round.
+        size: of the cohort, or with ``"poisson"`` what to expect.
+
+    >>> draw_cohort(Key(1), 9, 9, "poisson") == draw_cohort(Key(1), 9, 9, "fixed") == [*range(9)]
+    True
+    """
+    generator = key.at("cohort").numpy()
+    if sampling == "poisson":
+        return [index for index, coin in enumerate(generator.random(clients)) if coin * clients < size]
+    return sorted(generator.choice(clients, size, replace=False).tolist())

@@ -78,7 +78,7 @@ class NeighbourRounds(Course):
     def _round(self, number: int) -> State:
         started, job = time.perf_counter(), self.job
         now, tally, evaluation = job.round(number), Tally(), None
-        self.writer.begin_round()
+        self.begin(number)
         (exchange,) = job.method.exchanges
         after = self._exchange(exchange, now, tally)
         mean = self._state(mean_row(after.nodes, after.size, after.block).to(self._first.flat.dtype))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from prefed.core import Exchange, Plain, Round, State, Upload
 from prefed.engines.aggregation import aggregate
+from prefed.engines.central import merge_noised
 from prefed.engines.course import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
@@ -54,7 +55,7 @@ class ServerRounds(Course):
     def _round(self, server: State, plan: ScheduledRound) -> State:
         started, job, number = time.perf_counter(), self.job, plan.number
         now, tally, evaluation = job.round(number), Tally(), None
-        self.writer.begin_round()
+        self.begin(number)
         cohort = [_Asked(visit.client, visit.started_from + 1) for visit in plan.visits]
         everybody = [_Asked(client, number) for client in job.members]
         for exchange in job.method.exchanges:
@@ -84,16 +85,19 @@ class ServerRounds(Course):
             uploads = [
                 u if u.sent_at == now.number else from_newest(u, starts[u.sent_at], server) for u in uploads
             ]
-        merged = aggregate(server, uploads, exchange, now)
+        if self.job.privacy.kind == "central":
+            merged = merge_noised(self.job, server, uploads, exchange, now)
+        else:
+            merged = aggregate(server, uploads, exchange, now)
         # A client whose upload is not merged goes on from the private state that it had.
-        last = set(waves[-1])
+        last = {asked for wave in waves[-1:] for asked in wave}
         self.backend.accept(u.client for u in merged.uploads if (u.client, u.sent_at) in last)
         for client, reason in sorted([*invalid, *merged.dropped]):
             text = tally.drop(exchange, client, reason)
             self.warn(now.number, f"dropped an upload of {client!r}: {text}")
         if merged.uploads:
             tally.add(exchange, merged.uploads, merged.server)
-        else:
+        elif merged.reason:
             self.warn(now.number, f"{merged.reason}; the server keeps its state")
         return merged.server
 
@@ -149,7 +153,7 @@ class ServerRounds(Course):
             uploads += valid
             if wave is not waves[-1]:
                 self.backend.accept(upload.client for upload in valid)
-        if len(silent) == count:
+        if count and len(silent) == count:
             raise RoundError(
                 f"round {now.number}: none of {count} clients answered in {exchange.name!r}; whole "
                 "rounds are kept: resume the run once clients can be reached"

@@ -17,6 +17,7 @@ from prefed.core import State
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
 from prefed.engines.job import Job
 from prefed.engines.validation import validate_upload, withhold_scalars
+from prefed.privacy import privatize
 from prefed.wire import decode_download, decode_state, encode, stored_dtype
 
 
@@ -87,10 +88,14 @@ def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
     trainer = job.trainer(task.client, now.number, "exchange", exchange.name, merged=task.round)
     stored = states.read(task.client)
     before = _decoded(job, task.client, stored)
-    upload, after = exchange.work(trainer, before, decode_download(task.message))
+    download = decode_download(task.message)
+    upload, after = exchange.work(trainer, before, download)
     told = exchange.numbers(task.client, now) if exchange.to == "neighbours" else ()
     report = {name: value for name, value in upload.scalars.items() if name in told}
     upload = withhold_scalars(upload, task.client, exchange, now)
+    if job.privacy.kind == "local":
+        noise = None if job.privacy.draws == "system" else trainer.key.at("noise")
+        upload = privatize(upload, download, exchange, job.privacy, noise)
     # Nothing may change the upload between its validation and its bytes.
     reason = validate_upload(upload, task.client, exchange, job.method.ownership, job.trainers.initial, now)
     if reason:

@@ -31,7 +31,7 @@ MAX_FIGURE = 1e100
 """The largest figure of an evaluation. Sums over any number of clients stay finite."""
 
 
-def _expected_groups(
+def expected_groups(
     client: str, exchange: Exchange, ownership: Ownership, model: Layout, now: Round
 ) -> Mapping[str, Layout]:
     """The groups of tensors that ``client``'s upload of round ``now`` must hold, each with its layout."""
@@ -43,9 +43,10 @@ def _expected_groups(
 def withhold_scalars(upload: Upload, client: str, exchange: Exchange, now: Round) -> Upload:
     """``upload`` without the numbers that ``client`` has too few pairs to send; see ``[privacy]``.
 
-    Neighbours get no numbers at all, and do not learn how many pairs the client has.
+    Neighbours get no numbers at all, and do not learn how many pairs the client has. Nor does a server under
+    differential privacy: no noise is put on these.
     """
-    if exchange.to == "neighbours":
+    if exchange.to == "neighbours" or now.privacy.kind is not None:
         return replace(upload, weight=1.0, scalars={})
     withheld = exchange.scalars - exchange.numbers(client, now)
     scalars = {name: value for name, value in upload.scalars.items() if name not in withheld}
@@ -61,7 +62,7 @@ def read_upload(
     :func:`validate_upload`.
     """
     ownership, model = job.method.ownership, job.trainers.initial
-    groups = _expected_groups(client, exchange, ownership, model.layout, now)
+    groups = expected_groups(client, exchange, ownership, model.layout, now)
     most = upload_limits(client, groups, model.flat.dtype, exchange.scalars)
     try:
         upload = decode_upload(message, most)
@@ -150,19 +151,20 @@ def validate_upload(
     """
     if upload.client != client:
         return f"calls itself somebody else than {client!r}"
-    alone = exchange.to == "neighbours"
-    size = 1.0 if alone else now.weights[client]
+    alone, hidden = exchange.to == "neighbours", now.privacy.kind is not None
+    size = 1.0 if alone or hidden else now.weights[client]
     if not _is_number(upload.weight) or upload.weight != size:
-        rather = "1, as among neighbours" if alone else f"its {size:g} training pairs"
+        why = "1, as among neighbours" if alone else "1, as under [privacy] kind"
+        rather = why if alone or hidden else f"its {size:g} training pairs"
         return f"weighs {_shown(upload.weight)}, not {rather}"
     if not isinstance(upload.sent_at, int) or upload.sent_at != now.number:
         return f"started from round {_shown(upload.sent_at)}, and this is round {now.number}"
     # Also a method that declares private tensors in its groups does not get them.
     private = set(ownership.names(Owner.PERSONAL, Owner.FROZEN))
-    groups = _expected_groups(client, exchange, ownership, model.layout, now)
+    groups = expected_groups(client, exchange, ownership, model.layout, now)
     names = {name for group in upload.tensors.values() for name in group}
     numbers = frozenset[str]() if alone else exchange.numbers(client, now)
-    untold = set[str]() if alone else (set(upload.scalars) & exchange.scalars) - numbers
+    untold = set[str]() if alone or hidden else (set(upload.scalars) & exchange.scalars) - numbers
     if untold:
         return (
             f"holds numbers over {size:g} training pairs, fewer than [privacy] minimum_pairs = "

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from prefed.config import Experiment
-from prefed.core import Privacy
 from prefed.core.text import did_you_mean
 from prefed.data import ClientSizes, FederatedDataset
 
@@ -59,7 +58,12 @@ def choose(members: Sequence[str], rank: int, peers: int, asked: str | None) -> 
 
 
 def of_peer(experiment: Experiment) -> Experiment:
-    """The experiment as one peer carries it out: its client is evaluated, and its figures stay with it."""
+    """The experiment as one peer carries it out: its client is evaluated, and its figures stay with it.
+
+    Raises:
+        ValueError: noise is to be drawn from the seed, which all peers know.
+    """
     changes = {"unseen": 0, "clients": None, "diagnose": None}
     evaluate = experiment.evaluate.model_copy(update=changes)
-    return experiment.model_copy(update={"evaluate": evaluate, "privacy": Privacy()})
+    privacy = experiment.privacy.federated().model_copy(update={"minimum_pairs": 0})
+    return experiment.model_copy(update={"evaluate": evaluate, "privacy": privacy})

@@ -63,7 +63,7 @@ class PeerRounds(Course):
     def _round(self, own: State, number: int) -> State:
         started, job = time.perf_counter(), self.job
         now, tally, evaluation = job.round(number), Tally(), None
-        self.writer.begin_round()
+        self.begin(number)
         if job.topology.config.order == "mix_train":
             own = self._mix(own, self._message(own, now), "", now, tally)
             own, _, reason = self._train(own, now, tally)

@@ -61,6 +61,8 @@ def print_result(
     if tastes:
         style = "yellow" if tastes["collapsed"] else None
         console.print(tastes_line(tastes), markup=False, soft_wrap=True, style=style)
+    if "privacy" in summary:
+        console.print(privacy_line(summary["privacy"]), markup=False, soft_wrap=True)
     for profile in profiles_of(summary).values():
         console.print(f"{profile.label}: mean {profile.ends}", markup=False)
     traffic, parameters = summary["bytes"], summary["parameters"]
@@ -69,6 +71,23 @@ def print_result(
         f"{parameters['trainable']:,} parameters trained, {parameters['communicated']:,} in an upload; "
         f"{summary['seconds']:.1f} s, {summary['peak_memory_mb']:.0f} MiB at the most",
         soft_wrap=True,
+    )
+
+
+def privacy_line(privacy: Mapping[str, Any]) -> str:
+    """What a run with a ``[privacy] kind`` promises of any one client.
+
+    >>> told = {"kind": "central", "epsilon": None, "delta": None, "noise_multiplier": 0.0}
+    >>> privacy_line(told)
+    'privacy: central, updates are clipped and have no noise, so nothing is promised'
+    """
+    if privacy["epsilon"] is None:
+        return f"privacy: {privacy['kind']}, updates are clipped and have no noise, so nothing is promised"
+    releases = pluralize(privacy["releases"], "release", "releases")
+    known = "; the seed gives the noise away" if privacy["draws"] == "seed" else ""
+    return (
+        f"privacy: {privacy['kind']}, epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g} "
+        f"({privacy['adjacency']}; {privacy['bound']}; {releases}{known})"
     )
 
 

@@ -129,6 +129,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         work=_work(settings, trainers, unseen),
         graph=graph,
         diagnostics=_diagnostics(experiment),
+        sampling=experiment.cohort.sampling,
     )
     _check_cohort(experiment, job)
     return job

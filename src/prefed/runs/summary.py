@@ -11,6 +11,7 @@ import torch
 
 from prefed.core import Owner, State, Tensors
 from prefed.engines import ClientStates, Job
+from prefed.engines.accounting import told
 from prefed.engines.backend import peak_memory_mb
 from prefed.merge import lora
 from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
@@ -45,6 +46,7 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
         "loss": last["loss"],
         **({"time": last["time"]} if "time" in last else {}),
         **_stationarity(writer),
+        **told(job, writer.round, writer.begun.times()),
         **({"personal": public} if public else {}),
         "parameters": {
             # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.

@@ -18,6 +18,7 @@ _START = {
     "config.toml",
     "cache",
     "checkpoint/LOCK",
+    "checkpoint/begun.json",
     "checkpoint/COMMIT.json",
     "checkpoint/COMMIT@000000.json",
     "checkpoint/server@000000.safetensors",
@@ -79,7 +80,12 @@ def make(run: Path) -> bool:
 def take_back(run: Path) -> None:
     """Remove a directory that :func:`make` created and in which no run has begun."""
     shutil.rmtree(run / "cache", ignore_errors=True)
-    for name in ("config.toml", "checkpoint/server@000000.safetensors", "checkpoint/LOCK"):
+    for name in (
+        "config.toml",
+        "checkpoint/server@000000.safetensors",
+        "checkpoint/begun.json",
+        "checkpoint/LOCK",
+    ):
         files.remove(run / name)
     # Only empty folders are removed: other files may be a user's.
     with contextlib.suppress(OSError):

@@ -12,6 +12,7 @@ from typing import Any
 
 from prefed import files
 from prefed.store import directory
+from prefed.store.begun import BegunRounds
 from prefed.store.client_states import ClientStateFiles
 from prefed.store.commit import (
     Commit,
@@ -35,6 +36,7 @@ class RunWriter:
     Attributes:
         states: the clients' private states. The accepted ones are committed with the round.
         nodes: the states of nodes, in a run without a server. The next ones are committed with the round.
+        begun: how often each round was begun, where that is counted.
         commit: the last commit; ``None`` before the first one.
         last: the record of the last committed round. Earlier records are not kept in memory.
         kept: round → commit that :meth:`go_back` can return to.
@@ -56,6 +58,7 @@ class RunWriter:
         self._folder = self.path / "checkpoint"
         self.states = ClientStateFiles(self._folder / "clients")
         self.nodes = NodeStates(self._folder / "nodes")
+        self.begun = BegunRounds(self._folder / "begun.json")
         self._log = files.Hasher()
         self._settings: str | None = None
         self._committing = False

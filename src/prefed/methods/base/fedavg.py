@@ -187,6 +187,7 @@ class FedAvgBase(FedAvgServer):
             "groups": self.groups,
             "figures": self.figures,
             "late": self.late(),
+            "origins": dict.fromkeys(steps, 0.0),
         }
         exchange = Exchange(name, **{**moves, **changes})
         exchange = replace(exchange, merge=self.aggregator.with_size_check(exchange.merge, steps))

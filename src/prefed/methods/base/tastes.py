@@ -7,7 +7,7 @@ model judges is one tensor of it, which is filled in and never trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -29,7 +29,7 @@ from prefed.core import (
 )
 from prefed.core.lazy import torch
 from prefed.merge import Aggregator, WeightFunction, lora
-from prefed.merge.posteriors import Posterior, bound_posteriors, privatize, summarize
+from prefed.merge.posteriors import CENTER, Posterior, bound_posteriors, privatize, summarize
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.selector import SelectorSettings
 
@@ -193,6 +193,10 @@ class Tastes(FedAvgBase):
             {PEERS: _table(known, members), "taste": taste.replace({Z: mean})},
             {"members": cast("list[Any]", members), "sent": {c: sent[c] for c in sorted(sent)}},
         )
+
+    def exchange(self, name: str = "train", *, steps: Collection[str] = (), **changes: Any) -> Exchange:
+        """As of the base; a posterior's log σ̄² is measured from about where it lies."""
+        return super().exchange(name, steps=steps, origins={f"{POSTERIOR}/log_variance": CENTER}, **changes)
 
     def publish(self, server: State, client: str) -> Download:
         """φ, and the taste of the population."""

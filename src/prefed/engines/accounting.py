@@ -1,0 +1,70 @@
+"""How often clients have given something away, and the ε that this comes to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
+
+from prefed.core import Plain
+from prefed.engines.job import Job
+from prefed.privacy import Guarantee, guarantee_of
+
+
+def guarantee(job: Job) -> Guarantee:
+    """What one release of the job promises."""
+    return guarantee_of(job.privacy, len(job.members), job.cohort_size, job.sampling)
+
+
+def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:
+    """The most releases of any client in the rounds up to ``number``: what all are promised rests on it.
+
+    Whom the server asks has been fixed before the run, so this number tells nothing of anybody's pairs. A
+    client counts whether it answers or not. Where cohorts are secret each round is a release of all clients.
+
+    Args:
+        begun: round → how often it was begun, where each beginning draws other noise; once if left out.
+    """
+    counts: Counter[str] = Counter()
+    everybody = job.graph is not None or guarantee(job).sampling != "none"
+    for plan in islice(job.schedule(0), number):
+        visits = [visit.client for visit in plan.visits]
+        for exchange in job.method.exchanges:
+            if exchange.due(plan.number):
+                asked = job.members if everybody or exchange.to != "cohort" else visits
+                for client in asked:
+                    counts[client] += begun.get(plan.number, 1)
+    return max(counts.values(), default=0)
+
+
+def spent(job: Job, number: int, begun: Mapping[int, int]) -> float | None:
+    """ε after round ``number`` at the δ of ``[privacy]``; ``None`` without noise.
+
+    Raises:
+        AccountantError: ``dp-accounting`` is not installed.
+    """
+    if not job.privacy.noise:
+        return None
+    assert job.privacy.delta is not None
+    return guarantee(job).epsilon(most_releases(job, number, begun), job.privacy.delta)
+
+
+def told(job: Job, number: int, begun: Mapping[int, int]) -> dict[str, Plain]:
+    """What ``summary.json`` says of a run's privacy after round ``number``; nothing without a ``kind``."""
+    privacy = job.privacy
+    if privacy.kind is None:
+        return {}
+    promised = guarantee(job)
+    return {
+        "privacy": {
+            "kind": privacy.kind,
+            "clip": privacy.clip,
+            "noise_multiplier": privacy.noise_multiplier,
+            "epsilon": spent(job, number, begun),
+            "delta": privacy.delta,
+            "adjacency": promised.adjacency,
+            "bound": promised.bound,
+            "releases": most_releases(job, number, begun),
+            "draws": privacy.draws or "seed",
+        }
+    }

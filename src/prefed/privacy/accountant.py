@@ -1,0 +1,191 @@
+"""What a run spends of its clients' privacy, by the accountant of the package ``dp-accounting``.
+
+Its Rényi accountant speaks of noise over *sensitivity*, the most that one client can change the sum, whatever
+the relation of neighbours. It does not double the sensitivity itself where one client is replaced: that is
+done here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from prefed.core import Privacy
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+Sampling = Literal["none", "fixed", "poisson"]
+
+_ORDERS = (*range(2, 33), 40, 48, 64, 128)
+"""Rényi orders for drawn cohorts. Between whole ones, the accountant takes minutes or does not converge."""
+
+
+class AccountantError(RuntimeError):
+    """The accountant's package is missing, or no noise serves. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """One release of a mechanism, and what is promised of it.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the clip.
+        replaced: neighbours differ in one client that sends anything else, at most 2 clips away; otherwise in
+            one that sends nothing, at most one clip away.
+        sampling: how the drawing of cohorts counts: not at all; a fixed number of clients without
+            replacement; each client for itself (Poisson).
+        clients: how many clients a cohort is drawn from.
+        cohort: the size of a cohort, or its expectation.
+    """
+
+    noise_multiplier: float
+    replaced: bool
+    sampling: Sampling
+    clients: int
+    cohort: int
+
+    @property
+    def adjacency(self) -> str:
+        """Which two federations cannot be told apart."""
+        return "one client's pairs are replaced" if self.replaced else "one client sends nothing"
+
+    @property
+    def bound(self) -> str:
+        """How the releases are added up."""
+        drawn = {
+            "none": "Gaussian, cohorts known",
+            "fixed": f"Gaussian on {self.cohort} of {self.clients} clients drawn without replacement",
+            "poisson": f"Gaussian on each client with probability {self.cohort}/{self.clients}",
+        }
+        return f"Rényi: {drawn[self.sampling]}"
+
+    def epsilon(self, releases: int, delta: float) -> float | None:
+        """ε after so many releases; ``None`` without noise, where there is no bound.
+
+        Raises:
+            AccountantError: ``dp-accounting`` is not installed.
+        """
+        if not releases:
+            return 0.0
+        return _epsilon(self, releases, delta) if self.noise_multiplier else None
+
+    def noise_for(self, epsilon: float, releases: int, delta: float) -> float:
+        """The least noise multiplier with which so many releases cost at most ``epsilon``.
+
+        It is that of the accountant's own search, whatever :attr:`noise_multiplier` is, rounded up to four
+        digits.
+
+        Raises:
+            AccountantError: ``dp-accounting`` is not installed, or no noise multiplier below 2^30 serves.
+        """
+        accounting = require()
+
+        def event(noise: float) -> DpEvent:
+            return accounting.SelfComposedDpEvent(self._event(noise), releases)
+
+        with _quiet():
+            try:
+                found = accounting.calibrate_dp_mechanism(
+                    lambda: _accountant(self),
+                    event,
+                    epsilon,
+                    delta,
+                    accounting.LowerEndpointAndGuess(0.01, 1.0),
+                    tol=1e-4,
+                )
+            except accounting.mechanism_calibration.NoBracketIntervalFoundError as error:
+                raise AccountantError(
+                    f"no noise gives epsilon {epsilon:g} at delta {delta:g}: raise epsilon or delta"
+                ) from error
+        return math.ceil(float(found) * 1e4) / 1e4
+
+    def _event(self, noise: float) -> DpEvent:
+        accounting = require()
+        gaussian = accounting.GaussianDpEvent(noise / (2 if self.replaced else 1))
+        if self.sampling == "fixed":
+            return accounting.SampledWithoutReplacementDpEvent(self.clients, self.cohort, gaussian)
+        if self.sampling == "poisson":
+            return accounting.PoissonSampledDpEvent(self.cohort / self.clients, gaussian)
+        return gaussian
+
+
+def guarantee_of(
+    privacy: Privacy, clients: int, cohort: int, sampling: Literal["fixed", "poisson"] = "fixed"
+) -> Guarantee:
+    """What ``[privacy]`` promises in a federation.
+
+    The server of a ``local`` run sees each upload, so any two uploads of a client must look alike. A fixed
+    number of clients without replacement has a known bound for replaced clients alone, which holds for
+    clients that send nothing too.
+
+    >>> central = Privacy(kind="central", clip=1.0, noise_multiplier=1.0, delta=1e-5, secret_cohorts=True)
+    >>> guarantee_of(central, 100, 10).adjacency, guarantee_of(central, 100, 10, "poisson").adjacency
+    ("one client's pairs are replaced", 'one client sends nothing')
+    """
+    drawn: Sampling = sampling if privacy.secret_cohorts and cohort < clients else "none"
+    replaced = privacy.kind == "local" or drawn == "fixed"
+    return Guarantee(privacy.noise_multiplier or 0.0, replaced, drawn, clients, cohort)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(guarantee: Guarantee, releases: int, delta: float) -> float:
+    one = _one(guarantee)
+    require()
+    from dp_accounting.rdp import compute_epsilon
+
+    # Rényi divergences of releases add up, and those of one take long.
+    epsilon, _ = compute_epsilon(one.orders, one.rdp * releases, delta)
+    return float(epsilon)
+
+
+@lru_cache(maxsize=64)
+def _one(guarantee: Guarantee) -> RdpAccountant:
+    """The accountant after one release."""
+    accountant = _accountant(guarantee)
+    with _quiet():
+        return accountant.compose(guarantee._event(guarantee.noise_multiplier))
+
+
+def _accountant(guarantee: Guarantee) -> RdpAccountant:
+    relation = require().NeighboringRelation
+    neighbors = relation.REPLACE_ONE if guarantee.replaced else relation.REPLACE_SPECIAL
+    from dp_accounting.rdp import RdpAccountant
+
+    return RdpAccountant(None if guarantee.sampling == "none" else _ORDERS, neighbors)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a line for each order at which the accountant has no value: it leaves such orders out."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def require() -> ModuleType:
+    """The package ``dp_accounting``.
+
+    Raises:
+        AccountantError: it is not installed.
+    """
+    try:
+        import dp_accounting
+    except ImportError as error:
+        raise AccountantError(
+            "[privacy] with noise needs an accountant, and dp-accounting is not installed: "
+            "pip install 'prefed[privacy]'"
+        ) from error
+    module: ModuleType = dp_accounting
+    return module

@@ -1,0 +1,128 @@
+"""Uploads that are clipped and have Gaussian noise: what one client trained is hidden among all.
+
+The update of an upload is the step from what the client was sent to what it sends back, all its tensors laid
+end to end. It is scaled down to at most C long. Then, with z the noise multiplier::
+
+    local     the client sends  origin + Δ_i min(1, C/‖Δ_i‖) + N(0, (z C)² I)
+    central   the server's mean is  origin + (Σ_i Δ_i min(1, C/‖Δ_i‖) + N(0, (z C)² I)) / m
+
+m is the size of a cohort, whoever answers. An upload that is missing or refused counts as a step of 0. So the
+sum changes by at most C if one client sends nothing, and by at most 2 C if it sends anything else
+(Gaussian mechanism: Dwork and Roth 2014; of clients: McMahan et al. 2018, arXiv:1710.06963).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from prefed.core import Download, Exchange, Key, Layout, Privacy, Tensors, Upload
+from prefed.core.lazy import torch
+from prefed.merge.flat import weighted_mean
+from prefed.privacy.draws import normal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def privatize(
+    upload: Upload, download: Download, exchange: Exchange, privacy: Privacy, key: Key | None
+) -> Upload:
+    """What leaves a client under ``kind = "local"``: ``upload`` with a clipped update, and noise.
+
+    An upload that needs neither is returned as it is. One with a NaN or an infinity stays without a finite
+    number, and is refused where it is validated.
+
+    Args:
+        download: what the client was sent.
+        key: of the noise; ``None`` for the operating system's secure random numbers.
+    """
+    origin = {name: _origin(download, exchange, name, group.layout) for name, group in upload.tensors.items()}
+    clipped = _clip(upload.tensors, origin, privacy.clip)
+    if privacy.noise:
+        clipped = _noised(clipped, privacy.noise, key)
+    return replace(upload, tensors={name: _like(upload.tensors[name], clipped[name]) for name in clipped})
+
+
+def noised_mean(
+    uploads: Sequence[Upload],
+    download: Download,
+    exchange: Exchange,
+    layouts: Mapping[str, Layout],
+    cohort: int,
+    privacy: Privacy,
+    key: Key | None,
+) -> dict[str, Tensors]:
+    """The mean of the uploads under ``kind = "central"``: all clients alike, updates clipped, with noise.
+
+    It is the only thing that a server may make of the uploads. Without noise, and with as many uploads as
+    ``cohort`` says, of which none is clipped, it is their mean to the bit.
+
+    Args:
+        uploads: of one exchange; there may be none.
+        download: what each client was sent.
+        layouts: group → layout of the uploads.
+        cohort: m, the size of a cohort, which is not the number of uploads.
+
+    Returns:
+        Group → mean, in the dtype of the download.
+    """
+    origin = {name: _origin(download, exchange, name, layout) for name, layout in layouts.items()}
+    clipped = [_clip(upload.tensors, origin, privacy.clip) for upload in uploads]
+    # An upload that is missing is a step of 0. More uploads than the cohort's size make its weight negative.
+    weights = [1 - len(uploads) / cohort, *[1 / cohort] * len(uploads)]
+    mean = {
+        name: weighted_mean([origin[name], *(groups[name].to(torch.float64) for groups in clipped)], weights)
+        for name in layouts
+    }
+    if privacy.noise:
+        mean = _noised(mean, privacy.noise / cohort, key)
+    like = next(iter(download.tensors.values()))
+    return {name: _like(like, group) for name, group in mean.items()}
+
+
+def _clip(
+    groups: Mapping[str, Tensors], origin: Mapping[str, Tensors], clip: float | None
+) -> dict[str, Tensors]:
+    """``groups`` with an update of at most ``clip``, in float64; within the bound they stay as they are."""
+    if clip is None:
+        return dict(groups)
+    steps = {name: group.flat.double() - origin[name].flat for name, group in groups.items()}
+    norm = math.sqrt(math.fsum(float(step.square().sum()) for step in steps.values()))
+    if norm <= clip:
+        return dict(groups)
+    # A NaN in the update, or an infinity, reaches every number.
+    return {
+        name: Tensors(origin[name].layout, origin[name].flat + step * (clip / norm))
+        for name, step in steps.items()
+    }
+
+
+def _noised(groups: Mapping[str, Tensors], deviation: float, key: Key | None) -> dict[str, Tensors]:
+    """``groups`` with noise, in float64: they are rounded once, after it."""
+    draws = normal(sum(group.layout.size for group in groups.values()), key) * deviation
+    parts = torch.split(draws, [groups[name].layout.size for name in sorted(groups)])
+    return {
+        name: Tensors(groups[name].layout, groups[name].flat.double() + part)
+        for name, part in zip(sorted(groups), parts, strict=True)
+    }
+
+
+def _like(like: Tensors, group: Tensors) -> Tensors:
+    """``group`` in the dtype and on the device of ``like``."""
+    return Tensors(group.layout, group.flat.to(like.flat))
+
+
+def _origin(download: Download, exchange: Exchange, group: str, layout: Layout) -> Tensors:
+    """What the numbers of a group of an upload are measured from, in float64."""
+    sent: Mapping[str, Tensor] = download.tensors.get(group, {})
+    values = {}
+    for entry in layout.entries:
+        constant = exchange.origins.get(group, exchange.origins.get(entry.name))
+        if constant is None and entry.name in sent:
+            values[entry.name] = sent[entry.name].double()
+        else:
+            values[entry.name] = torch.full(entry.shape, constant or 0.0, dtype=torch.float64)
+    return Tensors.gather(layout, values) if values else Tensors.zeros(layout, torch.float64)

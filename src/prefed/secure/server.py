@@ -1,0 +1,88 @@
+"""The server of a secure sum: it passes messages on, and takes the masks off the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import np
+from prefed.secure import primitives
+from prefed.secure.masks import mask, pair_key, to_numbers
+from prefed.secure.messages import LEAST, Keys, Reveal, SecureError, threshold
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class SecureServer:
+    """One sum, as the server sees it. Clients may drop out at any step, as long as enough stay.
+
+    Args:
+        session: as its clients have it.
+
+    Raises:
+        SecureError: (from every step) too few clients are left, or the shares of one do not fit its key.
+    """
+
+    def __init__(self, session: bytes) -> None:
+        primitives.require()
+        self._session = session
+        self._keys: dict[str, Keys] = {}
+        self._sharers: tuple[str, ...] = ()
+        self._masked: dict[str, NDArray[np.uint64]] = {}
+
+    def keys(self, keys: Sequence[Keys]) -> tuple[Keys, ...]:
+        """What every client that advertised gets: the keys of all of them."""
+        self._keys = {each.client: each for each in sorted(keys, key=lambda each: each.client)}
+        if len(self._keys) < LEAST:
+            raise SecureError(f"{len(self._keys)} clients take part, and {LEAST} are the fewest")
+        return tuple(self._keys.values())
+
+    def route(self, sealed: Mapping[str, Mapping[str, bytes]]) -> dict[str, dict[str, bytes]]:
+        """Receiver → sender → sealed shares, among those that shared.
+
+        Args:
+            sealed: sender → receiver → sealed shares.
+        """
+        self._sharers = tuple(client for client in self._keys if client in sealed)
+        self._enough(len(self._sharers), "shared")
+        return {
+            receiver: {sender: sealed[sender][receiver] for sender in self._sharers if sender != receiver}
+            for receiver in self._sharers
+        }
+
+    def collect(self, masked: Mapping[str, NDArray[np.uint64]]) -> tuple[str, ...]:
+        """The names that every client is to confirm: those whose masked numbers came."""
+        self._masked = {client: masked[client] for client in self._sharers if client in masked}
+        self._enough(len(self._masked), "sent their numbers")
+        if len({words.shape for words in self._masked.values()}) > 1:
+            raise SecureError("clients sent different amounts of numbers")
+        return tuple(self._masked)
+
+    def sum(self, reveals: Sequence[Reveal]) -> NDArray[np.float64]:
+        """The sum of the numbers of all that sent theirs; the masks of those that dropped out are undone."""
+        self._enough(len({reveal.client for reveal in reveals}), "revealed their shares")
+        total = np.add.reduce(list(self._masked.values()))
+        for client in self._masked:
+            shares = {reveal.client: reveal.seeds[client] for reveal in reveals if client in reveal.seeds}
+            total = total - mask(self._joined(shares), len(total))
+        for gone in set(self._sharers) - set(self._masked):
+            shares = {reveal.client: reveal.keys[gone] for reveal in reveals if gone in reveal.keys}
+            key = primitives.key_of(self._joined(shares))
+            if primitives.public_bytes(key) != self._keys[gone].mask:
+                raise SecureError(f"the shares of the key of {gone!r} do not fit: a client sent a wrong one")
+            for client in self._masked:
+                pair = pair_key(key, self._keys[client].mask, self._session, client, gone)
+                shared = mask(pair, len(total))
+                total = total - shared if client < gone else total + shared
+        return to_numbers(total)
+
+    def _joined(self, shares: Mapping[str, bytes]) -> bytes:
+        members = list(self._keys)
+        places = {members.index(client): share for client, share in shares.items()}
+        return primitives.join(places, threshold(len(members)))
+
+    def _enough(self, count: int, what: str) -> None:
+        least = threshold(len(self._keys))
+        if count < least:
+            raise SecureError(f"{count} of {len(self._keys)} clients {what}, and {least} are needed")

@@ -1,0 +1,162 @@
+"""Clipping and noise: what one client can change, and what they change where they have nothing to do."""
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import toy
+from prefed.core import Download, Entry, Exchange, Key, Layout, Privacy, Tensors, Upload
+from prefed.privacy import noised_mean, privatize
+from prefed.privacy.draws import normal
+from prefed.store import RunReader
+
+LAYOUT = Layout((Entry("a", (3,), "lora"), Entry("b", (2,), "head")))
+STEP = Layout((Entry("a", (3,), "lora"),))
+LAYOUTS = {"model": LAYOUT, "control": STEP}
+EXCHANGE = Exchange("train", None, None, None, origins={"control": 0.0})  # type: ignore[arg-type]
+NUMBERS = st.floats(-1e4, 1e4, width=32)
+
+
+@st.composite
+def groups(draw):
+    """A group that is measured from what was sent, and one of steps; far from each other in size."""
+    scale = draw(st.sampled_from([1e-3, 1.0, 1e3]))
+    flat = draw(st.lists(NUMBERS, min_size=8, max_size=8))
+    return {
+        "model": Tensors(LAYOUT, torch.tensor(flat[:5]) * scale),
+        "control": Tensors(STEP, torch.tensor(flat[5:]) / scale),
+    }
+
+
+def upload(client, tensors):
+    return Upload(client, 1.0, tensors, {}, 1)
+
+
+def private(kind="central", clip=0.5, noise=0.0):
+    return Privacy(kind=kind, clip=clip, noise_multiplier=noise, delta=1e-5)
+
+
+def flat(tensors):
+    return torch.cat([tensors[name].flat.double() for name in sorted(tensors)])
+
+
+@given(sent=groups(), own=groups(), clip=st.floats(1e-3, 1e3))
+def test_a_local_update_is_at_most_as_long_as_the_clip(sent, own, clip):
+    """Over both groups together, in float64; ``control`` is a step, so what was sent under its name does not
+    count. A shorter update goes out as it is, to the bit, and direction is kept."""
+    # In float64 no rounding of the result to the model's dtype stands in the way of the law.
+    sent = {name: group.to(torch.float64) for name, group in sent.items()}
+    own = {name: group.to(torch.float64) for name, group in own.items()}
+    told = privatize(upload("a", own), Download(sent), EXCHANGE, private("local", clip), None).tensors
+    zero = {"model": sent["model"], "control": own["control"] * 0.0}
+    before, after = flat(own) - flat(zero), flat(told) - flat(zero)
+    size = float(flat(sent).abs().max() + flat(own).abs().max())
+    assert float(after.norm()) <= clip + 1e-12 * (1 + size)
+    if float(before.norm()) <= clip:
+        assert all(told[name].equal(own[name]) for name in own)
+    else:
+        assert torch.allclose(after, before * (clip / before.norm()), atol=1e-11 * (1 + size), rtol=1e-9)
+
+
+@given(
+    sent=groups(), cohort=st.lists(groups(), min_size=1, max_size=5), other=groups(), size=st.integers(1, 8)
+)
+def test_one_client_moves_the_sum_by_one_clip_or_two(sent, cohort, other, size):
+    """Two cohorts differ by one client's upload. Without it the mean is at most C/m away, with any other
+    upload in its place at most 2 C/m: m is the cohort's size, also where another number of uploads came."""
+    clip, double = 0.5, lambda tensors: {name: group.to(torch.float64) for name, group in tensors.items()}
+    uploads = [upload(str(k), double(tensors)) for k, tensors in enumerate(cohort)]
+
+    def mean(those):
+        found = noised_mean(those, Download(double(sent)), EXCHANGE, LAYOUTS, size, private(clip=clip), None)
+        return flat(found)
+
+    scale = 1e-10 * (1 + float(flat(sent).abs().max()))
+    whole, without = mean(uploads), mean(uploads[1:])
+    replaced = mean([upload("0", double(other)), *uploads[1:]])
+    assert float((whole - without).norm()) <= clip / size + scale
+    assert float((whole - replaced).norm()) <= 2 * clip / size + scale
+    assert float((without - replaced).norm()) <= clip / size + scale
+
+
+def test_opposed_updates_reach_both_bounds():
+    """So the bounds are no tighter than they may be: ±(3, 4, 0, …) is cut to length 1."""
+    sent = {"model": Tensors.zeros(LAYOUT, torch.float64), "control": Tensors.zeros(STEP, torch.float64)}
+    far = {**sent, "model": Tensors(LAYOUT, torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0], dtype=torch.float64))}
+    near = {name: group * -1.0 for name, group in far.items()}
+
+    def mean(*those):
+        uploads = [upload(str(k), tensors) for k, tensors in enumerate(those)]
+        return flat(noised_mean(uploads, Download(sent), EXCHANGE, LAYOUTS, 4, private(clip=1.0), None))
+
+    assert float((mean(far) - mean()).norm()) == pytest.approx(1 / 4)
+    assert float((mean(far) - mean(near)).norm()) == pytest.approx(2 / 4)
+
+
+def test_the_noise_is_as_large_as_it_says():
+    """z = 2 and C = 0.5 give each number of an upload a deviation of 1, and the mean of 4 clients 1/4. The
+    relative error of a deviation from n draws is about 1/√(2n), 0.5% here: 2.5% is five of them."""
+    layout = Layout((Entry("a", (20_000,), "lora"),))
+    zero = {"model": Tensors.zeros(layout)}
+    some = private("local", 0.5, 2.0)
+    local = privatize(upload("a", zero), Download(zero), EXCHANGE, some, Key(1)).tensors["model"].flat
+    assert float(local.std()) == pytest.approx(1.0, rel=0.025)
+    means = noised_mean([], Download(zero), EXCHANGE, {"model": layout}, 4, private(noise=2.0), Key(1))
+    assert float(means["model"].flat.std()) == pytest.approx(0.25, rel=0.025)
+    assert means["model"].flat.dtype == torch.float32
+
+
+@pytest.mark.parametrize("key", [Key(5), None])
+def test_draws_are_normal(key):
+    """Kolmogorov and Smirnov's test, which a sample of N(0, 1) fails once in a million."""
+    draws = normal(70_000, key)
+    assert scipy.stats.kstest(draws.numpy(), "norm").pvalue > 1e-6
+    assert draws.dtype == torch.float64
+
+
+def test_secure_draws_differ_and_named_ones_do_not():
+    assert normal(8, Key(1)).equal(normal(8, Key(1)))
+    assert not set(normal(2000, None).tolist()) & set(normal(2000, None).tolist())
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so(broken):
+    """A clip makes no finite number of it, so the upload is refused where it is validated."""
+    own = {"model": Tensors(LAYOUT, torch.tensor([broken, 1.0, 2.0, 3.0, 4.0]))}
+    sent = Download({"model": Tensors.zeros(LAYOUT)})
+    for noise in (0.0, 1.0):
+        told = privatize(upload("a", own), sent, EXCHANGE, private("local", 1.0, noise), None)
+        assert not told.tensors["model"].isfinite()
+
+
+PLAIN = [
+    *[(name, kind) for name in ("feddpo", "fedper", "ditto", "pfedme") for kind in ("central", "local")],
+    ("scaffold", "local"),
+    ("fedamp", "local"),
+]
+
+
+@pytest.mark.parametrize(("method", "kind"), PLAIN)
+def test_without_noise_and_clip_a_run_is_the_plain_one(method, kind, tmp_path):
+    """To the bit: the server's state and what clients predict with."""
+    options = {"method": method, "merge": {"weights": "uniform"}, "rounds": 3}
+    plain = toy.run(tmp_path / "plain", **options)
+    same = toy.run(tmp_path / "private", privacy={"kind": kind, "noise_multiplier": 0.0}, **options)
+    assert all(group.equal(same.tensors[name]) for name, group in plain.tensors.items())
+    records = [RunReader(tmp_path / name).rounds() for name in ("plain", "private")]
+    for one, other in zip(*records, strict=True):
+        assert one["evaluation"] == other["evaluation"]
+        assert (other["loss"], other["epsilon"]) == (None, None)
+
+
+def test_scaffolds_central_control_variate_is_the_plain_one(tmp_path):
+    """c moves by Σ p_i Δc_i, a sum of single steps in another order here: equal within rounding."""
+    options = {"method": "scaffold", "merge": {"weights": "uniform"}, "rounds": 3}
+    plain = toy.run(tmp_path / "plain", **options)
+    same = toy.run(tmp_path / "private", privacy={"kind": "central", "noise_multiplier": 0.0}, **options)
+    for name, group in plain.tensors.items():
+        assert torch.allclose(group.flat, same.tensors[name].flat, rtol=1e-12, atol=1e-12)
