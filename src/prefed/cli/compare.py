@@ -32,6 +32,7 @@ def compare(
     """Set finished runs side by side: a table, what they do differently, and a plot or a page."""
     from prefed.report import drawing
     from prefed.runs.cases import find_runs
+    from prefed.runs.record import read_run
 
     if out is None and html is None and not as_json:
         out = Path("compare.png")
@@ -39,6 +40,9 @@ def compare(
         drawing.file_format(out)
     if html is not None and html.is_dir():
         raise ValueError(f"{html} is a folder; name a file for the page")
+    for path in runs:
+        if not any(path.rglob("summary.json")):
+            read_run(path)  # says what is wrong with it
     records = find_runs(runs)
     if len(records) < 2:
         raise ValueError("name at least two different runs")
