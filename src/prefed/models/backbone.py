@@ -21,7 +21,14 @@ from prefed.models.parameters import (
     RewardHead,
     lora_layers,
 )
-from prefed.models.pretrained import ModelError, check_dtype, find_device, load_causal, load_pretrained
+from prefed.models.pretrained import (
+    ModelError,
+    check_dtype,
+    find_device,
+    keep_four_bits,
+    load_causal,
+    load_pretrained,
+)
 from prefed.models.recompute import recompute_blocks
 from prefed.models.taste_map import TASTE_MAP, TasteMap
 from prefed.models.variational import DECODER
@@ -192,8 +199,8 @@ def make_backbone(
         raise ModelError(f"no such part of a model: {', '.join(sorted(unknown))}")
     if config.quantize is not None and (parts := sorted(needs & _PRODUCTS)):
         raise ModelError(
-            f"[model] quantize = {config.quantize!r}: the method or the merge rule needs whole weights, not 4 "
-            f"bits of them (for {' and '.join(parts)}): leave it out, or take another method"
+            f"[model] quantize = {config.quantize!r}: the method or the merge rule needs whole weights (for "
+            f"{' and '.join(parts)}), not 4 bits of each: leave it out, or take another method"
         )
     family = FAMILIES.get(model.config.model_type)
     model.requires_grad_(False)
@@ -201,6 +208,7 @@ def make_backbone(
     device = find_device(config.device)
     check_dtype(config, device)
     wrapped.to(device).eval()
+    keep_four_bits(wrapped)
     if config.fast:
         fuse(wrapped)
     causal = wrapped if WEIGHTS in needs else wrapped.get_base_model()

@@ -130,3 +130,14 @@ def _four_bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
     # Weights are quantised where they arrive, so they go to their device as they are read.
     place = torch.cuda.current_device() if device.type == "cuda" else device.type
     return {"quantization_config": scheme, "device_map": {"": place}}
+
+
+def keep_four_bits(model: Any) -> None:
+    """See that layers of 4 bits compute alike with and without gradients.
+
+    On some CPUs such a layer repacks its weights at its first pass without gradients, for products in
+    bfloat16. Scores would then not be those that training sees.
+    """
+    for module in model.modules():
+        if hasattr(module, "quant_state"):
+            module.training = True
