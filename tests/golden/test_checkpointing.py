@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.small_models import FAMILIES, Pairs, away, backbone
+from tests.small_models import Pairs, away, backbone
 
 from prefed.core import Key, Objective, Owner, Ownership, Tensors
 from prefed.models import ModelError
@@ -14,15 +14,13 @@ from prefed.train import PairTrainer
 from prefed.train.packed import PackedForward
 
 PAIRS, ROWS = Pairs(6), np.arange(6)
-NEEDS = [
-    {"lora"},
-    {"lora", "bottleneck", "head", "reward"},
-    {"lora", "personal_lora", "gate", "outputs"},
-    {"weights"},
-]
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+CASES = [
+    ("gpt2", {"lora"}, True),
+    ("gpt2", {"lora"}, False),
+    ("gpt2", {"lora", "personal_lora", "gate", "outputs"}, True),
+    ("llama", {"lora", "bottleneck", "head", "reward"}, True),
+    ("llama", {"lora", "bottleneck", "head", "reward"}, False),
+    ("qwen2", {"weights"}, True),
 ]
 
 
@@ -38,26 +36,36 @@ def trained(
     return trainer, *trainer.gradient(start, loss, ROWS, Key(5), everything)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal_the_plain_pass_to_the_bit(family: str, fast: bool, device: str) -> None:
+def check_equal(family: str, needs: set[str], fast: bool, device: str) -> None:
+    (plain, grad, loss), (again, other, value) = (
+        trained(family, needs, each, fast=fast, device=device) for each in (False, True)
+    )
+    assert isinstance(plain.model.forward, PackedForward) == fast
+    assert len(plain.model.groups(ROWS)) > 1
+    assert grad.norm() > 0
+    if device == "cpu":
+        assert torch.equal(grad.flat, other.flat)
+        assert loss == value
+    else:
+        # Sums over tokens are made in the order in which threads come.
+        assert (grad - other).norm() < 1e-5 * grad.norm()
+        return
+    start = plain.backbone.initial
+    np.testing.assert_array_equal(plain.score(start, ROWS).policy, again.score(start, ROWS).policy)
+
+
+@pytest.mark.parametrize(("family", "needs", "fast"), CASES)
+def test_gradients_equal_the_plain_pass_to_the_bit(family: str, needs: set[str], fast: bool) -> None:
     """The second pass through a block has the first one's input, weights and dropout masks. It runs the same
     operations in the same order, so no rounding differs; and so does the gradient behind it."""
-    if device == "cuda":
-        pytest.importorskip("torch").use_deterministic_algorithms(True, warn_only=True)
-    for needs in NEEDS:
-        (plain, grad, loss), (again, other, value) = (
-            trained(family, needs, each, fast=fast, device=device) for each in (False, True)
-        )
-        assert isinstance(plain.model.forward, PackedForward) == fast
-        assert len(plain.model.groups(ROWS)) > 1
-        assert grad.norm() > 0
-        assert torch.equal(grad.flat, other.flat), needs
-        assert loss == value
-        np.testing.assert_array_equal(
-            plain.score(plain.backbone.initial, ROWS).policy, again.score(again.backbone.initial, ROWS).policy
-        )
+    check_equal(family, needs, fast, "cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("family", "needs", "fast"), CASES[:2])
+def test_they_agree_on_a_gpu(family: str, needs: set[str], fast: bool) -> None:
+    """Within 1e-5. Its own random state is put back too, or dropout would draw other masks."""
+    check_equal(family, needs, fast, "cuda")
 
 
 @pytest.mark.parametrize(("fast", "twice"), [(True, 1), (False, 2)])
