@@ -13,7 +13,6 @@ import toy
 from prefed import Experiment, run
 from prefed.engines import BackendSettings, InProcess, JobFactory, WorkerError, WorkerProcesses
 from prefed.engines.backend import peak_memory_mb
-from prefed.engines.backends import processes
 from prefed.runs.worker_job import job_factory
 
 TESTS = Path(__file__).resolve().parents[1]
