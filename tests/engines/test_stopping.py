@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import toy
 from prefed.config import ConfigError, Experiment
-from prefed.engines import NeighbourRounds
+from prefed.engines import BackendSettings, JobFactory, NeighbourRounds, WorkerProcesses
 from prefed.engines.stopping import Stopping
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS
@@ -91,7 +91,7 @@ def test_interrupted_anywhere_it_ends_the_same(tmp_path, options):
     """Between any two answers: while it trains, while test and validation pairs are evaluated."""
     toy.run(tmp_path / "whole", **options)
     expected = toy.outcome(tmp_path / "whole")
-    for after in range(3, 60, 7):
+    for after in range(3, 36, 8):
         run = tmp_path / str(after)
         with pytest.raises(KeyboardInterrupt):
             toy.run(run, callback=toy.InterruptAt(after), **options)
@@ -101,7 +101,8 @@ def test_interrupted_anywhere_it_ends_the_same(tmp_path, options):
 
 def test_worker_processes_change_no_bit(tmp_path):
     toy.run(tmp_path / "here", **NEVER)
-    toy.run(tmp_path / "there", backend="processes", **NEVER)
+    factory, one = JobFactory("toy:build", toy.text(**NEVER)), BackendSettings(1)
+    toy.run(tmp_path / "there", backend=lambda _, states: WorkerProcesses(factory, states, one), **NEVER)
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 

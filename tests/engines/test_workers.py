@@ -170,15 +170,11 @@ def test_workers_take_turns_over_named_devices(monkeypatch):
     """Of four devices that this process sees the settings name two, by their places among these four."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a,7,8")
-    given = []
-    monkeypatch.setattr(
-        processes, "Worker", lambda device: given.append(device) or SimpleNamespace(device=device)
-    )
     settings = BackendSettings(3, devices=("cuda:2", "cuda:1"))
     backend = WorkerProcesses(JobFactory("toy:build", ""), None, settings)
     for _ in range(3):
-        backend._workers.append(processes.Worker(backend._device()))
-    assert given == ["7", "GPU-5a", "7"]
+        backend._workers.append(SimpleNamespace(device=backend._device()))
+    assert [worker.device for worker in backend._workers] == ["7", "GPU-5a", "7"]
 
 
 @pytest.mark.parametrize(
