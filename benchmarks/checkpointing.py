@@ -6,7 +6,8 @@ r"""A training step with and without ``[model] checkpointing``: memory, time, an
 
 Random weights of a named shape and random pairs of one length; the prompt is half of a sequence. A step is
 the DPO gradient of all pairs in one pass, in a process of its own. Peak memory is what the step takes beyond
-the model: of resident memory on a CPU (the kernel's VmHWM), of PyTorch's allocations on a GPU.
+the model: of resident memory on a CPU (the kernel's VmHWM), of PyTorch's allocations on a GPU. Times are CPU
+seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -74,11 +75,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     noise = torch.randn(backbone.layout.size, generator=torch.Generator().manual_seed(3))
     start = Tensors(backbone.layout, backbone.initial.flat + 0.01 * noise)
     trainer.references.fill_training(rows, rows)
-    before, begun = forget_the_peak(args.device), time.perf_counter()
+    clock = time.perf_counter if args.device == "cuda" else time.process_time
+    before, begun = forget_the_peak(args.device), clock()
     gradient, loss = trainer.gradient(start, Objective("dpo"), rows, Key(2), everything)
     if args.device == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
+    seconds = clock() - begun
     digest = hashlib.sha256(gradient.flat.numpy().tobytes()).hexdigest()
     return {"mib": peak(args.device) - before, "seconds": seconds, "loss": loss, "gradient": digest}
 
