@@ -101,8 +101,11 @@ def backbone(
     dropout: float = 0.0,
     double: bool = False,
     rank: int = 3,
+    **settings: Any,
 ) -> Backbone:
-    """A small backbone; the same weights and the same start every time."""
+    """A small backbone; the same weights and the same start every time. ``settings`` are further keys of
+    ``[model]``.
+    """
     model = copy.deepcopy(causal(family))
     config = ModelConfig.model_validate(
         {
@@ -112,9 +115,11 @@ def backbone(
             "lora": {"rank": rank, "alpha": 2.0 * rank, "dropout": dropout},
             "bottleneck": {"width": 8, "dropout": dropout},
             "reward": {"width": 8, "dropout": dropout},
+            **settings,
         }
     )
-    return make_backbone(model.double() if double else model, None, config, Key(1), needs)
+    model = model.double() if double else model.to(getattr(torch, config.dtype))
+    return make_backbone(model, None, config, Key(1), needs)
 
 
 def away(layout: Layout, initial: Tensors, scale: float = 0.05, seed: int = 3) -> Tensors:

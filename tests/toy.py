@@ -42,6 +42,7 @@ from prefed.core import (
     Upload,
 )
 from prefed.engines import BACKENDS, BackendSettings, InProcess, Job, JobFactory, ServerRounds
+from prefed.engines.stopping import Stopping
 from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunWriter
@@ -75,6 +76,7 @@ DEFAULTS: dict[str, Any] = {
     "settings": {},
     "merge": {},
     "privacy": {},
+    "stop": None,
 }
 
 
@@ -141,7 +143,7 @@ class ToyTrainers:
         self.clients = {
             name: Sizes(
                 0 if name in options["untrained"] else data.size,
-                0,
+                data.size if options["stop"] else 0,
                 0 if name in options["untested"] else data.size,
             )
             for name, data in self.data.items()
@@ -166,7 +168,8 @@ class ToyTrainers:
         return QuadraticTrainer(client, self.data[client], now, key, ownership, self.initial)
 
     def score(self, client: str, tensors: Tensors, split: str) -> Scores:
-        targets = self.data[client].targets
+        # On validation pairs the clients want the opposite.
+        targets = self.data[client].targets * (-1 if split == "validation" else 1)
 
         def distances(flat: torch.Tensor) -> np.ndarray:
             return -torch.stack([(flat - targets).norm(dim=1), (flat + targets).norm(dim=1)], 1).numpy()
@@ -328,6 +331,7 @@ def build(text: str) -> Job:
         evaluate_every=chosen["every"],
         evaluation_cohort=chosen["evaluation_cohort"],
         privacy=Privacy(minimum_pairs=chosen["minimum_pairs"], **chosen["privacy"]),
+        stop=Stopping(**chosen["stop"]) if chosen["stop"] else None,
     )
 
 
@@ -398,7 +402,7 @@ def outcome(path: Path) -> dict[str, Any]:
         if file.name == "rounds.jsonl":
             records = [json.loads(line) for line in file.read_text().splitlines()]
             content[name] = [{k: v for k, v in record.items() if k != "seconds"} for record in records]
-        elif file.name in ("COMMIT.json", "summary.json"):
+        elif file.name == "summary.json" or file.name.startswith("COMMIT"):
             tables = json.loads(file.read_text())
             for table in (tables, tables.get("totals", {})):
                 for clocked in ("seconds", "peak_memory_mb", "digest", "origin"):

@@ -92,7 +92,10 @@ VALUES = {
     "unknown merge rule": ("merge.rule=meen", "merge.rule = 'meen': should be 'mean', 'median'"),
     "unknown server optimizer": ("merge.optimizer={name='sgdd'}", "merge.optimizer.name = 'sgdd'"),
     "unknown partition": ("data.partition={by='colum'}", "data.partition.by = 'colum': should be one of"),
-    "unknown dtype": ("model.dtype=float8", "model.dtype = 'float8': should be 'float32' or 'bfloat16'"),
+    "unknown dtype": (
+        "model.dtype=float8",
+        "model.dtype = 'float8': should be 'float32', 'bfloat16' or 'float16'",
+    ),
     "unknown device": ("model.device=tpu", "model.device = 'tpu': should be 'auto'"),
     "unknown schedule": ("method.schedule=step", "method.schedule = 'step': should be"),
     "unknown split": ("evaluate.split=train", "evaluate.split = 'train': should be 'test'"),

@@ -5,12 +5,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import toy
+from prefed import Experiment, run
 from prefed.engines import BackendSettings, InProcess, JobFactory, WorkerError, WorkerProcesses
 from prefed.engines.backend import peak_memory_mb
+from prefed.runs.worker_job import job_factory
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -161,6 +164,47 @@ def test_each_worker_has_a_device_of_its_own(monkeypatch, named):
             devices[0],
             devices[1],
         ]
+
+
+def test_workers_take_turns_over_named_devices(monkeypatch):
+    """Of four devices that this process sees the settings name two, by their places among these four."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a,7,8")
+    settings = BackendSettings(3, devices=("cuda:2", "cuda:1"))
+    backend = WorkerProcesses(JobFactory("toy:build", ""), None, settings)
+    for _ in range(3):
+        backend._workers.append(SimpleNamespace(device=backend._device()))
+    assert [worker.device for worker in backend._workers] == ["7", "GPU-5a", "7"]
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(2, "'cuda:2', and .* there are cuda:0, cuda:1"), (0, "'cuda:1', and .* there is none")],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypatch, tmp_path, count, words):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    tree = {
+        "data": {"train": "nowhere.jsonl", "partition": {"by": "iid", "clients": 2}},
+        "model": {"name": "nothing"},
+        "method": "feddpo",
+        "engine": {"workers": 2, "devices": ["cuda:1", "cuda:2"]},
+    }
+    with pytest.raises(WorkerError, match=words):
+        run(Experiment.model_validate(tree), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_is_not_told_of_devices_that_it_does_not_see(tmp_path):
+    """It sees one alone, which is its cuda:0."""
+    tree = {
+        "data": {"train": "a.jsonl", "partition": {"by": "iid", "clients": 2}},
+        "model": {"name": "m"},
+        "method": "feddpo",
+        "engine": {"workers": 2, "devices": ["cuda:1", "cuda:2"]},
+    }
+    text = json.loads(job_factory(Experiment.model_validate(tree), tmp_path).text)["experiment"]
+    assert "workers = 2" in text
+    assert "devices" not in text
 
 
 def test_the_memory_of_workers():

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crashes import Crash, Failing
 from prefed import files
 from prefed.core import State
 from prefed.store import NodeFile, RunReader, RunWriter, StoreError, client_file, writer
@@ -72,34 +73,6 @@ def test_only_the_last_versions_stay(tmp_path):
     assert reader.rounds() == [{"round": 1}, {"round": 2}, {"round": 3}]
     assert (reader.commit.round, reader.commit.totals) == (3, {"bytes_up": 6})
     assert json.loads((tmp_path / "run/summary.json").read_text()) == {"rounds": 3}
-
-
-class Crash(BaseException):
-    """A process that ends here."""
-
-
-class Failing:
-    """The ``os`` module, whose ``n``-th changing call ends the process: half done, if it writes."""
-
-    CHANGING = ("open", "write", "fsync", "replace", "unlink", "truncate")
-
-    def __init__(self, at):
-        self.left = at
-
-    def __getattr__(self, name):
-        real = getattr(os, name)
-        if name not in self.CHANGING:
-            return real
-
-        def call(*arguments, **named):
-            self.left -= 1
-            if self.left == 0:
-                if name == "write":
-                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
-                raise Crash
-            return real(*arguments, **named)
-
-        return call
 
 
 def test_a_crash_at_any_file_operation_loses_at_most_the_round(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 from prefed import files
 from prefed.align.errors import AlignError
 from prefed.core import Key, Tensors
-from prefed.models import Backbone, ModelConfig, load_pretrained, make_backbone, save_adapter
+from prefed.models import Backbone, ModelConfig, load_causal, load_pretrained, make_backbone, save_adapter
 from prefed.models.adapters import atomic_folder
 from prefed.models.taste_map import TASTE_MAP
 from prefed.train.trainer_factory import model_digest
@@ -46,14 +46,17 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozen
         AlignError: the adapter does not fit the model.
     """
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-    source: dict[str, Any] = {"revision": model.revision}
-    tokenizer = load_pretrained(AutoTokenizer, "[model] name", model.name, "tokenizer", **source)
-    causal: Any = load_pretrained(
-        AutoModelForCausalLM, "[model] name", model.name, "causal language model", dtype=dtype, **source
+    tokenizer = load_pretrained(
+        AutoTokenizer, "[model] name", model.name, "tokenizer", revision=model.revision
     )
+    causal = load_causal(model)
+    if adapter is not None and model.quantize is not None:
+        raise AlignError(
+            f"the adapter {adapter} cannot be merged into a model of 4 bits: leave quantize = "
+            f"{model.quantize!r} out, or give a model that holds the fine-tuning already"
+        )
     if adapter is not None:
         try:
             adapted = PeftModel.from_pretrained(causal, str(adapter))

@@ -35,7 +35,9 @@ _NOBODY = "∅"
 
 def _settings(alignment: Alignment) -> dict[str, Any]:
     config = alignment.config
-    settings = {"model": alignment.model.model_dump(mode="json", exclude_none=True), "seed": alignment.seed}
+    # Checkpointing changes no number.
+    model = alignment.model.model_dump(mode="json", exclude_none=True, exclude={"checkpointing"})
+    settings = {"model": model, "seed": alignment.seed}
     if alignment.needs != PLAIN:
         settings["parts"] = sorted(alignment.needs)
     if config.sft is None:

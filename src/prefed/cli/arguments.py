@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,6 +11,10 @@ File = Annotated[Path, typer.Argument(help="The experiment file (TOML).", show_d
 CellName = Annotated[
     str | None,
     typer.Option("--cell", metavar="NAME", help="Which cell, where the file is a table of experiments."),
+]
+RoundName = Annotated[
+    Literal["last", "best"],
+    typer.Option("--round", help="The run after its last round, or after the best by [stop]."),
 ]
 Overrides = Annotated[
     list[str] | None,

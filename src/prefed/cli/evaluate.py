@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from prefed.cli.arguments import RoundName
+
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
@@ -37,6 +39,7 @@ def evaluate(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    which: RoundName = "last",
 ) -> None:
     """Judge a finished run's models: each client's on its own pairs, or on other ones."""
     if test is not None and split is not None:
@@ -55,7 +58,7 @@ def evaluate(
     from prefed.trackers.terminal import stdout_console
 
     silence_transformers()
-    loaded_run = load_run(run, data=test is None or taste is not None)
+    loaded_run = load_run(run, data=test is None or taste is not None, best=which == "best")
     if taste is not None:
         loaded_run = at_taste(loaded_run, taste, test)
     # With the run's own number of threads its figures come out again to the digit.
@@ -68,7 +71,9 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(plain(evaluation.plain()), indent=2, ensure_ascii=False))
     else:
-        print_evaluation(evaluation, loaded_run.record.name, stdout_console())
+        number = loaded_run.reader.commit.round
+        name = loaded_run.record.name + (f", best round {number}" if which == "best" else "")
+        print_evaluation(evaluation, name, stdout_console())
 
 
 @contextmanager

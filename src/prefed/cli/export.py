@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefed.cli.arguments import LicenseName
+from prefed.cli.arguments import LicenseName, RoundName
 
 if TYPE_CHECKING:
     from prefed.runs.record import RunRecord
@@ -43,6 +43,7 @@ def export(
         bool, typer.Option("--card", help="Write a model card beside the model, for the Hugging Face hub.")
     ] = False,
     license: LicenseName = None,
+    which: RoundName = "last",
 ) -> None:
     """Write a model of a finished run as a folder that PEFT, or transformers alone, loads."""
     from prefed.runs.record import read_run
@@ -60,16 +61,20 @@ def export(
         name = f"client-{client_file(client)}"
     if taste is not None:
         name = f"taste-{client_file(taste)}" + ("" if client is None else f"-{client_file(client)}")
-    path = out or run / ("merged" if merge else "adapters") / name
+    folder = name if which == "last" else f"best-{name}"
+    path = out or run / ("merged" if merge else "adapters") / folder
     _check(path, record, replace=force or out is None)
     from prefed.runs.export import write_model
 
-    exported = write_model(run, path, client=client, selector=selector, taste=taste, merge=merge)
+    best = which == "best"
+    exported = write_model(run, path, client=client, selector=selector, taste=taste, merge=merge, best=best)
     if card:
         from prefed import files
         from prefed.report.card import CARD, model_card
 
-        files.write(path / CARD, model_card(record, exported, license=license).encode())
+        files.write(
+            path / CARD, model_card(record.at_best() if best else record, exported, license=license).encode()
+        )
     code = (f"  {line}" for line in exported.code(str(path)))
     typer.echo("\n".join([exported.heading(path), "to load it:", *code]))
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.arguments import RoundName
+
 
 def generate(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
@@ -39,6 +41,7 @@ def generate(
         bool, typer.Option("--raw", help="Take prompts as they are, also where the run's data are dialogues.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    which: RoundName = "last",
 ) -> None:
     """Let the base model and a finished run's model respond to prompts, side by side."""
     if not 0 < top_p <= 1:
@@ -52,7 +55,9 @@ def generate(
 
     silence_transformers()
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-    models = Models(load_run(run, data=needs_pairs(taste)), sampling, seed=seed, raw=raw)
+    models = Models(
+        load_run(run, data=needs_pairs(taste), best=which == "best"), sampling, seed=seed, raw=raw
+    )
     aligned, base = models.own(client, taste), models.base()
     heading, responses = ", ".join(filter(None, ("aligned", taste, client))), []
     for text in (sys.stdin.read() if text == "-" else text for text in prompt):

@@ -8,6 +8,7 @@ from prefed.config.errors import ConfigError
 from prefed.config.evaluate import EvaluateConfig
 from prefed.config.experiment import Experiment, to_toml
 from prefed.config.method import MethodConfig, method_kind
+from prefed.config.stop import StopConfig
 from prefed.config.track import TrackConfig
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Experiment",
     "MethodConfig",
     "RayConfig",
+    "StopConfig",
     "TrackConfig",
     "method_kind",
     "to_toml",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prefed.config.cluster import RayConfig
 from prefed.core.strict import StrictModel
@@ -25,6 +25,12 @@ class EngineConfig(StrictModel):
         description="seconds that a worker may take for one client's visit or evaluation; then it is ended "
         "and the run stops, to be resumed, or with ray another one tries; 0: any time",
     )
+    devices: list[Annotated[str, Field(pattern=r"^cuda:\d+$")]] | None = Field(
+        None,
+        min_length=1,
+        description='CUDA devices that the processes share, such as ["cuda:0", "cuda:1"]: one for each '
+        "worker, in turn; left out: all that this program sees",
+    )
     threads: int | None = Field(
         None,
         ge=1,
@@ -35,3 +41,20 @@ class EngineConfig(StrictModel):
         "float32", description="dtype of clients' private tensors on disk"
     )
     ray: RayConfig | None = Field(None, description="which Ray cluster, and GPUs; read with name ray alone")
+
+    @model_validator(mode="after")
+    def _placed(self) -> EngineConfig:
+        devices = self.devices or []
+        if devices and self.name == "ray":
+            raise ValueError(
+                "devices are those of this machine, and Ray gives each actor its own: leave them out, and "
+                "set ray.num_gpus"
+            )
+        if len(set(devices)) < len(devices):
+            raise ValueError(f"devices = {devices!r} names one twice: workers take turns over them")
+        if len(devices) > max(1, self.workers):
+            raise ValueError(
+                f"devices = {devices!r} are {len(devices)}, and the work is done in {max(1, self.workers)} "
+                f"processes: set workers = {len(devices)}, or name fewer"
+            )
+        return self

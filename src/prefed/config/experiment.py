@@ -20,6 +20,7 @@ from prefed.config.method import MethodConfig
 from prefed.config.parts import check_every_weight, model_parts
 from prefed.config.privacy import check_privacy
 from prefed.config.shorthand import fleet_of, graph_of
+from prefed.config.stop import StopConfig
 from prefed.config.track import TrackConfig
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
@@ -69,6 +70,11 @@ class Experiment(StrictModel):
     evaluate: EvaluateConfig = Field(
         default_factory=lambda: EvaluateConfig(), description="how clients' models are evaluated"
     )
+    stop: StopConfig | None = Field(
+        None,
+        description="the best round by validation pairs is kept beside the last, and the run may stop early; "
+        "left out: every round is run, and the last is kept alone",
+    )
     privacy: Privacy = Field(
         default_factory=lambda: Privacy(), description="limits on what leaves a client, and noise on the rest"
     )
@@ -114,6 +120,17 @@ class Experiment(StrictModel):
     def _every_weight(self) -> Experiment:
         if self.model.train == "full":
             check_every_weight(self.method.kind, self.method.settings, self.merge, self.align)
+        return self
+
+    @model_validator(mode="after")
+    def _judged(self) -> Experiment:
+        if self.stop is not None:
+            self.stop.check(self.method.kind, self.method.settings, self.evaluate.every)
+        if self.engine.devices and self.model.device not in ("auto", "cuda"):
+            raise ValueError(
+                f"[engine] devices names CUDA devices, and [model] device = {self.model.device!r}: leave one "
+                "of them out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -207,8 +224,10 @@ class Experiment(StrictModel):
         ``[model.variational]``. So are keys of other models and data than the usual. Runs store a digest of
         these tables, and earlier versions had none of them.
         """
-        model = {"train"} if self.model.train == "lora" else set()
-        unread: dict[str, Any] = {"model": model, "align": {"model": {"train"}}, "data": self.data.unread()}
+        model = self.model.unread()
+        unread: dict[str, Any] = {"model": model, "data": self.data.unread()}
+        if self.align is not None and self.align.model is not None:
+            unread["align"] = {"model": self.align.model.unread()}
         if self.method.kind.reads == "policy" and self.selector == SelectorConfig():
             unread["selector"] = True
         if not self.has_tastes and self.model.variational == VariationalSettings():

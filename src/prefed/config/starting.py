@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prefed.config import AlignConfig, Experiment, TrackConfig
+from prefed.config import AlignConfig, Experiment, StopConfig, TrackConfig
 from prefed.fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind
@@ -48,6 +48,7 @@ PAIRS = 40
 OPTIONAL: dict[str, type[BaseModel]] = {
     "fleet": FleetConfig,
     "graph": GraphConfig,
+    "stop": StopConfig,
     "track": TrackConfig,
     "align": AlignConfig,
 }

@@ -8,6 +8,7 @@ from prefed.engines.backends import (
     WorkerProcesses,
     backend_name,
     check_backend,
+    check_devices,
 )
 from prefed.engines.backends.worker import WorkerError
 from prefed.engines.course import RoundError
@@ -37,5 +38,6 @@ __all__ = [
     "WorkerProcesses",
     "backend_name",
     "check_backend",
+    "check_devices",
     "run_task",
 ]

@@ -24,6 +24,8 @@ class BackendSettings:
         timeout: seconds that one task may take in a process; 0 for any time.
         address: of a cluster; ``None`` for one that is started here.
         gpus: of each process on a cluster.
+        devices: CUDA devices that processes of this machine take in turn, ``"cuda:0"`` and so on; empty for
+            all.
     """
 
     workers: int = 1
@@ -31,6 +33,7 @@ class BackendSettings:
     timeout: float = 0.0
     address: str | None = None
     gpus: float = 0.0
+    devices: tuple[str, ...] = ()
 
 
 class Backend(AbstractContextManager["Backend"], Protocol):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
 from prefed.engines.accounting import spent
 from prefed.engines.backend import Backend, peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE, Diagnosis
 from prefed.engines.job import Job
+from prefed.engines.stopping import Standing
 from prefed.engines.tasks import Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload
 from prefed.metrics import (
@@ -67,6 +68,19 @@ class Tally:
             if value is not None:
                 # Where two exchanges have a figure of one name, the later one carries its exchange's name.
                 self.figures[f"{exchange.name}_{name}" if name in self.figures else name] = value
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the evaluation after a round gives.
+
+    Attributes:
+        record: for the round's record, see :meth:`Course.evaluate`; ``None`` if there are no figures.
+        standing: how the run stands by its validation pairs; ``None`` where nothing is judged.
+    """
+
+    record: dict[str, Any] | None
+    standing: Standing | None = None
 
 
 @dataclass(frozen=True)
@@ -162,11 +176,14 @@ class Course:
             diagnosis.add(uploads[client])
         tally.figures |= diagnosis.figures()
 
-    def evaluate(self, publish: Callable[[str], Download], number: int) -> dict[str, Any] | None:
+    def evaluate(self, publish: Callable[[str], Download], number: int) -> Evaluated:
         """Evaluate clients on their own pairs, each with the model that it would use.
 
+        Where the run is judged by validation pairs, and these are not the job's split, they are evaluated
+        too.
+
         Returns:
-            The shares that :func:`~prefed.metrics.client_metrics` or
+            The record has the shares that :func:`~prefed.metrics.client_metrics` or
             :func:`~prefed.metrics.choice_metrics` gives, each as an
             :class:`~prefed.metrics.FederatedMetric`, and the means over clients of its other figures. For
             a personal method ``shared_accuracy``, of the published model alone. ``unseen_accuracy``, one for
@@ -182,23 +199,9 @@ class Course:
         Raises:
             RoundError: there are none after the last round, which the summary needs.
         """
-        job, answers = self.job, dict[str, dict[str, float]]()
-        clients = (*job.evaluation_clients, *job.newcomers)
-        reasons = dict.fromkeys(clients, NO_ANSWER)
-
-        def task(client: str) -> Task:
-            return Task("evaluate", client, number, "", encode(publish(client)))
-
-        for result in self.ask("evaluation", number, map(task, clients), len(clients)):
-            own, reason = read_figures(job, result.message, result.client)
-            if result.withheld or reason:
-                reasons[result.client] = printable_reason(result.withheld or reason)
-            else:
-                answers[result.client] = own
-                del reasons[result.client]
-        for client, reason in reasons.items():
-            self.warn(number, f"{client!r} is not evaluated: {reason}")
-        pairs = {client: int(getattr(sizes, job.split)) for client, sizes in job.trainers.clients.items()}
+        job = self.job
+        answers, reasons = self._answers(publish, number, (*job.evaluation_clients, *job.newcomers))
+        pairs = self._pairs(job.split)
         figures, metrics = self._metrics(answers, job.evaluation_clients, pairs)
         _, unseen = self._metrics(answers, job.newcomers, pairs)
         if not metrics:
@@ -208,7 +211,7 @@ class Course:
                     f"round {number}: {text} after the last round; the others are kept: resume the run"
                 )
             self.warn(number, text)
-            return None
+            return Evaluated(None)
         evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
         if unseen:
@@ -225,7 +228,51 @@ class Course:
             evaluation["not_finite"] = broken
             self.warn(number, divergence_warning(broken, pairs))
         left_out = sum(not count for count in pairs.values())
-        return evaluation | {"split": job.split, "clients": len(figures), "left_out": left_out}
+        evaluation |= {"split": job.split, "clients": len(figures), "left_out": left_out}
+        return Evaluated(evaluation, self._judge(publish, number, metrics))
+
+    def _judge(
+        self, publish: Callable[[str], Download], number: int, metrics: Mapping[str, FederatedMetric]
+    ) -> Standing | None:
+        """How the run stands after a round; ``metrics`` are those of the job's split."""
+        job, before = self.job, self.writer.commit.best if self.writer.commit else None
+        if job.stop is None:
+            return None
+        if job.split != "validation":
+            answers, _ = self._answers(publish, number, job.validation_clients, "validation")
+            _, metrics = self._metrics(answers, job.validation_clients, self._pairs("validation"))
+        if not metrics:
+            self.warn(number, "no client's validation figures can be used, and the round is not judged")
+            return None if before is None else Standing(**before)
+        return job.stop.judge(before, number, metrics)
+
+    def _answers(
+        self,
+        publish: Callable[[str], Download],
+        number: int,
+        clients: Sequence[str],
+        split: Literal["", "validation"] = "",
+    ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+        """The figures of ``clients`` that can be used, and for all others why there are none."""
+        answers, reasons = dict[str, dict[str, float]](), dict.fromkeys(clients, NO_ANSWER)
+
+        def task(client: str) -> Task:
+            return Task("evaluate", client, number, "", encode(publish(client)), split=split)
+
+        for result in self.ask(split or "evaluation", number, map(task, clients), len(clients)):
+            own, reason = read_figures(self.job, result.message, result.client, split or None)
+            if result.withheld or reason:
+                reasons[result.client] = printable_reason(result.withheld or reason)
+            else:
+                answers[result.client] = own
+                del reasons[result.client]
+        for client, reason in reasons.items():
+            self.warn(number, f"{client!r} is not evaluated: {reason}")
+        return answers, reasons
+
+    def _pairs(self, split: str) -> dict[str, int]:
+        """Client → its pairs of a split."""
+        return {client: int(getattr(sizes, split)) for client, sizes in self.job.trainers.clients.items()}
 
     def _metrics(
         self, answers: Mapping[str, Mapping[str, float]], clients: Sequence[str], pairs: Mapping[str, int]
@@ -240,7 +287,7 @@ class Course:
         self,
         server: State,
         cohort: Sequence[str],
-        evaluation: dict[str, Any] | None,
+        evaluated: Evaluated | None,
         tally: Tally,
         seconds: float,
         keep: int | None = None,
@@ -248,18 +295,23 @@ class Course:
         """Commit the next round, with its record and the run's totals.
 
         Args:
+            evaluated: ``None`` in a round without an evaluation.
             keep: as :meth:`prefed.store.RunWriter.finish_round` takes it.
         """
         record: dict[str, Any] = {"round": self.writer.round + 1, "loss": tally.figures.get("loss")}
+        evaluation, standing = (evaluated.record, evaluated.standing) if evaluated else (None, None)
         if evaluation is not None:
             record |= {name: evaluation[name]["mean"] for name in ROUND_METRICS}
             record["evaluation"] = evaluation
         if self.job.privacy.kind is not None:
             record["epsilon"] = spent(self.job, record["round"], self.writer.begun.times())
+        if standing is not None and standing.last_round == self.writer.round + 1:
+            record["validation"] = standing.last
         record |= {"bytes_up": tally.bytes_up, "bytes_down": tally.bytes_down, "seconds": seconds}
         record |= {"cohort": list(cohort), "dropped": tally.dropped}
         record |= {name: value for name, value in tally.figures.items() if name not in record}
-        self.writer.finish_round(encode(server), record, self._totals(tally, seconds), keep)
+        best = None if standing is None else vars(standing)
+        self.writer.finish_round(encode(server), record, self._totals(tally, seconds), keep, best)
         self.callback.on_round_end(record)
 
     def _totals(self, tally: Tally, seconds: float) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 from prefed.core import Download, State, Tensors
 from prefed.engines.job import PAIRS, Job
@@ -42,7 +42,7 @@ def evaluate_client(
         number: the round after which it is evaluated.
         score: scores the pairs; left out: the client's own pairs of the job's split.
     """
-    score = score or _own_pairs(job, client)
+    score = score or own_pairs(job, client, job.split)
     model = job.client_model(client, private, published, number)
     if job.jury:
         models = job.shared_models(published).values()
@@ -66,7 +66,7 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
     Before its first step, or without a pair to train on, the client has the published model alone: personal
     tensors that start at random are noise. Of several published models the method gives it one.
     """
-    method, score = job.method, _own_pairs(job, client)
+    method, score = job.method, own_pairs(job, client, job.split)
     accuracies: dict[str, float] = {}
     trainer = job.trainer(client, number, "predict")
     for name, count in job.newcomer_figures.items():
@@ -85,5 +85,6 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
     return accuracies
 
 
-def _own_pairs(job: Job, client: str) -> Score:
-    return lambda tensors: job.trainers.score(client, tensors, job.split)
+def own_pairs(job: Job, client: str, split: Literal["validation", "test"]) -> Score:
+    """Scores a client's own pairs of a split."""
+    return lambda tensors: job.trainers.score(client, tensors, split)

@@ -24,6 +24,7 @@ from prefed.core import (
     Tensors,
 )
 from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
+from prefed.engines.stopping import Stopping
 from prefed.engines.trainers import TrainerFactory
 from prefed.fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.merge.graphs import GraphConfig
@@ -58,6 +59,8 @@ class Job:
             :func:`prefed.fleet.schedule`.
         graph: who mixes with whom where the method has no server; ``None`` where it has one.
         diagnostics: how the rounds are diagnosed; ``None``: they are not.
+        stop: how the best round is found, and when the run stops; ``None``: all rounds are run, and the last
+            is kept alone.
 
     Raises:
         FleetError: the fleet cannot do what is asked of it.
@@ -87,6 +90,7 @@ class Job:
     graph: GraphConfig | None = None
     diagnostics: Diagnostics | None = None
     sampling: Literal["fixed", "poisson"] = "fixed"
+    stop: Stopping | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
@@ -111,8 +115,15 @@ class Job:
                 f"data.{self.split}_fraction or data.{self.split}, or another evaluate.split"
             )
         if self.privacy.minimum_pairs:
-            self._check_minimum_pairs(self.evaluation_clients, "client")
-            self._check_minimum_pairs(self.newcomers, "newcomer")
+            self._check_minimum_pairs(self.evaluation_clients, "client", self.split)
+            self._check_minimum_pairs(self.newcomers, "newcomer", self.split)
+        if self.stop is not None:
+            if not self.validation_clients:
+                raise ValueError(
+                    "[stop] judges rounds by validation pairs, and no client has one: set "
+                    "data.validation_fraction or data.validation, or leave [stop] out"
+                )
+            self._check_minimum_pairs(self.validation_clients, "client", "validation")
         if self.fleet is not None:
             self._check_late(self.fleet)
             self.schedule(0)
@@ -166,14 +177,14 @@ class Job:
                 f"in {strict[0]!r}: leave server 'synchronous' and max_delay 0"
             )
 
-    def _check_minimum_pairs(self, clients: tuple[str, ...], what: str) -> None:
-        """Refuse clients of whom none has enough pairs for a figure of its own."""
-        most = max((getattr(self.trainers.clients[client], self.split) for client in clients), default=None)
+    def _check_minimum_pairs(self, clients: tuple[str, ...], what: str, split: str) -> None:
+        """Refuse clients of whom none has enough pairs of a split for a figure of its own."""
+        most = max((getattr(self.trainers.clients[client], split) for client in clients), default=None)
         if most is not None and not self.privacy.may_report(most):
             raise ValueError(
                 f"[privacy] minimum_pairs = {self.privacy.minimum_pairs}: no {what} is judged on so many "
-                f"{self.split} pairs (the most are {most}), and no figure could be told; lower it, or set "
-                f"more pairs apart (data.{self.split}_fraction or data.{self.split})"
+                f"{split} pairs (the most are {most}), and no figure could be told; lower it, or set "
+                f"more pairs apart (data.{split}_fraction or data.{split})"
             )
 
     @cached_property
@@ -201,22 +212,29 @@ class Job:
     @cached_property
     def evaluation_clients(self) -> tuple[str, ...]:
         """The clients that are evaluated, sorted. They have pairs in the split, and none is unseen."""
-        clients = [client for client in self._clients_with_pairs if client not in self.unseen]
+        return self._evaluated(self.split)
+
+    @cached_property
+    def validation_clients(self) -> tuple[str, ...]:
+        """The clients on whose validation pairs rounds are judged, sorted."""
+        return self._evaluated("validation")
+
+    def _evaluated(self, split: str) -> tuple[str, ...]:
+        clients = [client for client in self._clients_with_pairs(split) if client not in self.unseen]
         if self.evaluation_cohort is None or self.evaluation_cohort >= len(clients):
             return tuple(clients)
         key = Key(self.seed).at("judges")
         draw = key.numpy().choice(len(clients), self.evaluation_cohort, replace=False)
         return tuple(clients[index] for index in sorted(draw))
 
-    @property
-    def _clients_with_pairs(self) -> list[str]:
+    def _clients_with_pairs(self, split: str) -> list[str]:
         clients = self.trainers.clients
-        return [client for client in sorted(clients) if getattr(clients[client], self.split)]
+        return [client for client in sorted(clients) if getattr(clients[client], split)]
 
     @cached_property
     def newcomers(self) -> tuple[str, ...]:
         """The unseen clients that have pairs in the split, sorted."""
-        return tuple(client for client in self._clients_with_pairs if client in self.unseen)
+        return tuple(client for client in self._clients_with_pairs(self.split) if client in self.unseen)
 
     @property
     def newcomer_figures(self) -> Mapping[str, int]:

@@ -55,6 +55,8 @@ class NeighbourRounds(Course):
         self.callback.on_run_begin(self.writer.round, self.job.rounds)
         try:
             for number in range(self.writer.round + 1, self.job.rounds + 1):
+                if self.writer.stopped:
+                    break
                 mean = self._round(number)
         finally:
             self.callback.on_run_end()
@@ -77,7 +79,7 @@ class NeighbourRounds(Course):
 
     def _round(self, number: int) -> State:
         started, job = time.perf_counter(), self.job
-        now, tally, evaluation = job.round(number), Tally(), None
+        now, tally, evaluated = job.round(number), Tally(), None
         self.begin(number)
         (exchange,) = job.method.exchanges
         after = self._exchange(exchange, now, tally)
@@ -89,9 +91,9 @@ class NeighbourRounds(Course):
                 own = self._state(after.row(rows[client])) if client in rows else mean
                 return job.method.publish(own, client)
 
-            evaluation = self.evaluate(publish, number)
+            evaluated = self.evaluate(publish, number)
         self.diagnose(mean, now, tally)
-        self.commit(mean, job.members, evaluation, tally, time.perf_counter() - started)
+        self.commit(mean, job.members, evaluated, tally, time.perf_counter() - started)
         return mean
 
     def _exchange(self, exchange: Exchange, now: Round, tally: Tally) -> NodeFile:

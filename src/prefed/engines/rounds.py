@@ -47,6 +47,8 @@ class ServerRounds(Course):
         self.callback.on_run_begin(self.writer.round, self.job.rounds)
         try:
             for plan in self.job.schedule(self.writer.round):
+                if self.writer.stopped:
+                    break
                 server = self._round(server, plan)
         finally:
             self.callback.on_run_end()
@@ -54,7 +56,7 @@ class ServerRounds(Course):
 
     def _round(self, server: State, plan: ScheduledRound) -> State:
         started, job, number = time.perf_counter(), self.job, plan.number
-        now, tally, evaluation = job.round(number), Tally(), None
+        now, tally, evaluated = job.round(number), Tally(), None
         self.begin(number)
         cohort = [_Asked(visit.client, visit.started_from + 1) for visit in plan.visits]
         everybody = [_Asked(client, number) for client in job.members]
@@ -63,12 +65,12 @@ class ServerRounds(Course):
                 asked = cohort if exchange.to == "cohort" else everybody
                 server = self._exchange(server, exchange, asked, now, tally)
         if job.evaluates(number):
-            evaluation = self.evaluate(partial(job.method.publish, server), number)
+            evaluated = self.evaluate(partial(job.method.publish, server), number)
         self.diagnose(server, now, tally)
         if job.fleet is not None:
             tally.figures |= _told(plan)
         clients = list(dict.fromkeys(client for client, _ in cohort))
-        self.commit(server, clients, evaluation, tally, time.perf_counter() - started, plan.keep)
+        self.commit(server, clients, evaluated, tally, time.perf_counter() - started, plan.keep)
         return server
 
     def _exchange(

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 
 from prefed.core import State
-from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
+from prefed.engines.evaluation import evaluate_client, evaluate_newcomer, own_pairs
 from prefed.engines.job import Job
 from prefed.engines.validation import validate_upload, withhold_scalars
 from prefed.privacy import privatize
@@ -45,6 +45,7 @@ class Task:
         message: the encoded download.
         asked: the round in which the client was asked, an earlier one where its upload is late; 0 for
             ``round``.
+        split: the pairs of an evaluation; empty for those of the job's.
     """
 
     kind: Literal["visit", "evaluate"]
@@ -53,6 +54,7 @@ class Task:
     exchange: str
     message: bytes
     asked: int = 0
+    split: Literal["", "validation"] = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:
         figures = evaluate_newcomer(job, task.client, published, task.round)
     else:
         private = _decoded(job, task.client, states.read(task.client))
-        figures = evaluate_client(job, task.client, private, published, task.round)
+        score = own_pairs(job, task.client, task.split or job.split)
+        figures = evaluate_client(job, task.client, private, published, task.round, score)
     return TaskResult(task.client, json.dumps(figures).encode())
 
 

@@ -74,12 +74,17 @@ def read_upload(
     return (None, reason) if reason else (upload, "")
 
 
-def read_figures(job: Job, message: bytes, client: str) -> tuple[dict[str, float], str]:
+def read_figures(
+    job: Job, message: bytes, client: str, split: str | None = None
+) -> tuple[dict[str, float], str]:
     """The figures that a client answers to an evaluation, if they are valid; else none, and the reason.
 
     They must be exactly those that an evaluation of this client has, and ``not_finite`` where its model
     diverged. Then a figure that is no share of pairs may be NaN. The message comes from outside: nothing in
     it raises an exception here, and the reason quotes no free text of it.
+
+    Args:
+        split: the pairs of the evaluation; left out: those of the job's.
     """
     names = _expected_figures(job, client)
     most = 64 * (len(names) + 2)
@@ -112,7 +117,7 @@ def read_figures(job: Job, message: bytes, client: str) -> tuple[dict[str, float
         figures[name] = float(value)
     if count is None:
         return figures, ""
-    pairs = getattr(job.trainers.clients[client], job.split)
+    pairs = getattr(job.trainers.clients[client], split or job.split)
     if not _is_number(count) or not 1 <= count <= pairs:
         return {}, f"holds under 'not_finite' what is no number of its {pairs} pairs"
     return figures | {"not_finite": float(count)}, ""

@@ -39,7 +39,7 @@ class JudgeOptions(StrictModel):
 
 def _reward(argument: str, options: JudgeOptions) -> Judge:
     from prefed.judge.reward import RewardJudge
-    from prefed.models.backbone import find_device
+    from prefed.models.pretrained import find_device
 
     return RewardJudge(argument, find_device(options.device))
 

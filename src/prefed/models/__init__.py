@@ -6,8 +6,9 @@ from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.models.adapters import load_client, save_adapter, save_client, save_merged
-    from prefed.models.backbone import Backbone, ModelError, load_backbone, load_pretrained, make_backbone
+    from prefed.models.backbone import Backbone, load_backbone, make_backbone
     from prefed.models.config import LoraSettings, ModelConfig, VariationalSettings
+    from prefed.models.pretrained import ModelError, load_causal, load_pretrained
 
 __all__ = [
     "Backbone",
@@ -16,6 +17,7 @@ __all__ = [
     "ModelError",
     "VariationalSettings",
     "load_backbone",
+    "load_causal",
     "load_client",
     "load_pretrained",
     "make_backbone",

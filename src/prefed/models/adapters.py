@@ -22,11 +22,12 @@ from safetensors import SafetensorError
 
 from prefed import files
 from prefed.core import Key, Tensors
-from prefed.models.backbone import Backbone, ModelError, load_backbone
+from prefed.models.backbone import Backbone, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused import lora_factors
 from prefed.models.one_taste import OneTaste
 from prefed.models.parameters import WEIGHTS
+from prefed.models.pretrained import ModelError
 
 FORMAT = 1
 ABOUT, TENSORS = "prefed.json", "client.safetensors"
@@ -239,8 +240,12 @@ def save_merged(
 
     Raises:
         ModelError: the model has a trained bottleneck, or is a selector with a latent taste: a plain model
-            has no place for it. Or what :func:`save_adapter` says of a taste.
+            has no place for it. Its weights are in 4 bits. Or what :func:`save_adapter` says of a taste.
     """
+    if backbone.config.quantize is not None:
+        raise ModelError(
+            "weights of 4 bits cannot take an adapter in: export the adapter, and load it over the model"
+        )
     if "variational" in backbone.needs:
         raise ModelError("a plain model cannot hold a selector with a latent taste: export a client's folder")
     changed = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}

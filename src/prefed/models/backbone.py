@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from prefed.core import Key, Layout, Tensors, hub
+from prefed.core import Key, Layout, Tensors
 from prefed.models.config import ModelConfig
 from prefed.models.families import FAMILIES, Family
 from prefed.models.fused import fuse
@@ -23,6 +21,15 @@ from prefed.models.parameters import (
     RewardHead,
     lora_layers,
 )
+from prefed.models.pretrained import (
+    ModelError,
+    check_dtype,
+    find_device,
+    keep_four_bits,
+    load_causal,
+    load_pretrained,
+)
+from prefed.models.recompute import recompute_blocks
 from prefed.models.taste_map import TASTE_MAP, TasteMap
 from prefed.models.variational import DECODER
 
@@ -32,12 +39,8 @@ _TRUNK_PARTS = frozenset({WEIGHTS, "lora", "residual", "personal_lora", "gate", 
 _FLAGS = frozenset({"outputs", "factors", "cap"})
 """Needs that are no parts: LoRA on output projections only; FedSDG's factor space; a bound on log σ²."""
 
-_REASON = 400
-"""Most characters of a library's message to repeat."""
-
-
-class ModelError(ValueError):
-    """A model cannot be loaded or adapted; the message names it and says what to do."""
+_PRODUCTS = frozenset({"residual", "personal_lora"})
+"""Parts that need the weights of the linear layers as they are, not in 4 bits."""
 
 
 @dataclass
@@ -56,6 +59,8 @@ class Backbone:
         family: the model's family; ``None`` if it is not known.
         parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
         final: the forward of the final norm; ``None`` if the family is not known.
+        loss_scale: the factor of losses while their gradients are computed, see :mod:`prefed.train.steps`;
+            1 unless the frozen model is in float16.
         needs: the parts and flags that the model is made with.
     """
 
@@ -73,6 +78,7 @@ class Backbone:
     config: ModelConfig
     needs: frozenset[str]
     final: FinalNorm | None = None
+    loss_scale: float = 1.0
     _bases: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = field(default_factory=dict)
 
     @property
@@ -147,60 +153,6 @@ class Backbone:
             self.reward.train(top)
 
 
-def find_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is the fastest one.
-
-    Raises:
-        ModelError: PyTorch finds none on this machine.
-    """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(device for device in available if available[device])
-    if not available[name]:
-        raise ModelError(f"[model] device = {name!r}: PyTorch finds none on this machine; use auto or cpu")
-    return torch.device(name)
-
-
-def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
-    """``kind.from_pretrained(name, **options)``: from a folder, the hub, or the hub's local cache.
-
-    Args:
-        kind: one of transformers' ``Auto`` classes.
-        key: the setting that holds the name, for messages.
-        name: a folder or a hub name.
-        what: the kind of thing to load in words, for messages.
-
-    Raises:
-        ModelError: nothing of that name can be loaded.
-    """
-    from safetensors import SafetensorError
-
-    folder, needed = Path(name), "give one with config.json, weights and tokenizer"
-    if folder.is_dir():
-        if not any(folder.iterdir()):
-            raise ModelError(f"{key} = {name!r}: the folder is empty; {needed}")
-    elif folder.exists():
-        raise ModelError(f"{key} = {name!r}: this is a file; give a folder")
-    # The hub has no such names, so a folder is meant. The hub client's message would mislead.
-    elif name[:1] in ("/", ".", "~") or name.count("/") > 1:
-        raise ModelError(f"{key} = {name!r}: no such folder; {needed}")
-    with nullcontext(True) if folder.is_dir() else hub.in_reach() as answers:
-        try:
-            return kind.from_pretrained(name, **options)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            if not answers:
-                raise ModelError(
-                    f"{key} = {name!r}: the Hugging Face hub does not answer (or HF_HUB_OFFLINE is set), "
-                    f"its local cache holds no {what} of that name, and there is no such folder; give one "
-                    "with config.json, weights and tokenizer, or run once where there is a network"
-                ) from error
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ModelError(
-                f"{key} = {name!r}: no {what} could be loaded from there "
-                f"(a folder with config.json, weights and tokenizer, or a hub name): {reason[:_REASON]}"
-            ) from error
-
-
 def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozenset({"lora"})) -> Backbone:
     """Load a causal language model and its tokenizer, freeze it and put LoRA on it.
 
@@ -212,15 +164,12 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     Raises:
         ModelError: no model under that name, no module to adapt, or a part that the model cannot have.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    source = ("[model] name", config.name)
-    tokenizer = load_pretrained(AutoTokenizer, *source, "tokenizer", revision=config.revision)
-    model = load_pretrained(
-        AutoModelForCausalLM, *source, "causal language model", revision=config.revision, dtype=dtype
+    tokenizer = load_pretrained(
+        AutoTokenizer, "[model] name", config.name, "tokenizer", revision=config.revision
     )
-    return make_backbone(model, tokenizer, config, key, needs)
+    return make_backbone(load_causal(config), tokenizer, config, key, needs)
 
 
 def make_backbone(
@@ -242,19 +191,29 @@ def make_backbone(
         needs: as for :func:`load_backbone`.
 
     Raises:
-        ModelError: none of the modules to adapt is in the model, or it cannot have a part.
+        ModelError: none of the modules to adapt is in the model, or it cannot have a part, its dtype or
+            ``checkpointing``.
     """
     unknown = needs - PART_BUILDERS.keys() - _FLAGS
     if unknown:
         raise ModelError(f"no such part of a model: {', '.join(sorted(unknown))}")
+    if config.quantize is not None and (parts := sorted(needs & _PRODUCTS)):
+        raise ModelError(
+            f"[model] quantize = {config.quantize!r}: the method or the merge rule needs whole weights (for "
+            f"{' and '.join(parts)}), not 4 bits of each: leave it out, or take another method"
+        )
     family = FAMILIES.get(model.config.model_type)
     model.requires_grad_(False)
     wrapped: Any = model if WEIGHTS in needs else _with_lora(model, config, family, "outputs" in needs)
     device = find_device(config.device)
+    check_dtype(config, device)
     wrapped.to(device).eval()
+    keep_four_bits(wrapped)
     if config.fast:
         fuse(wrapped)
     causal = wrapped if WEIGHTS in needs else wrapped.get_base_model()
+    if config.checkpointing:
+        recompute_blocks(causal)
     final = None if family is None else FinalNorm(getattr(causal.base_model, family.final_norm))
     context = PartContext(causal, family, config, key, needs)
     try:

@@ -94,9 +94,21 @@ class ModelConfig(StrictModel):
     variational: VariationalSettings = Field(
         default_factory=lambda: VariationalSettings(), description="for selectors with a latent taste"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the frozen model")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="dtype of the frozen model; float16 is for GPUs"
+    )
+    quantize: Literal["nf4", "fp4"] | None = Field(
+        None,
+        description="keep the linear layers of the frozen model in 4 bits of this kind, by bitsandbytes; "
+        "left out: in dtype",
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="where the model lives")
     fast: bool = Field(True, description="use the fast paths where the model family allows them")
+    checkpointing: bool = Field(
+        False,
+        description="compute the inner values of every block a second time in the backward pass, not keep "
+        "them: less memory, more time, the same numbers",
+    )
 
     @model_validator(mode="after")
     def _trainable(self) -> ModelConfig:
@@ -105,4 +117,14 @@ class ModelConfig(StrictModel):
                 f"train = 'full' trains every weight, in float32: leave dtype = {self.dtype!r} out, which is "
                 "for frozen models"
             )
+        if self.train == "full" and self.quantize is not None:
+            raise ValueError(
+                f"train = 'full' trains every weight, and weights of 4 bits cannot train: leave quantize = "
+                f"{self.quantize!r} out"
+            )
         return self
+
+    def unread(self) -> set[str]:
+        """Keys at their defaults that earlier versions did not have: digests of settings leave them out."""
+        new = ("train", "checkpointing")
+        return {name for name in new if getattr(self, name) == type(self).model_fields[name].default}

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from prefed.models.backbone import Backbone, ModelError
+from prefed.models.backbone import Backbone
+from prefed.models.pretrained import ModelError
 from prefed.models.taste_map import TASTE_MAP
 
 

@@ -62,7 +62,7 @@ class PeerRounds(Course):
 
     def _round(self, own: State, number: int) -> State:
         started, job = time.perf_counter(), self.job
-        now, tally, evaluation = job.round(number), Tally(), None
+        now, tally, evaluated = job.round(number), Tally(), None
         self.begin(number)
         if job.topology.config.order == "mix_train":
             own = self._mix(own, self._message(own, now), "", now, tally)
@@ -77,8 +77,8 @@ class PeerRounds(Course):
                 return job.method.publish(own, client)
 
             with self.watch.limit(self.visit_timeout, "its evaluation than [engine] visit_timeout"):
-                evaluation = self.evaluate(publish, number)
-        self.commit(own, [self.client], evaluation, tally, time.perf_counter() - started, self.watch.least)
+                evaluated = self.evaluate(publish, number)
+        self.commit(own, [self.client], evaluated, tally, time.perf_counter() - started, self.watch.least)
         self.watch.committed(number)
         return own
 

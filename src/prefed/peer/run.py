@@ -32,7 +32,7 @@ from prefed.wire import encode
 
 FORMAT = 1
 """Of what peers tell each other; peers of two formats do not agree."""
-_OWN = ("engine.", "align.", "data.partition.", "graph.file", "track.")
+_OWN = ("engine.", "align.", "data.partition.", "graph.file", "track.", "model.checkpointing")
 """Beginnings of settings, besides places of files, in which peers may differ."""
 
 
@@ -131,6 +131,8 @@ def _check(experiment: Experiment) -> None:
         )
     if experiment.align is not None:
         raise ValueError("[align] trains a server's own model, and peers have no server: leave it out")
+    if experiment.stop is not None:
+        raise ValueError("[stop] judges by all clients' figures, and a peer has its own alone: leave it out")
 
 
 def _data(experiment: Experiment, writer: RunWriter) -> FederatedDataset:

@@ -40,6 +40,8 @@ def print_result(
     small = small_clients_note(summary["preference_accuracy"])
     if small:
         console.print(small, markup=False, soft_wrap=True)
+    if "stop" in summary:
+        console.print(best_line(summary["stop"]), markup=False, soft_wrap=True)
     if summary["dropped"]:
         uploads = pluralize(summary["dropped"], "upload was", "uploads were")
         console.print(f'{uploads} dropped: see "dropped" in rounds.jsonl', style="yellow")
@@ -88,6 +90,25 @@ def privacy_line(privacy: Mapping[str, Any]) -> str:
     return (
         f"privacy: {privacy['kind']}, epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g} "
         f"({privacy['adjacency']}; {privacy['bound']}; {releases}{known})"
+    )
+
+
+def best_line(stop: Mapping[str, Any]) -> str:
+    """Which round was the best, by what, and whether the run stopped before its last.
+
+    >>> stop = {"metric": "preference_accuracy", "over": "mean", "stopped": True}
+    >>> stop |= {"last": {"round": 9, "value": 0.61}, "best": {"round": 6, "value": 0.66}}
+    >>> best_line(stop).partition(": ")[2]
+    '6 (0.660; 0.610 after the last, 9, where the run stopped)'
+    """
+    by, last, best = f"{stop['over']} {stop['metric'].replace('_', ' ')}", stop["last"], stop.get("best")
+    if best is None:
+        return f"no round has a finite {by} on validation pairs: none is the best"
+    ended = ", where the run stopped" if stop["stopped"] else ""
+    value = "not finite" if last["value"] is None else f"{last['value']:.3f}"
+    return (
+        f"best round by {by} on validation pairs: {best['round']} ({best['value']:.3f}; {value} after the "
+        f"last, {last['round']}{ended})"
     )
 
 

@@ -13,6 +13,7 @@ from prefed.core import Key, Owner
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.engines import Job
 from prefed.engines.diagnostics import Diagnostics
+from prefed.engines.stopping import Stopping
 from prefed.merge import Aggregator, TooFewUploads
 from prefed.merge.robust import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
@@ -130,6 +131,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         graph=graph,
         diagnostics=_diagnostics(experiment),
         sampling=experiment.cohort.sampling,
+        stop=_stopping(experiment),
     )
     _check_cohort(experiment, job)
     return job
@@ -149,6 +151,16 @@ def _diagnostics(experiment: Experiment) -> Diagnostics | None:
         raise ConfigError("[evaluate] diagnose: objective 'ppo' has no gradient on given pairs; leave it out")
     uniform = experiment.whole_graph is not None or experiment.merge.weights == "uniform"
     return Diagnostics(evaluate.diagnose, evaluate.diagnostic_pairs, goal, settings.step_pairs(), uniform)
+
+
+def _stopping(experiment: Experiment) -> Stopping | None:
+    """How ``[stop]`` has the rounds judged; the loss is the one that an evaluation of the models reports."""
+    stop = experiment.stop
+    if stop is None:
+        return None
+    loss = "choice_loss" if experiment.method.kind.reads == "choice" else "dpo_loss"
+    metric = loss if stop.metric == "loss" else stop.metric
+    return Stopping(metric, stop.over, stop.patience, stop.delta)
 
 
 def _work(

@@ -80,6 +80,7 @@ def write_model(
     selector: int | None = None,
     taste: str | None = None,
     merge: bool = False,
+    best: bool = False,
 ) -> Export:
     """Write the model that all clients share, or the one that is asked for, into ``folder``.
 
@@ -88,13 +89,14 @@ def write_model(
         selector: one of several selectors, by its number.
         taste: the aligned model that takes a taste, at this one.
         merge: a whole model, not an adapter.
+        best: after the best round by validation pairs, and not after the last.
 
     Raises:
         RunError: there is no finished run, or no such client, selector or single model.
         ModelError: the folder's format has no place for the model.
     """
     silence_transformers()
-    loaded_run = load_run(run, data=needs_pairs(taste))
+    loaded_run = load_run(run, data=needs_pairs(taste), best=best)
     backbone, more, name = loaded_run.backbone, list[str](), None
     if taste is not None:
         from prefed.runs.texts import Models

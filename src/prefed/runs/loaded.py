@@ -42,7 +42,7 @@ class LoadedRun:
 
     @cached_property
     def server(self) -> State:
-        """The server's state after the last round."""
+        """The server's state after the last round, or the best one where that was loaded."""
         return self.reader.server()
 
     @property
@@ -71,12 +71,12 @@ class LoadedRun:
         return client
 
     def private_state(self, client: str) -> State:
-        """The private state of ``client`` after the last round; raises as :meth:`check`."""
+        """The private state of ``client`` after that round; raises as :meth:`check`."""
         state = self.reader.client(self.check(client))
         return self.method.init_client(self.backbone.initial, client) if state is None else state
 
     def model(self, client: str) -> Tensors:
-        """The tensors (full layout) with which ``client`` predicts after the last round.
+        """The tensors (full layout) with which ``client`` predicts after that round.
 
         A client that never took part has the tensors that the server publishes, and personal tensors as they
         start.
@@ -147,7 +147,7 @@ class LoadedRun:
         return first
 
 
-def load_run(path: str | Path, *, data: bool = False) -> LoadedRun:
+def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> LoadedRun:
     """Load a finished run's base model and states.
 
     Transformers' progress bars and notices stay off the terminal, as in the commands, unless
@@ -157,15 +157,21 @@ def load_run(path: str | Path, *, data: bool = False) -> LoadedRun:
         data: the caller needs the run's pairs. The tokens in the run directory are used; where they were
             deleted, they are made again from the sources. With ``False`` a run without its tokens is loaded
             without pairs.
+        best: the states after the best round by validation pairs, and not those after the last.
 
     Raises:
-        RunError: there is no finished run, or its settings, its model or its data changed.
+        RunError: there is no finished run, it keeps no best round, or its settings, its model or its data
+            changed.
         ModelError, DataError: the base model or the data cannot be loaded.
     """
     record = read_run(path)
+    if best and "best" not in record.summary.get("stop", {}):
+        raise RunError(
+            f"{path} keeps no best round: it was run without a table [stop]; leave out --round best"
+        )
     silence_transformers()
     try:
-        reader = RunReader(path)
+        reader = RunReader(path, best=best)
     except StoreError as error:
         raise RunError(f"{path} has lost its checkpoint/, which holds the model: {error}") from error
     config, digest = record.path / "config.toml", reader.commit.settings

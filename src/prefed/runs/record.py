@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,13 @@ class RunRecord:
     rounds: tuple[Mapping[str, Any], ...]
     summary: Mapping[str, Any]
     fingerprint: Mapping[str, str]
+
+    def at_best(self) -> RunRecord:
+        """The run as its best round by validation pairs left it; what it cost is that of the whole run."""
+        best = self.summary["stop"]["best"]
+        number = best["round"]
+        summary = {**self.summary, **best, "rounds": number}
+        return replace(self, rounds=self.rounds[:number], summary=summary)
 
     @property
     def name(self) -> str:

@@ -19,11 +19,14 @@ from prefed.store import RunWriter, StoreError
 _PLACES = ("data.*.path", "model.name", "method.reward_model", "fleet.trace", "graph.file")
 """Settings that say where data, models, traces and graphs lie."""
 
-_CHANGEABLE = {"engine.name", "engine.workers", "engine.visit_timeout"}
+_CHANGEABLE = {
+    *("engine.name", "engine.workers", "engine.visit_timeout", "engine.devices", "model.checkpointing"),
+}
 """Settings that change no number. A resumed run may have others."""
 
 _NOT_CACHED = {
-    *("rounds", "cohort", "evaluate", "engine", "merge", "privacy", "fleet", "graph", "align", "track"),
+    *("rounds", "cohort", "evaluate", "stop", "engine", "merge", "privacy", "fleet", "graph", "align"),
+    "track",
 }
 """Keys and tables of an experiment that nothing in ``cache/`` depends on."""
 

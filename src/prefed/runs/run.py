@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from prefed import files
 from prefed.align import check_inputs
 from prefed.config import Experiment, RayConfig
@@ -23,6 +25,7 @@ from prefed.engines import (
     ServerRounds,
     backend_name,
     check_backend,
+    check_devices,
 )
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
@@ -111,9 +114,9 @@ def run(
         TrackerError: a tool of ``[track]`` cannot be used on this machine.
         RoundError: no client answered in a round, or none could be evaluated after the last.
         AlignError: the alignment after the rounds cannot go on.
-        WorkerError: a worker process died or took longer than ``engine.visit_timeout``; or with the engine
-            ``ray``, its package is missing, the cluster is too small or has no machine left, or a visit has
-            lost several actors.
+        WorkerError: ``engine.devices`` names one that is not there; a worker process died or took longer than
+            ``engine.visit_timeout``; or with the engine ``ray``, its package is missing, the cluster is too
+            small or has no machine left, or a visit has lost several actors.
     """
     path = Path(out) if out is not None else default_out(experiment)
     callback = Callbacks(callbacks)
@@ -122,6 +125,9 @@ def run(
 
         callback = Callbacks([Terminal(), callback])
     check_backend(experiment.engine.name)
+    if numbers := check_devices(experiment.engine.devices or ()):
+        # The model of this process lies on the first.
+        torch.cuda.set_device(numbers[0])
     if experiment.align is not None:
         check_inputs(experiment.align, experiment.data)
         check_judge(experiment.align)
@@ -132,7 +138,8 @@ def run(
     ):
         try:
             experiment = reconcile(experiment, writer)
-            finished = writer.round == experiment.rounds and (path / "summary.json").exists()
+            ended = writer.round == experiment.rounds or writer.stopped
+            finished = ended and (path / "summary.json").exists()
             if not finished or moved(experiment, writer):
                 _run_rounds(experiment, writer, telling)
             else:
@@ -211,7 +218,12 @@ def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
     engine = experiment.engine
     factory, ray = job_factory(experiment, writer.path / "cache"), engine.ray or RayConfig()
     settings = BackendSettings(
-        engine.workers, engine.threads or 1, engine.visit_timeout, ray.address, ray.num_gpus
+        engine.workers,
+        engine.threads or 1,
+        engine.visit_timeout,
+        ray.address,
+        ray.num_gpus,
+        tuple(engine.devices or ()),
     )
     make = BACKENDS[backend_name(engine.name, engine.workers)]
     return make(job, factory, writer.states, settings)

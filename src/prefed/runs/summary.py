@@ -31,22 +31,20 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
     assert writer.last is not None
     assert writer.commit is not None
     public = _public(job, profiles)
-    last, totals, evaluation = writer.last, writer.commit.totals, writer.last["evaluation"]
+    last, totals = writer.last, writer.commit.totals
     layout, ownership = job.trainers.initial.layout, job.method.ownership
     moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
-    counts = ("split", "left_out", "not_evaluated", "not_finite")
-    accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)))
-    names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, *counts)
     return {
         "method": job.method.name,
         "rounds": writer.round,
         **({"selectors": list(job.jury)} if job.jury else {}),
         "seed": job.seed,
-        **{name: evaluation[name] for name in names if name in evaluation},
+        **_evaluated(job, last["evaluation"]),
         "loss": last["loss"],
         **({"time": last["time"]} if "time" in last else {}),
         **_stationarity(writer),
         **told(job, writer.round, writer.begun.times()),
+        **_best(job, writer),
         **({"personal": public} if public else {}),
         "parameters": {
             # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.
@@ -66,6 +64,33 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
             **{name: version(name) for name in ("prefed", "torch", "transformers", "peft")},
         },
     }
+
+
+def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """What a summary has of an evaluation, in its order."""
+    counts = ("split", "left_out", "not_evaluated", "not_finite")
+    accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)))
+    names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, *counts)
+    return {name: evaluation[name] for name in names if name in evaluation}
+
+
+def _best(job: Job, writer: RunWriter) -> dict[str, Any]:
+    """Which round was the best by validation pairs, and the figures of the evaluation after it."""
+    best = writer.commit.best if writer.commit else None
+    if job.stop is None or best is None:
+        return {}
+    told: dict[str, Any] = {
+        "metric": job.stop.metric,
+        "over": job.stop.over,
+        "split": "validation",
+        "stopped": writer.stopped,
+        "last": {"round": best["last_round"], "value": best["last"]},
+    }
+    if best["round"]:
+        record = RunReader(writer.path).rounds()[best["round"] - 1]
+        figures = {"round": best["round"], "value": best["value"]}
+        told["best"] = {**figures, **_evaluated(job, record["evaluation"])}
+    return {"stop": told}
 
 
 def _stationarity(writer: RunWriter) -> dict[str, float]:

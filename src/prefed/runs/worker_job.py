@@ -27,7 +27,10 @@ def job_factory(experiment: Experiment, cache: Path) -> JobFactory:
     Args:
         cache: the folder in which :func:`~prefed.runs.build.build_job` has built the run's job.
     """
-    order = {"experiment": to_toml(experiment), "folder": str(cache.resolve())}
+    # A worker sees no device but its own.
+    engine = experiment.engine.model_copy(update={"devices": None})
+    text = to_toml(experiment.model_copy(update={"engine": engine}))
+    order = {"experiment": text, "folder": str(cache.resolve())}
     ray, settings = experiment.engine.ray, flatten(experiment.tables())
     names = _FILES if ray is not None and not ray.ship_model else (*_MODELS, *_FILES)
     paths = {name: Path(settings[name]) for name in names if name in settings}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from prefed import files
 from prefed.wire import WireError, decode_state
@@ -25,6 +26,12 @@ def damaged(path: Path, why: object) -> StoreError:
     """What is raised where a file is not what was written."""
     advice = "put a copy of it back, or start a new run with another --out"
     return StoreError(f"{path} is damaged: {why}; {advice}")
+
+
+def missing_best(run: Path, number: int) -> StoreError:
+    """What is raised where the commit of the best round is gone."""
+    path = _commit_path(run / "checkpoint", number)
+    return StoreError(f"{run} is damaged: the commit of its best round {number} is missing; put back {path}")
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Commit:
             did not write it, as with ``private``.
         digests: of the files that the commit names, as far as they are known.
         private: file name of every client that has a private state → the round it was written in.
+        best: what the run's best round is found by, and in ``round`` its number, 0 before the first. Its
+            commit and all that this names are kept. ``None`` where the last round is kept alone.
     """
 
     round: int
@@ -67,6 +76,12 @@ class Commit:
     settings: str | None = None
     digests: Digests = field(default_factory=Digests)
     private: Mapping[str, int] | None = None
+    best: Mapping[str, Any] | None = None
+
+    @property
+    def best_round(self) -> int:
+        """The round that is kept beside the last; 0 for none."""
+        return 0 if self.best is None else int(self.best["round"])
 
 
 def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
@@ -90,6 +105,7 @@ def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
             settings=content.get("settings"),
             digests=Digests(**content.get("digests", {})),
             private=content.get("private"),
+            best=content.get("best"),
         )
     except FileNotFoundError:
         return None
@@ -103,9 +119,11 @@ def write_commit(folder: Path, commit: Commit, kept: int | None = None) -> None:
     Its owner alone may read it: digests tell whether two private states are equal.
 
     Args:
-        kept: the round of the commit, to keep it beside ``COMMIT.json`` for later.
+        kept: the round of the commit, to keep it beside ``COMMIT.json``: to go back to, or as the best.
     """
     content = vars(commit) | {"digests": vars(commit.digests)}
+    if commit.best is None:
+        del content["best"]
     data = files.dumps_with_digest({"format": FORMAT, **content}, indent=1)
     files.write(_commit_path(folder, kept), data, mode=0o600)
 

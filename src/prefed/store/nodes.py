@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from prefed import files
@@ -119,6 +120,8 @@ class NodeStates:
         self._round, self._digest = 0, ""
         self._current: NodeFile | None = None
         self._new: dict[str, NodeFile] = {}
+        # The rounds of earlier commits that are kept.
+        self._earlier: frozenset[int] = frozenset()
 
     def current(self) -> NodeFile | None:
         """The committed states; ``None`` before the first round, when every node has its first.
@@ -148,17 +151,22 @@ class NodeStates:
             files.remove(self._path(name))
         self._new = {}
 
-    def recover(self, run: Path, commit: Commit | None) -> None:
-        """Learn which file counts, and remove all others.
+    def recover(self, run: Path, commit: Commit | None, kept: Iterable[Commit] = ()) -> None:
+        """Learn which files count, and remove all others.
+
+        Args:
+            kept: earlier commits, whose states stay.
 
         Raises:
-            StoreError: the one that counts is missing.
+            StoreError: one that counts is missing.
         """
         for path in self.folder.glob(f"*{files.TEMPORARY}"):
             files.remove(path)
         self._round = commit.round if commit else 0
         self._digest = (commit.digests.nodes if commit else None) or ""
-        keep_versions(run, self.folder, [("nodes", self._round)] if self._digest else [], "the nodes'")
+        self._earlier = _rounds(kept)
+        counting = self._earlier | ({self._round} if self._digest else set())
+        keep_versions(run, self.folder, [("nodes", number) for number in counting], "the nodes'")
 
     def prepare(self, number: int) -> str | None:
         """Bring the next states to the disk, for the commit of round ``number``; their digest."""
@@ -172,18 +180,25 @@ class NodeStates:
         files.sync(self.folder)
         return files.file_digest(path)
 
-    def finish(self, commit: Commit) -> None:
-        """Delete what ``commit``, which is on the disk, has replaced."""
+    def finish(self, commit: Commit, kept: Iterable[Commit] = ()) -> None:
+        """Delete what ``commit``, which is on the disk, has replaced, but for what ``kept`` commits name."""
         self.rollback()
         if self._current is not None:
             self._current.close()
             self._current = None
-        if self._digest:
-            files.remove(path_of(self.folder, "nodes", self._round))
+        replaced = self._earlier | ({self._round} if self._digest else set())
         self._round, self._digest = commit.round, commit.digests.nodes or ""
+        self._earlier = _rounds(kept)
+        for number in sorted(replaced - self._earlier - {self._round}):
+            files.remove(path_of(self.folder, "nodes", number))
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{files.TEMPORARY}"
+
+
+def _rounds(commits: Iterable[Commit]) -> frozenset[int]:
+    """The rounds of those commits that name the states of nodes."""
+    return frozenset(commit.round for commit in commits if commit.digests.nodes is not None)
 
 
 def read_node(folder: Path, commit: Commit, node: int) -> torch.Tensor:

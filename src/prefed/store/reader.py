@@ -17,6 +17,7 @@ from prefed.store.commit import (
     StoreError,
     client_file,
     damaged,
+    missing_best,
     path_of,
     private_versions,
     read_commit,
@@ -29,25 +30,42 @@ from prefed.wire import decode_state
 class RunReader:
     """A run directory to read from, also while the run goes on.
 
+    Args:
+        best: read the run as it was after its best round, and not after the last.
+
     Attributes:
         path: the run directory.
         commit: the last that was looked at.
 
     Raises:
-        StoreError: no round was ever committed there; (from its methods) a file is missing or damaged.
+        StoreError: no round was ever committed there, or no best one is kept; (from its methods) a file is
+            missing or damaged.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, best: bool = False) -> None:
         self.path = Path(path)
         self._folder = self.path / "checkpoint"
+        self._best = best
         self._look()
 
     def _look(self) -> None:
         commit = read_commit(self._folder)
         if commit is None:
             raise StoreError(f"{self.path} holds no run: {self._folder / 'COMMIT.json'} is missing")
-        self.commit = commit
-        self._private = private_versions(self._folder / "clients", commit)
+        self.commit = self._best_of(commit) if self._best else commit
+        self._private = private_versions(self._folder / "clients", self.commit)
+
+    def _best_of(self, last: Commit) -> Commit:
+        """The commit of the best round, which a run that goes on may replace by a better one."""
+        while True:
+            if not last.best_round:
+                raise StoreError(f"{self.path} keeps no best round: its run had no table [stop]")
+            commit = read_commit(self._folder, last.best_round)
+            if commit is not None:
+                return commit
+            before, last = last, read_commit(self._folder) or last
+            if last.best_round == before.best_round:
+                raise missing_best(self.path, last.best_round)
 
     def server(self) -> State:
         """The server's state after the last committed round."""

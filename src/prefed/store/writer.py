@@ -21,6 +21,7 @@ from prefed.store.commit import (
     damaged,
     keep_versions,
     kept_commits,
+    missing_best,
     path_of,
     read_commit,
     read_state,
@@ -39,7 +40,7 @@ class RunWriter:
         begun: how often each round was begun, where that is counted.
         commit: the last commit; ``None`` before the first one.
         last: the record of the last committed round. Earlier records are not kept in memory.
-        kept: round → commit that :meth:`go_back` can return to.
+        kept: round → commit that :meth:`go_back` can return to, or that of the best round.
 
     Args:
         path: the run directory. It is created if it does not exist. Its private files are only for its owner.
@@ -92,6 +93,12 @@ class RunWriter:
     def round(self) -> int:
         """The last committed round; 0 before the first."""
         return self.commit.round if self.commit else 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended before its last round, because it got no better."""
+        best = self.commit.best if self.commit else None
+        return best is not None and bool(best["stopped"])
 
     def config(self) -> dict[str, Any] | None:
         """The stored experiment, if any."""
@@ -180,17 +187,25 @@ class RunWriter:
         record: Mapping[str, Any],
         totals: Mapping[str, float],
         keep: int | None = None,
+        best: Mapping[str, Any] | None = None,
     ) -> None:
         """Commit the next round: ``server``, every accepted state, the round's record and the totals.
 
         Args:
             keep: the server's states after this round and after later ones stay, for uploads that start from
                 them; left out: the newest alone.
+            best: as :attr:`Commit.best` has it; left out: as in the commit before. That round's states stay.
         """
         assert self.commit is not None, "begin() comes first"
         content, number = plain(record), self.round + 1
         self._commit(
-            number, totals, self.commit.fingerprint, server, content, number if keep is None else keep
+            number,
+            totals,
+            self.commit.fingerprint,
+            server,
+            content,
+            number if keep is None else keep,
+            self.commit.best if best is None else plain(best),
         )
         self.last = content
 
@@ -228,6 +243,7 @@ class RunWriter:
         server: bytes,
         record: Mapping[str, Any] | None,
         keep: int = 0,
+        best: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the files of round ``number``, commit them, and then delete the files that they replace."""
         self._check()
@@ -238,27 +254,35 @@ class RunWriter:
             line = json.dumps(record, allow_nan=False).encode() + b"\n"
             files.append(self.path / "rounds.jsonl", line)
             self._log.update(line)
-        before = self._server_digests()
-        past = {str(version): digest for version, digest in before.items() if version >= keep}
+        before, pinned = self._server_digests(), 0 if best is None else best["round"]
+        past = {
+            str(version): digest
+            for version, digest in before.items()
+            if version >= keep or (pinned and version == pinned)
+        }
         digests = Digests(
             files.digest(server), self._log.hexdigest(), clients, past, self.nodes.prepare(number)
         )
-        commit = Commit(number, dict(totals), dict(fingerprint), self._settings, digests, versions)
-        if self._returnable:
+        commit = Commit(number, dict(totals), dict(fingerprint), self._settings, digests, versions, best)
+        if self._returnable or (pinned and pinned == number):
             write_commit(self._folder, commit, number)
         write_commit(self._folder, commit)
         self.commit = commit
-        if self._returnable:
+        if self._returnable or pinned:
             self._keep_commits({**self.kept, number: commit}, keep)
         self.states.finish(commit, self.kept.values())
-        self.nodes.finish(commit)
+        self.nodes.finish(commit, self.kept.values())
         for version in before.keys() - {int(version) for version in past}:
             files.remove(path_of(self._folder, "server", version))
         self._committing = False
 
     def _keep_commits(self, commits: Mapping[int, Commit], first: int) -> None:
-        """Keep those of ``commits`` from round ``first`` on, and remove the files of all others."""
-        self.kept = {number: commit for number, commit in commits.items() if number >= first}
+        """Keep those of ``commits`` from round ``first`` on to go back to, or that of the best round, and
+        remove the files of all others.
+        """
+        best = self.commit.best_round if self.commit else 0
+        wanted = {number for number in commits if (self._returnable and number >= first) or number == best}
+        self.kept = {number: commits[number] for number in sorted(wanted)}
         for number, path in kept_commits(self._folder).items():
             if number not in self.kept:
                 files.remove(path)
@@ -295,8 +319,11 @@ class RunWriter:
         numbers = sorted(kept_commits(self._folder).keys() & self._server_digests().keys())
         commits = ((number, read_commit(self._folder, number)) for number in numbers)
         self._keep_commits({number: commit for number, commit in commits if commit}, 0)
+        best = self.commit.best_round if self.commit else 0
+        if best and best not in self.kept:
+            raise missing_best(self.path, best)
         self.states.recover(self.path, self.commit, self.kept.values())
-        self.nodes.recover(self.path, self.commit)
+        self.nodes.recover(self.path, self.commit, self.kept.values())
         size, self._log, self.last = 0, files.Hasher(), None
         for record, line in records_in(log, self.commit) if self.commit else ():
             self.last, size = record, size + len(line)

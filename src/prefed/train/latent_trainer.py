@@ -24,7 +24,7 @@ from prefed.train.pair_model import PairModel
 from prefed.train.ppo import RolloutCache
 from prefed.train.references import ReferenceLogprobs
 from prefed.train.response_features import ResponseFeatures
-from prefed.train.steps import PhaseSteps, batches, dropout
+from prefed.train.steps import PhaseSteps, backward, batches, dropout, read_gradient
 
 CONTEXT = 16
 """The most pairs of a context."""
@@ -86,7 +86,7 @@ class LatentTrainer:
         with dropout(backbone, trunk=self._adapted):
             prior = LatentPrior(settings, backbone.device)
             figures = self._backward(rows, batch, settings, prior, key)
-        return Tensors(backbone.layout, backbone.grad.to("cpu", copy=True)), figures["loss"]
+        return read_gradient(backbone), figures["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean log-likelihood loss over ``rows`` at the taste in ``tensors``, without dropout."""
@@ -176,7 +176,7 @@ class LatentTrainer:
         orders = self._selector.log_odds(self._weights, self._features.get(batch), z, base, keep, generator)
         values, more = CHOICE(ChoiceBatch(orders, self._signs(batch)))
         loss = values.mean() + terms
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward(self._model.backbone, loss)
         finish()
         figures |= {"loss": loss, "nll": values.mean(), **more}
         return {name: float(value.detach()) for name, value in figures.items()}

@@ -16,7 +16,7 @@ from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.ppo import RolloutCache
 from prefed.train.references import ReferenceLogprobs
-from prefed.train.steps import PhaseSteps, batches, dropout
+from prefed.train.steps import PhaseSteps, backward, batches, dropout, read_gradient
 
 
 class LossTrainer:
@@ -70,7 +70,7 @@ class LossTrainer:
         with dropout(backbone, trunk=True):
             backbone.grad.zero_()
             figures = self._backward(batch, loss, {**loss.memory, **objective.settings}, key)
-        return Tensors(backbone.layout, backbone.grad.to("cpu", copy=True)), figures["loss"]
+        return read_gradient(backbone), figures["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean loss over ``rows`` as one batch, without dropout."""
@@ -132,14 +132,14 @@ class LossTrainer:
 
         if len(groups) == 1:
             values, figures = losses(forward(0), rows)
-            (share * values.mean()).backward()  # type: ignore[no-untyped-call]
+            backward(model.backbone, share * values.mean())
         elif not loss.batch_statistics:
             # The loss of a pair depends on that pair alone, so each group runs forward and backward once.
             outputs = []
             for number, group in enumerate(groups):
                 part = forward(number)
                 values, _ = losses(part, group)
-                (share * values.sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
+                backward(model.backbone, share * values.sum() / len(rows))
                 outputs.append(part.detach())
             values, figures = losses(torch.cat(outputs), rows)
         else:
@@ -152,7 +152,7 @@ class LossTrainer:
             (slope,) = torch.autograd.grad(share * values.mean(), whole)
             start = 0
             for number, group in enumerate(groups):
-                forward(number).backward(slope[start : start + len(group)])  # type: ignore[no-untyped-call]
+                backward(model.backbone, forward(number), slope[start : start + len(group)])
                 start += len(group)
         mean = float(values.detach().mean())
         return {"loss": mean, **{name: float(value) for name, value in figures.items()}}

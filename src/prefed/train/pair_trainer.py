@@ -25,6 +25,7 @@ from prefed.train.ppo import PPOTrainer, RolloutCache
 from prefed.train.references import ReferenceLogprobs
 from prefed.train.response_features import ResponseFeatures
 from prefed.train.rewards import Rewards
+from prefed.train.steps import first_loss_scale
 
 
 class ObjectiveTrainer(Protocol):
@@ -82,6 +83,7 @@ class PairTrainer:
         tastes: torch.Tensor | None = None,
     ) -> None:
         self.backbone = backbone
+        backbone.loss_scale = first_loss_scale(backbone)
         self.model = PairModel(backbone, tokens, max_tokens=max_tokens, fast=fast, tastes=tastes)
         self.references = ReferenceLogprobs(self.model, cache, name)
         self.trainers: Mapping[str, ObjectiveTrainer] = {}

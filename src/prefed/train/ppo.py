@@ -18,7 +18,7 @@ from prefed.models import ModelError
 from prefed.train.pair_cache import Rows, TokenLogprobCache
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards
-from prefed.train.steps import PhaseSteps, batches
+from prefed.train.steps import PhaseSteps, backward, batches, read_gradient
 from prefed.train.tokenwise import TokenOutputs, token_outputs
 
 
@@ -124,7 +124,7 @@ class PPOTrainer:
         backbone.train_only(names)
         backbone.grad.zero_()
         figures = self._backward(batch, start, settings, None)
-        return Tensors(backbone.layout, backbone.grad.to("cpu", copy=True)), figures["loss"]
+        return read_gradient(backbone), figures["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """The loss of a first step on all ``rows``."""
@@ -212,7 +212,7 @@ class PPOTrainer:
             losses, figures = ppo(old, outputs.logprobs, outputs.values, outputs.entropies, **coefficients)
             loss = losses.sum() / (len(rows) if settings["sums"] else total)
             if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
+                backward(model.backbone, loss)
             sums["loss"] += float(loss.detach())
             for name, value in figures.items():
                 sums[name] += float(value) * len(losses) / total

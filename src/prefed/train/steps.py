@@ -8,10 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
-from prefed.core import Key, Phase, PhaseResult
+from prefed.core import Key, Phase, PhaseResult, Tensors
 from prefed.models import Backbone
 from prefed.train.optim import FlatOptimizer
 from prefed.train.pair_cache import Rows
+
+LOSS_SCALE = 2.0**10
+"""Factor of a loss whose gradient passes a model in float16, which has no number but 0 below 6e-8."""
 
 
 def batches(rows: Rows, phase: Phase, key: Key) -> Iterator[Rows]:
@@ -50,14 +53,40 @@ def dropout(backbone: Backbone, *, trunk: bool) -> Iterator[None]:
             backbone.dropout()
 
 
+def first_loss_scale(backbone: Backbone) -> float:
+    """The loss scale with which a phase begins, and of a gradient by itself."""
+    return LOSS_SCALE if backbone.dtype == torch.float16 else 1.0
+
+
+def backward(backbone: Backbone, loss: torch.Tensor, slope: torch.Tensor | None = None) -> None:
+    """Add the gradient of ``loss`` to the backbone's buffer, times the backbone's loss scale.
+
+    Args:
+        slope: of whatever the loss is taken from, where ``loss`` holds several numbers.
+    """
+    if backbone.loss_scale != 1:
+        loss = loss * backbone.loss_scale
+    loss.backward(slope)  # type: ignore[no-untyped-call]
+
+
+def read_gradient(backbone: Backbone) -> Tensors:
+    """A copy of the gradient (full layout) in the backbone's buffer, on the CPU, without the loss scale."""
+    gradient = backbone.grad.to("cpu", copy=True)
+    return Tensors(backbone.layout, gradient if backbone.loss_scale == 1 else gradient / backbone.loss_scale)
+
+
 class PhaseSteps:
     """Takes the optimiser steps of one phase and averages their figures.
+
+    Where the frozen model is in float16, losses are scaled, and each phase begins with :data:`LOSS_SCALE`. A
+    step whose gradient overflows is left out, and the scale is halved (Micikevicius et al. 2018,
+    arXiv:1710.03740, section 3.2). The figure ``skipped`` is then the share of such steps.
 
     Args:
         backbone: holds the client's tensors. The phase's tensors are the only ones that get gradients.
 
     Attributes:
-        count: steps taken.
+        count: steps taken, with those left out.
     """
 
     def __init__(self, backbone: Backbone, phase: Phase) -> None:
@@ -65,13 +94,27 @@ class PhaseSteps:
         self._backbone, self._phase = backbone, phase
         self._optimizer = FlatOptimizer(backbone, phase)
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self.count = self._pairs = 0
+        self.count = self._pairs = self._skipped = 0
+        backbone.loss_scale = first_loss_scale(backbone)
 
     def take(self, batch: Rows, figures: dict[str, float]) -> None:
         """Step along the gradient in the backbone's buffer, which is that of ``batch``."""
+        self.count, self._pairs = self.count + 1, self._pairs + len(batch)
+        if self._overflows():
+            self._backbone.loss_scale /= 2
+            self._skipped += 1
+            self.add_figures({**figures, "skipped": 1.0})
+            return
         self._optimizer.add()
         self.add_figures({**figures, "grad_norm": self._optimizer.step()})
-        self.count, self._pairs = self.count + 1, self._pairs + len(batch)
+
+    def _overflows(self) -> bool:
+        """Take the loss scale out of the gradient; whether that made it infinite."""
+        scale, grad = self._backbone.loss_scale, self._backbone.grad
+        if scale == 1:
+            return False
+        grad.div_(scale)
+        return not bool(grad.isfinite().all())
 
     def add_figures(self, figures: Mapping[str, float]) -> None:
         """Count ``figures`` in the means."""
@@ -81,6 +124,8 @@ class PhaseSteps:
     def result(self, memory: Mapping[str, float], **figures: float) -> PhaseResult:
         """The tensors in the model, the means over the steps, and ``figures`` as they are."""
         means = {name: value / max(self.count, 1) for name, value in self._sums.items()} | figures
-        moments = None if self._phase.moments is None else self._optimizer.moments(self.count)
+        stepped = self.count - self._skipped
+        moments = None if self._phase.moments is None else self._optimizer.moments(stepped)
+        self._backbone.loss_scale = first_loss_scale(self._backbone)
         loss = means.pop("loss", 0.0)
         return PhaseResult(self._backbone.extract(), loss, self.count, self._pairs, means, memory, moments)

@@ -9,13 +9,21 @@ import torch
 
 from prefed.engines.backend import Backend, BackendSettings
 from prefed.engines.backends.actors import RayActors
-from prefed.engines.backends.processes import WorkerProcesses
+from prefed.engines.backends.processes import WorkerProcesses, check_devices
 from prefed.engines.backends.worker import WorkerError
 from prefed.engines.job import Job
 from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
-__all__ = ["BACKENDS", "InProcess", "RayActors", "WorkerProcesses", "backend_name", "check_backend"]
+__all__ = [
+    "BACKENDS",
+    "InProcess",
+    "RayActors",
+    "WorkerProcesses",
+    "backend_name",
+    "check_backend",
+    "check_devices",
+]
 
 
 class InProcess:

@@ -14,13 +14,14 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from prefed.engines.backend import BackendSettings
-from prefed.engines.backends.worker import DEVICES, Worker
+from prefed.engines.backends.worker import DEVICES, Worker, WorkerError
 from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
 
 class WorkerProcesses:
-    """Spreads tasks over processes. Where there are several CUDA devices, each process has one of them.
+    """Spreads tasks over processes. Each has one CUDA device, of those that the settings name, or where there
+    are several.
 
     Args:
         factory: builds the job, once in each process.
@@ -92,12 +93,16 @@ class WorkerProcesses:
             worker.receive()
 
     def _device(self) -> str | None:
-        """The CUDA device that fewest workers have, where this process sees several; else ``None``."""
+        """The CUDA device that fewest workers have, of those that are named, or that this process sees; it is
+        ``None`` where there is no choice.
+        """
         count = torch.cuda.device_count()
-        if count < 2:
-            return None
         named = os.environ.get(DEVICES)
         devices = named.split(",")[:count] if named else [str(number) for number in range(count)]
+        if self._settings.devices:
+            devices = [devices[number] for number in check_devices(self._settings.devices)]
+        elif count < 2:
+            return None
         taken = Counter(worker.device for worker in self._workers)
         return min(devices, key=lambda device: taken[device])
 
@@ -112,6 +117,21 @@ class WorkerProcesses:
     def _stop(self) -> None:
         workers, self._workers, self._busy = self._workers, [], {}
         _end(workers)
+
+
+def check_devices(devices: Sequence[str]) -> list[int]:
+    """The numbers of CUDA devices, ``"cuda:1"`` and so on.
+
+    Raises:
+        WorkerError: this process does not see one of them.
+    """
+    count = torch.cuda.device_count()
+    numbers = [int(name.partition(":")[2]) for name in devices]
+    missing = [name for name, number in zip(devices, numbers, strict=True) if number >= count]
+    if missing:
+        seen = f"there are {', '.join(f'cuda:{n}' for n in range(count))}" if count else "there is none"
+        raise WorkerError(f"[engine] devices names {missing[0]!r}, and of the CUDA devices here {seen}")
+    return numbers
 
 
 def _end(workers: Sequence[Worker]) -> None:

@@ -1,0 +1,115 @@
+"""A small real run that is judged by validation pairs, and the commands that take its best round."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from finished import small_experiment, small_place
+from prefed import Experiment, run
+from prefed.cli import app
+from prefed.report.result import best_line
+from prefed.runs.loaded import load_run
+from prefed.store import RunReader
+
+STOP = {"delta": 1.0, "patience": 2}
+"""No accuracy is better than another by more than 1: round 1 stays the best, and round 3 is the last."""
+
+
+def experiment(place, rounds, **changes):
+    tree = small_experiment(place, rounds=rounds, **changes)
+    tree["method"]["name"] = "fedper"
+    tree["data"]["validation_fraction"] = 0.25
+    return Experiment.model_validate(tree)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two runs of FedPer, which has private states: one of five rounds that stops, and one of round 1 alone
+    that computes its blocks twice."""
+    folder = small_place(tmp_path_factory.mktemp("place"))
+    run(experiment(folder, 5, stop=STOP), folder / "run")
+    model = {"name": str(folder / "model"), "lora": {"rank": 2}, "checkpointing": True}
+    run(experiment(folder, 1, model=model), folder / "short")
+    return folder
+
+
+def prefed_(*words, code=0):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout if code == 0 else result.stderr
+
+
+def summary(path):
+    return json.loads((path / "summary.json").read_text())
+
+
+def test_the_summary_has_the_last_and_the_best(place):
+    told, whole = summary(place / "run")["stop"], summary(place / "run")
+    first, *_, last = map(json.loads, (place / "run/rounds.jsonl").read_text().splitlines())
+    assert whole["rounds"] == last["round"] == 3
+    assert (told["metric"], told["over"], told["split"]) == ("preference_accuracy", "mean", "validation")
+    assert told["last"] == {"round": 3, "value": last["validation"]}
+    assert (told["best"]["round"], told["best"]["value"]) == (1, first["validation"])
+    for name in ("preference_accuracy", "reward_accuracy", "shared_accuracy", "margin", "split"):
+        assert told["best"][name] == first["evaluation"][name]
+        assert whole[name] == last["evaluation"][name]
+    assert told["best"]["split"] == "test"
+    assert best_line(told).endswith("after the last, 3, where the run stopped)")
+
+
+def test_the_best_is_a_run_of_so_many_rounds_with_or_without_checkpointing(place):
+    """To the bit: states of the server and of both clients, and the tensors that they predict with."""
+    best, short = RunReader(place / "run", best=True), RunReader(place / "short")
+    assert best.commit.round == short.commit.round == 1
+    assert best.server().tensors["model"].equal(short.server().tensors["model"])
+    loaded, other = load_run(place / "run", best=True), load_run(place / "short")
+    for client in ("left", "right"):
+        assert loaded.model(client).equal(other.model(client))
+        assert not loaded.model(client).equal(load_run(place / "run").model(client))
+
+
+def test_commands_take_the_best_round(place, tmp_path):
+    """Evaluated again it has the summary's figures to the digit; exports of both rounds stay apart."""
+    run_path, told = place / "run", summary(place / "run")
+    for words, want in ((("--round", "best"), told["stop"]["best"]), ((), told)):
+        figures = json.loads(prefed_("evaluate", run_path, "--json", *words))
+        assert figures["preference_accuracy"] == want["preference_accuracy"]
+        assert figures["margin"]["mean"] == want["margin"]
+    assert "run, best round 1" in prefed_("evaluate", run_path, "--round", "best")
+    exported = prefed_("export", run_path, "--client", "left", "--round", "best")
+    assert str(run_path / "adapters/best-client-left") in exported
+    prefed_("export", run_path, "--client", "left")
+    prefed_("export", place / "short", "--client", "left")
+    files = [
+        folder / "client.safetensors"
+        for folder in (
+            run_path / "adapters/best-client-left",
+            place / "short/adapters/client-left",
+            run_path / "adapters/client-left",
+        )
+    ]
+    best, short, last = (file.read_bytes() for file in files)
+    assert best == short != last
+    answer = json.loads(prefed_("generate", run_path, "--prompt", "Case 1:", "--round", "best", "--json"))
+    assert answer[0]["prompt"] == "Case 1:"
+
+
+def test_without_the_table_there_is_no_best_round(place):
+    for words in (("export",), ("evaluate",), ("generate", "--prompt", "x")):
+        command, *more = words
+        error = prefed_(command, place / "short", "--round", "best", *more, code=1)
+        assert "short keeps no best round" in " ".join(error.split())
+
+
+def test_a_run_that_stopped_does_not_go_on(place):
+    """Not even with more rounds, or on another machine with less memory."""
+    before = summary(place / "run")
+    model = {"name": str(place / "model"), "lora": {"rank": 2}, "checkpointing": True}
+    for again in (experiment(place, 5, stop=STOP), experiment(place, 9, stop=STOP, model=model)):
+        result = run(again, place / "run", resume=True)
+        assert result.summary == before
+        assert torch.equal(
+            result.server.tensors["model"].flat, RunReader(place / "run").server().tensors["model"].flat
+        )

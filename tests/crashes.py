@@ -1,0 +1,33 @@
+"""Processes that end in the middle of a file operation."""
+
+from __future__ import annotations
+
+import os
+
+
+class Crash(BaseException):
+    """A process that ends here."""
+
+
+class Failing:
+    """The ``os`` module, whose ``n``-th changing call ends the process: half done, if it writes."""
+
+    CHANGING = ("open", "write", "fsync", "replace", "unlink", "truncate")
+
+    def __init__(self, at):
+        self.left = at
+
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        if name not in self.CHANGING:
+            return real
+
+        def call(*arguments, **named):
+            self.left -= 1
+            if self.left == 0:
+                if name == "write":
+                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                raise Crash
+            return real(*arguments, **named)
+
+        return call

@@ -1,0 +1,173 @@
+"""Frozen models in 16 and in 4 bits: gradients against those in float32, and what is refused where."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from tests.small_models import Pairs, away, backbone, causal
+
+from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
+from prefed.models import ModelConfig, ModelError, load_causal, make_backbone, pretrained, save_merged
+from prefed.models import backbone as backbones
+from prefed.train import PairTrainer, steps
+
+PAIRS, ROWS = Pairs(6), np.arange(6)
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def gradient(model, fast: bool = True, start: Tensors | None = None) -> tuple[Tensors, float]:
+    trainer = PairTrainer(model, PAIRS, max_tokens=60, fast=fast)
+    everything = Ownership.of(model.layout, lambda entry: Owner.SHARED)
+    start = away(model.layout, model.initial) if start is None else start
+    return trainer.gradient(start, Objective("dpo", {"beta": 0.5}), ROWS, Key(5), everything)
+
+
+def apart(one: Tensors, other: Tensors) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.fixture
+def half_on_the_cpu(monkeypatch):
+    """float16 where there is no GPU: slow, but the numbers are the same."""
+    monkeypatch.setattr(backbones, "check_dtype", lambda config, device: None)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_half_precision_gives_the_gradient_of_float32(half_on_the_cpu, fast) -> None:
+    """float16 has 11 significant bits, a relative rounding of 5e-4 at each step: the gradient through two
+    blocks is within 2% of the one in float32, in float32 and without the loss scale."""
+    want, loss = gradient(backbone("llama", fast=fast), fast)
+    got, value = gradient(backbone("llama", fast=fast, dtype="float16"), fast)
+    assert got.flat.dtype == torch.float32
+    assert apart(got, want) < 0.02
+    assert value == pytest.approx(loss, rel=0.01)
+
+
+def test_gradients_too_small_for_float16_are_not_lost(half_on_the_cpu, monkeypatch) -> None:
+    """With beta = 1e-5 the slope of the loss at a log-probability is below 1e-5, and its products with
+    weights of a few hundredths are below 6e-8, where float16 has nothing but 0. Times 2^10 they are numbers.
+    """
+
+    def error(scale: float) -> float:
+        monkeypatch.setattr(steps, "LOSS_SCALE", scale)
+        grads = []
+        for dtype in ("float32", "float16"):
+            model = backbone("llama", dtype=dtype)
+            trainer, everything = (
+                PairTrainer(model, PAIRS),
+                Ownership.of(model.layout, lambda entry: Owner.SHARED),
+            )
+            start = away(model.layout, model.initial)
+            tiny = Objective("dpo", {"beta": 1e-5})
+            grads.append(trainer.gradient(start, tiny, ROWS, Key(5), everything)[0])
+        return apart(grads[1], grads[0])
+
+    assert error(2.0**10) < 0.03 < error(1.0)
+
+
+def test_a_step_that_overflows_is_left_out_and_the_scale_halved(half_on_the_cpu, monkeypatch) -> None:
+    """At 2^60 times itself no gradient is finite in float16: three steps are left out, each halving the
+    scale. The next phase begins anew."""
+    monkeypatch.setattr(steps, "LOSS_SCALE", 2.0**60)
+    model = backbone("llama", dtype="float16")
+    trainer, parts = PairTrainer(model, PAIRS), Ownership.of(model.layout, lambda entry: Owner.SHARED)
+    start = away(model.layout, model.initial)
+    phase = Phase(
+        "test", parts.names(Owner.SHARED), Objective("dpo"), Optimizer("sgd", lr=1.0), batch_size=4, steps=3
+    )
+    scales = []
+    take = steps.PhaseSteps.take
+
+    def watched(self, batch, figures) -> None:
+        scales.append(model.loss_scale)
+        take(self, batch, figures)
+
+    monkeypatch.setattr(steps.PhaseSteps, "take", watched)
+    result = trainer.train(start, phase, ROWS, Key(5), parts)
+    assert scales == [2.0**60, 2.0**59, 2.0**58]
+    assert model.loss_scale == 2.0**60
+    assert result.figures["skipped"] == 1.0
+    assert torch.equal(result.tensors.flat, start.flat)
+
+
+@GPU
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.1), ("float16", 0.02)])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_gpu_gives_the_gradient_of_the_cpu(dtype: str, bound: float, fast: bool) -> None:
+    want, _ = gradient(backbone("llama", fast=fast), fast)
+    got, _ = gradient(backbone("llama", fast=fast, dtype=dtype, device="cuda"), fast)
+    assert apart(got, want) < bound
+
+
+def test_float16_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"dtype = 'float16' is for GPUs.*bfloat16 or float32"):
+        backbone("gpt2", dtype="float16")
+
+
+def test_four_bits_without_their_package_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    config = ModelConfig(name="gpt2", quantize="nf4", device="cpu")
+    with pytest.raises(
+        ModelError, match=r"needs the package bitsandbytes: pip install 'prefed\[quantized\]'"
+    ):
+        load_causal(config)
+
+
+@pytest.mark.parametrize("parts", [{"lora", "residual"}, {"lora", "personal_lora", "gate"}])
+def test_parts_that_need_whole_weights_are_refused_over_four_bits(parts) -> None:
+    """FedEx-LoRA adds to the weights themselves, and FedSDG's two branches are fused with them."""
+    config = ModelConfig(name="gpt2", quantize="nf4", device="cpu")
+    with pytest.raises(ModelError, match=r"needs whole weights.*another method"):
+        make_backbone(causal("gpt2"), None, config, Key(1), frozenset(parts))
+
+
+def test_every_weight_does_not_train_in_four_bits() -> None:
+    with pytest.raises(ValueError, match=r"weights of 4 bits cannot train: leave quantize = 'nf4' out"):
+        ModelConfig(name="gpt2", quantize="nf4", train="full")
+
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs the extra prefed[quantized]"
+)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_four_bits_give_the_gradient_of_the_weights_that_they_stand_for(
+    tmp_path, family: str, kind: str, device: str
+) -> None:
+    """The twin is a model in float32 whose linear weights are what bitsandbytes makes of the 4 bits: its
+    gradient is the same within rounding, and that of the original model is another."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    model = causal(family)
+    model.save_pretrained(tmp_path)
+    config = ModelConfig(name=str(tmp_path), quantize=kind, device=device, lora={"rank": 3, "dropout": 0.0})
+    quantized = make_backbone(load_causal(config), None, config, Key(1))
+    start = away(quantized.layout, quantized.initial)
+    whole, count = {}, 0
+    for path, module in quantized.causal.named_modules():
+        if type(module).__name__ == "Linear4bit" and hasattr(module, "weight"):
+            weight = dequantize_4bit(module.weight.data, module.weight.quant_state).float().cpu()
+            whole[path.removesuffix(".base_layer")] = weight
+    original = causal(family)
+    for path, module in original.named_modules():
+        if path in whole:
+            transposed = type(module).__name__ == "Conv1D"
+            module.weight.data.copy_(whole[path].t() if transposed else whole[path])
+            count += 1
+    assert count == (8 if family == "gpt2" else 14)
+    plain = config.model_copy(update={"quantize": None, "device": "cpu"})
+    twin = make_backbone(original, None, plain, Key(1))
+    want, loss = gradient(twin, start=start)
+    got, value = gradient(quantized, start=start)
+    assert value == pytest.approx(loss, rel=1e-4)
+    assert apart(got, want) < 1e-3
+    assert apart(gradient(make_backbone(causal(family), None, plain, Key(1)), start=start)[0], want) > 0.02
+    with pytest.raises(ModelError, match="4 bits cannot take an adapter in: export the adapter"):
+        save_merged(quantized, start, tmp_path / "merged")
