@@ -174,7 +174,7 @@ def serve(handle: int) -> None:
         order = _receive(pipe)
         torch.set_num_threads(order["threads"])
         job = JobFactory(order["builder"], order["text"]).build()
-        _send(pipe, memory_mb=peak_memory_mb())
+        _send(pipe, fingerprint=dict(job.trainers.fingerprint), memory_mb=peak_memory_mb())
         while True:
             fields = _receive(pipe)
             states = StateOfTask(fields.pop("state"))

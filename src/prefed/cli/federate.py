@@ -1,0 +1,75 @@
+"""``prefed federate FILE``."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefed.cli.arguments import CellName, File, Overrides
+from prefed.cli.run import interruptible
+
+
+def federate(
+    file: File,
+    overrides: Overrides = None,
+    hub: Annotated[Path, typer.Option(help="The hub's folder, from `prefed federation init`.")] = Path("hub"),
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the directory, which must hold one.")
+    ] = False,
+    sites: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Sites that take part; left out: all that have kits.")
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until all sites have come.")] = 120.0,
+    at_least: Annotated[
+        int | None, typer.Option(min=1, help="So many sites are enough to begin after --wait; left out: all.")
+    ] = None,
+    visit: Annotated[
+        float, typer.Option(min=1, help="Seconds that a visit may take before its site is left out.")
+    ] = 600.0,
+    cell: CellName = None,
+) -> None:
+    """Run an experiment over the sites of a federation."""
+    words = ["prefed", "federate", str(file), "--hub", str(hub), *(["--cell", cell] if cell else [])]
+    words += [word for text in overrides or [] for word in ("--set", text)]
+    with interruptible(words, out, resume) as paths:
+        from prefed.federation.flare import check_installed
+
+        check_installed()
+        from prefed.federation.experiment import load_federated
+
+        experiment = load_federated(file, cell, overrides or [])
+        from prefed.core.text import pluralize
+        from prefed.federation.federate import Terms
+        from prefed.federation.federate import federate as federate_experiment
+        from prefed.federation.flare.kits import Kits
+        from prefed.federation.flare.transport import FlareTransport
+        from prefed.models.notices import silence_transformers
+        from prefed.report.result import print_result
+        from prefed.runs.run import default_out
+        from prefed.store.directory import refuse_foreign
+        from prefed.trackers.terminal import Terminal, stdout_console
+
+        silence_transformers()
+        console, kits = stdout_console(), Kits.open(hub)
+        stem = f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
+        path = out or default_out(experiment, stem)
+        paths.append(path)
+        refuse_foreign(path, resume)
+        chosen = tuple(sites.split(",")) if sites else kits.sites
+        if strangers := sorted(set(chosen) - set(kits.sites)):
+            raise ValueError(f"--sites: {strangers[0]!r} has no kit; the sites are {', '.join(kits.sites)}")
+        rounds = pluralize(experiment.rounds, "round", "rounds")
+        console.print(f"{experiment.method.name}, {rounds}, {len(chosen)} sites → {path}", markup=False)
+        terms = Terms(kits.federation, chosen, wait, at_least, visit)
+        with FlareTransport(kits) as transport:
+            summary = federate_experiment(
+                experiment, path, transport, terms, resume=resume, callbacks=[Terminal(console)]
+            )
+        print_result(summary, console)
+        console.print(f"report: prefed report {shlex.quote(str(path))}", markup=False, soft_wrap=True)

@@ -1,0 +1,106 @@
+"""What a site's administrator decides: ``site.toml``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from prefed.config.errors import ConfigError
+from prefed.config.file import make_absolute, read_toml
+from prefed.core.strict import StrictModel
+
+OWN_DATA = ("train", "validation", "test", "partition", "format", "columns", "encoding", "flip")
+"""Keys of ``[data]`` that are a site's own business: the experiment's are not read there."""
+
+
+def check_name(value: str) -> str:
+    """A federation's or a site's name, which becomes the name of folders and certificates.
+
+    Raises:
+        ValueError: it has other characters than letters, digits, ``.``, ``_`` and ``-``.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", value):
+        raise ValueError("a name has letters, digits, '.', '_' and '-', 63 characters at most")
+    return value
+
+
+class SiteModel(StrictModel):
+    """Where this site has the model that the experiment names."""
+
+    name: str = Field(min_length=1, description="folder or hub name of the base model, as on this machine")
+    device: str | None = Field(None, description="as [model] device; left out: as the experiment says")
+    reward_model: str | None = Field(
+        None, description="folder of the model that scores responses, for offline PPO"
+    )
+
+
+class Tell(StrictModel):
+    """What the hub and the other sites are told of this site's clients."""
+
+    names: bool = Field(True, description="clients' names; false: names that this site makes up")
+    pairs: bool = Field(
+        False,
+        description="how many pairs each client has; a merge weighs by it, so without it the site stays out",
+    )
+
+
+class Limits(StrictModel):
+    """What the hub may ask for. Anything else is refused, and the refusal is logged."""
+
+    methods: list[str] = Field([], description="methods that may run, by name; left out: all")
+    exchanges: list[str] = Field([], description="exchanges that may be asked for; left out: all")
+    rounds: int = Field(1000, ge=1, description="rounds that a run may have")
+    minimum_cohort: int = Field(2, ge=1, description="clients that a round must have, of all sites together")
+    minimum_pairs: int = Field(0, ge=0, description="[privacy] minimum_pairs that a run must have at least")
+    evaluate: bool = Field(True, description="figures over held-out pairs may be asked for")
+    message_mb: int = Field(4096, ge=1, description="MiB of the longest message that is read")
+    visit_seconds: float = Field(
+        0, ge=0, description="seconds that a visit may take before its process is ended; 0: any time"
+    )
+
+
+class SiteConfig(StrictModel):
+    """A site of a federation."""
+
+    federation: str = Field(min_length=1, description="the federation's name, as in its project file")
+    name: str = Field(min_length=1, description="the site's name, as in the project file")
+    kit: str = Field("kit", description="the folder of the site's kit, from `prefed federation init`")
+    state: str = Field("state", description="the folder of private states, tokens and the log")
+    data: dict[str, Any] = Field(description="the site's own pairs: the keys of an experiment's [data]")
+    model: SiteModel
+    tell: Tell = Field(default_factory=lambda: Tell())
+    limits: Limits = Field(default_factory=lambda: Limits())
+    threads: int | None = Field(
+        None, ge=1, description="threads of the process that trains; left out: as the experiment says"
+    )
+
+    @field_validator("name", "federation")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        return check_name(value)
+
+    @classmethod
+    def load(cls, path: Path) -> SiteConfig:
+        """Read a site's file. Paths in it start at its folder.
+
+        Raises:
+            ConfigError: it cannot be read, or names a key or a value that is not allowed.
+        """
+        tables = read_toml(path)
+        make_absolute(tables, (path.parent,))
+        model = tables.get("model")
+        if isinstance(model, dict):
+            make_absolute({"method": model}, (path.parent,))
+        try:
+            config = cls.model_validate(tables)
+        except ValidationError as error:
+            lines = (
+                f"  {'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
+                for each in error.errors()
+            )
+            raise ConfigError(f"{path}:\n" + "\n".join(lines)) from None
+        folders = {key: str((path.parent / getattr(config, key)).resolve()) for key in ("kit", "state")}
+        return config.model_copy(update=folders)

@@ -1,0 +1,33 @@
+"""The experiment of a federation, whose file may leave out what the sites have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefed.config import ConfigError, Experiment
+from prefed.config.file import make_absolute, override, read_toml
+from prefed.config.table import load_cell
+
+HELD = "held by the sites"
+"""The source of an experiment whose file names none."""
+
+
+def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Experiment:
+    """Read an experiment file in which ``[data]`` may lack sources and a partition: the sites have them.
+
+    Raises:
+        ConfigError: as :meth:`prefed.Experiment.load`.
+    """
+    if cell is not None:
+        return load_cell(file, cell, list(overrides))
+    tables = read_toml(file)
+    make_absolute(tables, (file.parent, Path()))
+    origins = override(tables, overrides, file.parent)
+    data = tables.setdefault("data", {})
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: data is no table")
+    if "train" not in data:
+        data["train"] = HELD
+        data.setdefault("partition", {"by": "iid", "clients": 1})
+    return Experiment.from_tables(tables, str(file), origins)

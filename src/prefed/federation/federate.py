@@ -1,0 +1,233 @@
+"""A run over a federation's sites, from its experiment to a finished run directory."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+from prefed import files
+from prefed.config import ConfigError, Experiment, to_toml
+from prefed.config.file import parse_toml
+from prefed.core import Callback, Callbacks
+from prefed.data import ClientSizes, FederatedDataset
+from prefed.engines import Job, ServerRounds
+from prefed.federation.experiment import HELD
+from prefed.federation.hub import FederationBackend, Sites
+from prefed.federation.site import PACKAGES, own_version
+from prefed.federation.transport import FederationError, Transport
+from prefed.runs.build import assemble_job, build_trainers, unseen_clients
+from prefed.runs.resume import reconcile, settings_digest, update_config
+from prefed.runs.run import conclude, file_digests
+from prefed.store import RunWriter
+from prefed.wire import encode
+
+FILE = "federation.json"
+PREPARE = 3600.0
+"""Seconds in which a site must have read its data, or loaded its model."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a hub runs a federation.
+
+    Attributes:
+        federation: its name.
+        sites: that take part.
+        wait: seconds to wait for all of them at the start of a run.
+        at_least: so many are enough to begin, once ``wait`` is over; to go on, one is.
+        visit: seconds that one visit or evaluation may take before its site counts as away.
+    """
+
+    federation: str
+    sites: tuple[str, ...]
+    wait: float = 120.0
+    at_least: int | None = None
+    visit: float = 600.0
+
+
+def federate(
+    experiment: Experiment,
+    out: Path,
+    transport: Transport,
+    terms: Terms,
+    *,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Run an experiment over the sites of a federation, to its end.
+
+    The run directory is that of :func:`prefed.run`, without a private state: ``checkpoint/clients`` holds
+    receipts of the states, which lie at the sites.
+
+    Returns:
+        What ``summary.json`` holds.
+
+    Raises:
+        FederationError: too few sites come, one refuses the run, or two have a client of one name.
+        ConfigError, StoreError, OSError, ModelError, RoundError: as :func:`prefed.run`.
+    """
+    callback = Callbacks(callbacks)
+    _check(experiment)
+    with RunWriter(out, resume=resume) as writer:
+        try:
+            return _run(reconcile(experiment, writer), writer, transport, terms, callback)
+        except Exception:
+            writer.discard()
+            raise
+
+
+def _check(experiment: Experiment) -> None:
+    """Refuse what a federation has not."""
+    if experiment.whole_graph is not None or experiment.whole_fleet is not None:
+        table = "graph" if experiment.whole_graph is not None else "fleet"
+        raise ConfigError(f"[{table}]: a federation has a server and no virtual clock: leave it out")
+    if experiment.align is not None:
+        raise ConfigError("[align]: leave it out, and run `prefed align` on the finished run")
+    if experiment.method.name == "centralized":
+        raise ConfigError("centralized pools all pairs in one place: take another method")
+
+
+def _run(
+    experiment: Experiment, writer: RunWriter, transport: Transport, terms: Terms, callback: Callback
+) -> dict[str, Any]:
+    known = _read(writer.path / FILE) if writer.round else None
+    run = known["run"] if known else secrets.token_hex(8)
+    sites = Sites(transport, terms.federation, run, PREPARE)
+    text = told_experiment(experiment)
+    wanted = tuple(known["sites"]) if known else terms.sites
+    present = _gather(sites, wanted, terms, resumed=known is not None)
+    answers = _each(present, lambda site: sites.join(site, text))
+    clients = _clients(known, answers)
+    for site in present:
+        _compare(site, answers[site]["versions"], callback)
+    homes = {client: site for site, own in clients.items() for client in own}
+    sizes = {client: ClientSizes(*own[client]) for own in clients.values() for client in own}
+    dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
+    job = assemble_job(experiment, build_trainers(experiment, dataset, None))
+    _begin(experiment, job, clients, writer)
+    files.write(
+        writer.path / FILE,
+        json.dumps({"federation": terms.federation, "run": run, "sites": clients}, indent=1).encode(),
+    )
+    members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
+    started = _each(present, lambda site: sites.start(site, members, unseen))
+    for site, answer in started.items():
+        if answer["fingerprint"]["model"] != job.trainers.fingerprint["model"]:
+            raise FederationError(
+                f"site {site!r} has another base model, or another version of it: put the same one there"
+            )
+    backend = FederationBackend(sites, writer.states, homes, terms.visit, callback.on_warning)
+    backend.away |= set(clients) - set(present)
+    with backend:
+        server = ServerRounds(job, writer, backend, callback).run()
+    for site in present:
+        sites.leave(site)
+    conclude(job, writer, server, {}, callback, sites={site: sorted(own) for site, own in clients.items()})
+    summary: dict[str, Any] = json.loads((writer.path / "summary.json").read_text("utf-8"))
+    return summary
+
+
+def told_experiment(experiment: Experiment) -> str:
+    """What sites are told of an experiment: no place of this machine's data or model."""
+    tables = parse_toml(to_toml(experiment), "the experiment")
+    tables["data"] |= {"train": HELD, "partition": {"by": "iid", "clients": 1}}
+    for key in ("validation", "test"):
+        tables["data"].pop(key, None)
+    tables["model"]["name"] = "the site's own"
+    if "reward_model" in tables["method"]:
+        tables["method"]["reward_model"] = "the site's own"
+    import tomli_w
+
+    return tomli_w.dumps(tables)
+
+
+def _gather(sites: Sites, wanted: Sequence[str], terms: Terms, resumed: bool) -> list[str]:
+    """Wait until all sites can be reached, or enough of them and the time is over.
+
+    Raises:
+        FederationError: too few come.
+    """
+    least = 1 if resumed else (terms.at_least or len(wanted))
+    end = time.monotonic() + terms.wait
+    while True:
+        present = sorted(sites.connected() & set(wanted))
+        over = time.monotonic() > end
+        if len(present) == len(wanted) or (over and len(present) >= least):
+            return present
+        if over:
+            missing = ", ".join(sorted(set(wanted) - set(present)))
+            raise FederationError(
+                f"{len(present)} of {len(wanted)} sites came within {terms.wait:g} seconds; missing: {missing} "
+                "(`prefed site CONFIG` on each; --wait for more time, --at-least for fewer sites)"
+            )
+        time.sleep(0.5)
+
+
+def _each(sites: Sequence[str], act: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What ``act`` gives for each site, all at the same time."""
+    with ThreadPoolExecutor(max(1, len(sites))) as pool:
+        return dict(zip(sites, pool.map(act, sites), strict=True))
+
+
+def _clients(
+    known: Mapping[str, Any] | None, answers: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, list[int]]]:
+    """Site → its clients, each with its numbers of pairs.
+
+    Raises:
+        FederationError: two sites have a client of one name, or a site's are not those that the run began with.
+    """
+    if known is not None:
+        for site, answer in answers.items():
+            if answer["clients"] != known["sites"][site]:
+                raise FederationError(f"the clients of site {site!r} changed since the run began")
+        return dict(known["sites"])
+    homes = dict[str, str]()
+    for site, answer in answers.items():
+        for client, counts in answer["clients"].items():
+            if len(counts) != 3 or not all(isinstance(n, int) and n >= 0 for n in counts):
+                raise FederationError(f"site {site!r} tells no numbers of pairs of {client!r}")
+            if client in homes:
+                raise FederationError(
+                    f"sites {homes[client]!r} and {site!r} both have a client {client!r}: rename it at one of "
+                    "them, or set [tell] names = false"
+                )
+            homes[client] = site
+    return {site: dict(answer["clients"]) for site, answer in answers.items()}
+
+
+def _compare(site: str, versions: Mapping[str, str], callback: Callback) -> None:
+    """Refuse another version of prefed, and tell of other versions of libraries."""
+    for name in PACKAGES:
+        here, there = own_version(name), versions.get(name)
+        if here == there:
+            continue
+        text = f"site {site!r} has {name} {there}, and the hub has {here}"
+        if name == "prefed":
+            raise FederationError(f"{text}: install the same version")
+        callback.on_warning(f"{text}: last digits may differ")
+
+
+def _begin(experiment: Experiment, job: Job, clients: Mapping[str, Any], writer: RunWriter) -> None:
+    """Commit round 0. A resumed run must have the same sites, clients and model."""
+    roster = files.digest(json.dumps(clients, sort_keys=True).encode())
+    digests = {**job.trainers.fingerprint, "data": roster, **file_digests(experiment)}
+    start = encode(job.method.init_server(job.trainers.initial))
+    writer.begin(start, digests, settings_digest(experiment.tables()))
+    update_config(experiment, writer)
+    writer.reopen()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        known: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FederationError(f"{path}: {error}; put a copy of it back") from error
+    return known

@@ -1,0 +1,234 @@
+"""Kits: what each party of a federation gets, made by NVIDIA FLARE's provisioning.
+
+A kit holds a certificate and its key, signed by the federation's own authority, and settings: where the hub
+is, which classes a job may name, who may do what. Who has no kit takes no part. The authority's key stays in
+the folder ``authority``; with it sites can be added later.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from prefed import files
+from prefed.config.errors import ConfigError
+from prefed.config.file import read_toml
+from prefed.core.strict import StrictModel
+from prefed.federation.config import check_name
+from prefed.federation.flare.job import ALLOWED
+
+AUTHORITY = "authority"
+HEARTBEAT = 2.0
+"""Seconds between a site's signs of life."""
+NOBODY: Mapping[str, str] = {
+    "submit_job": "none",
+    "clone_job": "none",
+    "manage_job": "none",
+    "download_job": "none",
+    "operate": "none",
+    "shell_commands": "none",
+    "byoc": "none",
+    "server-predeployed-flwr": "none",
+}
+PERMISSIONS: Mapping[str, Any] = {
+    "project_admin": NOBODY,
+    "org_admin": {**NOBODY, "view": "o:site"},
+    # The hub's own account. It opens sessions; it cannot read a site's files or run commands there.
+    "lead": {**NOBODY, "submit_job": "any", "manage_job": "n:submitter", "view": "any"},
+    "member": {**NOBODY, "view": "none"},
+}
+"""Who may do what, at the hub and at each site: roles of FLARE → rights."""
+
+SITE_FILE = """\
+# What this site takes part with, and what it allows. `prefed site site.toml` starts it.
+federation = {federation}
+name = {name}
+
+[data]                      # your own pairs: the keys of an experiment's [data]
+train = {{ {client} = "pairs.jsonl" }}     # one client of this name; partition = {{ by = "column", … }} for several
+
+[model]
+name = "model"              # folder of the base model that the hub names to you
+
+[tell]
+names = true                # false: the hub gets made-up names of clients
+pairs = true                # how many pairs each client has; a merge weighs by it
+
+[limits]
+# methods = ["feddpo"]      # left out: all
+# exchanges = ["train"]     # left out: all
+rounds = 1000
+minimum_cohort = 2
+minimum_pairs = 0
+evaluate = true
+"""
+
+
+class Project(StrictModel):
+    """A federation, before it has kits."""
+
+    name: str = Field(description="the federation's name")
+    hub: str = Field(min_length=1, description="host name at which sites reach the hub")
+    port: int = Field(8002, ge=1, le=65535, description="the one port that sites must reach there")
+    bind: str = Field("", description="address at which the hub listens; left out: that of its host name")
+    sites: list[str] = Field(min_length=1, description="names of the sites")
+    valid_days: int = Field(360, ge=1, description="days for which the authority's certificate is valid")
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        return check_name(value)
+
+    @field_validator("sites")
+    @classmethod
+    def _apart(cls, value: list[str]) -> list[str]:
+        if len({check_name(name) for name in value} | {"hub", AUTHORITY}) < len(value) + 2:
+            raise ValueError(f"sites need different names, and none is called 'hub' or {AUTHORITY!r}")
+        return value
+
+    @classmethod
+    def load(cls, path: Path) -> Project:
+        """Read a project file.
+
+        Raises:
+            ConfigError: it cannot be read, or names a key or a value that is not allowed.
+        """
+        try:
+            return cls.model_validate(read_toml(path))
+        except ValidationError as error:
+            lines = (f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"{path}:\n" + "\n".join(lines)) from None
+
+
+@dataclass(frozen=True)
+class Kits:
+    """The hub's kits.
+
+    Attributes:
+        federation: its name.
+        sites: all that have kits.
+        server: the folder of the server's kit.
+        admin: the folder of the kit of the account that opens sessions.
+        user: the name of that account.
+        organisation: the hub's name as an organisation.
+    """
+
+    federation: str
+    sites: tuple[str, ...]
+    server: Path
+    admin: Path
+    user: str
+    organisation: str
+
+    @classmethod
+    def open(cls, folder: Path) -> Kits:
+        """The kits in the hub's folder.
+
+        Raises:
+            FileNotFoundError: it holds none.
+        """
+        path = folder / "hub.json"
+        try:
+            fields = json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{folder} holds no hub's kit: `prefed federation init PROJECT` makes one"
+            ) from None
+        sites = tuple(fields["sites"])
+        folder = folder.resolve()
+        return cls(fields["federation"], sites, folder / "server", folder / "admin", fields["user"], "hub")
+
+
+def make_kits(project: Project, out: Path) -> None:
+    """Make the kits of all parties in ``out``, or those of sites that a project file has more than before.
+
+    Each party gets a folder: ``hub`` and one for each site, with ``site.toml`` to be filled in.
+
+    Raises:
+        FileExistsError: ``out`` holds something else.
+    """
+    from nvflare.lighter.constants import CtxKey
+    from nvflare.lighter.impl.cert import CertBuilder
+    from nvflare.lighter.impl.signature import SignatureBuilder
+    from nvflare.lighter.impl.static_file import StaticFileBuilder
+    from nvflare.lighter.impl.workspace import WorkspaceBuilder
+    from nvflare.lighter.provision import prepare_project
+    from nvflare.lighter.provisioner import Provisioner
+
+    if out.exists() and any(out.iterdir()) and not (out / AUTHORITY).is_dir():
+        raise FileExistsError(f"{out} is not empty and holds no federation; choose another --out")
+    authority, user = out / AUTHORITY, "hub@federation.local"
+    files.private_folder(authority)
+    server = {"name": project.hub, "type": "server", "org": "hub", "fed_learn_port": project.port}
+    sites = [{"name": name, "type": "client", "org": organisation_of(name)} for name in project.sites]
+    admin = {"name": user, "type": "admin", "org": "hub", "role": "lead"}
+    builders = [
+        WorkspaceBuilder(["master_template.yml"]),
+        StaticFileBuilder(config_folder="config", scheme="grpc"),
+        CertBuilder(root_valid_days=project.valid_days),
+        SignatureBuilder(),
+    ]
+    described = {"api_version": 3, "name": project.name, "participants": [server, *sites, admin]}
+    with redirect_stdout(StringIO()) as said:
+        context = Provisioner(str(authority.resolve()), builders).provision(prepare_project(described))
+    if context.get(CtxKey.BUILD_ERROR):
+        raise OSError(f"NVIDIA FLARE could not make the kits:\n{said.getvalue()}")
+    made = Path(context[CtxKey.CURRENT_PROD_DIR])
+    _place(made / project.hub, out / "hub" / "server")
+    _place(made / user, out / "hub" / "admin")
+    about = {"federation": project.name, "sites": project.sites, "user": user}
+    files.write(out / "hub" / "hub.json", json.dumps(about, indent=1).encode())
+    for name in project.sites:
+        _place(made / name, out / name / "kit")
+        path = out / name / "site.toml"
+        if not path.exists():
+            words = {"federation": json.dumps(project.name), "name": json.dumps(name), "client": name.replace(".", "_")}
+            path.write_text(SITE_FILE.format(**words), "utf-8")
+    shutil.rmtree(made)
+
+
+def organisation_of(site: str) -> str:
+    """A site's organisation: each is one of its own, whose name has letters, digits and underscores."""
+    return "".join(c if c.isalnum() else "_" for c in site)
+
+
+def _place(made: Path, kit: Path) -> None:
+    """Put a kit where its party finds it, with our settings. A kit that is there stays, with its key."""
+    if kit.exists():
+        return
+    files.private_folder(kit.parent)
+    shutil.copytree(made, kit)
+    kit.chmod(0o700)
+    local = kit / "local"
+    resources = local / "resources.json.default"
+    content = json.loads(resources.read_text("utf-8"))
+    if "class_allow_list" in content:
+        _restrict(content)
+        files.write(local / "resources.json", json.dumps(content, indent=1).encode())
+        text = json.dumps({"format_version": "1.0", "permissions": PERMISSIONS}, indent=1)
+        files.write(local / "authorization.json", text.encode())
+
+
+def _restrict(resources: dict[str, Any]) -> None:
+    """Let jobs name our classes alone, keep files in the kit's folder, and send no log to the hub."""
+    resources["class_allow_list"] = list(ALLOWED)
+    resources["class_list_enforcement_mode"] = "enforce"
+    resources["allow_log_streaming"] = False
+    if "snapshot_persistor" in resources:
+        # Relative: FLARE's processes work in the kit's folder, wherever it is moved to.
+        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = "storage/snapshots"
+        resources["servers"][0]["heart_beat_timeout"] = 30
+    components: Sequence[dict[str, Any]] = resources["components"]
+    kept = [each for each in components if each["id"] not in ("site_log_streamer", "log_receiver")]
+    for each in kept:
+        if each["id"] == "job_manager":
+            each["args"]["uri_root"] = "storage/jobs"
+    resources["components"] = kept

@@ -1,0 +1,59 @@
+"""NVIDIA FLARE's own processes, as children that end with the process that starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+START = """
+import os, runpy, sys, threading
+
+def watch():
+    os.read(0, 1)  # returns when the parent is gone: nothing is ever written there
+    os._exit(1)
+
+threading.Thread(target=watch, daemon=True).start()
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+SERVER = "nvflare.private.fed.app.server.server_train"
+CLIENT = "nvflare.private.fed.app.client.client_train"
+
+
+class FlareProcess:
+    """One process of FLARE, on the kit of a participant.
+
+    Args:
+        module: :data:`SERVER` or :data:`CLIENT`.
+        kit: the participant's kit; FLARE keeps its files there too.
+        settings: what FLARE's start script passes, e.g. ``uid=site-1``.
+        environment: variables for it and for the processes that it starts.
+    """
+
+    def __init__(self, module: str, kit: Path, settings: list[str], environment: dict[str, str]) -> None:
+        config = "fed_server.json" if module == SERVER else "fed_client.json"
+        arguments = [module, "-m", str(kit.resolve()), "-s", config, "--set", "secure_train=true", *settings]
+        # PYTHONSAFEPATH: no process of a job imports anything from its working folder.
+        safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **environment}
+        with (kit / "process.log").open("ab") as log:
+            # A session of its own: Ctrl-C is for the parent to decide on.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", START, *arguments, "config_folder=config"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=os.environ | safe,
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End it, and wait for its end."""
+        with self._process:
+            self._process.kill()

@@ -1,0 +1,211 @@
+"""A transport over NVIDIA FLARE: jobs of its Collab API, each a session that may be lost and opened again.
+
+A job of FLARE does not outlive its server, a killed process of it, or take back a site that was killed. Here
+that costs one job: another one is submitted, and requests without an answer are sent again. Sites know
+repeated requests and answer them alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
+from threading import Condition, Lock
+from typing import Any
+
+from prefed.federation.flare.apps import HUB_DOOR
+from prefed.federation.flare.job import write_job
+from prefed.federation.flare.kits import HEARTBEAT, Kits
+from prefed.federation.flare.process import SERVER, FlareProcess
+from prefed.federation.relay import Door, ask, pack, unpack, when_gone
+from prefed.federation.transport import FederationError, UnreachableError
+
+_log = logging.getLogger("prefed")
+
+SETUP = 60.0
+"""Seconds in which FLARE must have opened a session."""
+FRESH = 4 * HEARTBEAT
+"""Seconds without a sign of life after which a site counts as gone."""
+PATIENCE = 30.0
+"""Seconds that a site may be gone in the middle of a request, before the request is given up."""
+STARTS = 3
+"""Sessions in a row that may fail to open, and servers that may fail to start."""
+PAUSE = 0.5
+
+
+class FlareTransport:
+    """Carries messages through FLARE; it starts the hub's server, and ends it with itself.
+
+    Args:
+        kits: those of the hub, from `prefed federation init`.
+
+    Raises:
+        FederationError: (on entering, and later) the server cannot be started, or no session be opened.
+    """
+
+    def __init__(self, kits: Kits) -> None:
+        self._kits = kits
+        self._door = Door(self._opened)
+        self._server: FlareProcess | None = None
+        self._admin: Any = None
+        self._asking = Lock()
+        self._opening = Lock()
+        self._changed = Condition()
+        self._session: Path | None = None
+        self._inside = frozenset[str]()
+        self._job = ""
+
+    def __enter__(self) -> FlareTransport:
+        try:
+            self._start_server()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def connected(self) -> Set[str]:
+        """The sites that the server has heard of lately."""
+        with self._asking:
+            return self._connected()
+
+    def call(self, site: str, request: bytes, timeout: float) -> bytes:
+        """A site's answer, whatever sessions it takes."""
+        end = time.monotonic() + timeout
+        while (left := end - time.monotonic()) > 0:
+            session = self._session_with(site, end)
+            try:
+                # The relay's own deadline comes first, and tells more.
+                answer = ask(session, pack(request, site=site, timeout=left), left + 5)
+                header, body = unpack(answer)
+            except TimeoutError as error:
+                raise UnreachableError(f"no answer within {timeout:g} seconds") from error
+            except (OSError, ValueError):
+                self._lose(session)
+                continue
+            if "error" not in header:
+                return body
+            _log.debug("site %s: %s", site, header["error"])
+            # The session goes on without the site, until one is opened in which the site is back.
+            end = min(end, time.monotonic() + PATIENCE)
+            with self._changed:
+                self._inside -= {site}
+            time.sleep(FRESH)
+        raise UnreachableError(f"no answer within {timeout:g} seconds")
+
+    def _session_with(self, site: str, end: float) -> Path:
+        """The socket of a session in which a site takes part; a new one if need be."""
+        while True:
+            with self._opening:
+                with self._changed:
+                    if self._session is not None and site in self._inside:
+                        return self._session
+                present = self.connected()
+                if site in present:
+                    self._open(present)
+                    continue
+            if time.monotonic() > end:
+                raise UnreachableError("it is not connected")
+            time.sleep(PAUSE)
+
+    def _open(self, sites: Set[str]) -> None:
+        """Submit a job for these sites, and wait until its relay stands."""
+        for _ in range(STARTS):
+            self._close()
+            with self._asking, tempfile.TemporaryDirectory(prefix="prefed-job-") as folder:
+                write_job(Path(folder, "job"), sorted(sites), SETUP)
+                try:
+                    self._job = self._admin_session().submit_job(str(Path(folder, "job")))
+                except Exception as error:  # whatever its library raises, the server is asked again
+                    self._again(error)
+                    continue
+            with self._changed:
+                if self._changed.wait_for(lambda: self._session is not None, SETUP):
+                    return
+            sites = self.connected()
+        raise FederationError(
+            f"no session of NVIDIA FLARE could be opened with {', '.join(sorted(sites)) or 'any site'}: "
+            f"{self._kits.server}/process.log and log.txt say why"
+        )
+
+    def _opened(self, request: bytes) -> bytes:
+        """A session's relay says where it stands."""
+        header, _ = unpack(request)
+        door = Path(header["door"])
+        with self._changed:
+            self._session, self._inside = door, frozenset(header["sites"])
+            self._changed.notify_all()
+        when_gone(door, lambda: self._lose(door))
+        return b""
+
+    def _lose(self, session: Path) -> None:
+        with self._changed:
+            if self._session == session:
+                self._session, self._inside = None, frozenset()
+
+    def _close(self) -> None:
+        """End the session that there is."""
+        with self._changed:
+            job, self._job = self._job, ""
+            self._session, self._inside = None, frozenset()
+        if job:
+            with self._asking, suppress(Exception):
+                self._admin_session().abort_job(job)
+
+    def _connected(self) -> frozenset[str]:
+        for _ in range(STARTS):
+            try:
+                clients = self._admin_session().get_connected_client_list()
+                return frozenset(each.name for each in clients if each.last_connect_time > time.time() - FRESH)
+            except Exception as error:  # as above
+                self._again(error)
+        raise FederationError(f"the server of NVIDIA FLARE does not answer: see {self._kits.server}/log.txt")
+
+    def _admin_session(self) -> Any:
+        if self._admin is None:
+            from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+            self._admin = new_secure_session(
+                self._kits.user, str(self._kits.admin), timeout=10.0, auto_login_max_tries=1
+            )
+        return self._admin
+
+    def _again(self, error: Exception) -> None:
+        """Start the server again if it has ended, and log in again."""
+        _log.debug("the server of NVIDIA FLARE: %s", error)
+        with suppress(Exception):
+            if self._admin is not None:
+                self._admin.close()
+        self._admin = None
+        if self._server is not None and not self._server.alive:
+            self._start_server()
+        time.sleep(PAUSE)
+
+    def _start_server(self) -> None:
+        environment = {HUB_DOOR: str(self._door.path)}
+        self._server = FlareProcess(SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment)
+        end = time.monotonic() + SETUP
+        while time.monotonic() < end and self._server.alive:
+            try:
+                self._admin_session()
+                return
+            except Exception as error:  # it is not up yet
+                last = error
+                time.sleep(PAUSE)
+        raise FederationError(
+            f"the server of NVIDIA FLARE does not start: see {self._kits.server}/process.log ({last})"
+        )
+
+    def _stop(self) -> None:
+        self._close()
+        with suppress(Exception):
+            if self._admin is not None:
+                self._admin.close()
+        if self._server is not None:
+            self._server.stop()
+        self._door.__exit__()

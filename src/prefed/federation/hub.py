@@ -1,0 +1,210 @@
+"""The backend that has a federation's sites do the tasks.
+
+Clients' private states lie at their sites. What lies here in their place are receipts: names of the versions
+that count. They are staged, accepted and committed as a simulation's private states are, so a round counts on
+all machines at once, when this machine commits it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from prefed.core import State
+from prefed.engines import ClientStates, Task, TaskResult
+from prefed.federation.relay import pack, unpack
+from prefed.federation.site import FORMAT, order_digest
+from prefed.federation.transport import FederationError, Transport, UnreachableError
+from prefed.wire import decode_state, encode
+
+HELLO = 10.0
+"""Seconds in which a site that was away must answer to be asked again."""
+RECEIPT = "receipt"
+
+
+class Sites:
+    """The sites of a run, as the hub asks them.
+
+    Args:
+        timeout: seconds for an answer that needs no training.
+    """
+
+    def __init__(self, transport: Transport, federation: str, run: str, timeout: float) -> None:
+        self._transport, self._timeout = transport, timeout
+        self._common = {"format": FORMAT, "federation": federation, "run": run}
+        self._experiment, self._members, self._unseen = "", list[str](), list[str]()
+        self._order = ""
+
+    def connected(self) -> frozenset[str]:
+        """The sites that can be reached at the moment."""
+        return frozenset(self._transport.connected())
+
+    def join(self, site: str, experiment: str) -> dict[str, Any]:
+        """Tell a site of the run: its clients, each with its numbers of pairs, and its versions.
+
+        Raises:
+            FederationError: it refuses, or cannot.
+            UnreachableError: it does not answer.
+        """
+        self._experiment = experiment
+        return self._agreed(site, kind="join", experiment=experiment)
+
+    def start(self, site: str, members: Sequence[str], unseen: Sequence[str]) -> dict[str, Any]:
+        """Have a site build its job: the fingerprint of its model. Raises as :meth:`join`."""
+        self._members, self._unseen = list(members), list(unseen)
+        self._order = order_digest(self._experiment, self._members, self._unseen)
+        return self._agreed(site, kind="start", members=self._members, unseen=self._unseen)
+
+    def hello(self, site: str) -> bool:
+        """Whether a site answers."""
+        try:
+            self._agreed(site, timeout=HELLO, kind="hello")
+        except (UnreachableError, FederationError):
+            return False
+        return True
+
+    def leave(self, site: str) -> None:
+        """Tell a site that the run is over, if it answers."""
+        try:
+            self._agreed(site, timeout=HELLO, kind="leave")
+        except (UnreachableError, FederationError):
+            return
+
+    def do(self, site: str, task: Task, receipt: str | None, timeout: float) -> tuple[dict[str, Any], bytes]:
+        """A site's answer to a task. A site that has lost its memory of the run is told of it again."""
+        fields = {name: value for name, value in vars(task).items() if name != "message"}
+        fields |= {"receipt": receipt, "order": self._order}
+        answer, message = self._ask(site, timeout, task.message, **fields)
+        if answer.get("unknown"):
+            self.join(site, self._experiment)
+            self.start(site, self._members, self._unseen)
+            answer, message = self._ask(site, timeout, task.message, **fields)
+        return answer, message
+
+    def _agreed(self, site: str, timeout: float | None = None, **header: Any) -> dict[str, Any]:
+        answer, _ = self._ask(site, self._timeout if timeout is None else timeout, **header)
+        for how in ("refused", "failed"):
+            if how in answer:
+                verb = "refuses" if how == "refused" else "cannot take part"
+                raise FederationError(f"site {site!r} {verb}: {answer[how]}")
+        return answer
+
+    def _ask(
+        self, site: str, timeout: float, body: bytes = b"", **header: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        answer = self._transport.call(site, pack(body, **self._common, **header), timeout)
+        try:
+            return unpack(answer)
+        except ValueError:
+            return {"failed": "its answer is no message"}, b""
+
+
+class FederationBackend:
+    """Has each client's site do its tasks. Sites work at the same time, and each does one task after the other.
+
+    A site that does not answer in time is away: it is asked nothing until it says hello again, so that it
+    costs one time-out and not one a round.
+
+    Args:
+        receipts: names of the private states that count, in the place of the states.
+        homes: client → its site.
+        timeout: seconds that one visit or evaluation may take.
+        warn: is told of sites that go and come.
+    """
+
+    states: ClientStates | None = None
+
+    def __init__(
+        self,
+        sites: Sites,
+        receipts: ClientStates,
+        homes: Mapping[str, str],
+        timeout: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._sites, self._receipts, self._homes = sites, receipts, homes
+        self._timeout, self._warn = timeout, warn
+        self.away = set[str]()
+        self._returning = dict[str, Future[bool]]()
+        self._pool = ThreadPoolExecutor(2 * len(set(homes.values())) or 1, thread_name_prefix="site")
+
+    def __enter__(self) -> FederationBackend:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
+        """The results, as they come; none of a client whose site is away."""
+        self._welcome_back()
+        waiting: dict[str, deque[Task]] = {site: deque() for site in self._homes.values()}
+        source, busy = iter(tasks), dict[Future[Any], tuple[str, Task]]()
+        more = True
+        while True:
+            working = {site for site, _ in busy.values()}
+            while more and any(not waiting[s] for s in waiting if s not in working and s not in self.away):
+                task = next(source, None)
+                more = task is not None
+                if task is not None and self._homes[task.client] not in self.away:
+                    waiting[self._homes[task.client]].append(task)
+            for site, queue in waiting.items():
+                if queue and site not in working:
+                    task = queue.popleft()
+                    stored = self._receipts.read(task.client)
+                    busy[self._pool.submit(self._do, site, task, stored)] = site, task
+            if not busy:
+                return
+            for future in wait(busy, return_when=FIRST_COMPLETED).done:
+                site, task = busy.pop(future)
+                try:
+                    result, receipt = future.result()
+                except UnreachableError as error:
+                    self.away.add(site)
+                    waiting[site].clear()
+                    self._warn(f"site {site!r} is away: {error}; it is left out until it is back")
+                    continue
+                if receipt is not None:
+                    self._receipts.stage(task.client, receipt)
+                yield result
+
+    def accept(self, clients: Iterable[str]) -> None:
+        """The staged receipts of ``clients`` count."""
+        self._receipts.accept(clients)
+
+    def memory_mb(self) -> float:
+        """Nothing: sites keep their figures to themselves."""
+        return 0.0
+
+    def _do(self, site: str, task: Task, stored: bytes | None) -> tuple[TaskResult, bytes | None]:
+        receipt = None if stored is None else receipt_in(stored)
+        answer, message = self._sites.do(site, task, receipt, self._timeout)
+        reason = next((str(answer[how]) for how in ("refused", "failed") if how in answer), "")
+        reason = f"its site says: {reason}" if reason else str(answer.get("withheld", ""))
+        new = answer.get("receipt")
+        kept = encode(State({}, {"site": site, RECEIPT: new})) if isinstance(new, str) else None
+        result = TaskResult(task.client, b"" if reason else message, reason, task.asked)
+        return result, None if reason else kept
+
+    def _welcome_back(self) -> None:
+        """Ask again those sites that were away and have said hello; ask the others, while the rest work."""
+        for site in sorted(self.away):
+            greeting = self._returning.get(site)
+            if greeting is not None and greeting.done():
+                del self._returning[site]
+                if greeting.result():
+                    self.away.discard(site)
+                    self._warn(f"site {site!r} is back")
+                    continue
+            if site not in self._returning:
+                self._returning[site] = self._pool.submit(self._greet, site)
+
+    def _greet(self, site: str) -> bool:
+        return site in self._sites.connected() and self._sites.hello(site)
+
+
+def receipt_in(stored: bytes) -> str | None:
+    """The receipt in what lies here in the place of a private state."""
+    receipt = decode_state(stored).values.get(RECEIPT)
+    return receipt if isinstance(receipt, str) else None

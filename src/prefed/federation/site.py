@@ -1,0 +1,276 @@
+"""A site: it answers the hub's requests with its own data, within its administrator's limits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from prefed import files
+from prefed.config import ConfigError, Experiment
+from prefed.core.text import printable
+from prefed.engines import WorkerError
+from prefed.engines.backends.worker import Worker
+from prefed.engines.tasks import Task
+from prefed.federation.config import SiteConfig
+from prefed.federation.limits import Refusal, check_experiment, check_members, check_task
+from prefed.federation.own import own_dataset, own_experiment, site_factory, told_names
+from prefed.federation.relay import pack, unpack
+from prefed.federation.sent import SentLog, contents
+from prefed.federation.vault import Vault, site_secret
+from prefed.store.directory import lock
+
+_log = logging.getLogger("prefed")
+
+FORMAT = 1
+"""Of requests and answers. A hub and a site of two formats do not work together."""
+REMEMBERED = 4
+"""Answers that are kept for a request that comes again."""
+PACKAGES = ("prefed", "torch", "transformers")
+
+
+class Site:
+    """Answers requests. What trains is a child process, whose death is a failed answer and no more.
+
+    Args:
+        tell: is given each line that a person at the site may want to see.
+
+    Raises:
+        StoreError: another process uses the state folder.
+    """
+
+    def __init__(self, config: SiteConfig, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.config, self._tell = config, tell
+        self._state = Path(config.state)
+        files.private_folder(self._state / "checkpoint")
+        self._held: int | None = lock(self._state)
+        self._secret = site_secret(self._state)
+        self.log = SentLog(self._state / "log")
+        self._turn = Lock()
+        self._run = ""
+        self._experiment: Experiment | None = None
+        self._worker: Worker | None = None
+        self._answers: OrderedDict[str, bytes] = OrderedDict()
+
+    def close(self) -> None:
+        """End the process that trains, and let go of the state folder."""
+        self._stop()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def answer(self, request: bytes) -> bytes:
+        """The answer to a request of the hub; nothing in a request raises an exception here."""
+        what: dict[str, Any] = {}
+        try:
+            if len(request) > self.config.limits.message_mb * 2**20:
+                raise Refusal(f"a message of {len(request):,} bytes is longer than [limits] message_mb allows")
+            header, body = unpack(request)
+            what = {name: header[name] for name in ("run", "round", "client") if name in header}
+            return self._answer(header, body)
+        except Refusal as refusal:
+            reason = printable(str(refusal))
+            self._note("refused", refused=reason, **what)
+            return pack(refused=reason)
+        except WorkerError as error:
+            self._note("failed", failed=printable(str(error)), **what)
+            _log.error("%s", error)
+            return pack(failed="the process that trains died or failed: the site's log says more")
+        except Exception as error:
+            # The text may quote the site's files: it stays here.
+            self._note("failed", failed=printable(f"{type(error).__name__}: {error}"), **what)
+            _log.exception("a request could not be answered")
+            return pack(failed=f"{type(error).__name__}: the site's log says more")
+
+    def _note(self, what: str, **fields: Any) -> None:
+        self._tell(": ".join(str(fields[key]) for key in ("refused", "failed") if key in fields))
+        self.log.add(what, **{name: value for name, value in fields.items() if _is_short(value)})
+
+    def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
+        kind = header.get("kind")
+        if header.get("format") != FORMAT:
+            raise Refusal(f"the hub speaks format {header.get('format')}, and this site {FORMAT}: update prefed")
+        if kind == "hello":
+            return pack(site=self.config.name)
+        run = header.get("run")
+        if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
+            raise Refusal("a request without the name of its run")
+        if header.get("federation") != self.config.federation:
+            raise Refusal(f"this site belongs to the federation {self.config.federation!r}")
+        with self._turn:
+            if kind == "join":
+                return self._join(run, header)
+            if kind == "start":
+                return self._start(run, header)
+            if kind in ("visit", "evaluate"):
+                return self._do(run, header, body)
+            if kind == "leave":
+                self._stop()
+                return pack()
+        raise Refusal("a request of an unknown kind")
+
+    def _join(self, run: str, header: dict[str, Any]) -> bytes:
+        """Read a run's experiment, and tell of the site's clients."""
+        text = header.get("experiment")
+        if not isinstance(text, str):
+            raise Refusal("a run without an experiment")
+        try:
+            experiment = own_experiment(text, self.config)
+        except ConfigError as error:
+            raise Refusal(str(error)) from error
+        check_experiment(experiment, self.config)
+        dataset = own_dataset(experiment, self._state / "cache")
+        names = told_names(dataset, self.config, self._secret)
+        known = self._read_order(run)
+        if known is not None and known["data"] != dataset.fingerprint:
+            raise Refusal("this site's data changed since the run began: put back what they were")
+        clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
+        order = known or {"data": dataset.fingerprint, "round": 0}
+        self._write_order(run, {**order, "experiment": text, "names": names})
+        self.log.add("join", run=run, told=", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items()))
+        return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
+
+    def _start(self, run: str, header: dict[str, Any]) -> bytes:
+        """Begin, or go on with, a run whose members the hub knows."""
+        order = self._order(run)
+        members, unseen = header.get("members"), header.get("unseen")
+        if not _are_texts(members) or not _are_texts(unseen):
+            raise Refusal("a run without the names of its members")
+        order |= {"members": members, "unseen": unseen}
+        order |= {"order": order_digest(order.get("experiment", ""), members, unseen)}
+        self._stop()
+        fingerprint = self._begin(run, order)
+        self._write_order(run, order)
+        return pack(fingerprint={"model": fingerprint["model"]})
+
+    def _begin(self, run: str, order: dict[str, Any]) -> dict[str, str]:
+        """Start the process that trains; the fingerprint of its job."""
+        experiment = own_experiment(order["experiment"], self.config)
+        unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
+        experiment = experiment.model_copy(update=unseen)
+        check_members(experiment, self.config, len(order["members"]) - len(order["unseen"]))
+        factory = site_factory(experiment, self._state / "cache", order["names"], order["members"])
+        worker = Worker()
+        try:
+            worker.send(builder=factory.builder, text=factory.text, threads=experiment.engine.threads or 1)
+            fields = worker.receive()
+        except BaseException:
+            worker.stop()
+            raise
+        self._run, self._experiment, self._worker = run, experiment, worker
+        self._tell(f"run {run[:8]}: {experiment.method.name}, {experiment.rounds} rounds")
+        fingerprint: dict[str, str] = fields["fingerprint"]
+        return fingerprint
+
+    def _do(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
+        """A visit or an evaluation of one of the site's clients."""
+        key = files.digest(pack(body, **header))
+        if key in self._answers:
+            return self._answers[key]
+        order = self._order(run)
+        if order.get("order") != header.get("order"):
+            return pack(unknown=True)
+        receipt, task = header.get("receipt"), _task(header, body)
+        if task.round < order["round"]:
+            raise Refusal(f"round {task.round} is over: this site has answered in round {order['round']}")
+        if task.client not in order["names"].values():
+            raise Refusal("a client that is not here")
+        if self._run != run or self._worker is None:
+            self._stop()
+            self._begin(run, order)
+        assert self._experiment is not None
+        check_task(task, self._experiment, self.config)
+        vault = Vault(self._state / "runs" / run / "clients", self._secret)
+        fields = self._work(run, order, task, vault.read(task.client, receipt))
+        state: bytes | None = fields["state"]
+        kept = receipt if state is None else vault.keep(task.client, task.round, state)
+        if task.kind == "visit":
+            vault.tidy(task.client, receipt, task.round)
+        if task.round > order["round"]:
+            self._write_order(run, {**order, "round": task.round})
+        message: bytes = fields["message"]
+        what = task.exchange or "evaluation"
+        told = contents(task.kind, message)
+        self.log.add(
+            what, run=run, round=task.round, client=task.client, bytes=len(message), **told,
+            withheld=fields["withheld"],
+        )  # fmt: skip
+        self._tell(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
+        new = kept if kept != receipt else None
+        answer = pack(message, client=task.client, withheld=fields["withheld"], asked=task.asked, receipt=new)
+        self._answers[key] = answer
+        while len(self._answers) > REMEMBERED:
+            self._answers.popitem(last=False)
+        return answer
+
+    def _work(self, run: str, order: dict[str, Any], task: Task, state: bytes | None) -> dict[str, Any]:
+        """What the process that trains answers. If it dies it is started again, once: visits are repeatable."""
+        for last in (False, True):
+            try:
+                if self._worker is None:
+                    self._begin(run, order)
+                assert self._worker is not None
+                self._worker.give(task, state, self.config.limits.visit_seconds)
+                return self._worker.receive()
+            except WorkerError as error:
+                self._stop()
+                if last:
+                    raise
+                self.log.add("restart", run=run, round=task.round, failed=printable(str(error))[:300])
+        raise AssertionError
+
+    def _stop(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        self._run, self._experiment, self._worker = "", None, None
+
+    def _order(self, run: str) -> dict[str, Any]:
+        order = self._read_order(run)
+        return {} if order is None else order
+
+    def _read_order(self, run: str) -> dict[str, Any] | None:
+        path = self._order_path(run)
+        return files.loads_with_digest(path.read_bytes()) if path.exists() else None
+
+    def _write_order(self, run: str, order: dict[str, Any]) -> None:
+        files.private_folder(self._order_path(run).parent)
+        files.write(self._order_path(run), files.dumps_with_digest(order), mode=0o600)
+
+    def _order_path(self, run: str) -> Path:
+        return self._state / "runs" / run / "order.json"
+
+
+def _task(header: dict[str, Any], body: bytes) -> Task:
+    names = {"kind": str, "client": str, "round": int, "exchange": str, "asked": int}
+    fields = {name: header.get(name) for name in names}
+    if not all(isinstance(value, names[name]) for name, value in fields.items()):
+        raise Refusal("a task that is not whole")
+    receipt = header.get("receipt")
+    if receipt is not None and not isinstance(receipt, str):
+        raise Refusal("a task with a private state by another name than a receipt")
+    return Task(message=body, **fields)  # type: ignore[arg-type]
+
+
+def order_digest(experiment: str, members: list[str], unseen: list[str]) -> str:
+    """A digest of what a site was told of a run: with another one it must be told again."""
+    return files.digest(json.dumps([experiment, members, unseen]).encode())
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_short(value: object) -> bool:
+    return len(json.dumps(value, default=str)) < 2000
+
+
+def own_version(name: str) -> str:
+    """The version of a package here, without what says how it was built."""
+    return version(name).partition("+")[0]

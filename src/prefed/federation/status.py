@@ -1,0 +1,44 @@
+"""What a site was asked for and sent, for its administrator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from prefed import files
+from prefed.core.text import size
+from prefed.federation.config import SiteConfig
+from prefed.federation.sent import SentLog, line_of
+
+
+def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
+    """The site's limits, its runs, and the last entries of its log.
+
+    Args:
+        last: so many entries.
+    """
+    limits, tell = config.limits, config.tell
+    yield f"site {config.name} of {config.federation}, state in {config.state}"
+    yield f"  methods: {', '.join(limits.methods) or 'all'}; exchanges: {', '.join(limits.exchanges) or 'all'}"
+    yield (
+        f"  rounds: {limits.rounds} at most; cohort: {limits.minimum_cohort} at least; minimum_pairs: "
+        f"{limits.minimum_pairs} at least; evaluation: {'yes' if limits.evaluate else 'no'}"
+    )
+    names = "names" if tell.names else "made-up names"
+    yield f"  the hub is told {names}{' and numbers of pairs' if tell.pairs else ', and so nothing else'}"
+    entries = list(SentLog(Path(config.state) / "log").entries())
+    messages, sent, rounds = Counter[str](), Counter[str](), dict[str, int]()
+    for entry in entries:
+        run = entry.get("run", "")
+        messages[run] += "bytes" in entry
+        sent[run] += entry.get("bytes", 0)
+        rounds[run] = max(rounds.get(run, 0), entry.get("round", 0))
+    for run in filter(None, messages):
+        folder = Path(config.state) / "runs" / run
+        kept = size(files.folder_size(folder)) if folder.is_dir() else "nothing"
+        yield (
+            f"run {run}: up to round {rounds[run]}; sent {messages[run]} messages, {size(sent[run])}; "
+            f"private states: {kept}"
+        )
+    yield from (line_of(entry) for entry in entries[len(entries) - last :] if last)

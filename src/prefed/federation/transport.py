@@ -1,0 +1,37 @@
+"""What carries messages between a hub and its sites."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class UnreachableError(RuntimeError):
+    """A site did not answer in time, or cannot be reached."""
+
+
+class FederationError(RuntimeError):
+    """The federation cannot go on; the message says why and what to do. Whole rounds are kept."""
+
+
+class Transport(AbstractContextManager["Transport"], Protocol):
+    """Carries requests to sites and their answers back, between parties that know each other by certificates.
+
+    It may deliver one request several times: sites answer each repetition alike. Several threads may call it.
+    """
+
+    def connected(self) -> Set[str]:
+        """The sites that can be reached at the moment.
+
+        Raises:
+            FederationError: the transport itself is gone and cannot be started again.
+        """
+
+    def call(self, site: str, request: bytes, timeout: float) -> bytes:
+        """A site's answer.
+
+        Raises:
+            UnreachableError: there is none within ``timeout`` seconds.
+            FederationError: as :meth:`connected`.
+        """

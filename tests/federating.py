@@ -1,0 +1,94 @@
+"""Sites and hubs for tests: three workers' pairs in a file each, and a transport within one process."""
+
+import json
+
+import numpy as np
+
+from prefed import Experiment
+from prefed.core import Key
+from prefed.federation.config import SiteConfig
+from prefed.federation.site import Site
+from prefed.federation.transport import UnreachableError
+from prefed.models.tiny import make_tiny
+
+CLIENTS = ("w0", "w1", "w2")
+
+
+def make_place(folder):
+    """A model of two small blocks, 30 pairs of three workers in one file, and each worker's alone in one."""
+    draw, rows = np.random.default_rng(0), {client: [] for client in CLIENTS}
+    for number in range(30):
+        good = ["yes please", "no thanks"][:: 1 if number % 2 else -1]
+        prompt = f"Question {draw.integers(1000)}?"
+        row = {"prompt": prompt, "chosen": f" {good[0]} {number}", "rejected": f" {good[1]} {number}"}
+        rows[f"w{number % 3}"].append({**row, "worker": f"w{number % 3}"})
+    together = [line for k in range(10) for line in (rows[c][k] for c in CLIENTS)]
+    for name, lines in {"pairs": together, **rows}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    texts = [row["prompt"] + row["chosen"] for lines in rows.values() for row in lines]
+    make_tiny(folder / "model", texts, Key(0), layers=2, width=32, heads=2, vocabulary=280, steps=2)
+    return folder
+
+
+def experiment(place, method="fedpdpo", rounds=3, **changes):
+    return Experiment.model_validate(
+        {
+            "seed": 3,
+            "rounds": rounds,
+            "data": {
+                "train": str(place / "pairs.jsonl"),
+                "test_fraction": 0.2,
+                "partition": {"by": "column", "column": "worker"},
+            },
+            "model": {"name": str(place / "model"), "lora": {"rank": 2, "dropout": 0.1}},
+            "method": {"name": method, "lr": 0.01, "local_steps": 2, "batch_size": 4, **changes},
+            "engine": {"threads": 1},
+        }
+    )
+
+
+def site_config(place, folder, client, **changes):
+    return SiteConfig.model_validate(
+        {
+            "federation": "wards",
+            "name": f"site-{client}",
+            "state": str(folder / f"site-{client}"),
+            "data": {
+                "train": str(place / f"{client}.jsonl"),
+                "partition": {"by": "column", "column": "worker"},
+            },
+            "model": {"name": str(place / "model")},
+            "tell": {"pairs": True},
+            **changes,
+        }
+    )
+
+
+class Within:
+    """Carries requests to sites of this process.
+
+    Args:
+        before: called with a site and a request's header before each call; what it raises ends the call.
+    """
+
+    def __init__(self, sites, before=lambda site, request: None):
+        self.sites, self.before = sites, before
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        return None
+
+    def connected(self):
+        return set(self.sites)
+
+    def call(self, site, request, timeout):
+        self.before(site, request)
+        if site not in self.sites:
+            raise UnreachableError("it is switched off")
+        return self.sites[site].answer(request)
+
+
+def open_sites(place, folder, clients=CLIENTS, **changes):
+    return {f"site-{c}": Site(site_config(place, folder, c, **changes)) for c in clients}
