@@ -11,8 +11,10 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from threading import Thread
@@ -75,17 +77,29 @@ class Door:
             connection.send_bytes(answer)
 
 
-def ask(path: str | Path, request: bytes, timeout: float | None = None) -> bytes:
+def ask(
+    path: str | Path,
+    request: bytes,
+    timeout: float = inf,
+    look: Callable[[], Any] = lambda: None,
+    every: float = 3600.0,
+) -> bytes:
     """The answer to a request.
 
+    Args:
+        look: called every so many seconds while there is no answer; what it raises ends the wait.
+
     Raises:
-        OSError: nobody listens, or whoever did is gone (``EOFError`` and ``ConnectionError`` alike).
+        OSError: nobody listens, or whoever did is gone.
         TimeoutError: there is no answer in time.
     """
+    over = time.monotonic() + timeout
     with Client(str(path), family="AF_UNIX") as connection:
         connection.send_bytes(request)
-        if timeout is not None and not connection.poll(timeout):
-            raise TimeoutError(f"no answer within {timeout:g} seconds")
+        while not connection.poll(max(0.0, min(every, over - time.monotonic()))):
+            if time.monotonic() >= over:
+                raise TimeoutError(f"no answer within {timeout:g} seconds")
+            look()
         try:
             return connection.recv_bytes(MOST)
         except EOFError as error:

@@ -7,12 +7,16 @@ hub's process hands the requests of ``prefed federate`` to the sites.
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
-from threading import Event
 
 from nvflare.collab import collab
 
 from prefed.federation.relay import Door, ask, end, pack, unpack, when_gone
+
+# Bytes alone pass here. Without this module of its own FLARE leaves PyTorch out of these processes.
+sys.modules.setdefault("nvflare.app_opt.pt.decomposers", None)  # type: ignore[arg-type]
 
 SITE_DOOR, HUB_DOOR = "PREFED_SITE_DOOR", "PREFED_HUB_DOOR"
 """Variables with the sockets of ``prefed site`` and of ``prefed federate``, for the processes below them."""
@@ -31,6 +35,11 @@ class SiteRelay:
         """Hand a request to ``prefed site``; its answer."""
         return ask(os.environ[SITE_DOOR], request)
 
+    @collab.publish
+    def alive(self) -> bool:
+        """This process lives, whatever ``prefed site`` does."""
+        return True
+
 
 class HubRelay:
     """The hub's side of a job."""
@@ -39,20 +48,20 @@ class HubRelay:
     def relay(self) -> None:
         """Hand requests to the sites until ``prefed federate`` or the job ends."""
         sites = {proxy.name: proxy for proxy in collab.clients}
-        context, over = collab.context, Event()
+        context = collab.context
 
         def answer(request: bytes) -> bytes:
             header, body = unpack(request)
-            proxy = sites[header["site"]]
+            call = sites[header["site"]](timeout=header["timeout"])
             try:
-                reply: bytes = proxy(timeout=header["timeout"]).exchange(request=body)
+                reply: bytes = call.exchange(request=body) if body else pack(alive=call.alive())
             except Exception as error:
                 return pack(error=f"{type(error).__name__}: {error}")
             return pack(reply)
 
         hub = Path(os.environ[HUB_DOOR])
         with Door(answer, hub.with_name(f"job-{os.getpid()}")) as door:
-            when_gone(hub, over.set)
+            when_gone(hub, end)
             ask(hub, pack(door=str(door.path), sites=sorted(sites)))
-            while not over.wait(0.5) and not context.is_aborted():
-                pass
+            while not context.is_aborted():
+                time.sleep(0.2)

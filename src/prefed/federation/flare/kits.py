@@ -147,6 +147,19 @@ class Kits:
         return cls(fields["federation"], sites, folder / "server", folder / "admin", fields["user"], "hub")
 
 
+def settle(kit: Path) -> None:
+    """Have the server keep its files in its kit, wherever that lies: FLARE asks for whole paths."""
+    path, storage = kit / "local" / "resources.json", kit.resolve() / "storage"
+    files.private_folder(storage)
+    resources = json.loads(path.read_text("utf-8"))
+    persistor = resources["snapshot_persistor"]["args"]["storage"]["args"]
+    persistor["root_dir"] = str(storage / "snapshots")
+    for each in resources["components"]:
+        if each["id"] == "job_manager":
+            each["args"]["uri_root"] = str(storage / "jobs")
+    files.write(path, json.dumps(resources, indent=1).encode())
+
+
 def make_kits(project: Project, out: Path) -> None:
     """Make the kits of all parties in ``out``, or those of sites that a project file has more than before.
 
@@ -222,13 +235,9 @@ def _restrict(resources: dict[str, Any]) -> None:
     resources["class_allow_list"] = list(ALLOWED)
     resources["class_list_enforcement_mode"] = "enforce"
     resources["allow_log_streaming"] = False
-    if "snapshot_persistor" in resources:
-        # Relative: FLARE's processes work in the kit's folder, wherever it is moved to.
-        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = "storage/snapshots"
+    if "servers" in resources:
         resources["servers"][0]["heart_beat_timeout"] = 30
     components: Sequence[dict[str, Any]] = resources["components"]
-    kept = [each for each in components if each["id"] not in ("site_log_streamer", "log_receiver")]
-    for each in kept:
-        if each["id"] == "job_manager":
-            each["args"]["uri_root"] = "storage/jobs"
-    resources["components"] = kept
+    resources["components"] = [
+        each for each in components if each["id"] not in ("site_log_streamer", "log_receiver")
+    ]

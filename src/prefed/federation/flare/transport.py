@@ -18,7 +18,7 @@ from typing import Any
 
 from prefed.federation.flare.apps import HUB_DOOR
 from prefed.federation.flare.job import write_job
-from prefed.federation.flare.kits import HEARTBEAT, Kits
+from prefed.federation.flare.kits import HEARTBEAT, Kits, settle
 from prefed.federation.flare.process import SERVER, FlareProcess
 from prefed.federation.relay import Door, ask, pack, unpack, when_gone
 from prefed.federation.transport import FederationError, UnreachableError
@@ -30,9 +30,11 @@ SETUP = 60.0
 FRESH = 4 * HEARTBEAT
 """Seconds without a sign of life after which a site counts as gone."""
 PATIENCE = 30.0
-"""Seconds that a site may be gone in the middle of a request, before the request is given up."""
+"""Seconds that a site may be gone before a request is given up."""
 STARTS = 3
 """Sessions in a row that may fail to open, and servers that may fail to start."""
+LOOK = 5.0
+"""Seconds between looks whether an answer may still come."""
 PAUSE = 0.5
 
 
@@ -78,28 +80,63 @@ class FlareTransport:
         """A site's answer, whatever sessions it takes."""
         end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
-            session = self._session_with(site, end)
+            session, seen = self._session_with(site, end), [time.monotonic()]
             try:
-                # The relay's own deadline comes first, and tells more.
-                answer = ask(session, pack(request, site=site, timeout=left), left + 5)
+                answer = ask(
+                    session,
+                    pack(request, site=site, timeout=left),
+                    left + LOOK,
+                    lambda session=session, seen=seen: self._look(session, site, seen),
+                    LOOK,
+                )
                 header, body = unpack(answer)
-            except TimeoutError as error:
-                raise UnreachableError(f"no answer within {timeout:g} seconds") from error
+            except TimeoutError:
+                break
             except (OSError, ValueError):
-                self._lose(session)
+                time.sleep(PAUSE)
                 continue
             if "error" not in header:
                 return body
             _log.debug("site %s: %s", site, header["error"])
-            # The session goes on without the site, until one is opened in which the site is back.
-            end = min(end, time.monotonic() + PATIENCE)
-            with self._changed:
-                self._inside -= {site}
-            time.sleep(FRESH)
+            self._without(session, site)
         raise UnreachableError(f"no answer within {timeout:g} seconds")
+
+    def _look(self, session: Path, site: str, seen: list[float]) -> None:
+        """Whether an answer may still come: the session is open, and the site's process in it lives.
+
+        Args:
+            seen: when it was last seen alive; it is noted there.
+
+        Raises:
+            ConnectionResetError: another session will do.
+            UnreachableError: the site has left.
+        """
+        if self._session != session:
+            raise ConnectionResetError
+        try:
+            header, _ = unpack(ask(session, pack(site=site, timeout=LOOK), 2 * LOOK))
+            if header.get("alive"):
+                seen[0] = time.monotonic()
+        except (OSError, ValueError):
+            self._lose(session)
+            raise ConnectionResetError from None
+        silent = time.monotonic() - seen[0]
+        if silent > PATIENCE:
+            raise UnreachableError("it has left")
+        if silent > PATIENCE / 2 and site in self.connected():
+            # It is back, and its process in this session is gone.
+            self._without(session, site)
+            raise ConnectionResetError
+
+    def _without(self, session: Path, site: str) -> None:
+        """The session goes on without a site; for its next request another one is opened."""
+        with self._changed:
+            if self._session == session:
+                self._inside -= {site}
 
     def _session_with(self, site: str, end: float) -> Path:
         """The socket of a session in which a site takes part; a new one if need be."""
+        end = min(end, time.monotonic() + PATIENCE)
         while True:
             with self._opening:
                 with self._changed:
@@ -161,7 +198,7 @@ class FlareTransport:
         for _ in range(STARTS):
             try:
                 clients = self._admin_session().get_connected_client_list()
-                return frozenset(each.name for each in clients if each.last_connect_time > time.time() - FRESH)
+                return frozenset(each.name for each in clients if _is_fresh(each))
             except Exception as error:  # as above
                 self._again(error)
         raise FederationError(f"the server of NVIDIA FLARE does not answer: see {self._kits.server}/log.txt")
@@ -187,6 +224,9 @@ class FlareTransport:
         time.sleep(PAUSE)
 
     def _start_server(self) -> None:
+        settle(self._kits.server)
+        with self._changed:
+            self._session, self._inside = None, frozenset()
         environment = {HUB_DOOR: str(self._door.path)}
         self._server = FlareProcess(SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment)
         end = time.monotonic() + SETUP
@@ -209,3 +249,7 @@ class FlareTransport:
         if self._server is not None:
             self._server.stop()
         self._door.__exit__()
+
+
+def _is_fresh(client: Any) -> bool:
+    return client.last_connect_time is not None and client.last_connect_time > time.time() - FRESH
