@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from prefed.core import State
 from prefed.engines import ClientStates, Task, TaskResult
 from prefed.federation.relay import pack, unpack
 from prefed.federation.site import FORMAT, order_digest
 from prefed.federation.transport import FederationError, Transport, UnreachableError
-from prefed.wire import decode_state, encode
+from prefed.store.receipts import receipt_in, receipt_state
 
 HELLO = 10.0
 """Seconds in which a site that was away must answer to be asked again."""
-RECEIPT = "receipt"
 
 
 class Sites:
@@ -183,7 +181,7 @@ class FederationBackend:
         reason = next((str(answer[how]) for how in ("refused", "failed") if how in answer), "")
         reason = f"its site says: {reason}" if reason else str(answer.get("withheld", ""))
         new = answer.get("receipt")
-        kept = encode(State({}, {"site": site, RECEIPT: new})) if isinstance(new, str) else None
+        kept = receipt_state(site, new) if isinstance(new, str) else None
         result = TaskResult(task.client, b"" if reason else message, reason, task.asked)
         return result, None if reason else kept
 
@@ -202,9 +200,3 @@ class FederationBackend:
 
     def _greet(self, site: str) -> bool:
         return site in self._sites.connected() and self._sites.hello(site)
-
-
-def receipt_in(stored: bytes) -> str | None:
-    """The receipt in what lies here in the place of a private state."""
-    receipt = decode_state(stored).values.get(RECEIPT)
-    return receipt if isinstance(receipt, str) else None

@@ -54,7 +54,7 @@ class Site:
         self._secret = site_secret(self._state)
         self.log = SentLog(self._state / "log")
         self._turn = Lock()
-        self._run = ""
+        self._run, self._order, self._fingerprint = "", "", ""
         self._experiment: Experiment | None = None
         self._worker: Worker | None = None
         self._answers: OrderedDict[str, bytes] = OrderedDict()
@@ -139,19 +139,20 @@ class Site:
 
     def _start(self, run: str, header: dict[str, Any]) -> bytes:
         """Begin, or go on with, a run whose members the hub knows."""
-        order = self._order(run)
+        order = self._read_order(run) or {}
         members, unseen = header.get("members"), header.get("unseen")
         if not _are_texts(members) or not _are_texts(unseen):
             raise Refusal("a run without the names of its members")
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order.get("experiment", ""), members, unseen)}
-        self._stop()
-        fingerprint = self._begin(run, order)
+        if (self._run, self._order) != (run, order["order"]) or self._worker is None:
+            self._stop()
+            self._begin(run, order)
         self._write_order(run, order)
-        return pack(fingerprint={"model": fingerprint["model"]})
+        return pack(fingerprint={"model": self._fingerprint})
 
-    def _begin(self, run: str, order: dict[str, Any]) -> dict[str, str]:
-        """Start the process that trains; the fingerprint of its job."""
+    def _begin(self, run: str, order: dict[str, Any]) -> None:
+        """Start the process that trains."""
         experiment = own_experiment(order["experiment"], self.config)
         unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
         experiment = experiment.model_copy(update=unseen)
@@ -164,17 +165,16 @@ class Site:
         except BaseException:
             worker.stop()
             raise
-        self._run, self._experiment, self._worker = run, experiment, worker
+        self._run, self._order, self._experiment, self._worker = run, order["order"], experiment, worker
+        self._fingerprint = fields["fingerprint"]["model"]
         self._tell(f"run {run[:8]}: {experiment.method.name}, {experiment.rounds} rounds")
-        fingerprint: dict[str, str] = fields["fingerprint"]
-        return fingerprint
 
     def _do(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
         """A visit or an evaluation of one of the site's clients."""
         key = files.digest(pack(body, **header))
         if key in self._answers:
             return self._answers[key]
-        order = self._order(run)
+        order = self._read_order(run) or {}
         if order.get("order") != header.get("order"):
             return pack(unknown=True)
         receipt, task = header.get("receipt"), _task(header, body)
@@ -182,7 +182,7 @@ class Site:
             raise Refusal(f"round {task.round} is over: this site has answered in round {order['round']}")
         if task.client not in order["names"].values():
             raise Refusal("a client that is not here")
-        if self._run != run or self._worker is None:
+        if (self._run, self._order) != (run, order["order"]) or self._worker is None:
             self._stop()
             self._begin(run, order)
         assert self._experiment is not None
@@ -229,11 +229,7 @@ class Site:
     def _stop(self) -> None:
         if self._worker is not None:
             self._worker.stop()
-        self._run, self._experiment, self._worker = "", None, None
-
-    def _order(self, run: str) -> dict[str, Any]:
-        order = self._read_order(run)
-        return {} if order is None else order
+        self._run, self._order, self._experiment, self._worker = "", "", None, None
 
     def _read_order(self, run: str) -> dict[str, Any] | None:
         path = self._order_path(run)

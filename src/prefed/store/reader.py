@@ -24,6 +24,7 @@ from prefed.store.commit import (
     read_state,
 )
 from prefed.store.nodes import read_node
+from prefed.store.receipts import holder_of
 from prefed.wire import decode_state
 
 
@@ -72,9 +73,16 @@ class RunReader:
         return decode_state(self._read(None))
 
     def client(self, client: str) -> State | None:
-        """A client's private state after its last visit; ``None`` if it still has its first."""
+        """A client's private state after its last visit; ``None`` if it still has its first.
+
+        Raises:
+            StoreError: the client's site keeps it.
+        """
         name = client_file(client)
-        return decode_state(self._read(name)) if name in self._private else None
+        state = decode_state(self._read(name)) if name in self._private else None
+        if state is not None and (site := holder_of(state)) is not None:
+            raise StoreError(f"the private state of {client!r} is not in {self.path}: site {site!r} keeps it")
+        return state
 
     def node(self, node: int) -> torch.Tensor:
         """The numbers of a node after the last committed round, in a run without a server."""

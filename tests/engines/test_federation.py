@@ -1,0 +1,143 @@
+"""Whole federations: a site with one worker and a site with two, beside the same run in one process."""
+
+import json
+import os
+import signal
+
+import pytest
+from federating import Within, experiment, make_place, site_config
+from toy import outcome
+
+from prefed import run
+from prefed.core import Callback
+from prefed.engines.backends.worker import Worker
+from prefed.federation.federate import Terms, federate
+from prefed.federation.relay import pack, unpack
+from prefed.federation.site import Site
+from prefed.federation.transport import FederationError
+from prefed.runs.loaded import load_run
+from prefed.store import StoreError
+from prefed.wire import decode_state
+
+TERMS = Terms("wards", ("one", "two"), wait=0.0)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="module")
+def sites(place, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sites")
+    (place / "w1w2.jsonl").write_text((place / "w1.jsonl").read_text() + (place / "w2.jsonl").read_text())
+    made = {
+        name: Site(site_config(place, folder, data, name=name, limits={"rounds": 5}))
+        for name, data in (("one", "w0"), ("two", "w1w2"))
+    }
+    yield made
+    for site in made.values():
+        site.close()
+
+
+class Dies(Callback):
+    """The hub's process ends after so many answers."""
+
+    def __init__(self, left):
+        self.left = left
+
+    def on_task_end(self, what, done, of):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def without_places(out):
+    """What a run leaves, apart from what only one machine has: tokens, private states, who is where."""
+    left = {name: content for name, content in outcome(out).items() if not name.startswith(("cache/", "fed"))}
+    left = {name: content for name, content in left.items() if not name.startswith("checkpoint/clients/")}
+    for name in ("checkpoint/COMMIT.json", "summary.json"):
+        left[name].pop("sites", None)
+        left[name].get("fingerprint", {}).pop("data", None)
+        left[name].get("digests", {}).pop("clients", None)
+        left[name].pop("peak_memory_mb", None)
+    return left
+
+
+def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypatch):
+    """FedPDPO, whose clients have personal parts. To the bit, although the hub dies in round 2 after two of three
+    answers and goes on, and a process that trains is killed in round 3, in the middle of a visit.
+    """
+    asked = experiment(place)
+    run(asked, tmp_path / "alone")
+    transport = Within(sites)
+    with pytest.raises(KeyboardInterrupt):
+        federate(asked, tmp_path / "over", transport, TERMS, callbacks=[Dies(3 + 3 + 2)])
+    assert len((tmp_path / "over" / "rounds.jsonl").read_text().splitlines()) == 1
+    killed = []
+    give = Worker.give
+
+    def kills(worker, task, state, timeout):
+        give(worker, task, state, timeout)
+        if task.round == 3 and not killed:
+            killed.append(task.client)
+            os.kill(worker._process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Worker, "give", kills)
+    summary = federate(asked, tmp_path / "over", transport, TERMS, resume=True)
+    assert killed
+    assert without_places(tmp_path / "over") == without_places(tmp_path / "alone")
+    assert summary["sites"] == {"one": ["w0"], "two": ["w1", "w2"]}
+    # A private state is where its client is, as the run in one process has it, and nowhere else.
+    for client, site in (("w0", "one"), ("w1", "two"), ("w2", "two")):
+        alone = (tmp_path / "alone/checkpoint/clients" / f"{client}@000003.safetensors").read_bytes()
+        here = decode_state(
+            (tmp_path / "over/checkpoint/clients" / f"{client}@000003.safetensors").read_bytes()
+        )
+        assert not here.tensors
+        (kept,) = (sites[site]._state / "runs").rglob(f"{client}@{here.values['receipt']}.safetensors")
+        assert kept.read_bytes() == alone
+    with pytest.raises(StoreError, match="site 'two' keeps it"):
+        load_run(tmp_path / "over").model("w1")
+
+
+def test_what_leaves_a_site_is_in_its_log(sites, tmp_path):
+    """After the run above: each message that the hub counted, by its bytes. Two visits were repeated."""
+    entries = [entry for site in sites.values() for entry in site.log.entries()]
+    visits = [entry for entry in entries if entry["what"] == "train"]
+    assert {(entry["client"], entry["round"]) for entry in visits} == {
+        (client, number) for client in ("w0", "w1", "w2") for number in (1, 2, 3)
+    }
+    assert all(entry["weight"] == 8 and entry["tensors"] == {"model": 2048} for entry in visits)
+    assert {entry["what"] for entry in entries} == {"join", "train", "evaluation", "restart"}
+
+
+def test_a_replayed_request_is_refused(sites):
+    """Round 3 is answered: a request of round 1 of that run is an old one."""
+    site = sites["one"]
+    (order,) = (site._state / "runs").rglob("order.json")
+    known = json.loads(order.read_bytes())
+    fields = {"format": 1, "federation": "wards", "run": order.parent.name, "order": known["order"]}
+    task = {"kind": "visit", "round": 1, "exchange": "train", "client": "w0", "asked": 0, "receipt": None}
+    header, _ = unpack(site.answer(pack(b"", **fields, **task)))
+    assert "round 1 is over" in header["refused"]
+
+
+def test_a_site_that_refuses_says_why(place, sites, tmp_path):
+    with pytest.raises(FederationError, match=r"'(one|two)' refuses: \[limits\] rounds: 6 are asked for"):
+        federate(experiment(place, rounds=6), tmp_path / "over", Within(sites), TERMS)
+    assert not (tmp_path / "over").exists()
+
+
+def test_too_few_sites_are_named(place, sites, tmp_path):
+    with pytest.raises(FederationError, match="1 of 2 sites came within 0 seconds; missing: two"):
+        federate(experiment(place), tmp_path / "over", Within({"one": sites["one"]}), TERMS)
+
+
+def test_two_sites_with_a_client_of_one_name(place, sites, tmp_path):
+    class Twice(Within):
+        def call(self, site, request, timeout):
+            return pack(clients={"w0": [8, 0, 2]}, versions={})
+
+    with pytest.raises(FederationError, match="both have a client 'w0'"):
+        federate(experiment(place), tmp_path / "over", Twice(sites), TERMS)

@@ -1,0 +1,340 @@
+"""A federation's parts, without NVIDIA FLARE: versions of private states, limits, requests, what is told."""
+
+import json
+import stat
+from threading import Event
+
+import pytest
+from federating import CLIENTS, Within, experiment, site_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefed.config import ConfigError, to_toml
+from prefed.core.text import size
+from prefed.engines import TaskResult
+from prefed.engines.tasks import Task
+from prefed.federation.config import SiteConfig
+from prefed.federation.experiment import HELD, load_federated
+from prefed.federation.federate import told_experiment
+from prefed.federation.hub import FederationBackend, Sites
+from prefed.federation.limits import Refusal, check_experiment, check_members, check_task
+from prefed.federation.own import own_experiment, told_names
+from prefed.federation.relay import Door, ask, pack, unpack, when_gone
+from prefed.federation.sent import SentLog
+from prefed.federation.site import FORMAT, Site
+from prefed.federation.status import status_lines
+from prefed.federation.transport import UnreachableError
+from prefed.federation.vault import Vault, site_secret
+from prefed.store import StoreError
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), max_size=12))
+def test_the_version_that_the_hub_names_is_always_there(tmp_path_factory, rounds):
+    """A client, and a hub that commits a round or is killed before it does and repeats it.
+
+    Each round is a number of visits (exchanges), whether the hub merges their uploads, and whether it commits.
+    A reference keeps the state that each receipt stands for; reading the receipt in force must give that state,
+    whatever was killed before.
+    """
+    vault = Vault(tmp_path_factory.mktemp("vault"), b"secret")
+    committed, number, left = None, 1, {None: None}
+    for visits, merges, commits in rounds:
+        current = committed
+        for visit in range(visits):
+            assert vault.read("w", current) == left[current]
+            state = f"{current} {number} {visit}".encode()
+            receipt = vault.keep("w", number, state)
+            vault.tidy("w", current, number)
+            left[receipt] = state
+            current = receipt if merges else current
+        if commits:
+            committed, number = current, number + 1
+    assert vault.read("w", committed) == left[committed]
+
+
+def test_versions_do_not_pile_up(tmp_path):
+    """After a visit of round 5 from the version of round 4 there are these two."""
+    vault, receipt = Vault(tmp_path / "v", b"secret"), None
+    for number in range(1, 6):
+        new = vault.keep("w", number, str(number).encode())
+        vault.tidy("w", receipt, number)
+        receipt = new
+    assert len(list((tmp_path / "v").iterdir())) == 2
+
+
+def test_private_states_are_their_owners_alone_and_damage_is_seen(tmp_path):
+    vault = Vault(tmp_path / "v", b"secret")
+    receipt = vault.keep("ward/7", 1, b"state")
+    (path,) = (tmp_path / "v").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "v").stat().st_mode) == 0o700
+    path.write_bytes(b"stale")
+    with pytest.raises(StoreError, match="damaged"):
+        vault.read("ward/7", receipt)
+    path.unlink()
+    with pytest.raises(StoreError, match="missing"):
+        vault.read("ward/7", receipt)
+    with pytest.raises(StoreError, match="no receipt"):
+        vault.read("ward/7", "../../secret")
+
+
+def test_receipts_tell_nobody_whether_states_are_equal(tmp_path):
+    """Equal states of two clients, of two rounds and of two sites have different receipts."""
+    one, other = Vault(tmp_path / "a", b"one"), Vault(tmp_path / "b", b"other")
+    receipts = [one.keep("w", 1, b"s"), one.keep("v", 1, b"s"), one.keep("w", 2, b"s"), other.keep("w", 1, b"s")]
+    digests = {receipt.partition("-")[2] for receipt in receipts}
+    assert len(digests) == 4
+    assert site_secret(tmp_path / "s") == site_secret(tmp_path / "s") != site_secret(tmp_path / "t")
+
+
+def test_a_door_answers_and_says_when_it_is_gone():
+    with Door(lambda request: request[::-1]) as door:
+        assert stat.S_IMODE(door.path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(door.path.parent.stat().st_mode) == 0o700
+        assert ask(door.path, b"abc" * 100_000) == b"cba" * 100_000
+        when_gone(door.path, lambda: None)
+    with pytest.raises(OSError, match=r"No such file|refused"):
+        ask(door.path, b"abc")
+
+
+def test_who_waits_looks_and_gives_up():
+    """Nobody answers before the asker has looked twice."""
+    looks, looked = [], Event()
+
+    def look():
+        looks.append(1)
+        if len(looks) == 2:
+            looked.set()
+
+    with Door(lambda request: b"yes" if looked.wait(60) else b"no") as door:
+        with pytest.raises(TimeoutError):
+            ask(door.path, b"", 0.01)
+        assert ask(door.path, b"", 60, look, 0.01) == b"yes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "message"),
+    [
+        ({"tell": {"pairs": False}}, {}, "does not tell"),
+        ({"limits": {"methods": ["feddpo"]}}, {}, "fedpdpo is none of feddpo"),
+        ({"limits": {"rounds": 2}}, {}, "3 are asked for, and 2 are allowed"),
+        ({"limits": {"minimum_pairs": 4}}, {}, "minimum_pairs = 4"),
+        ({}, {"method": "centralized"}, "these stay here"),
+        ({}, {"method": "decdpo"}, "a federation has a server"),
+    ],
+)
+def test_an_administrator_limits_runs(tmp_path, changes, asked, message):
+    config = site_config(tmp_path, tmp_path, "w0", **changes)
+    with pytest.raises(Refusal, match=message):
+        check_experiment(experiment(tmp_path, **asked), config)
+
+
+def test_an_administrator_limits_cohorts_exchanges_and_evaluations(tmp_path):
+    """A cohort of half of 4 is 2, below 3; of half of 6 it is 3."""
+    config = site_config(
+        tmp_path, tmp_path, "w0", limits={"minimum_cohort": 3, "exchanges": ["train"], "evaluate": False}
+    )
+    half = experiment(tmp_path).model_copy(update={"cohort": experiment(tmp_path).cohort.model_copy(update={"fraction": 0.5})})
+    with pytest.raises(Refusal, match="2 clients, and must have 3"):
+        check_members(half, config, 4)
+    check_members(half, config, 6)
+    check_task(Task("visit", "w0", 1, "train", b""), half, config)
+    for task, message in (
+        (Task("visit", "w0", 1, "score", b""), "'score' is none of train"),
+        (Task("visit", "w0", 4, "train", b""), "round 4 of 3"),
+        (Task("evaluate", "w0", 1, "", b""), "no figures"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            check_task(task, half, config)
+
+
+def test_sites_read_nothing_that_the_hub_names(tmp_path):
+    """The hub's file names its own data, model and devices; a site's experiment has the site's, and the rest."""
+    config = site_config(tmp_path, tmp_path, "w0", threads=2)
+    hub = experiment(tmp_path)
+    own = own_experiment(to_toml(hub), config)
+    assert own.data.train.path == str(tmp_path / "w0.jsonl")
+    assert own.engine.threads == 2
+    assert (own.method, own.data.test_fraction, own.seed) == (hub.method, 0.2, 3)
+    told = told_experiment(hub)
+    assert str(tmp_path) not in told
+    assert own_experiment(told, config) == own
+    tables = to_toml(hub) + '\n[fleet]\nname = "uniform"\n'
+    with pytest.raises(ConfigError, match=r"\[fleet\] is not for a federation"):
+        own_experiment(tables, config)
+
+
+def test_a_file_may_leave_out_what_sites_have(tmp_path):
+    path = tmp_path / "e.toml"
+    path.write_text('[model]\nname = "m"\n[method]\nname = "feddpo"\n[data]\nmax_length = 64\n')
+    loaded = load_federated(path, None, ["rounds=2"])
+    assert (loaded.data.train.path, loaded.data.max_length, loaded.rounds) == (HELD, 64, 2)
+
+
+def request(**header):
+    return pack(format=FORMAT, federation="wards", run="0" * 16, **header)
+
+
+@pytest.fixture
+def site(tmp_path):
+    made = Site(site_config(tmp_path, tmp_path, "w0", limits={"message_mb": 1}))
+    yield made
+    made.close()
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_disturb_a_site(data):
+    """It answers whatever comes, with a refusal; here without its disk."""
+    site = object.__new__(Site)
+    site.config = SiteConfig(federation="f", name="n", data={}, model={"name": "m"})
+    site._tell = lambda text: None
+    site.log = type("Log", (), {"add": lambda self, what, **fields: None})()
+    header, _ = unpack(site.answer(data))
+    assert header.keys() & {"refused", "failed"}
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (pack(kind="hello", format=99), "format 99"),
+        (pack(kind="visit", format=FORMAT, federation="wards", run="../../etc"), "without the name of its run"),
+        (pack(kind="visit", format=FORMAT, federation="others", run="0" * 16), "belongs to the federation 'wards'"),
+        (request(kind="shell"), "unknown kind"),
+        (request(kind="join", experiment="rounds ="), "not TOML"),
+        (bytes(2**20 + 1), "longer than"),
+    ],
+)
+def test_what_a_site_refuses_is_in_its_log(site, message, reason):
+    header, _ = unpack(site.answer(message))
+    assert reason in header["refused"]
+    (entry,) = site.log.entries()
+    assert reason in entry["refused"]
+    assert entry["what"] == "refused"
+
+
+def test_a_visit_of_an_unknown_run_is_asked_to_be_told(site):
+    answer = site.answer(request(kind="visit", client="w0", round=1, exchange="train", asked=0, order="x"))
+    assert unpack(answer)[0] == {"unknown": True}
+
+
+def test_errors_stay_at_the_site(site, tmp_path):
+    """The site's file does not exist: its path must not reach the hub, and is in the log."""
+    answer = site.answer(request(kind="join", experiment=told_experiment(experiment(tmp_path))))
+    header, _ = unpack(answer)
+    assert str(tmp_path) not in header["failed"]
+    (entry,) = site.log.entries()
+    assert str(tmp_path) in entry["failed"]
+
+
+def test_two_processes_do_not_share_a_state_folder(site, tmp_path):
+    with pytest.raises(StoreError, match="in use"):
+        Site(site_config(tmp_path, tmp_path, "w0"))
+
+
+def test_made_up_names_are_the_sites_own(tmp_path):
+    data = type("Data", (), {"clients": {"ada": None, "ben": None}})()
+    config = site_config(tmp_path, tmp_path, "w0", tell={"names": False, "pairs": True})
+    names = told_names(data, config, b"secret")
+    assert names == told_names(data, config, b"secret") != told_names(data, config, b"other")
+    assert all(told.startswith("site-w0-") and "ada" not in told for told in names.values())
+    assert len(set(names.values())) == 2
+
+
+def test_the_log_says_what_was_sent(tmp_path):
+    log = SentLog(tmp_path / "log")
+    log.add("train", run="3fa9b2c4d5e6f708", round=1, client="w0", bytes=2000, tensors={"model": 5}, weight=8.0)
+    log.add("refused", refused="round 4 of 3")
+    lines = list(status_lines(site_config(tmp_path, tmp_path, "w0", state=str(tmp_path)), 2))
+    assert lines[-2].endswith(f"round 1  train  w0  {size(2000)}: model 5 numbers, weight 8")
+    assert lines[-1].endswith("refused: refused: round 4 of 3")
+    assert any("sent 1 messages, 2.0 kB" in line for line in lines)
+
+
+class Receipts:
+    """Nothing is kept: every client has its first state."""
+
+    def read(self, client):
+        return None
+
+    def stage(self, client, state):
+        raise AssertionError
+
+
+class Echo:
+    """A site whose uploads are the messages that it gets."""
+
+    def answer(self, message):
+        header, body = unpack(message)
+        if header["kind"] == "hello":
+            return pack(site="x")
+        return pack(body, client=header["client"], withheld="", asked=header["asked"], receipt=None)
+
+
+def backend(transport, warnings):
+    homes = {client: f"site-{client}" for client in CLIENTS}
+    return FederationBackend(Sites(transport, "wards", "0" * 16, 1.0), Receipts(), homes, 1.0, warnings.append)
+
+
+def tasks(number):
+    return [Task("visit", client, number, "train", client.encode()) for client in CLIENTS]
+
+
+def test_a_site_that_is_away_costs_one_time_out():
+    """Site w1 is switched off: one call to it in the first round; then a hello a round alone, until it is back."""
+    calls, sites, warnings = [], {f"site-{client}": Echo() for client in CLIENTS}, []
+    transport = Within(sites, lambda site, message: calls.append((site, unpack(message)[0]["kind"])))
+    gone = sites.pop("site-w1")
+    with backend(transport, warnings) as sites_of_run:
+        for number in (1, 2, 3):
+            results = {result.client: result for result in sites_of_run.run(tasks(number))}
+            assert results == {c: TaskResult(c, c.encode()) for c in ("w0", "w2")}
+        assert [kind for site, kind in calls if site == "site-w1"] == ["visit"]
+        sites["site-w1"] = gone
+        for number in range(4, 50):
+            results = {result.client for result in sites_of_run.run(tasks(number))}
+            if len(results) == 3:
+                break
+        assert results == set(CLIENTS)
+    assert "is away" in warnings[0]
+    assert "is back" in warnings[1]
+
+
+def test_refusals_and_failures_are_reasons_of_the_round():
+    class Refuses(Echo):
+        def answer(self, message):
+            return pack(refused="[limits] exchanges")
+
+    class Babbles(Echo):
+        def answer(self, message):
+            return b"\xff" * 40
+
+    sites = {"site-w0": Refuses(), "site-w1": Babbles(), "site-w2": Echo()}
+    with backend(Within(sites), []) as sites_of_run:
+        results = {result.client: result.withheld for result in sites_of_run.run(tasks(1))}
+    assert results == {
+        "w0": "its site says: [limits] exchanges",
+        "w1": "its site says: its answer is no message",
+        "w2": "",
+    }
+
+
+def test_an_answer_that_comes_too_late_is_not_awaited():
+    def late(site, message):
+        if site == "site-w0":
+            raise UnreachableError("no answer within 1 seconds")
+
+    with backend(Within({f"site-{c}": Echo() for c in CLIENTS}, late), []) as sites_of_run:
+        assert {result.client for result in sites_of_run.run(tasks(1))} == {"w1", "w2"}
+        assert sites_of_run.away == {"site-w0"}
+
+
+def test_a_sites_file_is_checked(tmp_path):
+    path = tmp_path / "site.toml"
+    path.write_text('federation = "wards"\nname = "a/b"\n[data]\n[model]\nname = "m"\n[limits]\nround = 3\n')
+    with pytest.raises(ConfigError) as caught:
+        SiteConfig.load(path)
+    assert "limits.round: Extra inputs" in str(caught.value)
+    assert "a name has letters" in str(caught.value)
+    path.write_text('federation = "wards"\nname = "a"\n[data]\n[model]\nname = "m"\n')
+    assert SiteConfig.load(path).state == str(tmp_path / "state")
+    assert json.loads(SiteConfig.load(path).model_dump_json())["limits"]["minimum_cohort"] == 2
