@@ -1,8 +1,8 @@
-"""A federation over NVIDIA FLARE on this machine: a hub and three sites as separate processes, with certificates.
+"""A federation over NVIDIA FLARE on this machine: a hub and three sites, processes of their own.
 
-    python benchmarks/federation.py                 # each method: equal to one process? seconds of overhead a round
-    python benchmarks/federation.py --newcomer      # the commands of docs/federation.md, as the page prints them
-    python benchmarks/federation.py --faults        # what is killed or frozen in the middle, and what follows
+    python benchmarks/federation.py               # each method: equal to one process? overhead a round
+    python benchmarks/federation.py --newcomer    # the commands of docs/federation.md, as printed there
+    python benchmarks/federation.py --faults      # what is killed or frozen in the middle, and what follows
 
 Ten personas with pairs of their own, four at one site and three at each of two others, the tiny model.
 """
@@ -53,7 +53,7 @@ every = 0
 threads = 1
 """
 MORE = {"fedbiscuit": "selectors = 2\nwarmup_rounds = 1"}
-"""Settings of methods: FedBiscuit's clients are grouped in round 3, an exchange before that round's training."""
+"""Settings of methods: FedBiscuit groups clients in round 3, in an exchange before the training."""
 SITE = """
 federation = "wards"
 name = "{site}"
@@ -74,11 +74,13 @@ class Federation:
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.sites = folder, dict[str, subprocess.Popen[bytes]]()
         names = json.dumps(list(SITES))
-        (folder / "wards.toml").write_text(f'name = "wards"\nhub = "localhost"\nport = {port}\nsites = {names}\n')
+        project = f'name = "wards"\nhub = "localhost"\nport = {port}\nsites = {names}\n'
+        (folder / "wards.toml").write_text(project)
         prefed("federation", "init", folder / "wards.toml", "--out", folder / "wards")
         model = SHARED / "models" / "tiny-lm"
         for name in ("train", "test"):
-            lines = gzip.open(SHARED / "data" / f"personas.{name}.jsonl.gz", "rt").readlines()
+            with gzip.open(SHARED / "data" / f"personas.{name}.jsonl.gz", "rt") as stream:
+                lines = stream.readlines()
             personas = sorted({json.loads(line)["persona"] for line in lines})[:10]
             shares = {"": personas, **{site: personas[k::3] for k, site in enumerate(SITES)}}
             for site, own in shares.items():
@@ -130,7 +132,7 @@ def rounds_of(out: Path) -> list[dict[str, Any]]:
 
 
 def differences(alone: Path, over: Path) -> list[str]:
-    """What two runs have otherwise, apart from times: the server's state by its bytes, records by their numbers."""
+    """What two runs have otherwise, apart from times: the server's state by its bytes, and records."""
     different = []
     left, right = (sorted((out / "checkpoint").glob("server@*")) for out in (alone, over))
     if [path.read_bytes() for path in left] != [path.read_bytes() for path in right]:
@@ -219,7 +221,9 @@ def faults(federation: Federation, rounds: int, steps: int) -> None:
     }
     for name, act in cases.items():
         out, begun = federation.folder / f"over-{re.sub(r'[^a-z]+', '-', name)}", time.monotonic()
-        hub = subprocess.Popen(federation.federate(file, out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        hub = subprocess.Popen(
+            federation.federate(file, out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         while hub.poll() is None and not (out / "rounds.jsonl").exists():
             time.sleep(0.1)
         time.sleep(0.5)
@@ -255,7 +259,9 @@ def newcomer(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", default="feddpo,fedpdpo,fedbiscuit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)

@@ -5,9 +5,8 @@ import os
 import signal
 
 import pytest
-from federating import Within, experiment, make_place, site_config
-from toy import outcome
 
+from federating import Within, experiment, make_place, site_config
 from prefed import run
 from prefed.core import Callback
 from prefed.engines.backends.worker import Worker
@@ -18,6 +17,7 @@ from prefed.federation.transport import FederationError
 from prefed.runs.loaded import load_run
 from prefed.store import StoreError
 from prefed.wire import decode_state
+from toy import outcome
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
 
@@ -65,8 +65,8 @@ def without_places(out):
 
 
 def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypatch):
-    """FedPDPO, whose clients have personal parts. To the bit, although the hub dies in round 2 after two of three
-    answers and goes on, and a process that trains is killed in round 3, in the middle of a visit.
+    """FedPDPO, whose clients have personal parts. To the bit, although the hub dies in round 2 after two of
+    three answers and goes on, and a process that trains is killed in round 3, in the middle of a visit.
     """
     asked = experiment(place)
     run(asked, tmp_path / "alone")

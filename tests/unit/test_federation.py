@@ -5,10 +5,10 @@ import stat
 from threading import Event
 
 import pytest
-from federating import CLIENTS, Within, experiment, site_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from federating import CLIENTS, Within, experiment, site_config
 from prefed.config import ConfigError, to_toml
 from prefed.core.text import size
 from prefed.engines import TaskResult
@@ -17,7 +17,7 @@ from prefed.federation.config import SiteConfig
 from prefed.federation.experiment import HELD, load_federated
 from prefed.federation.federate import told_experiment
 from prefed.federation.hub import FederationBackend, Sites
-from prefed.federation.limits import Refusal, check_experiment, check_members, check_task
+from prefed.federation.limits import RefusalError, check_experiment, check_members, check_task
 from prefed.federation.own import own_experiment, told_names
 from prefed.federation.relay import Door, ask, pack, unpack, when_gone
 from prefed.federation.sent import SentLog
@@ -32,9 +32,9 @@ from prefed.store import StoreError
 def test_the_version_that_the_hub_names_is_always_there(tmp_path_factory, rounds):
     """A client, and a hub that commits a round or is killed before it does and repeats it.
 
-    Each round is a number of visits (exchanges), whether the hub merges their uploads, and whether it commits.
-    A reference keeps the state that each receipt stands for; reading the receipt in force must give that state,
-    whatever was killed before.
+    Each round is a number of visits (exchanges), whether the hub merges their uploads, and whether it
+    commits. A reference keeps the state that each receipt stands for; reading the receipt in force must give
+    that state, whatever was killed before.
     """
     vault = Vault(tmp_path_factory.mktemp("vault"), b"secret")
     committed, number, left = None, 1, {None: None}
@@ -81,7 +81,12 @@ def test_private_states_are_their_owners_alone_and_damage_is_seen(tmp_path):
 def test_receipts_tell_nobody_whether_states_are_equal(tmp_path):
     """Equal states of two clients, of two rounds and of two sites have different receipts."""
     one, other = Vault(tmp_path / "a", b"one"), Vault(tmp_path / "b", b"other")
-    receipts = [one.keep("w", 1, b"s"), one.keep("v", 1, b"s"), one.keep("w", 2, b"s"), other.keep("w", 1, b"s")]
+    receipts = [
+        one.keep("w", 1, b"s"),
+        one.keep("v", 1, b"s"),
+        one.keep("w", 2, b"s"),
+        other.keep("w", 1, b"s"),
+    ]
     digests = {receipt.partition("-")[2] for receipt in receipts}
     assert len(digests) == 4
     assert site_secret(tmp_path / "s") == site_secret(tmp_path / "s") != site_secret(tmp_path / "t")
@@ -125,7 +130,7 @@ def test_who_waits_looks_and_gives_up():
 )
 def test_an_administrator_limits_runs(tmp_path, changes, asked, message):
     config = site_config(tmp_path, tmp_path, "w0", **changes)
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(RefusalError, match=message):
         check_experiment(experiment(tmp_path, **asked), config)
 
 
@@ -134,8 +139,10 @@ def test_an_administrator_limits_cohorts_exchanges_and_evaluations(tmp_path):
     config = site_config(
         tmp_path, tmp_path, "w0", limits={"minimum_cohort": 3, "exchanges": ["train"], "evaluate": False}
     )
-    half = experiment(tmp_path).model_copy(update={"cohort": experiment(tmp_path).cohort.model_copy(update={"fraction": 0.5})})
-    with pytest.raises(Refusal, match="2 clients, and must have 3"):
+    half = experiment(tmp_path).model_copy(
+        update={"cohort": experiment(tmp_path).cohort.model_copy(update={"fraction": 0.5})}
+    )
+    with pytest.raises(RefusalError, match="2 clients, and must have 3"):
         check_members(half, config, 4)
     check_members(half, config, 6)
     check_task(Task("visit", "w0", 1, "train", b""), half, config)
@@ -144,12 +151,12 @@ def test_an_administrator_limits_cohorts_exchanges_and_evaluations(tmp_path):
         (Task("visit", "w0", 4, "train", b""), "round 4 of 3"),
         (Task("evaluate", "w0", 1, "", b""), "no figures"),
     ):
-        with pytest.raises(Refusal, match=message):
+        with pytest.raises(RefusalError, match=message):
             check_task(task, half, config)
 
 
 def test_sites_read_nothing_that_the_hub_names(tmp_path):
-    """The hub's file names its own data, model and devices; a site's experiment has the site's, and the rest."""
+    """The hub's file names its own data and model; a site's experiment has the site's, and all the rest."""
     config = site_config(tmp_path, tmp_path, "w0", threads=2)
     hub = experiment(tmp_path)
     own = own_experiment(to_toml(hub), config)
@@ -197,8 +204,14 @@ def test_no_bytes_disturb_a_site(data):
     ("message", "reason"),
     [
         (pack(kind="hello", format=99), "format 99"),
-        (pack(kind="visit", format=FORMAT, federation="wards", run="../../etc"), "without the name of its run"),
-        (pack(kind="visit", format=FORMAT, federation="others", run="0" * 16), "belongs to the federation 'wards'"),
+        (
+            pack(kind="visit", format=FORMAT, federation="wards", run="../../etc"),
+            "without the name of its run",
+        ),
+        (
+            pack(kind="visit", format=FORMAT, federation="others", run="0" * 16),
+            "belongs to the federation 'wards'",
+        ),
         (request(kind="shell"), "unknown kind"),
         (request(kind="join", experiment="rounds ="), "not TOML"),
         (bytes(2**20 + 1), "longer than"),
@@ -242,7 +255,9 @@ def test_made_up_names_are_the_sites_own(tmp_path):
 
 def test_the_log_says_what_was_sent(tmp_path):
     log = SentLog(tmp_path / "log")
-    log.add("train", run="3fa9b2c4d5e6f708", round=1, client="w0", bytes=2000, tensors={"model": 5}, weight=8.0)
+    log.add(
+        "train", run="3fa9b2c4d5e6f708", round=1, client="w0", bytes=2000, tensors={"model": 5}, weight=8.0
+    )
     log.add("refused", refused="round 4 of 3")
     lines = list(status_lines(site_config(tmp_path, tmp_path, "w0", state=str(tmp_path)), 2))
     assert lines[-2].endswith(f"round 1  train  w0  {size(2000)}: model 5 numbers, weight 8")
@@ -272,7 +287,9 @@ class Echo:
 
 def backend(transport, warnings):
     homes = {client: f"site-{client}" for client in CLIENTS}
-    return FederationBackend(Sites(transport, "wards", "0" * 16, 1.0), Receipts(), homes, 1.0, warnings.append)
+    return FederationBackend(
+        Sites(transport, "wards", "0" * 16, 1.0), Receipts(), homes, 1.0, warnings.append
+    )
 
 
 def tasks(number):
@@ -280,7 +297,7 @@ def tasks(number):
 
 
 def test_a_site_that_is_away_costs_one_time_out():
-    """Site w1 is switched off: one call to it in the first round; then a hello a round alone, until it is back."""
+    """Site w1 is off: one call to it in the first round, and hellos alone from then on, until it is back."""
     calls, sites, warnings = [], {f"site-{client}": Echo() for client in CLIENTS}, []
     transport = Within(sites, lambda site, message: calls.append((site, unpack(message)[0]["kind"])))
     gone = sites.pop("site-w1")

@@ -26,7 +26,7 @@ FLOORS = (
     ("config", "engines"),
     ("align", "judge"),
     ("runs",),
-    ("report", "collect"),
+    ("report", "collect", "federation"),
     ("cli",),
     ("peer",),
 )
@@ -74,6 +74,7 @@ ALLOWED = {
     },
     "report": BOTTOM | {"data", "losses", "methods", "metrics", "runs", "store"},
     "collect": BOTTOM | {"data", "metrics", "models", "runs", "train"},
+    "federation": BOTTOM | {"config", "data", "engines", "methods", "models", "runs", "store", "wire"},
     "peer": BOTTOM
     | {"cli", "config", "data", "engines", "merge", "models", "runs", "store", "trackers", "wire"},
 }

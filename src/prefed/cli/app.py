@@ -14,6 +14,8 @@ from prefed.cli.demo import demo
 from prefed.cli.errors import user_errors
 from prefed.cli.evaluate import evaluate
 from prefed.cli.export import export
+from prefed.cli.federate import federate
+from prefed.cli.federation import federation
 from prefed.cli.figures import figures
 from prefed.cli.generate import generate
 from prefed.cli.init import init
@@ -23,6 +25,7 @@ from prefed.cli.privacy import privacy
 from prefed.cli.push import push
 from prefed.cli.report import report
 from prefed.cli.run import run
+from prefed.cli.site import site
 from prefed.cli.sweep import sweep
 from prefed.cli.theory import theory
 

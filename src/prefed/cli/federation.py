@@ -7,16 +7,20 @@ from typing import Annotated
 
 import typer
 
-federation = typer.Typer(help="Set up a federation of organisations.", no_args_is_help=True)
 
-
-def init(
+def federation(
+    action: Annotated[str, typer.Argument(metavar="init", help="What to do: init.", show_default=False)],
     project: Annotated[Path, typer.Argument(help="The project file (TOML).", show_default=False)],
     out: Annotated[
         Path | None, typer.Option(help="The folder of the kits; left out: the federation's name.")
     ] = None,
 ) -> None:
-    """Make the kits of a hub and its sites: certificates, keys and settings."""
+    """Make the kits of a federation: certificates, keys and settings of a hub and its sites.
+
+    Again with more sites in the project file, it makes the kits of those; the others' stay as they are.
+    """
+    if action != "init":
+        raise ValueError(f"prefed federation {action}: write `prefed federation init PROJECT`")
     from prefed.federation.flare import check_installed
 
     check_installed()

@@ -12,7 +12,7 @@ import typer
 def site(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="[status] CONFIG", help="The site's file, e.g. site.toml.", show_default=False),
+        typer.Argument(metavar="[status] CONFIG", help="The site's file, site.toml.", show_default=False),
     ],
     last: Annotated[int, typer.Option(min=0, help="With status: so many entries of the log.")] = 20,
 ) -> None:

@@ -1,1 +1,1 @@
-"""A federation of organisations: a hub that coordinates, and sites whose data and private states stay there."""
+"""A federation of organisations: a hub coordinates; data and private states stay at the sites."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from prefed import files
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
@@ -164,8 +163,8 @@ def _gather(sites: Sites, wanted: Sequence[str], terms: Terms, resumed: bool) ->
         if over:
             missing = ", ".join(sorted(set(wanted) - set(present)))
             raise FederationError(
-                f"{len(present)} of {len(wanted)} sites came within {terms.wait:g} seconds; missing: {missing} "
-                "(`prefed site CONFIG` on each; --wait for more time, --at-least for fewer sites)"
+                f"{len(present)} of {len(wanted)} sites came within {terms.wait:g} seconds; missing: "
+                f"{missing} (`prefed site CONFIG` on each; --wait for more time, --at-least for fewer sites)"
             )
         time.sleep(0.5)
 
@@ -182,7 +181,7 @@ def _clients(
     """Site → its clients, each with its numbers of pairs.
 
     Raises:
-        FederationError: two sites have a client of one name, or a site's are not those that the run began with.
+        FederationError: two sites have a client of one name, or a site's are others than at the start.
     """
     if known is not None:
         for site, answer in answers.items():
@@ -196,8 +195,8 @@ def _clients(
                 raise FederationError(f"site {site!r} tells no numbers of pairs of {client!r}")
             if client in homes:
                 raise FederationError(
-                    f"sites {homes[client]!r} and {site!r} both have a client {client!r}: rename it at one of "
-                    "them, or set [tell] names = false"
+                    f"sites {homes[client]!r} and {site!r} both have a client {client!r}: rename it at one "
+                    "of them, or set [tell] names = false"
                 )
             homes[client] = site
     return {site: dict(answer["clients"]) for site, answer in answers.items()}

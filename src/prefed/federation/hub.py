@@ -100,7 +100,7 @@ class Sites:
 
 
 class FederationBackend:
-    """Has each client's site do its tasks. Sites work at the same time, and each does one task after the other.
+    """Has each client's site do its tasks. Sites work at the same time, each on one task after the other.
 
     A site that does not answer in time is away: it is asked nothing until it says hello again, so that it
     costs one time-out and not one a round.

@@ -1,4 +1,4 @@
-"""The log of all that a site was asked for and sent: a line of JSON each, on the disk before the answer leaves."""
+"""The log of all that a site was asked for and sent, on the disk before the answer leaves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SentLog:
 
 
 def contents(kind: str, message: bytes) -> dict[str, Any]:
-    """What a message to the hub holds, for the log: every number in it but those of tensors, and their count."""
+    """What a message to the hub holds, for the log: the numbers in it, and how many are in tensors."""
     if not message:
         return {}
     if kind == "evaluate":
@@ -60,9 +60,8 @@ def line_of(entry: dict[str, Any]) -> str:
     """An entry for a person.
 
     >>> line_of({"time": "2026-11-22T10:40:12+00:00", "what": "train", "run": "3fa9b2c4d5e6f708", "round": 3,
-    ...          "client": "ward-7", "bytes": 1290240, "tensors": {"model": 321000}, "weight": 41.0,
-    ...          "scalars": {"loss": 0.693}})
-    '2026-11-22 10:40:12  run 3fa9b2c4  round 3  train  ward-7  1.29 MB: model 321,000 numbers, weight 41, loss 0.693'
+    ...          "client": "ward-7", "bytes": 1290240, "tensors": {"model": 321000}, "weight": 41.0})
+    '2026-11-22 10:40:12  run 3fa9b2c4  round 3  train  ward-7  1.3 MB: model 321,000 numbers, weight 41'
     """
     words = [entry["time"][:19].replace("T", " ")]
     words += [f"run {entry['run'][:8]}"] if "run" in entry else []

@@ -20,7 +20,7 @@ from prefed.engines import WorkerError
 from prefed.engines.backends.worker import Worker
 from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
-from prefed.federation.limits import Refusal, check_experiment, check_members, check_task
+from prefed.federation.limits import RefusalError, check_experiment, check_members, check_task
 from prefed.federation.own import own_dataset, own_experiment, site_factory, told_names
 from prefed.federation.relay import pack, unpack
 from prefed.federation.sent import SentLog, contents
@@ -71,11 +71,12 @@ class Site:
         what: dict[str, Any] = {}
         try:
             if len(request) > self.config.limits.message_mb * 2**20:
-                raise Refusal(f"a message of {len(request):,} bytes is longer than [limits] message_mb allows")
+                size = f"{len(request):,} bytes"
+                raise RefusalError(f"a message of {size} is longer than [limits] message_mb allows")
             header, body = unpack(request)
             what = {name: header[name] for name in ("run", "round", "client") if name in header}
             return self._answer(header, body)
-        except Refusal as refusal:
+        except RefusalError as refusal:
             reason = printable(str(refusal))
             self._note("refused", refused=reason, **what)
             return pack(refused=reason)
@@ -96,14 +97,15 @@ class Site:
     def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
         kind = header.get("kind")
         if header.get("format") != FORMAT:
-            raise Refusal(f"the hub speaks format {header.get('format')}, and this site {FORMAT}: update prefed")
+            theirs = header.get("format")
+            raise RefusalError(f"the hub speaks format {theirs}, and this site {FORMAT}: update prefed")
         if kind == "hello":
             return pack(site=self.config.name)
         run = header.get("run")
         if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
-            raise Refusal("a request without the name of its run")
+            raise RefusalError("a request without the name of its run")
         if header.get("federation") != self.config.federation:
-            raise Refusal(f"this site belongs to the federation {self.config.federation!r}")
+            raise RefusalError(f"this site belongs to the federation {self.config.federation!r}")
         with self._turn:
             if kind == "join":
                 return self._join(run, header)
@@ -114,23 +116,23 @@ class Site:
             if kind == "leave":
                 self._stop()
                 return pack()
-        raise Refusal("a request of an unknown kind")
+        raise RefusalError("a request of an unknown kind")
 
     def _join(self, run: str, header: dict[str, Any]) -> bytes:
         """Read a run's experiment, and tell of the site's clients."""
         text = header.get("experiment")
         if not isinstance(text, str):
-            raise Refusal("a run without an experiment")
+            raise RefusalError("a run without an experiment")
         try:
             experiment = own_experiment(text, self.config)
         except ConfigError as error:
-            raise Refusal(str(error)) from error
+            raise RefusalError(str(error)) from error
         check_experiment(experiment, self.config)
         dataset = own_dataset(experiment, self._state / "cache")
         names = told_names(dataset, self.config, self._secret)
         known = self._read_order(run)
         if known is not None and known["data"] != dataset.fingerprint:
-            raise Refusal("this site's data changed since the run began: put back what they were")
+            raise RefusalError("this site's data changed since the run began: put back what they were")
         clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
         order = known or {"data": dataset.fingerprint, "round": 0}
         self._write_order(run, {**order, "experiment": text, "names": names})
@@ -142,7 +144,7 @@ class Site:
         order = self._read_order(run) or {}
         members, unseen = header.get("members"), header.get("unseen")
         if not _are_texts(members) or not _are_texts(unseen):
-            raise Refusal("a run without the names of its members")
+            raise RefusalError("a run without the names of its members")
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order.get("experiment", ""), members, unseen)}
         if (self._run, self._order) != (run, order["order"]) or self._worker is None:
@@ -179,9 +181,11 @@ class Site:
             return pack(unknown=True)
         receipt, task = header.get("receipt"), _task(header, body)
         if task.round < order["round"]:
-            raise Refusal(f"round {task.round} is over: this site has answered in round {order['round']}")
+            raise RefusalError(
+                f"round {task.round} is over: this site has answered in round {order['round']}"
+            )
         if task.client not in order["names"].values():
-            raise Refusal("a client that is not here")
+            raise RefusalError("a client that is not here")
         if (self._run, self._order) != (run, order["order"]) or self._worker is None:
             self._stop()
             self._begin(run, order)
@@ -211,7 +215,7 @@ class Site:
         return answer
 
     def _work(self, run: str, order: dict[str, Any], task: Task, state: bytes | None) -> dict[str, Any]:
-        """What the process that trains answers. If it dies it is started again, once: visits are repeatable."""
+        """What the process that trains answers. If it dies it is started again, once."""
         for last in (False, True):
             try:
                 if self._worker is None:
@@ -247,10 +251,10 @@ def _task(header: dict[str, Any], body: bytes) -> Task:
     names = {"kind": str, "client": str, "round": int, "exchange": str, "asked": int}
     fields = {name: header.get(name) for name in names}
     if not all(isinstance(value, names[name]) for name, value in fields.items()):
-        raise Refusal("a task that is not whole")
+        raise RefusalError("a task that is not whole")
     receipt = header.get("receipt")
     if receipt is not None and not isinstance(receipt, str):
-        raise Refusal("a task with a private state by another name than a receipt")
+        raise RefusalError("a task with a private state by another name than a receipt")
     return Task(message=body, **fields)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,8 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     """
     limits, tell = config.limits, config.tell
     yield f"site {config.name} of {config.federation}, state in {config.state}"
-    yield f"  methods: {', '.join(limits.methods) or 'all'}; exchanges: {', '.join(limits.exchanges) or 'all'}"
+    methods, exchanges = (", ".join(names) or "all" for names in (limits.methods, limits.exchanges))
+    yield f"  methods: {methods}; exchanges: {exchanges}"
     yield (
         f"  rounds: {limits.rounds} at most; cohort: {limits.minimum_cohort} at least; minimum_pairs: "
         f"{limits.minimum_pairs} at least; evaluation: {'yes' if limits.evaluate else 'no'}"

@@ -28,7 +28,8 @@ def write_job(folder: Path, sites: Sequence[str], setup: float) -> None:
         setup: seconds in which all sites must have started their process of the job.
     """
     filters = {"task_data_filters": [], "task_result_filters": []}
-    controller = {"server_obj_id": "_server", "sync_task_timeout": setup, "max_call_threads": THREADS * len(sites)}
+    threads = THREADS * len(sites)
+    controller = {"server_obj_id": "_server", "sync_task_timeout": setup, "max_call_threads": threads}
     server = {
         "workflows": [{"id": "controller", "path": CONTROLLER, "args": controller}],
         "components": [{"id": "_server", "path": HUB_RELAY, "args": {}}],

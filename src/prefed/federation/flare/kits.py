@@ -53,7 +53,8 @@ federation = {federation}
 name = {name}
 
 [data]                      # your own pairs: the keys of an experiment's [data]
-train = {{ {client} = "pairs.jsonl" }}     # one client of this name; partition = {{ by = "column", … }} for several
+train = {{ {client} = "pairs.jsonl" }}     # one client of this name
+# partition = {{ by = "column", column = "ward" }} # several clients: train = "pairs.jsonl" and this
 
 [model]
 name = "model"              # folder of the base model that the hub names to you
@@ -203,8 +204,8 @@ def make_kits(project: Project, out: Path) -> None:
         _place(made / name, out / name / "kit")
         path = out / name / "site.toml"
         if not path.exists():
-            words = {"federation": json.dumps(project.name), "name": json.dumps(name), "client": name.replace(".", "_")}
-            path.write_text(SITE_FILE.format(**words), "utf-8")
+            words = {"federation": json.dumps(project.name), "name": json.dumps(name)}
+            path.write_text(SITE_FILE.format(client=json.dumps(name), **words), "utf-8")
     shutil.rmtree(made)
 
 

@@ -57,7 +57,7 @@ def _check_kit(kit: Path, config: SiteConfig) -> str:
         address: str = server["service"]["target"]
         federation: str = server["name"]
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{kit} is no kit of a site ({error}): put the folder that the hub gave you there") from None
+        raise ConfigError(f"{kit} is no kit of a site ({error}): put there what the hub gave you") from None
     if federation != config.federation:
         raise ConfigError(f"{kit} is a kit of the federation {federation!r}, not {config.federation!r}")
     return address

@@ -228,7 +228,9 @@ class FlareTransport:
         with self._changed:
             self._session, self._inside = None, frozenset()
         environment = {HUB_DOOR: str(self._door.path)}
-        self._server = FlareProcess(SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment)
+        self._server = FlareProcess(
+            SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment
+        )
         end = time.monotonic() + SETUP
         while time.monotonic() < end and self._server.alive:
             try:

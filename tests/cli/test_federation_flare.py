@@ -1,0 +1,217 @@
+"""NVIDIA FLARE as the transport: a hub's server, two sites' clients; what is killed, and strangers.
+
+The sites answer with what they are asked and their name: no model is needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+
+from prefed.federation.relay import Door
+from prefed.federation.transport import UnreachableError
+
+pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
+
+from prefed.federation.flare.apps import SITE_DOOR
+from prefed.federation.flare.job import ALLOWED, write_job
+from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
+from prefed.federation.flare.process import CLIENT, FlareProcess
+from prefed.federation.flare.transport import FlareTransport
+
+SITES = ("north", "south")
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def client(kit, site, door):
+    words = [f"uid={site}", f"org={organisation_of(site)}", f"heart_beat_interval={HEARTBEAT}"]
+    return FlareProcess(CLIENT, kit, words, {SITE_DOOR: str(door.path)})
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kits")
+    make_kits(Project(name="wards", hub="localhost", port=free_port(), sites=list(SITES)), folder / "wards")
+    return folder / "wards"
+
+
+@pytest.fixture(scope="module")
+def transport(kits):
+    doors = {site: Door(lambda request, site=site: request + site.encode()) for site in SITES}
+    processes = {site: client(kits / site / "kit", site, doors[site]) for site in SITES}
+    with FlareTransport(Kits.open(kits / "hub")) as made:
+        end = time.monotonic() + 120
+        while len(made.connected()) < len(SITES) and time.monotonic() < end:
+            time.sleep(0.5)
+        yield made
+    for site in SITES:
+        processes[site].stop()
+        doors[site].__exit__()
+
+
+def running(*parts):
+    """The ids of processes whose command has all these parts."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (folder / "cmdline").exists():
+            words = (folder / "cmdline").read_bytes().decode(errors="replace")
+            found += [int(folder.name)] if all(part in words for part in parts) else []
+    return found
+
+
+def test_kits_allow_our_classes_alone_and_no_code(kits):
+    for kit in (kits / "hub" / "server", *(kits / site / "kit" for site in SITES)):
+        resources = json.loads((kit / "local" / "resources.json").read_text())
+        assert tuple(resources["class_allow_list"]) == ALLOWED
+        assert resources["class_list_enforcement_mode"] == "enforce"
+        rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
+        assert rights.pop("member") == {"view": "none"}
+        assert all(right["byoc"] == right["shell_commands"] == "none" for right in rights.values())
+        assert [role for role, right in rights.items() if right.get("submit_job") == "any"] == ["lead"]
+        assert kit.stat().st_mode & 0o777 == 0o700
+        (key,) = (kit / "startup").glob("*.key")
+        assert key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_site_that_joins_later_leaves_the_others_kits_alone(kits):
+    before = (kits / "north" / "kit" / "startup" / "client.crt").read_bytes()
+    make_kits(Project(name="wards", hub="localhost", sites=[*SITES, "west"]), kits)
+    assert (kits / "north" / "kit" / "startup" / "client.crt").read_bytes() == before
+    assert (kits / "west" / "kit" / "startup" / "client.key").exists()
+    roots = {(kits / site / "kit" / "startup" / "rootCA.pem").read_bytes() for site in (*SITES, "west")}
+    assert len(roots) == 1
+    about = kits / "hub" / "hub.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "sites": list(SITES)}))
+
+
+def test_the_job_is_that_of_flares_own_recipe(tmp_path):
+    """The components that FLARE's recipe writes for the same two objects, without the code that it adds."""
+    from nvflare.collab import CollabRecipe
+
+    from prefed.federation.flare.apps import HubRelay, SiteRelay
+
+    recipe = CollabRecipe("prefed", server=HubRelay(), client=SiteRelay())
+    recipe.finalize().export_job(str(tmp_path / "recipe"))
+    write_job(tmp_path / "ours", SITES, 60)
+    for side in ("server", "client"):
+        (theirs,) = (tmp_path / "recipe").rglob(f"config_fed_{side}.json")
+        left = json.loads(theirs.read_text())
+        right = json.loads((tmp_path / "ours/app/config" / f"config_fed_{side}.json").read_text())
+        paths = [[{each["path"] for each in one["components"]} for one in (left, right)]]
+        if side == "server":
+            paths.append([[each["path"] for each in one["workflows"]] for one in (left, right)])
+            names = [set(one["workflows"][0]["args"]) for one in (right, left)]
+        else:
+            paths.append([[each["executor"]["path"] for each in one["executors"]] for one in (left, right)])
+            names = [set(one["executors"][0]["executor"]["args"]) for one in (right, left)]
+        assert all(one <= other or one == other for one, other in paths)
+        assert names[0] <= names[1] | {"collab_obj_ids"}
+    assert not [path for path in (tmp_path / "ours").rglob("*") if path.suffix == ".py"]
+
+
+def test_messages_arrive_as_they_are(transport):
+    for site in SITES:
+        request = random.Random(site).randbytes(3_000_000)
+        assert transport.call(site, request, 120) == request + site.encode()
+
+
+def test_a_killed_process_of_flare_costs_a_session(transport, kits):
+    kit = str((kits / "north" / "kit").resolve())
+    for pid in running("client.worker_process", kit):
+        os.kill(pid, signal.SIGKILL)
+    assert transport.call("north", b"again ", 180) == b"again north"
+    for pid in running("server.runner_process", str((kits / "hub").resolve())):
+        os.kill(pid, signal.SIGKILL)
+    assert transport.call("south", b"again ", 180) == b"again south"
+
+
+def outcome_of(transport, job):
+    """The status of a job that is not expected to run; the reason of a refusal."""
+    with transport._asking:
+        session = transport._admin_session()
+        try:
+            name = session.submit_job(str(job))
+        except Exception as error:
+            return f"refused: {error}"
+        end = time.monotonic() + 90
+        while time.monotonic() < end:
+            status = session.get_job_meta(name)["status"]
+            if status.startswith("FINISHED"):
+                return status
+            time.sleep(1)
+        session.abort_job(name)
+        return status
+
+
+def test_a_job_with_code_of_its_own_is_refused(transport, kits, tmp_path):
+    """The code would write a file where it runs. The refusal is in the audit log."""
+    mark = tmp_path / "it-ran"
+    write_job(tmp_path / "job", SITES, 30)
+    (tmp_path / "job/app/custom").mkdir()
+    (tmp_path / "job/app/custom/evil.py").write_text(
+        f"class Evil:\n    def __init__(self):\n        open({str(mark)!r}, 'w').close()\n"
+    )
+    for side in ("server", "client"):
+        path = tmp_path / "job/app/config" / f"config_fed_{side}.json"
+        content = json.loads(path.read_text())
+        content["components"].append({"id": "evil", "path": "evil.Evil", "args": {}})
+        path.write_text(json.dumps(content))
+    told = outcome_of(transport, tmp_path / "job")
+    assert told != "FINISHED:COMPLETED"
+    assert not mark.exists()
+    assert "submit_job" in (kits / "hub/server/audit.log").read_text()
+
+
+def test_a_job_that_names_another_class_is_refused(transport, tmp_path):
+    """The class is FLARE's own: it would run a command."""
+    write_job(tmp_path / "job", SITES, 30)
+    path = tmp_path / "job/app/config/config_fed_client.json"
+    content = json.loads(path.read_text())
+    path_of_class = "nvflare.app_common.launchers.subprocess_launcher.SubprocessLauncher"
+    mark = tmp_path / "it-ran"
+    content["components"].append({"id": "evil", "path": path_of_class, "args": {"script": f"touch {mark}"}})
+    path.write_text(json.dumps(content))
+    assert outcome_of(transport, tmp_path / "job") != "FINISHED:COMPLETED"
+    assert not mark.exists()
+
+
+def test_strangers_are_not_let_in(transport, kits, tmp_path):
+    """A kit of another authority for a site of the same name, and a connection without a certificate."""
+    settings = json.loads((kits / "north/kit/startup/fed_client.json").read_text())
+    port = int(settings["servers"][0]["service"]["target"].split(":")[1])
+    make_kits(Project(name="wards", hub="localhost", port=port, sites=["west"]), tmp_path / "wards")
+    with Door(lambda request: b"stranger") as door:
+        process = client(tmp_path / "wards/west/kit", "west", door)
+        time.sleep(20)
+        assert "west" not in transport.connected()
+        process.stop()
+    with pytest.raises(UnreachableError):
+        transport.call("west", b"", 1)
+    context = ssl.create_default_context(cafile=str(kits / "north/kit/startup/rootCA.pem"))
+    context.set_alpn_protocols(["h2"])
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        speak(context, port)
+
+
+def speak(context, port):
+    """Begin HTTP/2, as gRPC does. With TLS 1.3 the server's refusal comes in the place of an answer."""
+    with (
+        socket.create_connection(("localhost", port)) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as wrapped,
+    ):
+        wrapped.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+        if not wrapped.recv(100) or not wrapped.recv(100):
+            raise ConnectionError("closed")
