@@ -1,7 +1,9 @@
 """A federation's parts, without NVIDIA FLARE: versions of private states, limits, requests, what is told."""
 
+import errno
 import json
 import stat
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -9,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from federating import CLIENTS, Within, experiment, site_config
+from prefed import files
 from prefed.config import ConfigError, to_toml
 from prefed.core.text import size
+from prefed.data import FederatedDataset
 from prefed.engines import TaskResult
 from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
@@ -237,6 +241,19 @@ def test_errors_stay_at_the_site(site, tmp_path):
     assert str(tmp_path) not in header["failed"]
     (entry,) = site.log.entries()
     assert str(tmp_path) in entry["failed"]
+
+
+def test_a_full_disk_is_a_failed_answer(site, monkeypatch):
+    """Nothing can be written, the log included; the hub is told what failed, and no path of the site."""
+
+    def full(path, *arguments, **options):
+        raise files.write_error(path, 5, OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr(files, "write", full)
+    monkeypatch.setattr(files, "append", full)
+    monkeypatch.setattr("prefed.federation.site.own_dataset", lambda *_: FederatedDataset.without_pairs({}))
+    answer = site.answer(request(kind="join", experiment=told_experiment(experiment(Path("x")))))
+    assert unpack(answer)[0] == {"failed": "WriteError: the site's log says more"}
 
 
 def test_two_processes_do_not_share_a_state_folder(site, tmp_path):

@@ -8,6 +8,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
@@ -92,7 +93,9 @@ class Site:
 
     def _note(self, what: str, **fields: Any) -> None:
         self._tell(": ".join(str(fields[key]) for key in ("refused", "failed") if key in fields))
-        self.log.add(what, **{name: value for name, value in fields.items() if _is_short(value)})
+        # A full disk must not keep the hub from being told.
+        with suppress(OSError):
+            self.log.add(what, **{name: value for name, value in fields.items() if _is_short(value)})
 
     def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
         kind = header.get("kind")
