@@ -78,7 +78,6 @@ def test_kits_allow_our_classes_alone_and_no_code(kits):
         assert tuple(resources["class_allow_list"]) == ALLOWED
         assert resources["class_list_enforcement_mode"] == "enforce"
         rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
-        assert rights.pop("member") == {"view": "none"}
         assert all(right["byoc"] == right["shell_commands"] == "none" for right in rights.values())
         assert [role for role, right in rights.items() if right.get("submit_job") == "any"] == ["lead"]
         assert kit.stat().st_mode & 0o777 == 0o700
@@ -97,28 +96,30 @@ def test_a_site_that_joins_later_leaves_the_others_kits_alone(kits):
     about.write_text(json.dumps({**json.loads(about.read_text()), "sites": list(SITES)}))
 
 
+def parts(path):
+    """The classes that a side of a job names, each with its arguments."""
+    content = json.loads(path.read_text())
+    named = [*content["components"], *content.get("workflows", [])]
+    named += [each["executor"] for each in content.get("executors", [])]
+    return [(each["path"], each["args"]) for each in named]
+
+
 def test_the_job_is_that_of_flares_own_recipe(tmp_path):
     """The components that FLARE's recipe writes for the same two objects, without the code that it adds."""
     from nvflare.collab import CollabRecipe
 
     from prefed.federation.flare.apps import HubRelay, SiteRelay
 
-    recipe = CollabRecipe("prefed", server=HubRelay(), client=SiteRelay())
+    threads = {"max_call_threads_for_server": 16, "max_call_threads_for_client": 8}
+    recipe = CollabRecipe("prefed", HubRelay(), SiteRelay(), sync_task_timeout=61, **threads)
     recipe.finalize().export_job(str(tmp_path / "recipe"))
-    write_job(tmp_path / "ours", SITES, 60)
+    write_job(tmp_path / "ours", SITES, 61)
     for side in ("server", "client"):
         (theirs,) = (tmp_path / "recipe").rglob(f"config_fed_{side}.json")
-        left = json.loads(theirs.read_text())
-        right = json.loads((tmp_path / "ours/app/config" / f"config_fed_{side}.json").read_text())
-        paths = [[{each["path"] for each in one["components"]} for one in (left, right)]]
-        if side == "server":
-            paths.append([[each["path"] for each in one["workflows"]] for one in (left, right)])
-            names = [set(one["workflows"][0]["args"]) for one in (right, left)]
-        else:
-            paths.append([[each["executor"]["path"] for each in one["executors"]] for one in (left, right)])
-            names = [set(one["executors"][0]["executor"]["args"]) for one in (right, left)]
-        assert all(one <= other or one == other for one, other in paths)
-        assert names[0] <= names[1] | {"collab_obj_ids"}
+        ours = tmp_path / "ours/app/config" / theirs.name
+        left, right = ({name: args for name, args in parts(path)} for path in (theirs, ours))
+        assert right.keys() <= left.keys()
+        assert all(args.items() <= left[name].items() for name, args in right.items())
     assert not [path for path in (tmp_path / "ours").rglob("*") if path.suffix == ".py"]
 
 
@@ -173,9 +174,10 @@ def test_a_job_with_code_of_its_own_is_refused(transport, kits, tmp_path):
     assert told != "FINISHED:COMPLETED"
     assert not mark.exists()
     assert "submit_job" in (kits / "hub/server/audit.log").read_text()
+    assert "BYOC not permitted" in (kits / "hub/server/log.txt").read_text()
 
 
-def test_a_job_that_names_another_class_is_refused(transport, tmp_path):
+def test_a_job_that_names_another_class_is_refused(transport, kits, tmp_path):
     """The class is FLARE's own: it would run a command."""
     write_job(tmp_path / "job", SITES, 30)
     path = tmp_path / "job/app/config/config_fed_client.json"
@@ -186,6 +188,8 @@ def test_a_job_that_names_another_class_is_refused(transport, tmp_path):
     path.write_text(json.dumps(content))
     assert outcome_of(transport, tmp_path / "job") != "FINISHED:COMPLETED"
     assert not mark.exists()
+    logs = [path.read_text() for path in (kits / "north" / "kit").glob("*/log.txt")]
+    assert any(f"{path_of_class!r}" in log and "is not in allow_list" in log for log in logs)
 
 
 def test_strangers_are_not_let_in(transport, kits, tmp_path):

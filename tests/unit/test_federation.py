@@ -170,6 +170,9 @@ def test_sites_read_nothing_that_the_hub_names(tmp_path):
     told = told_experiment(hub)
     assert str(tmp_path) not in told
     assert own_experiment(told, config) == own
+    scored = experiment(tmp_path, method="feddpo", objective="ppo", reward_model="hub/model")
+    with pytest.raises(ConfigError, match="ppo needs a reward model"):
+        own_experiment(to_toml(scored), config)
     tables = to_toml(hub) + '\n[fleet]\nname = "uniform"\n'
     with pytest.raises(ConfigError, match=r"\[fleet\] is not for a federation"):
         own_experiment(tables, config)

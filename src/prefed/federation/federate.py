@@ -140,8 +140,7 @@ def told_experiment(experiment: Experiment) -> str:
     for key in ("validation", "test"):
         tables["data"].pop(key, None)
     tables["model"]["name"] = "the site's own"
-    if "reward_model" in tables["method"]:
-        tables["method"]["reward_model"] = "the site's own"
+    tables["method"].pop("reward_model", None)
     import tomli_w
 
     return tomli_w.dumps(tables)

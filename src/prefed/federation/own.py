@@ -39,9 +39,10 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     if Path(config.model.name).exists():
         model.pop("revision", None)
     method = _table(tables, "method")
-    if "reward_model" in method:
+    method.pop("reward_model", None)
+    if method.get("objective") == "ppo":
         if config.model.reward_model is None:
-            raise ConfigError("the method needs a reward model: name it in this site's [model] reward_model")
+            raise ConfigError("ppo needs a reward model: name it in this site's [model] reward_model")
         method["reward_model"] = config.model.reward_model
     engine = {**_table(tables, "engine"), "name": "local", "workers": 0}
     engine.pop("ray", None)

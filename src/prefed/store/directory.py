@@ -17,6 +17,7 @@ from prefed.store.commit import StoreError
 _START = {
     "config.toml",
     "cache",
+    "federation.json",
     "checkpoint/LOCK",
     "checkpoint/begun.json",
     "checkpoint/COMMIT.json",

@@ -11,7 +11,8 @@ import logging
 import tempfile
 import time
 from collections.abc import Set
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from threading import Condition, Lock
 from typing import Any
@@ -207,9 +208,12 @@ class FlareTransport:
         if self._admin is None:
             from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-            self._admin = new_secure_session(
-                self._kits.user, str(self._kits.admin), timeout=10.0, auto_login_max_tries=1
-            )
+            # What goes wrong is told by what it raises: its own lines are for its own console.
+            logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+            with redirect_stdout(StringIO()):
+                self._admin = new_secure_session(
+                    self._kits.user, str(self._kits.admin), timeout=10.0, auto_login_max_tries=1
+                )
         return self._admin
 
     def _again(self, error: Exception) -> None:
