@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -121,6 +122,20 @@ def test_a_replayed_request_is_refused(sites):
     task = {"kind": "visit", "round": 1, "exchange": "train", "client": "w0", "asked": 0, "receipt": None}
     header, _ = unpack(site.answer(pack(b"", **fields, **task)))
     assert "round 1 is over" in header["refused"]
+
+
+def test_other_data_are_not_taken_for_those_of_a_run(place, sites, tmp_path):
+    """The site's file names worker 1's pairs, and the run began with worker 0's."""
+    site = sites["one"]
+    (order,) = (site._state / "runs").rglob("order.json")
+    fields = {"format": 1, "federation": "wards", "run": order.parent.name, "kind": "join"}
+    other = Site(site_config(place, tmp_path, "w1", name="one"))
+    shutil.copytree(site._state / "runs", other._state / "runs")
+    header, _ = unpack(
+        other.answer(pack(b"", **fields, experiment=json.loads(order.read_bytes())["experiment"]))
+    )
+    other.close()
+    assert "data changed since the run began" in header["refused"]
 
 
 def test_a_site_that_refuses_says_why(place, sites, tmp_path):

@@ -55,7 +55,10 @@ class Limits(StrictModel):
     rounds: int = Field(1000, ge=1, description="rounds that a run may have")
     minimum_cohort: int = Field(2, ge=1, description="clients that a round must have, of all sites together")
     minimum_pairs: int = Field(0, ge=0, description="[privacy] minimum_pairs that a run must have at least")
-    evaluate: bool = Field(True, description="figures over held-out pairs may be asked for")
+    evaluate: bool = Field(
+        True,
+        description="figures over held-out pairs may be asked for; a run needs a site that allows it",
+    )
     message_mb: int = Field(4096, ge=1, description="MiB of the longest message that is read")
     visit_seconds: float = Field(
         0, ge=0, description="seconds that a visit may take before its process is ended; 0: any time"

@@ -34,6 +34,7 @@ FORMAT = 1
 """Of requests and answers. A hub and a site of two formats do not work together."""
 REMEMBERED = 4
 """Answers that are kept for a request that comes again."""
+CHANGED = "this site's data changed since the run began: put back what they were"
 PACKAGES = ("prefed", "torch", "transformers")
 
 
@@ -135,7 +136,7 @@ class Site:
         names = told_names(dataset, self.config, self._secret)
         known = self._read_order(run)
         if known is not None and known["data"] != dataset.fingerprint:
-            raise RefusalError("this site's data changed since the run began: put back what they were")
+            raise RefusalError(CHANGED)
         clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
         order = known or {"data": dataset.fingerprint, "round": 0}
         self._write_order(run, {**order, "experiment": text, "names": names})
@@ -145,9 +146,7 @@ class Site:
     def _start(self, run: str, header: dict[str, Any]) -> bytes:
         """Begin, or go on with, a run whose members the hub knows."""
         order = self._read_order(run) or {}
-        members, unseen = header.get("members"), header.get("unseen")
-        if not _are_texts(members) or not _are_texts(unseen):
-            raise RefusalError("a run without the names of its members")
+        members, unseen = _texts(header, "members"), _texts(header, "unseen")
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order.get("experiment", ""), members, unseen)}
         if (self._run, self._order) != (run, order["order"]) or self._worker is None:
@@ -161,12 +160,15 @@ class Site:
         experiment = own_experiment(order["experiment"], self.config)
         unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
         experiment = experiment.model_copy(update=unseen)
+        check_experiment(experiment, self.config)
         check_members(experiment, self.config, len(order["members"]) - len(order["unseen"]))
         factory = site_factory(experiment, self._state / "cache", order["names"], order["members"])
         worker = Worker()
         try:
             worker.send(builder=factory.builder, text=factory.text, threads=experiment.engine.threads or 1)
             fields = worker.receive()
+            if fields["fingerprint"]["data"] != order["data"]:
+                raise RefusalError(CHANGED)
         except BaseException:
             worker.stop()
             raise
@@ -205,10 +207,8 @@ class Site:
         message: bytes = fields["message"]
         what = task.exchange or "evaluation"
         told = contents(task.kind, message)
-        self.log.add(
-            what, run=run, round=task.round, client=task.client, bytes=len(message), **told,
-            withheld=fields["withheld"],
-        )  # fmt: skip
+        sent = {"bytes": len(message), **told, "withheld": fields["withheld"]}
+        self.log.add(what, run=run, round=task.round, client=task.client, **sent)
         self._tell(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
         new = kept if kept != receipt else None
         answer = pack(message, client=task.client, withheld=fields["withheld"], asked=task.asked, receipt=new)
@@ -266,8 +266,11 @@ def order_digest(experiment: str, members: list[str], unseen: list[str]) -> str:
     return files.digest(json.dumps([experiment, members, unseen]).encode())
 
 
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+def _texts(header: dict[str, Any], name: str) -> list[str]:
+    value = header.get(name)
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise RefusalError("a run without the names of its members")
+    return value
 
 
 def _is_short(value: object) -> bool:

@@ -27,7 +27,7 @@ def write_job(folder: Path, sites: Sequence[str], setup: float) -> None:
     Args:
         setup: seconds in which all sites must have started their process of the job.
     """
-    filters = {"task_data_filters": [], "task_result_filters": []}
+    filters: dict[str, list[str]] = {"task_data_filters": [], "task_result_filters": []}
     threads = THREADS * len(sites)
     controller = {"server_obj_id": "_server", "sync_task_timeout": setup, "max_call_threads": threads}
     server = {

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Set
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from threading import Condition, Lock
@@ -81,15 +82,11 @@ class FlareTransport:
         """A site's answer, whatever sessions it takes."""
         end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
-            session, seen = self._session_with(site, end), [time.monotonic()]
+            session = self._session_with(site, end)
+            look = partial(self._look, session, site, [time.monotonic()])
             try:
-                answer = ask(
-                    session,
-                    pack(request, site=site, timeout=left),
-                    left + LOOK,
-                    lambda session=session, seen=seen: self._look(session, site, seen),
-                    LOOK,
-                )
+                message = pack(request, site=site, timeout=left)
+                answer = ask(session, message, left + LOOK, look, LOOK)
                 header, body = unpack(answer)
             except TimeoutError:
                 break
