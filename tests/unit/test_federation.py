@@ -7,11 +7,14 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from federating import CLIENTS, Within, experiment, site_config
 from prefed import files
+from prefed.cli import app
 from prefed.config import ConfigError, to_toml
 from prefed.core.text import size
 from prefed.data import FederatedDataset
@@ -283,6 +286,30 @@ def test_the_log_says_what_was_sent(tmp_path):
     assert lines[-2].endswith(f"round 1  train  w0  {size(2000)}: model 5 numbers, weight 8")
     assert lines[-1].endswith("refused: refused: round 4 of 3")
     assert any("sent 1 messages, 2.0 kB" in line for line in lines)
+
+
+def test_the_command_shows_limits_and_log(tmp_path):
+    config = site_config(tmp_path, tmp_path, "w0", state="state", limits={"methods": ["feddpo"]})
+    path = tmp_path / "site.toml"
+    path.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)))
+    SentLog(tmp_path / "state" / "log").add("train", run="3fa9b2c4d5e6f708", round=1, client="w0", bytes=812)
+    shown = CliRunner().invoke(app, ["site", "status", str(path)])
+    assert shown.exit_code == 0
+    assert "methods: feddpo; exchanges: all" in shown.stdout
+    assert shown.stdout.rstrip().endswith("run 3fa9b2c4  round 1  train  w0  812 B")
+    assert "write `prefed site CONFIG`" in CliRunner().invoke(app, ["site", "status", "a", "b"]).output
+
+
+@pytest.mark.parametrize(
+    "words", [["federate", "e.toml"], ["federation", "init", "wards.toml"], ["site", "site.toml"]]
+)
+def test_a_missing_package_is_named(words, tmp_path, monkeypatch):
+    (tmp_path / "site.toml").write_text('federation = "w"\nname = "a"\n[data]\n[model]\nname = "m"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prefed.federation.flare.find_spec", lambda name: None)
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 1
+    assert "pip install 'prefed[nvflare]'" in shown.output
 
 
 class Receipts:
