@@ -117,7 +117,7 @@ def test_the_job_is_that_of_flares_own_recipe(tmp_path):
     for side in ("server", "client"):
         (theirs,) = (tmp_path / "recipe").rglob(f"config_fed_{side}.json")
         ours = tmp_path / "ours/app/config" / theirs.name
-        left, right = ({name: args for name, args in parts(path)} for path in (theirs, ours))
+        left, right = (dict(parts(path)) for path in (theirs, ours))
         assert right.keys() <= left.keys()
         assert all(args.items() <= left[name].items() for name, args in right.items())
     assert not [path for path in (tmp_path / "ours").rglob("*") if path.suffix == ".py"]
