@@ -56,6 +56,9 @@ for _command in (
     generate,
     theory,
     privacy,
+    federation,
+    site,
+    federate,
 ):
     app.command()(user_errors()(_command))
 
