@@ -25,6 +25,7 @@ from prefed.cli.report import report
 from prefed.cli.run import run
 from prefed.cli.sweep import sweep
 from prefed.cli.theory import theory
+from prefed.cli.volume import Quiet, Verbose, command, set_volume
 
 app = typer.Typer(
     name="prefed",
@@ -54,7 +55,7 @@ for _command in (
     theory,
     privacy,
 ):
-    app.command()(user_errors()(_command))
+    app.command()(command(_command))
 
 
 @app.callback(invoke_without_command=True)
@@ -62,7 +63,11 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and end.", is_eager=True)
     ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
+    with user_errors():
+        set_volume(quiet, verbose)
     if version:
         from importlib.metadata import version as installed
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.errors import UsageError
+
 
 def generate(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
@@ -42,7 +44,7 @@ def generate(
 ) -> None:
     """Let the base model and a finished run's model respond to prompts, side by side."""
     if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p {top_p}: above 0 and at most 1")
+        raise UsageError(f"--top-p {top_p}: above 0 and at most 1")
     from prefed.core import Key
     from prefed.models.notices import silence_transformers
     from prefed.runs.loaded import load_run

@@ -32,8 +32,6 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
     assert writer.commit is not None
     public = _public(job, profiles)
     last, totals, evaluation = writer.last, writer.commit.totals, writer.last["evaluation"]
-    layout, ownership = job.trainers.initial.layout, job.method.ownership
-    moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
     counts = ("split", "left_out", "not_evaluated", "not_finite")
     accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)))
     names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, *counts)
@@ -49,8 +47,7 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
         **told(job, writer.round, writer.begun.times()),
         **({"personal": public} if public else {}),
         "parameters": {
-            # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.
-            "trainable": sum(e.size for e in moving if e.part not in (lora.RESIDUAL, "posterior")),
+            "trainable": trainable(job),
             "communicated": int(totals["communicated"]),
         },
         "bytes": {"up": int(totals["bytes_up"]), "down": int(totals["bytes_down"])},
@@ -66,6 +63,14 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
             **{name: version(name) for name in ("prefed", "torch", "transformers", "peft")},
         },
     }
+
+
+def trainable(job: Job) -> int:
+    """How many numbers train."""
+    layout, ownership = job.trainers.initial.layout, job.method.ownership
+    moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
+    # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.
+    return sum(entry.size for entry in moving if entry.part not in (lora.RESIDUAL, "posterior"))
 
 
 def _stationarity(writer: RunWriter) -> dict[str, float]:
