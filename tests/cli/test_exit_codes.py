@@ -17,7 +17,7 @@ COMMANDS = {
     "init": (["init", "feddpo", "--out", "."], "prefed.config.method_kind"),
     "data": (["data", "none.toml"], "prefed.config.table.load_cell"),
     "evaluate": (["evaluate", "none"], "prefed.runs.loaded.load_run"),
-    "compare": (["compare", "none", "other"], "prefed.runs.record.read_run"),
+    "compare": (["compare", "none", "other"], "prefed.runs.cases.find_runs"),
     "figures": (["figures", "none"], "prefed.runs.cases.find_runs"),
     "push": (["push", "none", "ann/none"], "prefed.runs.publish.check_target"),
     "report": (["report", "none"], "prefed.runs.record.read_run"),
