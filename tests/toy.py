@@ -150,6 +150,7 @@ class ToyTrainers:
         }
         self.fingerprint = {"data": str(options["clients"]), "model": "toy"}
         self.adapters: list[Path] = []
+        self.dataset = None  # no pair has a text
 
     def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
         time.sleep(self.options["pause"])
@@ -397,7 +398,7 @@ def outcome(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
-        if file.is_dir() or file.name == "LOCK":
+        if file.is_dir() or file.name in ("LOCK", "run.log"):
             continue
         if file.name == "rounds.jsonl":
             records = [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,4 +1,5 @@
-"""MkDocs hook: tables made from the package itself, so that they are never out of date.
+"""Tables made from the package itself, so that they are never out of date: ``python docs/hooks/reference.py``
+writes them into the pages, and MkDocs, of which this is a hook, makes them anew.
 
 In a page, on a line of its own::
 
@@ -6,17 +7,27 @@ In a page, on a line of its own::
 
 gives every key of a settings record; with ``beyond MODULE:RECORD`` before the end only the keys that differ
 from another record's. ``<!-- methods -->``, ``<!-- objectives -->`` and ``<!-- formats -->`` give the
-registries, ``<!-- commands -->`` the command line.
+registries, ``<!-- command: run -->`` the arguments and options of a command.
+
+``<!-- api: prefed.runs.run run RunResult -->`` gives names of a module, or a class and some of its members,
+with a line of their documentation. The site has all of it there.
+
+What is between such a line and ``<!-- end -->`` is made here: change the docstring that it comes from.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
+import pkgutil
 import re
-from collections.abc import Iterable
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -24,33 +35,125 @@ from pydantic import BaseModel
 from prefed.config.starting import describe
 
 _MARK = re.compile(
-    r"^```.*?^```|^<!-- (settings: \S+(?: beyond \S+)?|methods|objectives|formats|commands) -->$",
+    r"^```.*?^```"
+    r"|^(<!-- (settings|methods|objectives|formats|command|api)(?:: (.+?))? -->)$"
+    r"(?:\n(?:(?!^<!-- ).)*?^<!-- end -->$)?",
     re.MULTILINE | re.DOTALL,
 )
+_ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?(?:[\w.]*\.)?(\w+)`")
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def fill(markdown: str) -> str:
-    """A page with every mark outside a code block replaced by its table.
+    """A page with every mark outside a code block, and what is below it, replaced by its table.
 
     >>> fill("<!-- settings: prefed.config:CohortConfig -->").splitlines()[2]
     '| `size` | integer ≥ 1 | – | clients a round; left out with fraction: all of them |'
+    >>> fill("<!-- api: prefed.runs.run run -->\\n\\nold\\n\\n<!-- end -->").splitlines()
+    ['::: prefed.runs.run', '    options:', '      members: [run]']
+    """
+    return _MARK.sub(lambda match: _content(match, directive) if match[1] else match[0], markdown)
+
+
+def current(markdown: str) -> str:
+    """A page as it is kept: below every mark outside a code block its table.
+
+    >>> current("<!-- command: methods -->").splitlines()
+    ['<!-- command: methods -->', '', '```text', 'prefed methods', '```', '', '<!-- end -->']
     """
 
-    def one(match: re.Match[str]) -> str:
-        if match[1] is None:
-            return match[0]
-        kind, *words = match[1].replace("settings: ", "settings ").split()
-        if kind == "settings":
-            return settings(_record(words[0]), _record(words[2]) if len(words) > 1 else None)
-        return globals()[kind]()  # type: ignore[no-any-return]
+    def kept(match: re.Match[str]) -> str:
+        return f"{match[1]}\n\n{_content(match, members)}\n\n<!-- end -->" if match[1] else match[0]
 
-    return _MARK.sub(one, markdown)
+    return _MARK.sub(kept, markdown)
+
+
+def _content(match: re.Match[str], api: Callable[..., str]) -> str:
+    """What a mark gives, by its kind and its words."""
+    kind, words = match[2], (match[3] or "").split()
+    match kind:
+        case "settings":
+            return settings(_record(words[0]), _record(words[2]) if len(words) > 1 else None)
+        case "api":
+            return api(*words)
+        case "command":
+            return command(words[0])
+        case _:
+            return globals()[kind]()  # type: ignore[no-any-return]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this with each page's text."""
     return fill(markdown)
+
+
+def directive(name: str, *names: str) -> str:
+    """What makes mkdocstrings show a module or a class, or some of its members."""
+    return f"::: {name}" + (f"\n    options:\n      members: [{', '.join(names)}]" if names else "")
+
+
+def members(name: str, *names: str) -> str:
+    """One row per public name of a module, or for a class and each of ``names`` in it."""
+    thing, rows, prefix = pkgutil.resolve_name(name), [], ""
+    if isinstance(thing, ModuleType):
+        module, names = name, names or tuple(_public(thing))
+    else:
+        module, _, own = name.rpartition(".")
+        prefix = f"{own}."
+        rows.append((f"`{_signature(own, thing)}`", _plain(inspect.getdoc(thing) or "")))
+    for each in names:
+        value = getattr(thing, each)
+        documented = inspect.isclass(value) or inspect.isroutine(value)
+        about = _plain(inspect.getdoc(value) or "") if documented else _assigned(thing, each)
+        rows.append((f"`{prefix}{_signature(each, value)}`", about))
+    return _table((f"`{module}`", "what it is"), rows)
+
+
+def _public(module: ModuleType) -> Iterator[str]:
+    """The names that a module hands out: ``__all__``, or all that it defines."""
+    if hasattr(module, "__all__"):
+        yield from module.__all__
+        return
+    for name, value in vars(module).items():
+        own = getattr(value, "__module__", None) == module.__name__ and not isinstance(value, TypeVar)
+        if own and not name.startswith("_"):
+            yield name
+
+
+def _signature(name: str, value: Any) -> str:
+    """A function with its arguments' names; anything else by its name alone."""
+    if not inspect.isroutine(value):
+        return name
+    words = []
+    for argument in inspect.signature(value).parameters.values():
+        if argument.kind is argument.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        if argument.name not in ("self", "cls"):
+            stars = {argument.VAR_POSITIONAL: "*", argument.VAR_KEYWORD: "**"}.get(argument.kind, "")
+            words.append(f"{stars}{argument.name}" + ("" if argument.default is argument.empty else "=…"))
+    return f"{name}({', '.join(words)})"
+
+
+def _assigned(thing: Any, name: str) -> str:
+    """What the text below an assignment says of a value, in the module that it comes from."""
+    modules = [thing if isinstance(thing, ModuleType) else inspect.getmodule(thing)]
+    for module in modules:
+        tree = ast.parse(inspect.getsource(module))
+        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+        sources = (node.module for node in imports if name in {alias.name for alias in node.names})
+        modules += map(importlib.import_module, sources)
+        for node, after in pairwise(tree.body):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            named = any(isinstance(target, ast.Name) and target.id == name for target in targets)
+            if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                return _plain(inspect.cleandoc(after.value.value))
+    return ""
+
+
+def _plain(documentation: str) -> str:
+    """The first paragraph of a docstring on one line, in Markdown."""
+    text = " ".join(documentation.partition("\n\n")[0].split())
+    return _ROLE.sub(r"`\1`", text).replace("``", "`")
 
 
 def settings(record: type[BaseModel], beyond: type[BaseModel] | None = None) -> str:
@@ -102,32 +205,37 @@ def formats() -> str:
     return _table(("format", "hub set", "told by its columns"), rows)
 
 
-def commands() -> str:
-    """One section per command: usage, what it does, and its arguments and options."""
+EVERYWHERE = ("quiet", "verbose")
+"""Options that all commands have. The page describes them once."""
+
+
+def command(name: str) -> str:
+    """The usage of a command, and its arguments and options."""
     from prefed.cli import app
 
-    parts = []
-    for command in app.registered_commands:
-        function: Any = command.callback
-        name = command.name or function.__name__
-        words, rows = [f"prefed {name}"], []
-        for parameter in inspect.signature(function, eval_str=True).parameters.values():
-            kind, info = get_args(parameter.annotation)
-            value = _value(kind, info, parameter.name)
-            if isinstance(info, typer.models.ArgumentInfo):
-                words.append(value)
-                term = value
-            else:
-                # In an annotation, typer takes the first name of an option for its default.
-                names = [n for n in (info.default, *(info.param_decls or ())) if isinstance(n, str)]
-                term = f"{next(iter(names), '--' + parameter.name.replace('_', '-'))} {value}".strip()
-            plain = any(parameter.default is nothing for nothing in (None, False, parameter.empty))
-            meaning = info.help + ("" if plain else f" Default: {parameter.default}.")
-            rows.append((f"`{term}`", meaning))
-        usage = " ".join([*words, "[options]"])
-        parts += [f"## `prefed {name}`", inspect.getdoc(function) or "", f"```text\n{usage}\n```"]
-        parts += [_table(("", ""), rows)] if rows else []
-    return "\n\n".join(parts)
+    functions = ((each.name, each.callback) for each in app.registered_commands)
+    function: Any = next(f for named, f in functions if name == (named or getattr(f, "__name__", "")))
+    words, rows = [f"prefed {name}"], []
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if parameter.name in EVERYWHERE:
+            continue
+        kind, info = get_args(parameter.annotation)
+        value = _value(kind, info, parameter.name)
+        if isinstance(info, typer.models.ArgumentInfo):
+            optional = parameter.default is not parameter.empty and not value.startswith("[")
+            words.append(f"[{value}]" if optional else value)
+            term = value
+        else:
+            # In an annotation, typer takes the first name of an option for its default.
+            names = [n for n in (info.default, *(info.param_decls or ())) if isinstance(n, str)]
+            term = f"{next(iter(names), '--' + parameter.name.replace('_', '-'))} {value}".strip()
+            if parameter.default is parameter.empty:
+                words.append(term)
+        plain = any(parameter.default is nothing for nothing in (None, False, parameter.empty))
+        meaning = info.help + ("" if plain else f" Default: {parameter.default}.")
+        rows.append((f"`{term}`", meaning))
+    usage = " ".join([*words, *(["[options]"] if rows else [])])
+    return f"```text\n{usage}\n```" + (f"\n\n{_table(('argument', 'meaning'), rows)}" if rows else "")
 
 
 def _value(kind: Any, info: Any, name: str) -> str:
@@ -204,3 +312,11 @@ def _values(field: dict[str, Any], schema: dict[str, Any]) -> str:
         case kind:
             bounds = [f"{sign} {field[name]:g}" for name, sign in _BOUNDS.items() if name in field]
             return " ".join([kind or "any", " and ".join(bounds)]).strip()
+
+
+if __name__ == "__main__":
+    for page in sorted(Path(__file__).resolve().parents[1].rglob("*.md")):
+        text = page.read_text("utf-8")
+        if (filled := current(text)) != text:
+            page.write_text(filled, "utf-8")
+            print(page)

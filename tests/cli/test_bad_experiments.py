@@ -231,14 +231,9 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "export over a run": (lambda run: None, ["export", "run", "--out", "run"], "run holds the run; choose another --out"),
     "export over somebody's": (lambda run: ((run.parent / "x").mkdir(), (run.parent / "x/mine").touch()), ["export", "run", "--out", "x"], "x holds 'mine', which no export writes"),
     "evaluate of no checkpoint": (lambda run: None, ["evaluate", "run"], "run has lost its checkpoint/"),
-    "evaluate both ways": (lambda run: None, ["evaluate", "run", "--split", "test", "--test", "a.jsonl"], "give either --split, of the run's own pairs, or --test FILE"),
-    "everyone of nothing": (lambda run: None, ["evaluate", "run", "--everyone"], "--everyone belongs to --test FILE"),
-    "generate from no probability": (lambda run: None, ["generate", "run", "--prompt", "a", "--top-p", "0"], "--top-p 0.0: above 0 and at most 1"),
     "generate of no checkpoint": (lambda run: None, ["generate", "run", "--prompt", "a"], "run has lost its checkpoint/"),
-    "init of nothing": (lambda run: None, ["init", "scafold"], "no method is called 'scafold'; did you mean 'scaffold'?"),
     "init over a file": (lambda run: (run.parent / "local.toml").touch(), ["init", "local"], "local.toml exists; choose another --out, or --force"),
     "init over a folder": (lambda run: (run.parent / "x").mkdir(), ["init", "local", "--out", "x", "--force"], "x is a folder; choose another --out"),
-    "demo of nothing": (lambda run: None, ["demo", "--method", "fedpo"], "no method is called 'fedpo'"),
     "run into a file": (lambda run: (run.parent / "x").touch(), ["run", "exp.toml", "--out", "x"], "x is a file, not a folder; choose another --out"),
     "run into foreign files": (lambda run: foreign(run), ["run", "exp.toml", "--out", "run"], "run is not empty and holds no run, but 'letter.txt'"),
     "resume of foreign files": (lambda run: foreign(run), ["run", "exp.toml", "--out", "run", "--resume"], "run is not empty and holds no run, but 'letter.txt'"),
@@ -271,11 +266,29 @@ USAGE = {
     "text for a seed": (["generate", "run", "--prompt", "a", "--seed", "x"], "Invalid value for '--seed'"),
     "no method": (["init"], "Missing argument"),
     "no runs": (["compare"], "Missing argument"),
-}
+    "push of two": (["push", "run", "a/b", "--client", "a", "--selector", "0"], "give --client or --selector, not both"),
+    "a licence without a card": (["export", "run", "--license", "mit"], "add --card"),
+    "a grid of one cell": (["sweep", "exp.toml", "--seeds", "2", "--only", "x"], "without --only"),
+    "a judge of no grid": (["sweep", "t.toml", "--judge", "reward_accuracy"], "--judge belongs to --grid"),
+    "evaluate both ways": (["evaluate", "run", "--split", "test", "--test", "a.jsonl"], "give either --split, of the run's own pairs, or --test FILE"),
+    "everyone of nothing": (["evaluate", "run", "--everyone"], "--everyone belongs to --test FILE"),
+    "generate from no probability": (["generate", "run", "--prompt", "a", "--top-p", "0"], "--top-p 0.0: above 0 and at most 1"),
+    "init of nothing": (["init", "scafold"], "no method is called 'scafold'; did you mean 'scaffold'?"),
+    "demo of nothing": (["demo", "--method", "fedpo"], "no method is called 'fedpo'"),
+    "judge in no time": (["judge", "run", "--judge", "utility", "--prompts", "a", "--timeout", "0"], "--timeout 0: above 0"),
+    "no such judge": (["judge", "run", "--judge", "utilty", "--prompts", "a"], "did you mean 'utility'?"),
+    "export of two": (["export", "run", "--client", "a", "--selector", "0"], "give --client or --selector, not both"),
+    "collect of nothing": (["collect"], "give --model NAME"),
+    "theory of no graph": (["theory", "--graph", "rng"], "no such graph; did you mean 'ring'?"),
+    "no privacy at all": (["privacy", "exp.toml", "--epsilon", "0"], "--epsilon is a number above 0"),
+    "try to resume": (["run", "exp.toml", "--dry-run", "--resume"], "give --dry-run or --resume, not both"),
+    "loud and quiet": (["-v", "run", "exp.toml", "-q", "-v"], "give --quiet or --verbose, not both"),
+    "loud and quiet at once": (["-qv", "methods"], "give --quiet or --verbose, not both"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "expected"), USAGE.values(), ids=USAGE)
 def test_a_command_that_is_none(place: Path, words: list[str], expected: str) -> None:
-    """What the command line's own grammar refuses ends with 2."""
+    """What can be seen to be wrong from the words alone ends with 2."""
     assert expected in refused(*words, code=2)
     assert [path.name for path in place.iterdir()] == ["exp.toml"]

@@ -38,6 +38,7 @@ def place(tmp_path, monkeypatch):
     """A working folder with an experiment file, and the toy behind it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prefed.runs.run, "build_job", toy.of_experiment)
+    monkeypatch.setattr(prefed.runs.run, "describe_data", lambda dataset: {})
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "exp.toml").write_text(FILE)
     return tmp_path
@@ -98,7 +99,7 @@ def test_a_run_from_start_to_end(place):
     for words in ("shared model", "own model", "worst tenth", "adapter: runs/", "summary: runs/", "sent up"):
         assert words in output
     assert {path.name for path in out.iterdir()} == {
-        "config.toml", "rounds.jsonl", "summary.json", "checkpoint", "adapters",
+        "config.toml", "rounds.jsonl", "summary.json", "run.log", "checkpoint", "adapters",
     }  # fmt: skip
     summary = json.loads((out / "summary.json").read_text())
     for accuracy in ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "shared_accuracy"):
@@ -274,7 +275,7 @@ def test_every_method_can_be_begun_with(place):
     assert tomllib.loads((place / "scaffold.toml").read_text())["method"]["name"] == "scaffold"
     assert "scaffold.toml exists; choose another --out, or --force" in prefed_("init", "scaffold", code=1)
     prefed_("init", "scaffold", "--force")
-    assert "no method is called 'scafold'; did you mean 'scaffold'?" in prefed_("init", "scafold", code=1)
+    assert "no method is called 'scafold'; did you mean 'scaffold'?" in prefed_("init", "scafold", code=2)
 
 
 def test_a_starting_file_gets_its_folder(place):
@@ -290,7 +291,7 @@ def test_a_file_is_no_run_directory(place):
 
 
 def test_the_demo_looks_at_the_method_first(place):
-    output = prefed_("demo", "--method", "fedpo", "--out", "demo", code=1)
+    output = prefed_("demo", "--method", "fedpo", "--out", "demo", code=2)
     assert output.startswith("error: no method is called 'fedpo'; did you mean 'feddpo'?")
     assert not (place / "demo").exists()
 

@@ -382,6 +382,10 @@ def test_the_command(finished, place, tmp_path):
     assert "never trained" not in text
 
     assert "adapter:" in command("--resume")[1]
+    log = (path / "run.log").read_text()
+    assert log.count(" ended by AlignError\n") == 1  # --resume with other settings
+    assert " train: pairs " in log.partition("ended by AlignError")[2]
+    assert command("--resume", "--quiet") == (0, f"adapter: {path / 'align/adapter'}\n")
     shutil.rmtree(path / "align")
     other = str(place / "prompts.jsonl")
     code, text = command("--prompts", other, "--set", "align.limit=4", "--set", "align.held_out=0")

@@ -123,7 +123,7 @@ SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?$", r
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_references_name_something(page: Path) -> None:
     """``::: module.name`` with its members, and ``[text][module.name]``."""
-    text = page.read_text("utf-8")
+    text = hook("reference").fill(page.read_text("utf-8"))
     names = REFERENCE.findall(text)
     for name, members in SHOWN.findall(text):
         names += [name, *(f"{name}.{member}" for member in members.split(", ") if member)]
@@ -134,7 +134,8 @@ def test_references_name_something(page: Path) -> None:
 def test_references_are_shown_on_a_page() -> None:
     """Otherwise ``make docs`` fails: a reference is what a ``:::`` names, or one of its members, and in that
     case no file has its name."""
-    texts = [page.read_text("utf-8") for page in PAGES]
+    fill = hook("reference").fill
+    texts = [fill(page.read_text("utf-8")) for page in PAGES]
     shown = {name: members.split(", ") for text in texts for name, members in SHOWN.findall(text)}
 
     def is_shown(target: str) -> bool:
@@ -254,20 +255,28 @@ def test_tables_say_what_the_records_say() -> None:
     *_, row = reference.fill(f"before\n\n{mark}").splitlines()
     assert row.startswith("| `mu` | number ≥ 0 | `0.01` | strength of the pull")
     assert reference.fill("<!-- something else -->") == "<!-- something else -->"
-    for page in PAGES:
-        reference.fill(page.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_the_package_says_stands_in_the_pages(page: Path) -> None:
+    """``python docs/hooks/reference.py`` writes it there."""
+    text = page.read_text("utf-8")
+    assert hook("reference").current(text) == text
 
 
 def test_the_commands_page_knows_every_command_and_option() -> None:
-    """Typer's own help is the other witness: what it lists, the page lists."""
-    page = hook("reference").commands()
+    """Typer's own help is the other witness: what it lists, the page lists; options of all commands once."""
+    page = (DOCS / "commands.md").read_text("utf-8")
+    everywhere = {"--help", *(f"--{name}" for name in hook("reference").EVERYWHERE)}
     runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
     assert re.findall(r"^## `prefed (\S+)`$", page, re.MULTILINE) == names
     sections = dict(zip(names, page.split("## `prefed ")[1:], strict=True))
     for name, section in sections.items():
         shown = set(re.findall(r"(--[a-z][a-z-]*) ", runner.invoke(app, [name, "--help"]).output))
-        assert set(re.findall(r"`(--[a-z-]+)[ `]", section)) == shown - {"--help"}
+        rows = section.partition("<!-- command: ")[2].partition("<!-- end -->")[0]
+        assert rows.startswith(f"{name} -->")
+        assert set(re.findall(r"^\| `(--[a-z-]+)[ `]", rows, re.MULTILINE)) == shown - everywhere
 
 
 @pytest.mark.parametrize("page", READ, ids=name_of)

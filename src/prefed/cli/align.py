@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.arguments import Overrides
+from prefed.cli.output import progress_console, terminal
 from prefed.cli.run import interruptible, next_commands
 
 
@@ -40,6 +41,7 @@ def align(
         from prefed.config.align import align_settings
         from prefed.runs.align import FOLDER, stored_settings
         from prefed.runs.align import align as align_run
+        from prefed.runs.log import run_log
         from prefed.runs.selectors import check_selectors
 
         check_selectors(record)
@@ -52,12 +54,12 @@ def align(
             )
         config = align_settings(stored_settings(record, anew=anew), overrides, record.path)
         from prefed.models.notices import silence_transformers
-        from prefed.trackers.terminal import Terminal, stdout_console
 
         silence_transformers()
-        console = stdout_console()
+        console = progress_console()
         console.print(f"{config.prompts.path} → {folder}", markup=False, soft_wrap=True)
-        training = align_run(run, config, stage=stage, callbacks=[Terminal(console)])["train"]
+        with run_log(record.path) as log:
+            training = align_run(run, config, stage=stage, callbacks=[*terminal(console), log])["train"]
         kept = training["epochs"][training["kept"] - 1]
         agreement = "" if kept["agreement"] is None else f", agreement {kept['agreement']:.3f}"
         for line in (
@@ -67,3 +69,5 @@ def align(
             *next_commands(run, selectors=True, aligned=True),
         ):
             console.print(line, markup=False, soft_wrap=True)
+        if console.quiet:
+            typer.echo(f"adapter: {folder / 'adapter'}")

@@ -28,6 +28,7 @@ from prefed.cli.run import run
 from prefed.cli.site import site
 from prefed.cli.sweep import sweep
 from prefed.cli.theory import theory
+from prefed.cli.volume import Quiet, Verbose, command, set_volume
 
 app = typer.Typer(
     name="prefed",
@@ -60,7 +61,7 @@ for _command in (
     site,
     federate,
 ):
-    app.command()(user_errors()(_command))
+    app.command()(command(_command))
 
 
 @app.callback(invoke_without_command=True)
@@ -68,7 +69,11 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and end.", is_eager=True)
     ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
+    with user_errors():
+        set_volume(quiet, verbose)
     if version:
         from importlib.metadata import version as installed
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from prefed.cli.errors import UsageError
 from prefed.cli.run import interruptible
 
 if TYPE_CHECKING:
@@ -65,12 +66,12 @@ def collect(
     """Ask a person which of two responses is better, on a page of this machine, and keep the pairs."""
     with interruptible(["prefed", *sys.argv[1:]], None, True, kept="every choice is kept", again=()):
         if (pairs is None) == (model is None) or (pairs is not None and prompts is not None):
-            raise ValueError("give --model NAME, with or without PROMPTS; or --from FILE and neither of them")
+            raise UsageError("give --model NAME, with or without PROMPTS; or --from FILE and neither of them")
         if not (temperature > 0 and 0 < top_p <= 1):
-            raise ValueError("--temperature is above 0, and --top-p above 0 and at most 1")
+            raise UsageError("--temperature is above 0, and --top-p above 0 and at most 1")
         path = out or Path("pairs.jsonl" if pairs is None else "judged.jsonl")
         if pairs is not None and path.exists() and Path(pairs).exists() and path.samefile(pairs):
-            raise ValueError(f"--out {path} is the file of --from; choose another")
+            raise UsageError(f"--out {path} is the file of --from; choose another")
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise ValueError(f"prefed collect needs {' and '.join(missing)}: pip install 'prefed[collect]'")
         from prefed.collect.choices import Choices

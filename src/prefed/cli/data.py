@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from prefed.cli.arguments import CellName, File, Overrides
+from prefed.cli.output import AsJson, print_json
 
 
-def data(file: File, overrides: Overrides = None, cell: CellName = None) -> None:
+def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json: AsJson = False) -> None:
     """Show what each client would hold, before anything trains."""
     from tempfile import TemporaryDirectory
 
@@ -24,4 +25,7 @@ def data(file: File, overrides: Overrides = None, cell: CellName = None) -> None
     silence_transformers()
     with TemporaryDirectory(prefix="prefed-data-") as folder:
         statistics = dataset_statistics(build_data(experiment, Path(folder) / "data"))
+    if as_json:
+        print_json(statistics.model_dump(mode="json"))
+    else:
         print_dataset_statistics(statistics, stdout_console())

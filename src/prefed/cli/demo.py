@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefed.cli.errors import usage
+from prefed.cli.output import progress_console, terminal
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -57,19 +60,19 @@ def demo(
 
     from prefed.config import Experiment, method_kind
 
-    method_kind(method)
+    with usage():
+        method_kind(method)
     from prefed import files
     from prefed.core import Key
     from prefed.data import synthetic
     from prefed.models.notices import silence_transformers
     from prefed.report.page import write_page
-    from prefed.report.result import print_result
+    from prefed.report.result import print_result, result_line
     from prefed.runs.record import read_run
     from prefed.runs.run import run
-    from prefed.trackers.terminal import stdout_console
 
     silence_transformers()
-    console = stdout_console()
+    console = progress_console()
     out.mkdir(parents=True, exist_ok=True)
     key = Key(SEED)
     tastes = synthetic.tastes(key, CLIENTS)
@@ -84,13 +87,16 @@ def demo(
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
         files.write(file, EXPERIMENT.format(file=file, method=method, workers=workers).encode())
-    result = run(Experiment.load(file, []), _free_path(out / f"run-{method}"), progress=True)
+    path = _free_path(out / f"run-{method}")
+    result = run(Experiment.load(file, []), path, callbacks=terminal(console))
     print_result(result.summary, console, {"oracle": _oracle(records)})
     console.print("oracle: what knowing a client's taste would reach; its labels are noisy")
     page = result.path / "report.html"
     write_page(read_run(result.path), page)
     console.print(f"report: {page}\nadapter: {result.adapter or 'none: see `prefed export`'}")
     console.print(f"experiment: {file}; change a line, e.g. the method, and `prefed run {file}`")
+    if console.quiet:
+        typer.echo(f"{result_line(result.summary)} → {page}")
 
 
 def _make_model(folder: Path, key: Key, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Errors for a person at a terminal."""
+"""Errors for a person at a terminal, and the exit codes of every command."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from contextlib import contextmanager
 
 import typer
 
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+"""Exit codes besides 0: the run or the data is wrong; the command line alone is wrong; Ctrl-C. A shell itself
+gives 143 for a program that a termination signal ended."""
+
+
+class UsageError(ValueError):
+    """The words of a command do not go together, or an option has no such value: no file need be read to see.
+
+    It ends the command as the errors do that the command line's grammar finds.
+    """
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """A ``ValueError`` from inside is a :class:`UsageError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
 
 @contextmanager
 def user_errors() -> Iterator[None]:
@@ -15,17 +35,20 @@ def user_errors() -> Iterator[None]:
 
     ``PREFED_TRACEBACK=1`` in the environment shows where in the code they arose.
     """
-    from pydantic import ValidationError
-
     from prefed.core.text import printable_lines
 
     try:
         yield
+    except KeyboardInterrupt:
+        typer.echo("\nstopped", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     except (ValueError, OSError, RuntimeError) as error:
+        from pydantic import ValidationError
+
         ours = not isinstance(error, RuntimeError) or type(error).__module__.startswith("prefed.")
         if os.environ.get("PREFED_TRACEBACK") or not ours or isinstance(error, ValidationError):
             raise
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         # A message may quote what files hold: only its own line breaks reach the terminal as such.
         typer.echo(printable_lines(f"error: {error}{notes}"), err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(MISUSED if isinstance(error, UsageError) else FAILED) from None

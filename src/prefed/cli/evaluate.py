@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import typer
 
 from prefed.cli.arguments import RoundName
+from prefed.cli.errors import UsageError
+from prefed.cli.output import bar_console
 
 
 def evaluate(
@@ -43,9 +45,9 @@ def evaluate(
 ) -> None:
     """Judge a finished run's models: each client's on its own pairs, or on other ones."""
     if test is not None and split is not None:
-        raise ValueError("give either --split, of the run's own pairs, or --test FILE")
+        raise UsageError("give either --split, of the run's own pairs, or --test FILE")
     if everyone and test is None:
-        raise ValueError("--everyone belongs to --test FILE")
+        raise UsageError("--everyone belongs to --test FILE")
     import torch
 
     from prefed.models.notices import silence_transformers
@@ -79,10 +81,9 @@ def evaluate(
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error if that is a terminal; it is told how many of how many clients are done."""
-    from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    console = bar_console()
+    with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as bar:
         task = bar.add_task("clients")
         yield lambda done, of: bar.update(task, completed=done, total=of)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefed.cli.arguments import LicenseName, RoundName
+from prefed.cli.errors import UsageError
 
 if TYPE_CHECKING:
     from prefed.runs.record import RunRecord
@@ -50,11 +51,11 @@ def export(
     from prefed.store import client_file
 
     if client is not None and selector is not None:
-        raise ValueError("give --client or --selector, not both")
+        raise UsageError("give --client or --selector, not both")
     if selector is not None and taste is not None:
-        raise ValueError("give --selector or --taste, not both")
+        raise UsageError("give --selector or --taste, not both")
     if license is not None and not card:
-        raise ValueError("--license stands on a card: add --card")
+        raise UsageError("--license stands on a card: add --card")
     record = read_run(run)
     name = "shared" if selector is None else f"selector-{selector}"
     if client is not None:

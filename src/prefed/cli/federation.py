@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.errors import UsageError
+
 
 def federation(
     action: Annotated[str, typer.Argument(metavar="init", help="What to do: init.", show_default=False)],
@@ -20,7 +22,7 @@ def federation(
     Again with more sites in the project file, it makes the kits of those; the others' stay as they are.
     """
     if action != "init":
-        raise ValueError(f"prefed federation {action}: write `prefed federation init PROJECT`")
+        raise UsageError(f"prefed federation {action}: write `prefed federation init PROJECT`")
     from prefed.federation.flare import check_installed
 
     check_installed()

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.arguments import RoundName
+from prefed.cli.errors import UsageError
 
 
 def generate(
@@ -45,7 +46,7 @@ def generate(
 ) -> None:
     """Let the base model and a finished run's model respond to prompts, side by side."""
     if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p {top_p}: above 0 and at most 1")
+        raise UsageError(f"--top-p {top_p}: above 0 and at most 1")
     from prefed.core import Key
     from prefed.models.notices import silence_transformers
     from prefed.runs.loaded import load_run

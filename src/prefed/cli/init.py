@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.errors import usage
+
 
 def init(
     method: Annotated[str, typer.Argument(help="A method's name, see `prefed methods`.")],
@@ -23,7 +25,8 @@ def init(
     from prefed.config import method_kind
     from prefed.config.starting import example_file, example_pairs, starting_file
 
-    method_kind(method)
+    with usage():
+        method_kind(method)
     path = out or Path(f"{method}.toml")
     pairs = path.with_name("pairs.jsonl")
     if example:

@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from prefed.cli.errors import UsageError, usage
+from prefed.cli.output import bar_console
+
 
 def judge(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
@@ -94,8 +97,9 @@ def judge(
     from prefed.judge.registry import JudgeOptions, split_name
 
     if timeout <= 0:
-        raise ValueError(f"--timeout {timeout:g}: above 0")
-    split_name(judge)
+        raise UsageError(f"--timeout {timeout:g}: above 0")
+    with usage():
+        split_name(judge)
     from prefed.judge.endpoint import URL
     from prefed.judge.templates import criterion_template, get_template
     from prefed.models.notices import silence_transformers
@@ -105,34 +109,35 @@ def judge(
     from prefed.trackers.terminal import stdout_console
     from prefed.train.generation import Sampling
 
-    if criterion is not None:
-        template = criterion_template(criterion, template, judge)
-    get_template(template)
     silence_transformers()
-    comparison = Comparison(
-        judge=judge,
-        prompts=prompts,
-        other=run2,
-        reference=against,
-        column=column,
-        client=client,
-        against_shared=against_shared,
-        taste=policy_taste,
-        prompt_column=prompt_column,
-        raw=raw,
-        sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature),
-        seed=seed,
-        options=JudgeOptions(
-            url=URL if url is None else url,
-            template=template,
-            judge_tokens=judge_tokens,
-            key_variable=key,
-            timeout=timeout,
-            parallel=parallel,
-            taste=taste,
-        ),
-        name=name,
-    )
+    with usage():
+        if criterion is not None:
+            template = criterion_template(criterion, template, judge)
+        get_template(template)
+        comparison = Comparison(
+            judge=judge,
+            prompts=prompts,
+            other=run2,
+            reference=against,
+            column=column,
+            client=client,
+            against_shared=against_shared,
+            taste=policy_taste,
+            prompt_column=prompt_column,
+            raw=raw,
+            sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature),
+            seed=seed,
+            options=JudgeOptions(
+                url=URL if url is None else url,
+                template=template,
+                judge_tokens=judge_tokens,
+                key_variable=key,
+                timeout=timeout,
+                parallel=parallel,
+                taste=taste,
+            ),
+            name=name,
+        )
     with _progress() as tell:
         summary = judge_run(run, comparison, tell)
     if as_json:
@@ -144,12 +149,11 @@ def judge(
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each step, on standard error if that is a terminal."""
-    from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    console = Console(stderr=True)
+    console = bar_console()
     tasks: dict[str, TaskID] = {}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as bar:
 
         def tell(what: str, done: int, of: int) -> None:
             if what not in tasks:

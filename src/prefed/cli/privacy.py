@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.errors import UsageError
+
 
 def privacy(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The experiment file.", show_default=False)],
@@ -41,7 +43,7 @@ def privacy(
     from prefed.runs.privacy import plan
 
     if epsilon is not None and epsilon <= 0:
-        raise ValueError("--epsilon is a number above 0")
+        raise UsageError("--epsilon is a number above 0")
     planned = plan(Experiment.load(file, overrides or ()), clients)
     if epsilon is not None:
         found = replace(planned.guarantee, noise_multiplier=planned.noise_for(epsilon))

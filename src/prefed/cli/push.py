@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.arguments import LicenseName
+from prefed.cli.errors import UsageError
 
 
 def push(
@@ -37,7 +38,7 @@ def push(
 ) -> None:
     """Publish a model of a finished run on the Hugging Face hub, with a model card."""
     if client is not None and selector is not None:
-        raise ValueError("give --client or --selector, not both")
+        raise UsageError("give --client or --selector, not both")
     from prefed.runs.publish import check_target
     from prefed.runs.record import read_run
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.errors import INTERRUPTED
+
 
 def report(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
@@ -35,6 +37,6 @@ def report(
         keep_fresh(run, path, typer.echo)
     except KeyboardInterrupt:
         typer.echo(f"report: {path}", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -7,12 +7,20 @@ import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from prefed.cli.arguments import CellName, File, Overrides, Track
+from prefed.cli.errors import UsageError
+from prefed.cli.output import AsJson, print_json, progress_console, terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from prefed.config import Experiment
 
 
 def run(
@@ -26,11 +34,22 @@ def run(
     ] = False,
     cell: CellName = None,
     track: Track = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check everything, and tell sizes and about how long a round would take; write nothing.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run an experiment and write its run directory."""
+    if dry_run and resume:
+        raise UsageError("give --dry-run or --resume, not both: only a new run can be tried")
     overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
     words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
     words += [word for text in overrides for word in ("--set", text)]
+    words += ["--dry-run"] if dry_run else []
     with interruptible(words, out, resume) as paths:
         from prefed.config.table import load_cell
 
@@ -38,28 +57,40 @@ def run(
         experiment = load_cell(file, cell, overrides)
         from prefed.core.text import pluralize
         from prefed.models.notices import silence_transformers
-        from prefed.report.public import public_page
-        from prefed.report.result import print_result
-        from prefed.runs.groupings import groupings_of
-        from prefed.runs.record import read_run
         from prefed.runs.run import default_out
-        from prefed.runs.run import run as run_experiment
         from prefed.store.directory import refuse_foreign
-        from prefed.trackers.terminal import Terminal, stdout_console
 
         silence_transformers()
-        console = stdout_console()
+        console = progress_console(as_json)
         stem = f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
         path = out or default_out(experiment, stem)
         if path.is_file():
             raise ValueError(f"{path} is a file, not a folder; choose another --out")
-        paths.append(path)
+        if not dry_run:
+            paths.append(path)
         refuse_foreign(path, resume)
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
-        result = run_experiment(
-            experiment, path, resume=resume, callbacks=[Terminal(console)], page=public_page
-        )
+        if dry_run:
+            _try(experiment, path, as_json, console)
+        else:
+            _run(experiment, path, resume, as_json, console)
+
+
+def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
+    """Run, and tell the result."""
+    from prefed.report.public import public_page
+    from prefed.report.result import print_result, result_line
+    from prefed.runs.groupings import groupings_of
+    from prefed.runs.record import read_run
+    from prefed.runs.run import run as run_experiment
+
+    result = run_experiment(experiment, path, resume=resume, callbacks=terminal(console), page=public_page)
+    if as_json:
+        print_json(result.summary)
+    elif console.quiet:
+        typer.echo(f"{result_line(result.summary)} → {path}")
+    else:
         told = read_run(path).tastes
         print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=told)
         adapters = ", ".join(map(str, result.adapters)) or "none: see `prefed export`"
@@ -71,6 +102,20 @@ def run(
             *next_commands(path, experiment.method.kind.reads == "choice", experiment.align is not None),
         ):
             console.print(line, markup=False, soft_wrap=True)
+
+
+def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) -> None:
+    """Check an experiment, and tell what a run of it would take."""
+    from prefed.report.dry_run import estimate_line, print_dry_run
+    from prefed.runs.dry_run import dry_run
+
+    found = dry_run(experiment, path)
+    if as_json:
+        print_json(asdict(found))
+    elif console.quiet:
+        typer.echo(estimate_line(found))
+    else:
+        print_dry_run(found, console)
 
 
 def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:

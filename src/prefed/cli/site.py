@@ -8,6 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from prefed.cli.errors import UsageError
+
 
 def site(
     words: Annotated[
@@ -19,7 +21,7 @@ def site(
     """Take part in a federation until stopped; with status: tell what the site was asked for and sent."""
     status, path = words[0] == "status" and len(words) == 2, Path(words[-1])
     if len(words) > 1 and not status:
-        raise ValueError("write `prefed site CONFIG` or `prefed site status CONFIG`")
+        raise UsageError("write `prefed site CONFIG` or `prefed site status CONFIG`")
     from prefed.federation.config import SiteConfig
 
     config = SiteConfig.load(path)

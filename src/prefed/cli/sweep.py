@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from prefed.cli.arguments import Overrides
+from prefed.cli.errors import INTERRUPTED, UsageError
+from prefed.cli.volume import volume
 
 if TYPE_CHECKING:
     from prefed.runs.sweep import SweepCell
@@ -64,11 +66,11 @@ def sweep(
     """Carry out the cells of a table, or one experiment over a grid and seeds, or go on with them."""
     if grid or seeds is not None:
         if len(tables) > 1 or only:
-            raise ValueError("--grid and --seeds are for one experiment file, without --only")
+            raise UsageError("--grid and --seeds are for one experiment file, without --only")
         _sweep_grid(tables[0], grid or [], seeds, judge or "preference_accuracy", overrides or [], out, jobs)
         return
     if judge is not None:
-        raise ValueError("--judge belongs to --grid; a table names its own judge")
+        raise UsageError("--judge belongs to --grid; a table names its own judge")
     from prefed.runs.sweep import Sweep, sweep_cells
 
     cells = [cell for table in tables for cell in sweep_cells(table, out, overrides or [])]
@@ -76,7 +78,7 @@ def sweep(
     for cell in cells:
         order.setdefault(cell.folder, []).append(cell.definition.name)
     if len(order) < len(tables):
-        raise ValueError("two tables have one file name; give each an --out of its own")
+        raise UsageError("two tables have one file name; give each an --out of its own")
     cells = _select(cells, only or [])
     # Errors in the tables are found before the data's libraries are imported.
     from prefed.report.sweep import keep
@@ -87,7 +89,7 @@ def sweep(
     def done(cell: SweepCell, outcome: dict[str, Any]) -> None:
         keep(cell, order[cell.folder], outcome)
 
-    work = Sweep(jobs, done, typer.echo)
+    work = Sweep(jobs, done, typer.echo if volume() else lambda text: None)
     _to_the_end(work.carry_out(cells))
     for folder, table in {cell.folder: cell.table for cell in cells}.items():
         path = folder.with_name(f"{folder.name}.md")
@@ -140,7 +142,7 @@ def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     except KeyboardInterrupt:
         typer.echo("\nstopped; the same command goes on from here", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefed.cli.errors import UsageError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -106,7 +108,6 @@ def rho_of(graph: str, clients: int) -> float:
     """ρ of the graph of that name with Metropolis–Hastings weights."""
     from typing import get_args
 
-    from prefed.config.errors import ConfigError
     from prefed.core import Key
     from prefed.core.text import did_you_mean
     from prefed.merge.graphs import GraphConfig, GraphName
@@ -115,7 +116,7 @@ def rho_of(graph: str, clients: int) -> float:
     fixed = [name for name in get_args(GraphName) if name not in ("erdos_renyi", "edges", "matrix")]
     if graph not in fixed:
         near = did_you_mean(graph, fixed) or f"; there are {', '.join(fixed)}"
-        raise ConfigError(f"--graph {graph}: no such graph{near}")
+        raise UsageError(f"--graph {graph}: no such graph{near}")
     nodes = tuple(str(node) for node in range(clients))
     return Topology(GraphConfig.model_validate({"name": graph}), nodes, Key(0)).rho()
 

@@ -179,6 +179,7 @@ class Conflict(StrictModel):
 Partition: TypeAlias = Annotated[
     Iid | ByColumn | Dirichlet | Margin | BySource | Conflict, Field(discriminator="by")
 ]
+"""The ``[data.partition]`` table: how rows are assigned to clients. ``by`` names the rule."""
 
 
 class SelectorConfig(StrictModel):

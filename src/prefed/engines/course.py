@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
+from prefed.core.text import pluralize
+from prefed.core.timing import timed
 from prefed.engines.accounting import spent
 from prefed.engines.backend import Backend, peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE, Diagnosis
@@ -127,15 +129,16 @@ class Course:
                 waiting.add((task.client, task.asked))
                 yield task
 
-        for result in self.backend.run(given()):
-            if (result.client, result.asked) not in waiting:
-                who = printable_reason(repr(result.client))
-                self.warn(number, f"ignored a result of {who}, from whom none is awaited in {what!r}")
-                continue
-            waiting.remove((result.client, result.asked))
-            done += 1
-            yield result
-            self.callback.on_task_end(what, done, of)
+        with timed(what, f"round {number}, {pluralize(of - done, 'client', 'clients')}"):
+            for result in self.backend.run(given()):
+                if (result.client, result.asked) not in waiting:
+                    who = printable_reason(repr(result.client))
+                    self.warn(number, f"ignored a result of {who}, from whom none is awaited in {what!r}")
+                    continue
+                waiting.remove((result.client, result.asked))
+                done += 1
+                yield result
+                self.callback.on_task_end(what, done, of)
 
     def warn(self, number: int, text: str) -> None:
         """Tell of something that went wrong in a round that goes on."""
@@ -311,7 +314,8 @@ class Course:
         record |= {"cohort": list(cohort), "dropped": tally.dropped}
         record |= {name: value for name, value in tally.figures.items() if name not in record}
         best = None if standing is None else vars(standing)
-        self.writer.finish_round(encode(server), record, self._totals(tally, seconds), keep, best)
+        with timed("commit", f"round {record['round']}"):
+            self.writer.finish_round(encode(server), record, self._totals(tally, seconds), keep, best)
         self.callback.on_round_end(record)
 
     def _totals(self, tally: Tally, seconds: float) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from prefed.core.strict import StrictModel
 
 LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora"]
+"""How the two factors of a LoRA merge."""
 
 
 class ServerOptimizer(StrictModel):

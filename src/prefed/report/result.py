@@ -76,6 +76,13 @@ def print_result(
     )
 
 
+def result_line(summary: Mapping[str, Any]) -> str:
+    """The result of a run in one line; ``summary`` is what ``summary.json`` holds."""
+    names = {"preference_accuracy": "accuracy", "baseline_accuracy": "before", "reward_accuracy": "reward"}
+    figures = (f"{text} {summary[name]['mean']:.3f}" for name, text in names.items())
+    return f"{summary['method']}, {pluralize(summary['rounds'], 'round', 'rounds')}: {', '.join(figures)}"
+
+
 def privacy_line(privacy: Mapping[str, Any]) -> str:
     """What a run with a ``[privacy] kind`` promises of any one client.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from prefed import files
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key, Owner
+from prefed.core.timing import timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.engines import Job
 from prefed.engines.diagnostics import Diagnostics
@@ -20,6 +22,8 @@ from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base.ppo import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.train.trainer_factory import PairTrainerFactory
+
+_log = logging.getLogger("prefed")
 
 
 def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
@@ -36,7 +40,11 @@ def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
         AutoTokenizer, "[model] name", model.name, "tokenizer", revision=model.revision
     )
     key = Key(experiment.seed).at("data")
-    return build_dataset(experiment.data, tokenizer, key, folder, selector_settings(experiment))
+    with timed("data"):
+        dataset = build_dataset(experiment.data, tokenizer, key, folder, selector_settings(experiment))
+    pairs = sum(sizes.train for sizes in dataset.sizes.values())
+    _log.info("%s clients have %s training pairs", f"{len(dataset.sizes):,}", f"{pairs:,}")
+    return dataset
 
 
 def selector_settings(experiment: Experiment) -> SelectorConfig | None:
@@ -74,7 +82,8 @@ def build_trainers(
     """
     settings = experiment.method.settings
     ppo = settings if isinstance(settings, BaselineSettings) and settings.ppo else None
-    backbone = load_backbone(experiment.model, Key(experiment.seed).at("model"), experiment.parts)
+    with timed("model", experiment.model.name):
+        backbone = load_backbone(experiment.model, Key(experiment.seed).at("model"), experiment.parts)
     return PairTrainerFactory(
         backbone,
         dataset,

@@ -55,7 +55,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
         stored = None if config is None else Experiment.from_tables(config, f"{writer.path / 'config.toml'}")
     except ConfigError as error:
         raise StoreError(f"{error}\n{_REMEDY}") from error
-    experiment = _with_threads(fitted(experiment, stored), stored)
+    experiment = with_threads(fitted(experiment, stored), stored)
     _check_digest(config, experiment, writer)
     if config is None or stored is None:
         writer.write_config(to_toml(experiment))
@@ -128,7 +128,7 @@ def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experime
     return experiment.model_copy(update={"method": method})
 
 
-def _with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:
+def with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:
     """Fill in the number of threads: the stored run's, or the machine's shared out over the workers.
 
     Nobody knows how many workers each machine of a cluster will have: there it is one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from prefed import files
 from prefed.align import check_inputs
 from prefed.config import Experiment, RayConfig
 from prefed.core import Callback, Callbacks, State
+from prefed.core.timing import timed
 from prefed.data import DataMismatchError
 from prefed.engines import (
     BACKENDS,
@@ -31,6 +33,7 @@ from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.align import align, check_judge
 from prefed.runs.build import build_job
+from prefed.runs.log import run_log
 from prefed.runs.origin import describe_data, describe_origin
 from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.summary import Profiles, mean_models, read_profiles, summarize
@@ -132,39 +135,49 @@ def run(
         check_inputs(experiment.align, experiment.data)
         check_judge(experiment.align)
     kinds = usable(experiment.track)
-    with (
-        RunWriter(path, resume=resume) as writer,
-        tracked(kinds, experiment.track, path, callback, page) as telling,
-    ):
-        try:
-            experiment = reconcile(experiment, writer)
-            ended = writer.round == experiment.rounds or writer.stopped
-            finished = ended and (path / "summary.json").exists()
-            if not finished or moved(experiment, writer):
-                _run_rounds(experiment, writer, telling)
-            else:
-                update_config(experiment, writer)
-        except Exception as error:
-            if isinstance(error, files.WriteError) and writer.commit is not None:
-                error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")
-            # A start that failed is removed. One that was killed or interrupted stays, for --resume.
-            writer.discard()
-            raise
-        server = decode_state(writer.server())
-    if experiment.align is not None:
-        align(path, experiment.align, callbacks=[callback])
+    with ExitStack() as stack:
+        with RunWriter(path, resume=resume) as writer:
+            # The log begins in a directory that is this run's, and goes on with the alignment.
+            callback = Callbacks([callback, stack.enter_context(run_log(path))])
+            with tracked(kinds, experiment.track, path, callback, page) as telling:
+                server = _finish(experiment, writer, telling)
+        if experiment.align is not None:
+            align(path, experiment.align, callbacks=[callback])
     return _result(path, server)
+
+
+def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> State:
+    """Run the rounds that are left. Gives the server's state after the last."""
+    try:
+        experiment = reconcile(experiment, writer)
+        ended = writer.round == experiment.rounds or writer.stopped
+        finished = ended and (writer.path / "summary.json").exists()
+        if not finished or moved(experiment, writer):
+            _run_rounds(experiment, writer, callback)
+        else:
+            update_config(experiment, writer)
+    except Exception as error:
+        if isinstance(error, files.WriteError) and writer.commit is not None:
+            error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")
+        # A start that failed is removed. One that was killed or interrupted stays, for --resume.
+        writer.discard()
+        raise
+    return decode_state(writer.server())
 
 
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
     job = _begin(experiment, writer)
-    with _backend(experiment, job, writer) as backend:
+    with ExitStack() as stack:
+        with timed("engine", backend_name(experiment.engine.name, experiment.engine.workers)):
+            backend = stack.enter_context(_backend(experiment, job, writer))
         rounds = ServerRounds if job.graph is None else NeighbourRounds
         server = rounds(job, writer, backend, callback).run()
-        profiles = read_profiles(job, backend.states)
-        tastes = tell_tastes(job, experiment.method.settings.goal(), server, backend.states)
-    data = describe_data(cast("PairTrainerFactory", job.trainers).dataset)
-    conclude(job, writer, server, profiles, callback, tastes, data=data, origin=describe_origin())
+        with timed("summary"):
+            profiles = read_profiles(job, backend.states)
+            tastes = tell_tastes(job, experiment.method.settings.goal(), server, backend.states)
+            data = describe_data(cast("PairTrainerFactory", job.trainers).dataset)
+    with timed("adapters"):
+        conclude(job, writer, server, profiles, callback, tastes, data=data, origin=describe_origin())
 
 
 def conclude(

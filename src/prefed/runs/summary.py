@@ -32,8 +32,6 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
     assert writer.commit is not None
     public = _public(job, profiles)
     last, totals = writer.last, writer.commit.totals
-    layout, ownership = job.trainers.initial.layout, job.method.ownership
-    moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
     return {
         "method": job.method.name,
         "rounds": writer.round,
@@ -47,8 +45,7 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
         **_best(job, writer),
         **({"personal": public} if public else {}),
         "parameters": {
-            # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.
-            "trainable": sum(e.size for e in moving if e.part not in (lora.RESIDUAL, "posterior")),
+            "trainable": trainable(job),
             "communicated": int(totals["communicated"]),
         },
         "bytes": {"up": int(totals["bytes_up"]), "down": int(totals["bytes_down"])},
@@ -91,6 +88,14 @@ def _best(job: Job, writer: RunWriter) -> dict[str, Any]:
         figures = {"round": best["round"], "value": best["value"]}
         told["best"] = {**figures, **_evaluated(job, record["evaluation"])}
     return {"stop": told}
+
+
+def trainable(job: Job) -> int:
+    """How many numbers train."""
+    layout, ownership = job.trainers.initial.layout, job.method.ownership
+    moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
+    # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.
+    return sum(entry.size for entry in moving if entry.part not in (lora.RESIDUAL, "posterior"))
 
 
 def _stationarity(writer: RunWriter) -> dict[str, float]:

@@ -14,7 +14,11 @@ from prefed import files
 from prefed.core.text import did_you_mean
 from prefed.store.commit import StoreError
 
+LOG = "run.log"
+"""What happened in a run, for a person: no part of what is committed."""
+
 _START = {
+    LOG,
     "config.toml",
     "cache",
     "federation.json",
@@ -83,6 +87,7 @@ def take_back(run: Path) -> None:
     shutil.rmtree(run / "cache", ignore_errors=True)
     for name in (
         "config.toml",
+        LOG,
         "checkpoint/server@000000.safetensors",
         "checkpoint/begun.json",
         "checkpoint/LOCK",

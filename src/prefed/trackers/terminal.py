@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from prefed.core import Callback
-from prefed.core.text import duration, printable, size
+from prefed.core.text import printable
+from prefed.trackers.lines import round_figures, round_line, stage_line
 
 PIPE_WIDTH = 120
 """Columns of an output that is no terminal, such as a pipe or a log: tables with long names fit."""
@@ -29,10 +30,11 @@ class Terminal(Callback):
 
     Args:
         label: what each line begins with, where several processes write to one terminal, without a bar.
+        lines: write a line for each round, also where there is a bar.
     """
 
-    def __init__(self, console: Console | None = None, label: str = "") -> None:
-        self.console = console or stdout_console()
+    def __init__(self, console: Console | None = None, label: str = "", lines: bool = False) -> None:
+        self.console, self._lines = console or stdout_console(), lines
         self._label = f"{label}: " if label else ""
         self._rounds = 0
         self._bar: Progress | None = None
@@ -70,20 +72,16 @@ class Terminal(Callback):
 
     def on_round_end(self, record: Mapping[str, Any]) -> None:
         """Move the bar, or write a line."""
-        figures = []
-        if record.get("loss") is not None:
-            figures.append(f"loss {record['loss']:.4f}")
-        if record.get("preference_accuracy") is not None:
-            figures.append(f"accuracy {record['preference_accuracy']:.3f}")
         if self._bar is not None:
             self._bar.update(
-                self._task, completed=record["round"], round=record["round"], figures="  ".join(figures)
+                self._task,
+                completed=record["round"],
+                round=record["round"],
+                figures="  ".join(round_figures(record)),
             )
-            return
-        figures.append(f"up {size(record['bytes_up'])}  down {size(record['bytes_down'])}")
-        figures.append(f"{record['seconds']:.1f} s")
-        line = f"{self._label}round {record['round']}/{self._rounds}  {'  '.join(figures)}"
-        self.console.print(line, markup=False, soft_wrap=True)
+        if self._bar is None or self._lines:
+            line = f"{self._label}{round_line(record, self._rounds)}"
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def on_warning(self, text: str) -> None:
         """Write a line above the bar."""
@@ -115,6 +113,4 @@ class Terminal(Callback):
     def on_stage_end(self, stage: str, figures: Mapping[str, Any]) -> None:
         """Remove the bar, and write the stage's counts and time."""
         self.on_run_end()
-        counts = [f"{name} {value:,}" for name, value in figures.items() if isinstance(value, int)]
-        line = "  ".join([*counts, duration(figures["seconds"])])
-        self.console.print(f"{stage}: {line}", markup=False, soft_wrap=True)
+        self.console.print(stage_line(stage, figures), markup=False, soft_wrap=True)

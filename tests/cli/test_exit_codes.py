@@ -1,0 +1,102 @@
+"""One way of exit codes for every command: 0, 1 for the run or the data, 2 for the words, 130 for Ctrl-C."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from prefed.cli import app
+
+COMMANDS = {
+    "run": (["run", "none.toml"], "prefed.config.table.load_cell"),
+    "align": (["align", "none", "--prompts", "p.jsonl"], "prefed.runs.record.read_run"),
+    "judge": (["judge", "none", "--judge", "utility", "--prompts", "p"], "prefed.runs.judge.judge"),
+    "collect": (["collect", "--from", "none.jsonl"], "prefed.collect.questions.recorded_pairs"),
+    "sweep": (["sweep", "none.toml"], "prefed.runs.sweep.sweep_cells"),
+    "init": (["init", "feddpo", "--out", "."], "prefed.config.method_kind"),
+    "data": (["data", "none.toml"], "prefed.config.table.load_cell"),
+    "evaluate": (["evaluate", "none"], "prefed.runs.loaded.load_run"),
+    "compare": (["compare", "none", "other"], "prefed.runs.record.read_run"),
+    "figures": (["figures", "none"], "prefed.runs.cases.find_runs"),
+    "push": (["push", "none", "ann/none"], "prefed.runs.publish.check_target"),
+    "report": (["report", "none"], "prefed.runs.record.read_run"),
+    "export": (["export", "none"], "prefed.runs.record.read_run"),
+    "generate": (["generate", "none", "--prompt", "x"], "prefed.runs.loaded.load_run"),
+    "privacy": (["privacy", "none.toml"], "prefed.config.Experiment.load"),
+    "theory": (["theory", "none.toml"], "prefed.theory.statements"),
+    "federation": (["federation", "init", "none.toml"], "prefed.federation.flare.check_installed"),
+    "site": (["site", "none.toml"], "prefed.federation.config.SiteConfig.load"),
+    "federate": (["federate", "none.toml"], "prefed.federation.flare.check_installed"),
+    "demo": (["demo", "--out", "file"], "prefed.data.synthetic.write"),
+}
+"""Command → words that name what is not there, and what it calls on its way."""
+
+WITHOUT_A_FILE = {"methods": ([], "prefed.trackers.terminal.stdout_console")}
+"""A command that reads nothing cannot fail."""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+
+
+def ended(*words):
+    """The exit code, and what is said on standard error."""
+    result = CliRunner().invoke(app, list(words))
+    assert isinstance(result.exception, SystemExit) or result.exception is None, repr(result.exception)
+    return result.exit_code, result.stderr
+
+
+def test_every_command_is_here():
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert names == {*COMMANDS, *WITHOUT_A_FILE}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_not_there_is_1(name):
+    code, errors = ended(*COMMANDS[name][0])
+    assert (code, errors.startswith("error: ")) == (1, True), errors
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *WITHOUT_A_FILE])
+def test_an_unknown_option_is_2(name):
+    code, errors = ended(name, "--colour")
+    assert (code, "No such option" in errors) == (2, True), errors
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *WITHOUT_A_FILE])
+def test_ctrl_c_is_130(name, monkeypatch):
+    """It comes while the command works, in whatever it calls then."""
+
+    def interrupted(*words, **options):
+        raise KeyboardInterrupt
+
+    words, called = {**COMMANDS, **{n: ([n], c) for n, (_, c) in WITHOUT_A_FILE.items()}}[name]
+    monkeypatch.setattr(called, interrupted)
+    words = ["demo", "--out", "new"] if name == "demo" else words
+    words = ["theory"] if name == "theory" else words
+    code, errors = ended(*words)
+    assert (code, "stopped" in errors) == (130, True), errors
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["methods"], ["init", "feddpo"], ["run", "-h"]])
+def test_all_is_well_is_0(words):
+    assert ended(*words) == (0, "")
+
+
+def test_a_process_gives_the_code_to_its_shell():
+    """Ctrl-C, an unknown option and a file that is not there, as a shell sees them."""
+    interrupt = "import os, signal, prefed.config.table as t\n" + (
+        "t.load_cell = lambda *words: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    for words, start, code in (
+        (["data", "x.toml"], interrupt, 130),
+        (["data", "--colour"], "", 2),
+        (["data", "x.toml"], "", 1),
+    ):
+        program = f"{start}import sys; sys.argv = ['prefed', *{words}]\nfrom prefed.cli import main; main()"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,193 @@
+"""How much ``prefed run`` tells, where it tells it, and what it leaves in ``run.log``."""
+
+import json
+import re
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import prefed.runs.run
+import toy
+from prefed.cli import app
+from prefed.core import Callback
+from prefed.store import RunReader
+from prefed.trackers.terminal import Terminal
+
+FILE = """
+rounds = 4
+[data]
+train = "pairs.jsonl"
+partition = { by = "iid", clients = 6 }
+[model]
+name = "toy"
+[cohort]
+size = 3
+[method]
+name = "feddpo"
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prefed.runs.run, "build_job", toy.of_experiment)
+    monkeypatch.setattr(prefed.runs.run, "describe_data", lambda dataset: {})
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "exp.toml").write_text(FILE)
+    return tmp_path
+
+
+def told(*words, code=0):
+    """What a command writes on standard output, and what on standard error."""
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("words", [["-q", "run", "exp.toml"], ["run", "exp.toml", "--quiet"]])
+def test_quiet_is_the_last_line(place, words):
+    output, errors = told(*words, "--out", "a")
+    mean = json.loads((place / "a/summary.json").read_text())["preference_accuracy"]["mean"]
+    assert errors == ""
+    assert re.fullmatch(rf"toy, 4 rounds: accuracy {mean:.3f}, before [\d.]+, reward [\d.]+ → a\n", output)
+
+
+def test_quiet_errors_are_told(place):
+    output, errors = told("run", "exp.toml", "-q", "--set", "cohort.size=9", code=1)
+    assert output == ""
+    assert errors.startswith("error: [cohort] size = 9, but only 6 clients")
+
+
+def test_json_is_the_summary_alone(place):
+    """Standard output is summary.json as it is on the disk; the rounds are on standard error."""
+    output, errors = told("run", "exp.toml", "--json", "--out", "a")
+    assert json.loads(output) == json.loads((place / "a/summary.json").read_text())
+    assert re.findall(r"^round (\d)/4", errors, re.MULTILINE) == ["1", "2", "3", "4"]
+    output, errors = told("run", "exp.toml", "--json", "--quiet", "--out", "b")
+    assert json.loads(output)["rounds"] == 4
+    assert errors == ""
+
+
+def test_verbose_tells_phases_and_where_the_time_goes(place):
+    """The toy's round has the exchange train with 3 clients, every second one the exchange score with all 6,
+    and each an evaluation and a commit. The shares of the parts at the end add up to the whole."""
+    output, errors = told("run", "exp.toml", "-v", "--out", "a")
+    assert "worst tenth" in output
+    phases = re.findall(r"^(\w+) \(round (\d)(?:, (\d) clients)?\): [\d.]+ s$", errors, re.MULTILINE)
+    expected = []
+    for number in "1234":
+        expected += [("score", number, "6")] if number in "24" else []
+        expected += [("train", number, "3"), ("evaluation", number, "6"), ("commit", number, "")]
+    assert phases == expected
+    last = errors.splitlines()[-1]
+    assert last.startswith("where the time went: ")
+    parts = dict(re.findall(r"(\w+) [\dms.]+ ?s? \((\d+)%\)", last))
+    assert {"train", "score", "evaluation", "commit", "engine", "summary", "adapters"} == set(parts)
+    assert sum(map(int, parts.values())) == pytest.approx(100, abs=4)
+    output, errors = told("run", "exp.toml", "--out", "b")
+    assert errors == ""
+
+
+def test_verbose_is_over_with_its_command(place):
+    """Nothing of one command's volume is left for the next in the same process."""
+    told("-v", "run", "exp.toml", "--out", "a")
+    assert told("methods", "-q")[0]
+    assert told("run", "exp.toml", "--out", "b")[1] == ""
+
+
+def test_a_bar_and_lines_on_a_terminal(capsys):
+    record = {"round": 1, "loss": 0.5, "bytes_up": 1, "bytes_down": 2, "seconds": 0.25}
+    for lines in (True, False):
+        console = Console(force_terminal=True, width=100, highlight=False)
+        tracker = Terminal(console, lines=lines)
+        tracker.on_run_begin(0, 2)
+        tracker.on_round_end(record)
+        tracker.on_run_end()
+        assert ("round 1/2  loss 0.5000  up 1 B  down 2 B" in capsys.readouterr().out) == lines
+
+
+def log(path):
+    """The lines of a run's log without their times, which are ISO 8601 with an offset."""
+    lines = (path / "run.log").read_text().splitlines()
+    stamp = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ")
+    assert all(stamp.match(line) for line in lines)
+    assert sorted(lines, key=lambda line: line[:19]) == lines
+    return [stamp.sub("", line, count=1) for line in lines]
+
+
+def test_the_log_of_a_run_that_was_stopped_and_went_on(place, monkeypatch):
+    """Version and command, each round as it is told on the terminal, how it ended; then the same again."""
+
+    class Stop(Callback):
+        def on_round_end(self, record):
+            if record["round"] == 2:
+                raise KeyboardInterrupt
+
+    experiment = prefed.config.Experiment.load("exp.toml")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--token", "secret"])
+    with pytest.raises(KeyboardInterrupt):
+        prefed.runs.run.run(experiment, "a", callbacks=[Stop()])
+    monkeypatch.setattr(sys, "argv", ["/bin/prefed", "run", "exp.toml", "--out", "my a"])
+    output, _ = told("run", "exp.toml", "--out", "a", "--resume")
+    rounds = [line for line in output.splitlines() if line.startswith("round ")]
+    first, second = log(place / "a")[:5], log(place / "a")[5:]
+    version = re.escape(json.loads((place / "a/summary.json").read_text())["versions"]["prefed"])
+    assert re.fullmatch(rf"prefed {version}: train\.py", first[0])
+    assert re.fullmatch(r"Python [\d.]+, PyTorch \S+, transformers \S+, .+", first[1])
+    assert first[2] == "4 rounds"
+    assert first[3].startswith("round 1/4  loss ")
+    assert first[4] == "interrupted after round 1/4"
+    assert re.fullmatch(rf"prefed {version}: prefed run exp.toml --out 'my a'", second[0])
+    assert second[2:] == ["on after round 2/4", *rounds, "done"]
+
+
+def test_the_log_has_warnings_and_an_errors_kind(place, monkeypatch):
+    """A dropped upload is a warning. An error's message may quote the data: its kind alone is in the log."""
+    secret = "the patient said so"
+
+    def faulty(experiment, folder):
+        job = toy.of_experiment(experiment, folder)
+        job.trainers.options["faults"].update(dict.fromkeys(list(job.trainers.data)[:1], "nan"))
+        return job
+
+    class Ends(Callback):
+        def on_run_end(self):
+            raise OSError(secret)
+
+    monkeypatch.setattr(prefed.runs.run, "build_job", faulty)
+    experiment = prefed.config.Experiment.load("exp.toml", ["cohort.size=6"])
+    with pytest.raises(OSError, match=secret):
+        prefed.runs.run.run(experiment, "a", callbacks=[Ends()])
+    lines = log(place / "a")
+    warnings = [line for line in lines if line.startswith("warning: round ")]
+    assert len(warnings) == 4
+    assert "dropped an upload of 'Client 0/ü'" in warnings[0]
+    assert lines[-1] == "ended by OSError after round 4/4"
+    assert secret not in (place / "a/run.log").read_text()
+
+
+def test_a_start_that_fails_leaves_no_log(place):
+    told("run", "exp.toml", "--out", "a", "--set", "cohort.size=9", code=1)
+    assert not (place / "a").exists()
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(place):
+    """A folder is in its place, or a link, which is not followed: the run goes on and touches neither."""
+    told("run", "exp.toml", "--out", "a", "--set", "rounds=2")
+    (place / "a/run.log").unlink()
+    (place / "letter.txt").write_text("mine")
+    (place / "a/run.log").symlink_to(place / "letter.txt")
+    told("run", "exp.toml", "--out", "a", "--resume", "--set", "rounds=3")
+    assert (place / "letter.txt").read_text() == "mine"
+    (place / "a/run.log").unlink()
+    (place / "a/run.log").mkdir()
+    told("run", "exp.toml", "--out", "a", "--resume")
+    assert len(RunReader(place / "a").rounds()) == 4
+
+
+def test_the_log_follows_the_umask_as_its_neighbours(place):
+    told("run", "exp.toml", "--out", "a")
+    modes = {name: (place / "a" / name).stat().st_mode & 0o777 for name in ("run.log", "rounds.jsonl")}
+    assert modes["run.log"] == modes["rounds.jsonl"]
