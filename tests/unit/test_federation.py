@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 from federating import CLIENTS, Within, experiment, site_config
 from prefed import files
 from prefed.cli import app
-from prefed.config import ConfigError, to_toml
+from prefed.config import ConfigError, StopConfig, to_toml
 from prefed.core.text import size
 from prefed.data import FederatedDataset
 from prefed.engines import TaskResult
 from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
 from prefed.federation.experiment import HELD, load_federated
-from prefed.federation.federate import told_experiment
+from prefed.federation.federate import Terms, federate, told_experiment
 from prefed.federation.hub import FederationBackend, Sites
 from prefed.federation.limits import RefusalError, check_experiment, check_members, check_task
 from prefed.federation.own import own_experiment, told_names
@@ -176,9 +176,24 @@ def test_sites_read_nothing_that_the_hub_names(tmp_path):
     scored = experiment(tmp_path, method="feddpo", objective="ppo", reward_model="hub/model")
     with pytest.raises(ConfigError, match="ppo needs a reward model"):
         own_experiment(to_toml(scored), config)
-    tables = to_toml(hub) + '\n[fleet]\nname = "uniform"\n'
-    with pytest.raises(ConfigError, match=r"\[fleet\] is not for a federation"):
-        own_experiment(tables, config)
+    for table in ('[fleet]\nname = "uniform"', "[stop]\npatience = 2"):
+        with pytest.raises(ConfigError, match=r"\[(fleet|stop)\] is not for a federation"):
+            own_experiment(f"{to_toml(hub)}\n{table}\n", config)
+
+
+def test_what_a_federation_has_not_is_refused_by_hub_and_site(tmp_path):
+    """Noise would be drawn anew for a visit that is done again; a best round has no receipts."""
+    asked = experiment(tmp_path)
+    private = {"kind": "local", "clip": 1.0, "noise_multiplier": 1.0}
+    noisy = asked.model_copy(update={"privacy": asked.privacy.model_copy(update=private)})
+    terms = Terms("wards", ("w0",))
+    with pytest.raises(ConfigError, match=r"\[privacy\] kind"):
+        federate(noisy, tmp_path / "run", None, terms)
+    with pytest.raises(ConfigError, match=r"\[stop\]"):
+        federate(asked.model_copy(update={"stop": StopConfig()}), tmp_path / "run", None, terms)
+    with pytest.raises(RefusalError, match=r"\[privacy\] kind"):
+        check_experiment(noisy, site_config(tmp_path, tmp_path, "w0"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_file_may_leave_out_what_sites_have(tmp_path):

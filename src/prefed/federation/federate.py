@@ -89,6 +89,13 @@ def _check(experiment: Experiment) -> None:
         raise ConfigError(f"[{table}]: a federation has a server and no virtual clock: leave it out")
     if experiment.align is not None:
         raise ConfigError("[align]: leave it out, and run `prefed align` on the finished run")
+    if experiment.stop is not None:
+        raise ConfigError("[stop]: a federation keeps its last round alone: leave it out")
+    if experiment.privacy.kind is not None:
+        raise ConfigError(
+            "[privacy] kind: a visit that a site does again would draw other noise, and tell more than "
+            "epsilon says: leave it out"
+        )
     if experiment.method.name == "centralized":
         raise ConfigError("centralized pools all pairs in one place: take another method")
 

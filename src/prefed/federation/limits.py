@@ -27,6 +27,8 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
         raise RefusalError(f"[limits] methods: {method.name} is none of {', '.join(limits.methods)}")
     if experiment.whole_graph is not None or experiment.whole_fleet is not None:
         raise RefusalError(f"{method.name} with these settings is for one process: a federation has a server")
+    if experiment.privacy.kind is not None:
+        raise RefusalError("[privacy] kind: a visit done again would draw other noise than the one before")
     if method.name == "centralized":
         raise RefusalError("centralized pools all pairs in one place, and these stay here")
     if experiment.rounds > limits.rounds:

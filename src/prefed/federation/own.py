@@ -29,7 +29,7 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
         ConfigError: together they are no valid experiment, or the hub asks for what a federation has not.
     """
     tables = parse_toml(text, "the hub's experiment")
-    for table in ("fleet", "graph", "align"):
+    for table in ("fleet", "graph", "align", "stop"):
         if table in tables:
             raise ConfigError(f"[{table}] is not for a federation: leave it out")
     data = {key: value for key, value in _table(tables, "data").items() if key not in OWN_DATA}
