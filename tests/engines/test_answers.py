@@ -227,6 +227,8 @@ def test_a_registered_backend_is_chosen_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "job_factory", lambda experiment, cache: None)
     writer = SimpleNamespace(path=tmp_path, states=None)
     for name, workers in (("local", 0), ("local", 2), ("cluster", 2)):
-        engine = SimpleNamespace(name=name, workers=workers, threads=1, visit_timeout=0, ray=None)
+        engine = SimpleNamespace(
+            name=name, workers=workers, threads=1, visit_timeout=0, ray=None, devices=None
+        )
         runs._backend(SimpleNamespace(engine=engine), None, writer)
     assert made == ["in_process", "processes", "cluster"]
