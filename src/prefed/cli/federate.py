@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.arguments import CellName, File, Overrides
+from prefed.cli.output import progress_console, terminal
 from prefed.cli.run import interruptible
 
 
@@ -50,13 +51,12 @@ def federate(
         from prefed.federation.flare.kits import Kits
         from prefed.federation.flare.transport import FlareTransport
         from prefed.models.notices import silence_transformers
-        from prefed.report.result import print_result
+        from prefed.report.result import print_result, result_line
         from prefed.runs.run import default_out
         from prefed.store.directory import refuse_foreign
-        from prefed.trackers.terminal import Terminal, stdout_console
 
         silence_transformers()
-        console, kits = stdout_console(), Kits.open(hub)
+        console, kits = progress_console(), Kits.open(hub)
         stem = f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
         path = out or default_out(experiment, stem)
         paths.append(path)
@@ -69,7 +69,9 @@ def federate(
         terms = Terms(kits.federation, chosen, wait, at_least, visit)
         with FlareTransport(kits) as transport:
             summary = federate_experiment(
-                experiment, path, transport, terms, resume=resume, callbacks=[Terminal(console)]
+                experiment, path, transport, terms, resume=resume, callbacks=terminal(console)
             )
         print_result(summary, console)
         console.print(f"report: prefed report {shlex.quote(str(path))}", markup=False, soft_wrap=True)
+        if console.quiet:
+            typer.echo(f"{result_line(summary)} → {path}")

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from prefed.cli.errors import UsageError
+from prefed.cli.errors import INTERRUPTED, UsageError
 
 
 def site(
@@ -44,7 +44,7 @@ def site(
         take_part(config, typer.echo)
     except KeyboardInterrupt:
         typer.echo("stopped; private states are kept", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _stop(number: int, frame: object) -> NoReturn:
