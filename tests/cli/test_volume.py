@@ -149,7 +149,7 @@ def test_the_log_has_warnings_and_an_errors_kind(place, monkeypatch):
 
     def faulty(experiment, folder):
         job = toy.of_experiment(experiment, folder)
-        job.trainers.options["faults"].update(dict.fromkeys(list(job.trainers.data)[:1], "nan"))
+        monkeypatch.setitem(job.trainers.options["faults"], next(iter(job.trainers.data)), "nan")
         return job
 
     class Ends(Callback):

@@ -59,6 +59,7 @@ def without_places(out):
     left = {name: content for name, content in left.items() if not name.startswith("checkpoint/clients/")}
     for name in ("checkpoint/COMMIT.json", "summary.json"):
         left[name].pop("sites", None)
+        left[name].pop("data", None)
         left[name].get("fingerprint", {}).pop("data", None)
         left[name].get("digests", {}).pop("clients", None)
         left[name].pop("peak_memory_mb", None)
@@ -116,7 +117,10 @@ def test_what_leaves_a_site_is_in_its_log(sites, tmp_path):
 def test_a_replayed_request_is_refused(sites):
     """Round 3 is answered: a request of round 1 of that run is an old one."""
     site = sites["one"]
-    (order,) = (site._state / "runs").rglob("order.json")
+    with pytest.raises(KeyboardInterrupt):
+        federate(experiment(place), tmp_path / "over", Within(sites), TERMS, callbacks=[Dies(1)])
+    run_of = json.loads((tmp_path / "over/federation.json").read_text())["run"]
+    (order,) = (site._state / "runs").rglob(f"{run_of}/order.json")
     known = json.loads(order.read_bytes())
     fields = {"format": 1, "federation": "wards", "run": order.parent.name, "order": known["order"]}
     task = {"kind": "visit", "round": 1, "exchange": "train", "client": "w0", "asked": 0, "receipt": None}
@@ -127,7 +131,10 @@ def test_a_replayed_request_is_refused(sites):
 def test_other_data_are_not_taken_for_those_of_a_run(place, sites, tmp_path):
     """The site's file names worker 1's pairs, and the run began with worker 0's."""
     site = sites["one"]
-    (order,) = (site._state / "runs").rglob("order.json")
+    with pytest.raises(KeyboardInterrupt):
+        federate(experiment(place), tmp_path / "over", Within(sites), TERMS, callbacks=[Dies(1)])
+    run_of = json.loads((tmp_path / "over/federation.json").read_text())["run"]
+    (order,) = (site._state / "runs").rglob(f"{run_of}/order.json")
     fields = {"format": 1, "federation": "wards", "run": order.parent.name, "kind": "join"}
     other = Site(site_config(place, tmp_path, "w1", name="one"))
     shutil.copytree(site._state / "runs", other._state / "runs")

@@ -116,7 +116,7 @@ def test_commands_know_selectors(finished, tmp_path):
     assert "no selector-2: its selectors are selector-0, selector-1" in " ".join(
         command("export", finished, "--selector", 2, "--out", tmp_path / "y", code=1).split()
     )
-    assert "not both" in command("export", finished, "--selector", 1, "--client", "w1", code=1)
+    assert "not both" in command("export", finished, "--selector", 1, "--client", "w1", code=2)
     command("export", finished, "--client", "w1", "--out", tmp_path / "w1")
     assert "trains selectors" in command("generate", finished, "--prompt", "Hello?", code=1)
     assert "majority" in render(read_run(finished))

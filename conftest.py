@@ -1,0 +1,9 @@
+"""Modules that import a package of an extra are no doctests where the package is missing."""
+
+from importlib.util import find_spec
+
+collect_ignore_glob = [
+    f"src/prefed/federation/flare/{name}.py"
+    for name in ("apps", "site", "transport")
+    if find_spec("nvflare") is None
+]
