@@ -68,7 +68,8 @@ def without_places(out):
 
 def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypatch):
     """FedPDPO, whose clients have personal parts. To the bit, although the hub dies in round 2 after two of
-    three answers and goes on, and a process that trains is killed in round 3, in the middle of a visit.
+    three answers and goes on, and a process that trains is killed in round 3, in the middle of a visit. Then
+    what the sites keep of the run: their logs, and what they refuse.
     """
     asked = experiment(place)
     run(asked, tmp_path / "alone")
@@ -99,12 +100,15 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
         assert not here.tensors
         (kept,) = (sites[site]._state / "runs").rglob(f"{client}@{here.values['receipt']}.safetensors")
         assert kept.read_bytes() == alone
+    check_log(sites)
+    check_replay(sites)
+    check_other_data(place, sites, tmp_path)
     with pytest.raises(StoreError, match="site 'two' keeps it"):
         load_run(tmp_path / "over").model("w1")
 
 
-def test_what_leaves_a_site_is_in_its_log(sites, tmp_path):
-    """After the run above: each message that the hub counted, by its bytes. Two visits were repeated."""
+def check_log(sites):
+    """Each message that the hub counted, by its bytes. Two visits were repeated."""
     entries = [entry for site in sites.values() for entry in site.log.entries()]
     visits = [entry for entry in entries if entry["what"] == "train"]
     assert {(entry["client"], entry["round"]) for entry in visits} == {
@@ -114,13 +118,10 @@ def test_what_leaves_a_site_is_in_its_log(sites, tmp_path):
     assert {entry["what"] for entry in entries} == {"join", "train", "evaluation", "restart"}
 
 
-def test_a_replayed_request_is_refused(sites):
+def check_replay(sites):
     """Round 3 is answered: a request of round 1 of that run is an old one."""
     site = sites["one"]
-    with pytest.raises(KeyboardInterrupt):
-        federate(experiment(place), tmp_path / "over", Within(sites), TERMS, callbacks=[Dies(1)])
-    run_of = json.loads((tmp_path / "over/federation.json").read_text())["run"]
-    (order,) = (site._state / "runs").rglob(f"{run_of}/order.json")
+    (order,) = (site._state / "runs").rglob("order.json")
     known = json.loads(order.read_bytes())
     fields = {"format": 1, "federation": "wards", "run": order.parent.name, "order": known["order"]}
     task = {"kind": "visit", "round": 1, "exchange": "train", "client": "w0", "asked": 0, "receipt": None}
@@ -128,13 +129,10 @@ def test_a_replayed_request_is_refused(sites):
     assert "round 1 is over" in header["refused"]
 
 
-def test_other_data_are_not_taken_for_those_of_a_run(place, sites, tmp_path):
+def check_other_data(place, sites, tmp_path):
     """The site's file names worker 1's pairs, and the run began with worker 0's."""
     site = sites["one"]
-    with pytest.raises(KeyboardInterrupt):
-        federate(experiment(place), tmp_path / "over", Within(sites), TERMS, callbacks=[Dies(1)])
-    run_of = json.loads((tmp_path / "over/federation.json").read_text())["run"]
-    (order,) = (site._state / "runs").rglob(f"{run_of}/order.json")
+    (order,) = (site._state / "runs").rglob("order.json")
     fields = {"format": 1, "federation": "wards", "run": order.parent.name, "kind": "join"}
     other = Site(site_config(place, tmp_path, "w1", name="one"))
     shutil.copytree(site._state / "runs", other._state / "runs")
