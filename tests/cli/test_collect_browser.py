@@ -1,30 +1,20 @@
 """The page of ``prefed collect`` in chromium: by keyboard alone, in both widths and colour schemes."""
 
 import json
-import shutil
 
 import pytest
 
+from browser import chromium as chromium
+from browser import needs_chromium
 from collecting import serving, session
 from prefed.collect.questions import DrawnPairs
 from prefed.data import Record
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
-
-CHROMIUM = shutil.which("chromium")
 CHANGED = "number => document.querySelector('[name=number]')?.value !== number"
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+pytestmark = needs_chromium
 
 
 def press(page, key):

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
+from browser import chromium as chromium
+from browser import needs_chromium
 from finished import write_run
 from prefed.metrics import federated_metric
 from prefed.report.compare_page import write_comparison
 from prefed.report.compared import Choice
 from prefed.runs.record import read_run
 
-sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
-
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,14 @@
 """The page about a run in chromium: both widths, both colour schemes, by keyboard, and without a script."""
 
-import shutil
-
 import pytest
 
+from browser import chromium as chromium
+from browser import needs_chromium
 from finished import write_run
 from prefed.metrics import federated_metric
 from prefed.report.page import write_page
 from prefed.runs.record import read_run
 
-sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
-
-CHROMIUM = shutil.which("chromium")
 READABLE = 10
 """Pixels of the smallest letters of a plot at least."""
 SMALLEST = """() => Math.min(...[...document.querySelectorAll("svg text")].flatMap(text => {
@@ -19,15 +16,7 @@ SMALLEST = """() => Math.min(...[...document.querySelectorAll("svg text")].flatM
   return width ? [parseFloat(getComputedStyle(text).fontSize) * width / svg.viewBox.baseVal.width] : [];
 }))"""
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")

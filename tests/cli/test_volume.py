@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from rich.console import Console
+from tests.cli.test_cli import place as place
 from typer.testing import CliRunner
 
 import prefed.runs.run
@@ -14,29 +15,6 @@ from prefed.cli import app
 from prefed.core import Callback
 from prefed.store import RunReader
 from prefed.trackers.terminal import Terminal
-
-FILE = """
-rounds = 4
-[data]
-train = "pairs.jsonl"
-partition = { by = "iid", clients = 6 }
-[model]
-name = "toy"
-[cohort]
-size = 3
-[method]
-name = "feddpo"
-"""
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefed.runs.run, "build_job", toy.of_experiment)
-    monkeypatch.setattr(prefed.runs.run, "describe_data", lambda dataset: {})
-    monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "exp.toml").write_text(FILE)
-    return tmp_path
 
 
 def told(*words, code=0):
