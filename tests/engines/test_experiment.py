@@ -21,9 +21,11 @@ from prefed.report.page import render
 from prefed.runs.build import build_data, build_job
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError, read_run
+from prefed.runs.reference import reference_folder
 from prefed.runs.run import default_out
 from prefed.store import RunReader, StoreError
 from prefed.train.pair_cache import PairScoreCache
+from prefed.train.references import ReferenceLogprobs
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,28 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
     for own in data.clients.values():
         assert 8 <= len(trained & set(own.train.tolist())) <= 16
         assert not trained & set(own.test.tolist())
+
+
+def test_alike_runs_share_the_reference_and_no_other_does(place, tmp_path, monkeypatch):
+    """A rate, rounds and a cohort leave the frozen model's numbers as they are: such a run asks it nothing
+    and ends as alone, to the bit. Another seed draws other pairs, and another method may group
+    them otherwise."""
+    second = experiment(place, rounds=2, cohort={"size": 3}, evaluate={"every": 0})
+    first = second.model_copy(update={"rounds": 3})
+    run(second, tmp_path / "alone")
+    monkeypatch.setenv("PREFED_REFERENCE", str(tmp_path / "shared"))
+    run(first, tmp_path / "first")
+    (folder,) = (tmp_path / "shared").iterdir()
+    monkeypatch.setattr(ReferenceLogprobs, "_compute", lambda *_: pytest.fail("the reference was asked"))
+    run(second, tmp_path / "second")
+    assert left(tmp_path / "second") == left(tmp_path / "alone")
+    assert not (tmp_path / "second/cache/reference").exists()
+    tables = second.tables()
+    tables["method"]["lr"] = 0.5
+    assert reference_folder(Experiment.from_tables(tables, "tables"), tmp_path) == folder
+    for other in ({"seed": 8}, {"evaluate": {"every": 1}}, {"engine": {"max_tokens": 512}}):
+        assert reference_folder(experiment(place, **{"evaluate": {"every": 0}, **other}), tmp_path) != folder
+    assert reference_folder(experiment(place, "fedper", evaluate={"every": 0}), tmp_path) != folder
 
 
 def test_a_run_leaves_what_it_returns(place, tmp_path):

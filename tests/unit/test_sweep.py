@@ -468,6 +468,7 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(shared_model, tmp_path):
     again = subprocess.run(words, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert "toy local is done, 1 of 1 cells" in again.stdout
-    assert [path.name for path in run.parent.iterdir()] == [run.name]
+    assert {path.name for path in run.parent.iterdir()} == {run.name, "reference"}
+    assert not (run / "cache/reference").exists()
     assert json.loads((run / "judged-test.json").read_text())["preference_accuracy"]["mean"] >= 0
     assert len(commits(run)) == 1

@@ -21,6 +21,7 @@ from prefed.merge.robust import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base.ppo import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
+from prefed.runs.reference import reference_folder
 from prefed.train.trainer_factory import PairTrainerFactory
 
 _log = logging.getLogger("prefed")
@@ -56,7 +57,7 @@ def build_job(experiment: Experiment, folder: Path) -> Job:
     """Load the data and the model, and build the method on them.
 
     Args:
-        folder: keeps the tokens and the reference's log-probabilities, for later runs too.
+        folder: keeps the tokens, and the reference's log-probabilities unless runs share them.
 
     Raises:
         DataError, ModelError: the data or the model cannot be used.
@@ -65,7 +66,7 @@ def build_job(experiment: Experiment, folder: Path) -> Job:
     """
     files.private_folder(folder)
     dataset = build_data(experiment, folder / "data")
-    return assemble_job(experiment, build_trainers(experiment, dataset, folder / "reference"))
+    return assemble_job(experiment, build_trainers(experiment, dataset, reference_folder(experiment, folder)))
 
 
 def build_trainers(

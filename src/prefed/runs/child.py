@@ -15,6 +15,7 @@ from typing import Any
 
 from prefed import files
 from prefed.config import Experiment, to_toml
+from prefed.runs.reference import SHARED
 
 ACCURACIES = (
     "preference_accuracy",
@@ -199,6 +200,12 @@ async def in_turn(
             await do(run)
 
 
+def _environment(run: SweepRun) -> dict[str, str]:
+    """One thread, and the folder of what the sweep's runs share; the user's own folder has precedence."""
+    shared = os.environ.get(SHARED) or str(run.out.resolve().parent / "reference")
+    return {"OMP_NUM_THREADS": "1", SHARED: shared}
+
+
 async def _command(run: SweepRun, *words: str) -> bytes:
     """Run a ``prefed`` command and return its output; its errors go to the log beside the run."""
     log = run.beside("log")
@@ -209,7 +216,7 @@ async def _command(run: SweepRun, *words: str) -> bytes:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **_environment(run)},
         )
         try:
             # Not communicate(): it may close the child's standard input.

@@ -17,6 +17,7 @@ from prefed.models import Backbone
 from prefed.models.notices import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.runs.record import RunError, RunRecord, read_run
+from prefed.runs.reference import reference_folder
 from prefed.runs.resume import settings_digest
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
@@ -190,7 +191,8 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
     else:
         sizes = {client: ClientSizes(**counts) for client, counts in record.summary["clients"].items()}
         dataset = FederatedDataset.without_pairs(sizes)
-    trainers = build_trainers(experiment, dataset, cache / "reference" if dataset.has_pairs else None)
+    reference = reference_folder(experiment, cache) if dataset.has_pairs else None
+    trainers = build_trainers(experiment, dataset, reference)
     _check_fingerprint(record, trainers)
     return LoadedRun(record, experiment, reader, trainers, assemble_job(experiment, trainers))
 
