@@ -330,7 +330,7 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
         from types import SimpleNamespace
         from prefed.runs import child
         child.START = {dedent(forever)!r} + child.START
-        run = SimpleNamespace(out="x", beside=lambda ending: pathlib.Path({str(tmp_path / "log")!r}))
+        run = SimpleNamespace(out=pathlib.Path("x"), beside=lambda ending: pathlib.Path({str(tmp_path / "log")!r}))
         asyncio.run(child._command(run, "run"))
     """
     with subprocess.Popen([sys.executable, "-c", dedent(parent)]) as process:
