@@ -1,9 +1,11 @@
 """``prefed judge`` on small real runs: who is compared, what is written, and how it goes on."""
 
+import importlib.util
 import json
 import re
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from prefed.cli import app
 from prefed.core import Key
 from prefed.data import synthetic
 from prefed.judge import endpoint
+from prefed.judge.registry import JudgeOptions
 from prefed.metrics.winrate import NothingJudgedError
 from prefed.models.tiny import make_tiny
 from prefed.runs import texts
@@ -115,6 +118,29 @@ def prefers_o(text, number):
     return answer("tie" if first == second else "A" if first > second else "B")
 
 
+def check_told(run, result):
+    """TensorBoard has the win rate beside the run's rounds."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    told = {name: events.Scalars(f"judge/vs-chosen/{name}") for name in ("win_rate/mean", "ties")}
+    values = {name: [(point.step, point.value) for point in points] for name, points in told.items()}
+    rate = pytest.approx(result["win_rate"]["mean"])
+    assert values == {"win_rate/mean": [(1, rate)], "ties": [(1, result["ties"])]}
+    assert [point.step for point in events.Scalars("loss")] == [1]
+
+
+def test_what_names_a_client_is_known():
+    """With [track] clients = false such a comparison is not told."""
+    how = Comparison("utility", Path("x"))
+    assert not how.names_a_client
+    for changes in ({"client": "ada"}, {"taste": "ada"}, {"options": JudgeOptions(taste="ada")}):
+        assert replace(how, **changes).names_a_client
+
+
 def test_a_run_against_reference_answers(runs, place):
     """Oracle: the responses by transformers' greedy ``generate`` on the exported adapter, and the rule."""
     from peft import PeftModel
@@ -132,8 +158,11 @@ def test_a_run_against_reference_answers(runs, place):
         gap = text.count("o") - row["chosen"].count("o")
         expected.append((row["prompt"], text, row["chosen"], 0.5 if gap == 0 else float(gap > 0)))
     options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "vs-chosen")
+    with (runs / "feddpo/config.toml").open("a") as file:
+        file.write('[track]\nto = ["tensorboard"]\nclients = false\n')
     with serving(prefers_o) as server:
         result = judge(runs / "feddpo", place, "--judge", "endpoint:m", "--url", server.url, *options)
+    check_told(runs / "feddpo", result)
     folder = runs / "feddpo/judge/vs-chosen"
     verdicts = rows(folder / "verdicts.jsonl")
     assert [(v["prompt"], v["text"], v["against"], v["outcome"]) for v in verdicts] == expected

@@ -1,5 +1,6 @@
 """Alignment with prompts alone: its stages, and adapters that load elsewhere."""
 
+import importlib.util
 import json
 import shutil
 from dataclasses import replace
@@ -360,11 +361,34 @@ def test_a_run_without_selectors_is_refused(place, tmp_path):
     assert not (path / "align").exists()
 
 
+def check_told(folder):
+    """What TensorBoard reads is what the summary says: each epoch once, and counts."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    summary = json.loads((folder / "summary.json").read_text())
+    epochs = summary["train"]["epochs"]
+    for name in ("loss", "agreement"):
+        points = [(point.step, point.value) for point in events.Scalars(f"align/{name}")]
+        assert points == [(epoch["epoch"], pytest.approx(epoch[name])) for epoch in epochs]
+    (point,) = events.Scalars("summary/align/labels/labelled")
+    assert (point.step, point.value) == (len(epochs), summary["labels"]["labelled"])
+    written = [path.read_bytes() for path in (folder / "tensorboard").iterdir()]
+    assert not [
+        row for row in rows(folder, "labels.jsonl") for data in written if row["prompt"].encode() in data
+    ]
+
+
 def test_the_command(finished, place, tmp_path):
     """A run that was aligned asks for --resume or --stage; a finished alignment has nothing left to do, and
     another key is read by --set. The settings are those of the last time."""
     path, runner = tmp_path / "run", CliRunner(env={"COLUMNS": "200"})
     shutil.copytree(finished, path)
+    with (path / "config.toml").open("a") as file:
+        file.write('[track]\nto = ["tensorboard"]\n')
 
     def command(*words):
         result = runner.invoke(app, ["align", str(path), *words])
@@ -373,6 +397,7 @@ def test_the_command(finished, place, tmp_path):
     code, text = command()
     assert (code, "--resume" in text, "--stage NAME" in text) == (1, True, True)
     assert command("--resume")[0] == 0
+    check_told(path / "align")
     code, text = command("--resume", "--set", "align.epochs=2")
     assert (code, "epochs: 1 → 2" in text) == (1, True)
     assert command("--resume")[0] == 0
@@ -380,7 +405,7 @@ def test_the_command(finished, place, tmp_path):
     assert (code, "of 2, agreement" in text) == (0, True)
     assert f"judge: prefed judge {path} --judge NAME --prompts FILE" in text
     assert "never trained" not in text
-
+    check_told(path / "align")
     assert "adapter:" in command("--resume")[1]
     log = (path / "run.log").read_text()
     assert log.count(" ended by AlignError\n") == 1  # --resume with other settings

@@ -91,6 +91,9 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
     assert killed
     assert without_places(tmp_path / "over") == without_places(tmp_path / "alone")
     assert summary["sites"] == {"one": ["w0"], "two": ["w1", "w2"]}
+    assert summary["origin"]["hardware"]["cores"] >= 1
+    assert "data" not in summary
+    check_run_log(tmp_path / "over")
     # A private state is where its client is, as the run in one process has it, and nowhere else.
     for client, site in (("w0", "one"), ("w1", "two"), ("w2", "two")):
         alone = (tmp_path / "alone/checkpoint/clients" / f"{client}@000003.safetensors").read_bytes()
@@ -105,6 +108,18 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
     check_other_data(place, sites, tmp_path)
     with pytest.raises(StoreError, match="site 'two' keeps it"):
         load_run(tmp_path / "over").model("w1")
+
+
+def check_run_log(out):
+    """Both sittings, with the first one's end: one round was whole."""
+    lines = [line.partition(" ")[2] for line in (out / "run.log").read_text().splitlines()]
+    told = [
+        line.partition("  ")[0] for line in lines if not line.startswith(("prefed ", "Python ", "warning"))
+    ]
+    assert told == [
+        *("3 rounds", "round 1/3", "interrupted after round 1/3"),
+        *("on after round 1/3", "round 2/3", "round 3/3", "done"),
+    ]
 
 
 def check_log(sites):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -272,6 +273,11 @@ def test_each_with_a_file_of_its_own(place, tmp_path, left_alone):
     summary = json.loads((peer_folder(tmp_path / "own", 1) / "summary.json").read_text())
     assert (summary["peer"], summary["peers"]) == ("w1", list(CLIENTS))
     assert summary["clients"] == {"w1": {"train": 8, "validation": 0, "test": 2}}
+    assert summary["origin"]["finished"]
+    log = (peer_folder(tmp_path / "own", 1) / "run.log").read_text()
+    assert re.findall(r" (\d rounds|round \d/4|done)\b", log) == [
+        *("4 rounds", "round 1/4", "round 2/4", "round 3/4", "round 4/4", "done")
+    ]
 
 
 def test_peers_that_do_not_agree_are_refused(place, tmp_path):

@@ -197,6 +197,18 @@ def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
     assert "prefed run &#39;a b.toml&#39;" in render(run)
 
 
+@pytest.mark.parametrize(
+    ("who", "words"),
+    [({"sites": {"north": ["ann"]}}, "not known to the hub"), ({"peer": "ann"}, "not known to a peer")],
+)
+def test_the_page_says_what_a_hub_and_a_peer_do_not_know(tmp_path, who, words):
+    """Sizes are there, and in the place of the distances is why there are none."""
+    facts = dict(origin.data_facts(read_run(write_run(tmp_path / "run", **who))))
+    assert facts["clients"] == "3"
+    assert facts["how clients differ"].startswith(words)
+    assert not any("distance" in name for name in facts)
+
+
 def test_names_cannot_break_the_page(tmp_path):
     nasty = '<script>alert("x")</script> & $\\alpha$ 日本'
     run = read_run(write_run(tmp_path / "run", {nasty: (0.2, 0.3), "b": (0.1, 0.4)}))

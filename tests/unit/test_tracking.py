@@ -17,8 +17,9 @@ from prefed.runs.figures import figures_of
 from prefed.runs.resume import settings_digest
 from prefed.runs.track import tracked, usable
 from prefed.store import reader
+from prefed.trackers.aligning import AlignmentTracking
 from prefed.trackers.base import Tracker, TrackerError
-from prefed.trackers.figures import client_table, round_figures, summary_figures
+from prefed.trackers.figures import alignment_figures, client_table, round_figures, summary_figures
 from prefed.trackers.registry import TRACKERS, trackers
 from prefed.trackers.tracking import STATE, Tracking
 
@@ -167,6 +168,73 @@ def test_a_damaged_note_is_a_warning_and_other_tools_keep_theirs(tmp_path, fake)
     (tmp_path / STATE).write_text(json.dumps({"other": other}))
     tracking(tmp_path, fake, []).on_round_end(record(1))
     assert json.loads((tmp_path / STATE).read_text())["other"] == other
+
+
+def aligning(folder, kind, epochs):
+    return AlignmentTracking(
+        {"fake": kind}, folder, "p", "n-align", lambda: {"align": {}}, lambda: epochs, lambda text: None
+    )
+
+
+def test_epochs_are_counted_over_generations(tmp_path, fake):
+    """Two epochs in each of three generations. The process is killed after the fourth epoch was written and
+    before it was told; the end tells it and those after it, each once, and the summary once."""
+    tool = aligning(tmp_path, fake, [])
+    for number, done in ((1, 1), (1, 2), (2, 1)):
+        tool.on_stage_begin(f"train-{number}", done - 1, 2)
+        tool.on_stage_step(f"train-{number}", done, 2, {"loss": number + done / 4})
+        tool.on_stage_step(f"completions-{number}", done, 2, {"tokens_per_second": 9.0})
+    assert fake.rounds == [1, 2, 3]
+    epochs = [{"round": k, "epoch": k, "loss": 0.5, "agreement": k / 8} for k in range(1, 7)]
+    again = aligning(tmp_path, fake, epochs)
+    again.on_stage_begin("train-3", 0, 2)
+    summary = {"train": {"epochs": epochs, "kept": 6, "pairs": 4}, "seconds": 2.0}
+    again.end(summary)
+    again.end(summary)
+    assert fake.rounds == [1, 2, 3, 4, 5, 6]
+    (told,) = fake.told
+    assert told.figures == {
+        **{"summary/align/train/pairs": 4, "summary/align/train/kept": 6, "summary/align/loss": 0.5},
+        **{"summary/align/agreement": 0.75, "summary/align/seconds": 2},
+    }
+    assert [run.known for run in fake.begun] == [None, "id-1"]
+
+
+def test_training_that_is_done_again_is_a_new_run_in_a_tool(tmp_path, fake):
+    """A tool may refuse a step that it was told already, as Weights & Biases does."""
+    tool = aligning(tmp_path, fake, [])
+    tool.on_stage_begin("train", 0, 2)
+    tool.on_stage_step("train", 1, 2, {"loss": 0.5})
+    again = aligning(tmp_path, fake, [])
+    again.on_stage_begin("train", 0, 3)
+    again.on_stage_step("train", 1, 3, {"loss": 0.5})
+    assert [run.known for run in fake.begun] == [None, None]
+    assert fake.rounds == [1, 1]
+
+
+def test_numbers_beside_the_summary_of_a_run_that_was_told(tmp_path, fake):
+    """In the same run of the tool, which is told no round again and keeps its end."""
+    tool = tracking(tmp_path, fake, [])
+    for number in (1, 2, 3):
+        tool.on_round_end(record(number))
+    tool.finish(SUMMARY, None)
+    before = json.loads((tmp_path / STATE).read_text())
+    tracking(tmp_path, fake, []).add(3, {"judge/n/wins": 0.5})
+    assert fake.rounds == [1, 2, 3]
+    assert fake.begun[-1].known == "id-1"
+    assert (fake.told[-1].figures, fake.told[-1].rows) == ({"judge/n/wins": 0.5}, ())
+    assert json.loads((tmp_path / STATE).read_text()) == before
+
+
+@given(st.recursive(st.text() | st.booleans() | st.none(), lambda inner: st.dictionaries(st.text(), inner)))
+def test_of_an_alignment_nothing_but_numbers_is_told(other):
+    """Whatever else the stages say, such as how many prompts clients hold, the figures are the same."""
+    train = {"epochs": [{"epoch": 1, "loss": 0.5}], "kept": 1}
+    said = {"prompts": {"kept": 2, "clients": 7, "other": other}, "tastes": {"clients": 3}, "policy": other}
+    expected = {"prompts/kept": 2, "train/kept": 1, "loss": 0.5}
+    assert alignment_figures({**said, "train": {**train, "other": other}}) == {
+        f"summary/align/{name}": value for name, value in expected.items()
+    }
 
 
 def test_without_clients_nothing_told_names_one(tmp_path, fake):

@@ -51,6 +51,7 @@ def federate(
         from prefed.federation.flare.kits import Kits
         from prefed.federation.flare.transport import FlareTransport
         from prefed.models.notices import silence_transformers
+        from prefed.report.public import public_page
         from prefed.report.result import print_result, result_line
         from prefed.runs.run import default_out
         from prefed.store.directory import refuse_foreign
@@ -69,7 +70,13 @@ def federate(
         terms = Terms(kits.federation, chosen, wait, at_least, visit)
         with FlareTransport(kits) as transport:
             summary = federate_experiment(
-                experiment, path, transport, terms, resume=resume, callbacks=terminal(console)
+                experiment,
+                path,
+                transport,
+                terms,
+                resume=resume,
+                callbacks=terminal(console),
+                page=public_page,
             )
         print_result(summary, console)
         console.print(f"report: prefed report {shlex.quote(str(path))}", markup=False, soft_wrap=True)

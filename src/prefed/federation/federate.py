@@ -22,8 +22,10 @@ from prefed.federation.hub import FederationBackend, Sites
 from prefed.federation.site import PACKAGES, own_version
 from prefed.federation.transport import FederationError, Transport
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients
+from prefed.runs.log import run_log
 from prefed.runs.resume import reconcile, settings_digest, update_config
 from prefed.runs.run import conclude, file_digests
+from prefed.runs.track import tracked, usable
 from prefed.store import RunWriter
 from prefed.wire import encode
 
@@ -59,11 +61,15 @@ def federate(
     *,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
+    page: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
     """Run an experiment over the sites of a federation, to its end.
 
     The run directory is that of :func:`prefed.run`, without a private state: ``checkpoint/clients`` holds
     receipts of the states, which lie at the sites.
+
+    Args:
+        page: as :func:`prefed.run` takes it.
 
     Returns:
         What ``summary.json`` holds.
@@ -72,11 +78,15 @@ def federate(
         FederationError: too few sites come, one refuses the run, or two have a client of one name.
         ConfigError, StoreError, OSError, ModelError, RoundError: as :func:`prefed.run`.
     """
-    callback = Callbacks(callbacks)
     _check(experiment)
-    with RunWriter(out, resume=resume) as writer:
+    kinds = usable(experiment.track)
+    with (
+        RunWriter(out, resume=resume) as writer,
+        run_log(out) as log,
+        tracked(kinds, experiment.track, out, Callbacks([*callbacks, log]), page) as telling,
+    ):
         try:
-            return _run(reconcile(experiment, writer), writer, transport, terms, callback)
+            return _run(reconcile(experiment, writer), writer, transport, terms, telling)
         except Exception:
             writer.discard()
             raise
@@ -148,6 +158,7 @@ def told_experiment(experiment: Experiment) -> str:
         tables["data"].pop(key, None)
     tables["model"]["name"] = "the site's own"
     tables["method"].pop("reward_model", None)
+    tables.pop("track", None)
     import tomli_w
 
     return tomli_w.dumps(tables)

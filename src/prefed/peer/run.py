@@ -23,6 +23,7 @@ from prefed.peer.own import among, choose, of_peer, own_pairs
 from prefed.peer.rounds import PeerRounds
 from prefed.peer.watch import PeerError
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
+from prefed.runs.log import run_log
 from prefed.runs.resume import is_place, reconcile, reset_run, settings_digest, update_config
 from prefed.runs.run import conclude, file_digests
 from prefed.runs.summary import read_profiles
@@ -70,17 +71,18 @@ def run_peer(
     _check(experiment)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    path, callback = peer_folder(out, place.rank), Callbacks(callbacks)
+    path = peer_folder(out, place.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     begun, kinds = resume and (path / "checkpoint").is_dir(), usable(experiment.track)
     with (
         Meeting(place) as meeting,
         RunWriter(path, resume=begun, returnable=True) as writer,
-        tracked(kinds, experiment.track, path, callback, None) as telling,
+        run_log(path) as log,
+        tracked(kinds, experiment.track, path, Callbacks([*callbacks, log]), None) as telling,
     ):
         try:
             if experiment.evaluate.diagnose is not None:
-                callback.on_warning(
+                telling.on_warning(
                     "[evaluate] diagnose needs all clients' gradients: peers are not diagnosed"
                 )
             return _run(reconcile(experiment, writer), writer, meeting, client, telling)

@@ -42,6 +42,9 @@ def data_facts(run: RunRecord) -> Facts:
     if sum(train):
         facts.append(("Gini coefficient of sizes", f"{gini(train):.2f}: 0 where all have equally many"))
     told = run.summary.get("data", {})
+    facts += [
+        ("how clients differ", text) for key, text in _UNKNOWN.items() if not told and key in run.summary
+    ]
     for name in ("category", "token"):
         distance, random = told.get(f"{name}_distance"), told.get(f"random_{name}_distance")
         if distance is not None and random is not None:
@@ -53,6 +56,11 @@ def data_facts(run: RunRecord) -> Facts:
     return facts
 
 
+_UNKNOWN = {
+    "sites": "not known to the hub: the pairs are at the sites",
+    "peer": "not known to a peer: it has the pairs of its own client alone",
+}
+"""Key of the summary of a run that has not all clients' pairs → what is said in the place of distances."""
 _MANY = {"category": "categories", "token": "tokens"}
 _COUNTED = {
     "shared_prompts": "prompts that several clients train on",

@@ -28,6 +28,7 @@ from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunRecord, read_run
 from prefed.runs.selectors import check_selectors, selectors_of, untrained
 from prefed.runs.taste_names import OPPOSED, common_taste, known_tastes
+from prefed.runs.track import tracked_alignment
 from prefed.store import RunReader
 from prefed.store.directory import lock
 
@@ -62,8 +63,13 @@ def align(
     check_selectors(record)
     if config is None:
         config = align_settings(stored_settings(record), [], record.path)
-    with _locked(record.path), _threads(record):
-        return run_stages(_alignment(record, config, Callbacks(callbacks)), stage)
+    folder = record.path / FOLDER
+    with (
+        _locked(record.path),
+        _threads(record),
+        tracked_alignment(record.config, folder, Callbacks(callbacks)) as telling,
+    ):
+        return run_stages(_alignment(record, config, telling), stage)
 
 
 def check_judge(config: AlignConfig) -> None:

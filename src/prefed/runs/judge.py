@@ -31,6 +31,7 @@ from prefed.runs.record import RunError
 from prefed.runs.resume import differing
 from prefed.runs.taste_names import needs_pairs
 from prefed.runs.texts import Models, Progress, References, Side, slug
+from prefed.runs.track import tell_judged
 from prefed.train.generation import Sampling
 
 SETTINGS = "settings.json"
@@ -90,6 +91,11 @@ class Comparison:
         if self.name is not None and (slug(self.name) != self.name or self.name in ("texts", ".", "..")):
             raise ValueError(f"--name {self.name!r}: letters, digits, dots and hyphens, and not 'texts'")
 
+    @property
+    def names_a_client(self) -> bool:
+        """Whether it is of a client's own model or taste, or by one's taste."""
+        return self.client is not None or self.taste is not None or self.options.taste != "mean"
+
 
 def judge(
     path: str | Path, how: Comparison, progress: Progress = lambda what, done, of: None
@@ -140,6 +146,9 @@ def judge(
     files.write(
         folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False).encode(), mode=0o600
     )
+    track = run.experiment.track
+    if track is not None and (track.clients or not how.names_a_client):
+        tell_judged(track, run.record.path, run.record.summary["rounds"], summary)
     return summary
 
 

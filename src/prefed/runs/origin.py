@@ -25,6 +25,11 @@ _DATA = (
     "contradictions",
 )
 """Statistics of all clients together. None is about one client."""
+_PROGRAMS = {
+    ("prefed", "cli", "__main__.py"): ("prefed",),
+    ("prefed", "peer", "__main__.py"): ("python", "-m", "prefed.peer"),
+}
+"""The end of a program's path → the words that start it."""
 
 
 def describe_data(dataset: FederatedDataset) -> dict[str, float | None]:
@@ -58,11 +63,14 @@ def command(words: Sequence[str]) -> str:
 
     >>> command(["/venv/bin/prefed", "run", "my file.toml"]), command(["train.py", "--token", "x"])
     ("prefed run 'my file.toml'", 'train.py')
+    >>> command(["/lib/prefed/peer/__main__.py", "file.toml", "--rank", "1"])
+    'python -m prefed.peer file.toml --rank 1'
     """
     program = Path(words[0])
-    if program.parts[-3:] == ("prefed", "cli", "__main__.py"):
-        program = Path("prefed")
-    return shlex.join([program.name, *words[1:]]) if program.name == "prefed" else program.name
+    start = _PROGRAMS.get(program.parts[-3:])
+    if start is None:
+        return shlex.join(["prefed", *words[1:]]) if program.name == "prefed" else program.name
+    return shlex.join([*start, *words[1:]])
 
 
 def _processor() -> str:

@@ -177,7 +177,7 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
             tastes = tell_tastes(job, experiment.method.settings.goal(), server, backend.states)
             data = describe_data(cast("PairTrainerFactory", job.trainers).dataset)
     with timed("adapters"):
-        conclude(job, writer, server, profiles, callback, tastes, data=data, origin=describe_origin())
+        conclude(job, writer, server, profiles, callback, tastes, data=data)
 
 
 def conclude(
@@ -199,7 +199,8 @@ def conclude(
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
     _save_adapters(job, server, writer.path, callback)
-    writer.write_summary({**summarize(job, writer, profiles), **more}, profiles, tastes)
+    summary = {**summarize(job, writer, profiles), **more, "origin": describe_origin()}
+    writer.write_summary(summary, profiles, tastes)
 
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:

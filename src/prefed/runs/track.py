@@ -1,17 +1,22 @@
-"""The tools of ``[track]`` for a run in a directory."""
+"""The tools of ``[track]`` for a run in a directory, and for what is made of it later."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prefed.config import TrackConfig
 from prefed.core import Callback, Callbacks
 from prefed.runs.schema import read_config
 from prefed.store import RunReader
-from prefed.trackers.base import Tracker
+from prefed.trackers.aligning import AlignmentTracking
+from prefed.trackers.base import Tracker, TrackerError
+from prefed.trackers.figures import judged_figures
 from prefed.trackers.registry import trackers
 from prefed.trackers.tracking import Tracking
 
@@ -43,21 +48,96 @@ def tracked(
     if config is None:
         yield callback
         return
-    tracking = Tracking(
+    tracking = _tracking(kinds, config, path, callback.on_warning)
+    with _closing(tracking):
+        yield Callbacks([callback, tracking])
+        summary = json.loads((path / "summary.json").read_text("utf-8"))
+        tracking.finish(summary, None if page is None or not config.page else lambda: page(path))
+
+
+@contextmanager
+def tracked_alignment(config: Mapping[str, Any], folder: Path, callback: Callback) -> Iterator[Callback]:
+    """A callback that tells the tools of a run's ``[track]`` of its alignment, and at the end its summary.
+
+    A tool that cannot be used is warned of, and the alignment goes on.
+
+    Args:
+        config: the run's tables.
+        folder: of the alignment, in the run directory.
+        callback: is told of everything, and of a tool's failure.
+    """
+    if "track" not in config:
+        yield callback
+        return
+    track = TrackConfig.model_validate(config["track"])
+    tracking = AlignmentTracking(
+        _usable_here(track, callback.on_warning),
+        folder,
+        track.project,
+        f"{track.name or folder.resolve().parent.name}-align",
+        lambda: {"align": json.loads((folder / "settings.json").read_text("utf-8"))},
+        partial(_epochs, folder / "summary.json"),
+        callback.on_warning,
+    )
+    with _closing(tracking):
+        yield Callbacks([callback, tracking])
+        tracking.end(json.loads((folder / "summary.json").read_text("utf-8")))
+
+
+def tell_judged(config: TrackConfig, path: Path, rounds: int, summary: Mapping[str, Any]) -> None:
+    """Tell the tools the win rate of a comparison, where they were told of the run in ``path``.
+
+    Whatever goes wrong is a warning of the library's.
+
+    Args:
+        rounds: that the run has.
+        summary: of the comparison.
+    """
+    warn = logging.getLogger("prefed").warning
+    tracking = _tracking(_usable_here(config, warn), config, path, warn)
+    with _closing(tracking):
+        tracking.add(rounds, judged_figures(summary))
+
+
+def _tracking(
+    kinds: Mapping[str, type[Tracker]], config: TrackConfig, path: Path, warn: Callable[[str], None]
+) -> Tracking:
+    return Tracking(
         kinds,
         path,
         config.project,
         config.name or path.resolve().name,
         lambda: read_config(path / "config.toml"),
         lambda: RunReader(path).rounds(),
-        callback.on_warning,
+        warn,
         config.clients,
     )
+
+
+def _usable_here(config: TrackConfig, warn: Callable[[str], None]) -> dict[str, type[Tracker]]:
+    """The tools that can be used; ``warn`` is told of the others."""
+    found: dict[str, type[Tracker]] = {}
+    for name in config.to:
+        try:
+            found |= trackers([name])
+        except TrackerError as error:
+            warn(str(error))
+    return found
+
+
+def _epochs(path: Path) -> list[dict[str, Any]]:
+    """The epochs in the summary of an alignment, as records; none before its end."""
+    if not path.exists():
+        return []
+    epochs = json.loads(path.read_text("utf-8"))["train"]["epochs"]
+    return [{**epoch, "round": number} for number, epoch in enumerate(epochs, 1)]
+
+
+@contextmanager
+def _closing(tracking: Tracking) -> Iterator[None]:
     succeeded = False
     try:
-        yield Callbacks([callback, tracking])
-        summary = json.loads((path / "summary.json").read_text("utf-8"))
-        tracking.finish(summary, None if page is None or not config.page else lambda: page(path))
+        yield
         succeeded = True
     finally:
         tracking.close(succeeded=succeeded)

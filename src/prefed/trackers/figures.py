@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 OVER_CLIENTS = ("mean", "worst", "worst_decile")
@@ -15,6 +15,17 @@ SUMMARY = (
 """Numbers of ``summary.json`` that are told."""
 COUNTS = ("bytes", "parameters")
 """Its tables of numbers that are told."""
+EPOCH = ("loss", "agreement", "margin")
+"""Numbers of an epoch of an alignment that are told."""
+STAGES = {
+    "prompts": ("read", "kept", "duplicates"),
+    "completions": ("completions", "tokens", "too_long"),
+    "labels": ("pairs", "labelled", "unanimous", "ties", "identical", "blank", "too_long", "failed"),
+    "train": ("pairs", "held_out", "too_long", "kept"),
+}
+"""Stage of an alignment → its counts that are told."""
+JUDGED = ("wins", "length_controlled", "ties", "judged", "failed", "left_out")
+"""Numbers of a comparison that are told beside its win rate."""
 
 
 def round_figures(record: Mapping[str, Any]) -> dict[str, float]:
@@ -70,6 +81,51 @@ def client_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str |
         for client in clients
     ]
     return ["client", split, *figures], rows
+
+
+def epoch_figures(epoch: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an epoch of an alignment.
+
+    >>> epoch_figures({"epoch": 3, "generation": 2, "loss": 0.5, "steps": 7, "agreement": None})
+    {'align/loss': 0.5, 'align/generation': 2.0}
+    """
+    return {f"align/{name}": value for name, value in _only(epoch, (*EPOCH, "generation")).items()}
+
+
+def alignment_figures(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an ``align/summary.json``: counts and times of its stages, and of the kept epoch.
+
+    >>> train = {"pairs": 8, "kept": 2, "epochs": [{"loss": 0.7}, {"loss": 0.6, "agreement": 0.75}]}
+    >>> alignment_figures({"labels": {"ties": 1, "seconds": 2.5}, "train": train, "seconds": 9.5})
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'summary/align/labels/ties': 1.0, 'summary/align/labels/seconds': 2.5, 'summary/align/train/pairs': 8.0,
+     'summary/align/train/kept': 2.0, 'summary/align/loss': 0.6, 'summary/align/agreement': 0.75,
+     'summary/align/seconds': 9.5}
+    """
+    kept = summary["train"]["epochs"][summary["train"]["kept"] - 1]
+    tables = {stage: _only(summary.get(stage, {}), (*names, "seconds")) for stage, names in STAGES.items()}
+    figures = {f"{stage}/{name}": value for stage, own in tables.items() for name, value in own.items()}
+    figures |= _only(kept, EPOCH) | _only(summary, ("seconds",))
+    return {f"summary/align/{name}": value for name, value in figures.items()}
+
+
+def judged_figures(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of the ``summary.json`` of a judge's comparison.
+
+    >>> rate = {"mean": 0.625, "low": 0.5, "high": 0.75}
+    >>> judged_figures({"name": "n", "judge": "utility", "win_rate": rate, "ties": 2, "note": ""})
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'judge/n/win_rate/mean': 0.625, 'judge/n/win_rate/low': 0.5, 'judge/n/win_rate/high': 0.75,
+     'judge/n/ties': 2.0}
+    """
+    rate = _only(summary["win_rate"], ("mean", "low", "high"))
+    figures = {f"win_rate/{name}": value for name, value in rate.items()} | _only(summary, JUDGED)
+    return {f"judge/{summary['name']}/{name}": value for name, value in figures.items()}
+
+
+def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
+    """The numbers among ``values`` with these names."""
+    return {name: float(values[name]) for name in names if _is_number(values.get(name))}
 
 
 def _paths(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

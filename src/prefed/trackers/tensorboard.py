@@ -18,8 +18,9 @@ class TensorBoard(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        # What an interrupted run wrote of later rounds does not count.
-        self._writer = SummaryWriter(str(run.folder / FOLDER), purge_step=run.first if run.known else None)
+        # What an interrupted run wrote of later rounds does not count, nor an alignment that is done again.
+        folder = run.folder / FOLDER
+        self._writer = SummaryWriter(str(folder), purge_step=run.first if folder.exists() else None)
         self.known = FOLDER
         if run.known is None:
             config = json.dumps(run.config, indent=2, ensure_ascii=False)

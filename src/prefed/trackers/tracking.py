@@ -59,6 +59,7 @@ class Tracking(Callback):
         rounds: reads the records of the committed rounds.
         warn: is told of failures.
         clients: whether the tools are told figures of single clients.
+        figures: the numbers of a round's record that are told.
     """
 
     kinds: Mapping[str, type[Tracker]]
@@ -69,6 +70,7 @@ class Tracking(Callback):
     rounds: Callable[[], Sequence[Mapping[str, Any]]]
     warn: Callable[[str], None]
     clients: bool = True
+    figures: Callable[[Mapping[str, Any]], Mapping[str, float]] = round_figures
     _listeners: dict[str, _Listener] = field(init=False)
     _others: dict[str, Any] = field(init=False)
     """What the file keeps of tools that are not told now."""
@@ -104,9 +106,29 @@ class Tracking(Callback):
             summary: what ``summary.json`` holds.
             page: makes the page; ``None`` for no page.
         """
+
+        def told() -> Told:
+            columns, rows = client_table(summary) if self.clients else ([], [])
+            html = page() if page is not None and self.clients else None
+            return Told(rounds, summary_figures(summary), columns, rows, html)
+
+        rounds = int(summary["rounds"])
+        self.finish_once(rounds, told)
+
+    def finish_once(self, rounds: int, told: Callable[[], Told]) -> None:
+        """Tell what came of ``rounds`` rounds to all tools that were not told it."""
         for name, listener in self._listeners.items():
-            if listener.finished < summary["rounds"]:
-                self._try(name, partial(self._finish, listener, summary, page))
+            if listener.finished < rounds:
+                self._try(name, partial(self._finish, listener, rounds, told))
+
+    def add(self, rounds: int, figures: Mapping[str, float]) -> None:
+        """Tell numbers of a finished run beside those of its summary."""
+
+        def tell(listener: _Listener) -> None:
+            self._tell(listener, rounds).finish(Told(rounds, figures, (), (), None))
+
+        for name, listener in self._listeners.items():
+            self._try(name, partial(tell, listener))
 
     def close(self, *, succeeded: bool) -> None:
         """Leave all tools."""
@@ -115,10 +137,11 @@ class Tracking(Callback):
                 self._try(name, partial(listener.tracker.close, succeeded=succeeded))
                 listener.tracker = None
 
-    def _tell(self, listener: _Listener, last: int, record: Mapping[str, Any] | None = None) -> None:
+    def _tell(self, listener: _Listener, last: int, record: Mapping[str, Any] | None = None) -> Tracker:
         """Tell of the rounds that were not told, to the round ``last``, whose record may be given."""
-        if listener.tracker is None:
-            listener.tracker = listener.kind(
+        tracker = listener.tracker
+        if tracker is None:
+            listener.tracker = tracker = listener.kind(
                 TrackedRun(
                     folder=self.folder,
                     project=self.project,
@@ -128,26 +151,20 @@ class Tracking(Callback):
                     first=listener.told + 1,
                 )
             )
-            listener.known = listener.tracker.known
+            listener.known = tracker.known
             self._keep()
         if record is not None and listener.told == last - 1:
             untold: Sequence[Mapping[str, Any]] = [record]
         else:
             untold = self.rounds()[listener.told : last] if listener.told < last else []
         for each in untold:
-            listener.tracker.log(int(each["round"]), round_figures(each))
+            tracker.log(int(each["round"]), self.figures(each))
             listener.told = int(each["round"])
             self._keep()
+        return tracker
 
-    def _finish(
-        self, listener: _Listener, summary: Mapping[str, Any], page: Callable[[], str] | None
-    ) -> None:
-        rounds = int(summary["rounds"])
-        self._tell(listener, rounds)
-        assert listener.tracker is not None
-        columns, rows = client_table(summary) if self.clients else ([], [])
-        html = page() if page is not None and self.clients else None
-        listener.tracker.finish(Told(rounds, summary_figures(summary), columns, rows, html))
+    def _finish(self, listener: _Listener, rounds: int, told: Callable[[], Told]) -> None:
+        self._tell(listener, rounds).finish(told())
         listener.finished = rounds
         self._keep()
 
