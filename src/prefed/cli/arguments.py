@@ -20,6 +20,33 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Put VALUE in the place of a key, e.g. method.lr=1e-4."),
 ]
+OwnModel = Annotated[
+    str | None,
+    typer.Option("--client", metavar="ID", help="A client's own model; left out: the one that all share."),
+]
+SelectorNumber = Annotated[
+    int | None,
+    typer.Option("--selector", min=0, metavar="N", help="One of several selectors, 0 for the first."),
+]
+Aligned = Annotated[
+    bool,
+    typer.Option(
+        "--aligned",
+        help="The model that was aligned with the selectors; one that takes a taste at that of --client or, "
+        "left out, of all clients.",
+    ),
+]
+TasteName = Annotated[
+    str | None,
+    typer.Option(
+        "--taste",
+        metavar="TASTE",
+        help="The aligned model that takes a taste, at this one, as prefed generate --taste names it.",
+    ),
+]
+Merge = Annotated[
+    bool, typer.Option("--merge", help="A whole model with the adapter in its weights, not an adapter.")
+]
 LicenseName = Annotated[
     str | None,
     typer.Option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefed.cli.arguments import LicenseName, RoundName
+from prefed.cli.arguments import Aligned, LicenseName, Merge, OwnModel, RoundName, SelectorNumber, TasteName
 from prefed.cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,23 +16,11 @@ if TYPE_CHECKING:
 
 def export(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
-    client: Annotated[
-        str | None, typer.Option(metavar="ID", help="A client's own model; left out: the one that all share.")
-    ] = None,
-    selector: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="One of several selectors, 0 for the first."),
-    ] = None,
-    taste: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TASTE",
-            help="The aligned model that takes a taste, at this one, as prefed generate --taste names it.",
-        ),
-    ] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="A whole model with the adapter in its weights, not an adapter.")
-    ] = False,
+    client: OwnModel = None,
+    selector: SelectorNumber = None,
+    aligned: Aligned = False,
+    taste: TasteName = None,
+    merge: Merge = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="The folder; left out: one in RUN/adapters or RUN/merged."),
@@ -50,16 +38,15 @@ def export(
     from prefed.runs.record import read_run
     from prefed.store import client_file
 
-    if client is not None and selector is not None:
-        raise UsageError("give --client or --selector, not both")
-    if selector is not None and taste is not None:
-        raise UsageError("give --selector or --taste, not both")
+    check_choice(client, selector, aligned, taste, which)
     if license is not None and not card:
         raise UsageError("--license stands on a card: add --card")
     record = read_run(run)
     name = "shared" if selector is None else f"selector-{selector}"
     if client is not None:
         name = f"client-{client_file(client)}"
+    if aligned:
+        name = "aligned" if client is None else f"aligned-{client_file(client)}"
     if taste is not None:
         name = f"taste-{client_file(taste)}" + ("" if client is None else f"-{client_file(client)}")
     folder = name if which == "last" else f"best-{name}"
@@ -68,7 +55,9 @@ def export(
     from prefed.runs.export import write_model
 
     best = which == "best"
-    exported = write_model(run, path, client=client, selector=selector, taste=taste, merge=merge, best=best)
+    exported = write_model(
+        run, path, client=client, selector=selector, taste=taste, aligned=aligned, merge=merge, best=best
+    )
     if card:
         from prefed import files
         from prefed.report.card import CARD, model_card
@@ -78,6 +67,23 @@ def export(
         )
     code = (f"  {line}" for line in exported.code(str(path)))
     typer.echo("\n".join([exported.heading(path), "to load it:", *code]))
+
+
+def check_choice(
+    client: str | None, selector: int | None, aligned: bool, taste: str | None, which: str
+) -> None:
+    """Refuse options that name two models.
+
+    Raises:
+        UsageError: they do not go together.
+    """
+    if client is not None and selector is not None:
+        raise UsageError("give --client or --selector, not both")
+    for option, given in (("--taste", taste is not None), ("--aligned", aligned)):
+        if selector is not None and given:
+            raise UsageError(f"give --selector or {option}, not both")
+    if aligned and which == "best":
+        raise UsageError("--aligned: the selectors of the last round aligned it; leave out --round best")
 
 
 def _check(path: Path, record: RunRecord, *, replace: bool) -> None:

@@ -17,6 +17,7 @@ from prefed.core.strict import flatten
 from prefed.core.text import pluralize, printable, size
 from prefed.methods import METHODS
 from prefed.metrics.intervals import mean_interval
+from prefed.report.aligned import AGREEMENT, AlignedModel
 from prefed.report.tables import setting
 from prefed.runs.export import Export
 from prefed.runs.figures import Figure
@@ -53,6 +54,7 @@ def model_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     base = base or hub_name(export.model.name)
+    aligned = AlignedModel.of(run) if export.aligned else None
     licence, whose = (license, "") if license else (base_license(export.model.name), ", as the base model")
     sets = data_sets(run)
     name = base or Path(export.model.name).name
@@ -64,13 +66,13 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["prefed", "federated-learning", "preference-optimization", run.method],
         model_name=(repo or run.name).rpartition("/")[2],
-        eval_results=_results(run, export, sets),
+        eval_results=_aligned_results(aligned) if aligned else _results(run, export, sets),
     )
     kind = METHODS.get(run.method)
     source = kind.source if kind else "not a method of this version"
     text = _template().render(
         title=repo or f"{run.method} on {base or 'a model of its own'}",
-        what=_what(export),
+        what=_what(export, aligned),
         base=base or f"`{name}`, a folder that is not on the hub",
         method=run.method,
         method_title=kind.title if kind else run.method,
@@ -79,12 +81,16 @@ def model_card(
         code="\n".join(
             export.code(repo or FOLDER, base or Path(export.model.name).name, hub=repo is not None)
         ),
-        course=_course(run),
-        settings=list(_settings(run)),
-        data=_data(run, sets),
-        figures=_figures(run, export),
-        over=f"its {run.split} pairs" if export.client else "mean over clients",
-        note=_note(run, export),
+        course=_course(run, aligned),
+        settings=list(_settings(run, export, aligned)),
+        data=_data(run, sets) + (f" {aligned.data}" if aligned else ""),
+        figures=aligned.figures if aligned else _figures(run, export),
+        over="held-out labels"
+        if aligned
+        else f"its {run.split} pairs"
+        if export.client
+        else "mean over clients",
+        note=aligned.note if aligned else _note(run, export),
         cost=_cost(run),
         licence=f"{licence}{whose}." if licence else "None is stated: whoever hands the model on states one.",
         citation=_citation(source),
@@ -125,9 +131,9 @@ def data_sets(run: RunRecord) -> list[str]:
     return [name for name in map(hub_name, map(str, paths)) if name is not None]
 
 
-def _what(export: Export) -> str:
-    if export.taste is not None:
-        return "The server's own model, aligned with the clients' selectors, at one taste."
+def _what(export: Export, aligned: AlignedModel | None) -> str:
+    if aligned is not None:
+        return f"{aligned.what}{'' if export.taste is None else ', at one taste'}."
     if export.selector is not None:
         return "A selector: it says which of two responses is better. It is no model to talk with."
     if export.client is not None:
@@ -138,15 +144,22 @@ def _what(export: Export) -> str:
     return "The model that all clients share, without any client's own parts."
 
 
-def _course(run: RunRecord) -> str:
+def _course(run: RunRecord, aligned: AlignedModel | None) -> str:
     clients = pluralize(len(run.summary.get("clients", {})), "client", "clients")
     rounds = pluralize(run.summary["rounds"], "round", "rounds")
-    return f"{clients}, {rounds}, seed {run.summary['seed']}. Settings of the method and of the adapter:"
+    course = f"{clients}, {rounds}, seed {run.summary['seed']}"
+    if aligned is None:
+        return f"{course}. Settings of the method and of the adapter:"
+    return (
+        f"{course}: so the selectors were trained. Settings of their method, of the adapter and of the "
+        "alignment:"
+    )
 
 
-def _settings(run: RunRecord) -> Iterator[tuple[str, str]]:
-    tables = {"method": run.config["method"], "lora": run.config["model"].get("lora", {})}
-    for name, value in flatten(tables).items():
+def _settings(run: RunRecord, export: Export, aligned: AlignedModel | None) -> Iterator[tuple[str, str]]:
+    lora = run.config["model"].get("lora", {})
+    tables = {"method": run.config["method"], "lora": export.model.lora.model_dump() if aligned else lora}
+    for name, value in (*flatten(tables).items(), *(aligned.settings if aligned else ())):
         if not is_place(name):
             yield name, printable(setting(value)).replace("|", "\\|")
 
@@ -179,8 +192,6 @@ def _figures(run: RunRecord, export: Export) -> list[tuple[str, str, str, str]]:
 def _of(run: RunRecord, export: Export) -> list[Figure]:
     """The figures that are of the exported model."""
     figures = run.figures
-    if export.taste is not None:
-        return []
     if export.selector is not None:
         names = ["baseline_accuracy", f"{export.selector.replace('-', '_')}_accuracy"]
     elif export.client is None and "shared_accuracy" in figures:
@@ -227,6 +238,23 @@ def _results(run: RunRecord, export: Export, sets: list[str]) -> list[Any]:
         )
         for figure in _of(run, export)
         if figure.name != "baseline_accuracy"
+    ]
+
+
+def _aligned_results(aligned: AlignedModel) -> list[Any]:
+    from huggingface_hub import EvalResult
+
+    if aligned.agreement is None:
+        return []
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="private",
+            dataset_name="held-out pairs of completions",
+            metric_type="accuracy",
+            metric_name=AGREEMENT,
+            metric_value=round(aligned.agreement, 4),
+        )
     ]
 
 

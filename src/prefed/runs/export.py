@@ -22,7 +22,8 @@ class Export:
     Attributes:
         client: whose own model it is; ``None`` for one that is nobody's own.
         selector: the selector's name; ``None`` for another model.
-        taste: the taste that the aligned model has been given; ``None`` for another model.
+        aligned: whether it is the model that the server aligned.
+        taste: the taste that this one has been given; ``None`` where it takes none.
         merged: whether it is a whole model.
         more: parts that are in no adapter; a folder with such is not loaded by PEFT.
         model: the base model.
@@ -30,6 +31,7 @@ class Export:
 
     client: str | None
     selector: str | None
+    aligned: bool
     taste: str | None
     merged: bool
     more: tuple[str, ...]
@@ -79,6 +81,7 @@ def write_model(
     client: str | None = None,
     selector: int | None = None,
     taste: str | None = None,
+    aligned: bool = False,
     merge: bool = False,
     best: bool = False,
 ) -> Export:
@@ -88,27 +91,30 @@ def write_model(
         client: whose own model; with ``taste`` whose aligned one.
         selector: one of several selectors, by its number.
         taste: the aligned model that takes a taste, at this one.
+        aligned: the aligned model; one that takes a taste at that of ``client``, or of the population.
         merge: a whole model, not an adapter.
         best: after the best round by validation pairs, and not after the last.
 
     Raises:
-        RunError: there is no finished run, or no such client, selector or single model.
+        RunError: there is no finished run, or no such client, selector, single model or aligned one.
         ModelError: the folder's format has no place for the model.
     """
     silence_transformers()
     loaded_run = load_run(run, data=needs_pairs(taste), best=best)
     backbone, more, name = loaded_run.backbone, list[str](), None
-    if taste is not None:
+    if taste is not None or aligned:
         from prefed.runs.texts import Models
         from prefed.train.generation import Sampling
 
         models = Models(loaded_run, Sampling())
-        side = models.own(client, taste)
-        backbone, tensors = side.backbone, side.tensors
+        side = models.aligned_at(client, taste)
+        backbone = side.backbone
         if merge:
-            save_merged(backbone, tensors, folder, side.taste)
+            save_merged(backbone, side.tensors, folder, side.taste)
         else:
             models.save_adapter(side, folder)
+        if models.takes_tastes:
+            taste = taste or client or "population"
     else:
         name = None if selector is None else f"selector-{selector}"
         if client is not None:
@@ -119,4 +125,4 @@ def write_model(
         names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
         more = sorted({tensors.layout[entry].part for entry in names} - IN_ADAPTER)
         (save_merged if merge else save_client if more else save_adapter)(backbone, tensors, folder)
-    return Export(client, name, taste, merge, tuple(more), backbone.config)
+    return Export(client, name, aligned or taste is not None, taste, merge, tuple(more), backbone.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from prefed.core import Key, Tensors
 from prefed.data import Prompt, Template
 from prefed.judge.prompts import NumberedPrompt
 from prefed.models import Backbone, ModelConfig
+from prefed.models.adapters import atomic_folder
 from prefed.runs.align import FOLDER, stored_settings
 from prefed.runs.journal import Journal
 from prefed.runs.loaded import LoadedRun
@@ -210,6 +212,23 @@ class Models:
             return self._laid_over(name, run.published_model)
         return self._laid_over(f"{name}, {client}", run.model(client))
 
+    def aligned_at(self, client: str | None, taste: str | None = None) -> ModelSide:
+        """The aligned model; one that takes a taste at that one, as :meth:`own`, which raises the same.
+
+        Raises:
+            RunError: the run has none, or it takes no taste and one is named.
+        """
+        run = self._run
+        if not self.aligned and taste is None:
+            raise RunError(
+                f"{run.record.path} has no aligned model: prefed align {run.record.path} --prompts FILE"
+            )
+        if client is not None and not self.takes_tastes:
+            raise RunError(
+                f"{run.record.path}: its aligned model takes no taste of a client: leave out --client"
+            )
+        return self.own(client, taste)
+
     def shared(self, client: str) -> ModelSide:
         """The model that the server publishes to a client, without any client's own parts.
 
@@ -226,6 +245,12 @@ class Models:
 
     def save_adapter(self, side: ModelSide, folder: Path) -> None:
         """Write the aligned model at the taste of ``side`` as a PEFT adapter for the base model."""
+        if side.taste is None:
+            # Its weights have the adapter already.
+            with atomic_folder(folder) as partial:
+                for item in (self._run.record.path / ALIGNED).iterdir():
+                    shutil.copyfile(item, partial / item.name)
+            return
         start = self._run.record.path / FOLDER / START
         save_over_start(side.backbone, side.tensors, start, folder, side.taste)
 
