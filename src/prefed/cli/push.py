@@ -89,8 +89,8 @@ def _whose(exported: Export) -> str:
             else f"{exported.taste} of {exported.client}"
         )
         return (
-            f"the aligned model at the taste {of!r}: it answers as this taste would; if it is a client's, publish "
-            "it only if this client agrees"
+            f"the aligned model at the taste {of!r}: if that is a client's, it answers as this client likes; "
+            "publish it only if this client agrees"
         )
     if exported.client is not None:
         return (
