@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tests.cli.test_push import hub as hub
 from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
@@ -68,6 +69,20 @@ def test_the_best_is_a_run_of_so_many_rounds_with_or_without_checkpointing(place
     for client in ("left", "right"):
         assert loaded.model(client).equal(other.model(client))
         assert not loaded.model(client).equal(load_run(place / "run").model(client))
+
+
+def test_the_best_round_is_pushed_with_its_own_card(place, hub):
+    """What is pushed is what is exported of that round, to the byte; the card has that round's figure."""
+    out = place / "exported"
+    prefed_("export", place / "run", "--client", "left", "--round", "best", "--out", out)
+    prefed_("push", place / "run", "ann/best", "--client", "left", "--round", "best")
+    files = hub.repos["ann/best"].files
+    weights = "adapter_model.safetensors"
+    assert files[weights] == (out / weights).read_bytes()
+    card = files["README.md"].decode()
+    assert "Measured after round 1, the best by validation pairs, on " in card
+    own = summary(place / "run")["stop"]["best"]["preference_accuracy"]["per_client"]["left"]
+    assert f"| own model | {own:.1%} |" in card
 
 
 def test_commands_take_the_best_round(place, tmp_path):

@@ -144,7 +144,7 @@ def test_every_key_that_a_page_names_is_one(name: str) -> None:
     for row in re.findall(r"^\| .* \| (.*) \|$", page(name), re.MULTILINE):
         for code in re.findall(r"`([^`]+)`", row):
             key, _, value = code.partition(" = ")
-            if re.fullmatch(r"(data|model|method|merge|cohort|evaluate|engine)\.[\w.]+", key):
+            if re.fullmatch(r"(data|model|method|merge|cohort|evaluate|engine|track)\.[\w.]+", key):
                 named.add(key)
                 if key == "method.name" and value:
                     assert value.strip('"') in METHODS

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from tests.cli.test_push import hub as hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -282,6 +283,38 @@ def test_one_file_goes_the_whole_path(finished, place):
         (1, 1),
     }
     PeftModel.from_pretrained(base(place), finished / "align/adapter")
+
+
+def test_the_aligned_model_is_pushed_with_its_own_card(finished, hub, place, tmp_path):
+    """What is pushed is the adapter of the last stage, to the byte. The card has the alignment's agreement and
+    no figure of the selectors; a merged export gives the logits of base and adapter."""
+    result = CliRunner().invoke(app, ["push", str(finished), "ann/aligned", "--aligned"])
+    assert (result.exit_code, "publishing the aligned model" in result.output) == (0, True), result.output
+    files = hub.repos["ann/aligned"].files
+    weights = (finished / "align/adapter/adapter_model.safetensors").read_bytes()
+    assert files["adapter_model.safetensors"] == weights
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "model"
+    card, train = (
+        files["README.md"].decode(),
+        json.loads((finished / "align/summary.json").read_text())["train"],
+    )
+    agreement = train["epochs"][0]["agreement"]
+    assert f"| agreement | {agreement:.1%} |" in card
+    assert f"{train['held_out']} pair" in card
+    for words in (
+        "aligned with the clients' selectors.",
+        "| align.lr | 0.001 |",
+        "10 prompts of the server's own",
+    ):
+        assert words in card
+    assert not any(words in card for words in (str(place), "left", "right", "| before |", "Case "))
+    words = ["export", str(finished), "--aligned", "--merge", "--out", str(tmp_path / "merged")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    adapted = PeftModel.from_pretrained(base(place), finished / "align/adapter")
+    assert torch.allclose(plain_logits(merged), plain_logits(adapted), atol=1e-4)
+    words = ["export", str(finished), "--aligned", "--client", "left"]
+    assert "takes no taste of a client" in CliRunner().invoke(app, words).stderr
 
 
 def test_generate_shows_the_aligned_model(finished, place):

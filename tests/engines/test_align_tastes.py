@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from tests.cli.test_push import hub as hub
 from tests.engines.test_experiment import place as place
 from tests.engines.test_taste_run import METHOD, tasty
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -244,6 +245,29 @@ def test_a_policy_is_asked_for_a_taste(tasting, opened, place, tmp_path):
     ):
         code, output = command("generate", tasting, "--prompt", "x", *words)
         assert (code, message in output) == (1, True), output
+
+
+def test_a_policy_is_pushed_at_a_taste(tasting, hub):
+    """What is pushed is what is exported; nobody's taste is the population's, and a client's is asked for."""
+    weights = "adapter_model.safetensors"
+    for taste, told in (
+        (("--aligned",), "publishing the aligned model\n"),
+        (("--aligned", "--client", "w1"), "at the taste 'w1': if that is a client's"),
+        (("--taste", "prototype:1"), "at the taste 'prototype:1': if that is a client's"),
+    ):
+        folder = tasting / "one"
+        code, output = command("export", tasting, *taste, "--out", folder, "--force")
+        assert code == 0, output
+        code, output = command("push", tasting, "ann/one", *taste, *(["--update"] if hub.repos else []))
+        assert (code, told in output) == (0, True), output
+        files = hub.repos["ann/one"].files
+        assert files[weights] == (folder / weights).read_bytes()
+        card = files["README.md"].decode()
+        assert "aligned with the clients' selectors, at one taste." in card
+        assert "| align.tastes | prototypes |" in card
+        assert "w1" not in card
+        if taste == ("--aligned",):
+            assert files[weights] == (tasting / "align/adapter" / weights).read_bytes()
 
 
 def infer_as(opened, client):

@@ -17,9 +17,9 @@ from finished import write_run
 from prefed.report.comparison import print_comparison
 from prefed.report.drawing import LIGHT
 from prefed.report.judged import print_judged
-from prefed.report.outcomes import draw_win_rates
+from prefed.report.outcomes import alignment_facts, draw_win_rates, epochs_table
 from prefed.report.page import render, write_page
-from prefed.runs.outcomes import EXAMPLES, alignment_of, judged_of
+from prefed.runs.outcomes import EXAMPLES, Outcome, alignment_of, judged_of
 from prefed.runs.record import RunError, read_run
 
 SUMMARY = {
@@ -71,6 +71,34 @@ def judged_run(path: Path, *verdicts: dict[str, Any], **changes: Any) -> Path:
     lines(path / "judge/n/verdicts.jsonl", *(verdicts or (verdict(1),)))
     (path / "judge/n/summary.json").write_text(json.dumps({**SUMMARY, **changes}))
     return path
+
+
+@pytest.mark.parametrize(
+    ("each", "first"),
+    [(1, ["1", "2 (kept)"]), (2, ["1, epoch 1", "1, epoch 2 (kept)", "2, epoch 1", "2, epoch 2"])],
+)
+def test_the_rows_of_a_policy_with_tastes_are_generations(each: int, first: list[str]) -> None:
+    """Epochs are numbered over all generations in the file, and within their generation in the table."""
+    epochs = [
+        {"epoch": k + 1, "generation": k // each + 1, "loss": 0.5, "steps": 2, "agreement": 0.5}
+        for k in range(2 * each)
+    ]
+    table = epochs_table(Outcome({"train": {"epochs": epochs, "kept": 2}}, ()))
+    assert table.heads == ["generation", "loss", "agreement"]
+    assert [name for name, _ in table.rows] == first
+
+
+def test_an_alignment_by_a_judge_has_its_words(tmp_path: Path) -> None:
+    """Its labels count verdicts that failed, in the place of pairs that are too long for a selector."""
+    labels = {name: count for name, count in ALIGNED["labels"].items() if name != "too_long"} | {"failed": 3}
+    path = write_run(tmp_path / "run")
+    (path / "align").mkdir()
+    (path / "align/summary.json").write_text(json.dumps({**ALIGNED, "labels": labels}))
+    outcome = alignment_of(path)
+    assert outcome is not None
+    facts = dict(alignment_facts(outcome))
+    assert facts["labelled by the judge"] == "6"
+    assert facts["without a label"] == "2 of equal completions, 3 without a usable verdict, 1 ties"
 
 
 def test_a_page_has_the_win_rate_its_interval_and_its_note(tmp_path: Path) -> None:

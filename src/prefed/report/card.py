@@ -218,8 +218,11 @@ def _note(run: RunRecord, export: Export) -> str:
     clients = [export.client] if export.client else list(run.clients)
     pairs = sum(run.pairs(client) or 0 for client in clients)
     whose = "of the client" if export.client else f"of {pluralize(len(clients), 'client', 'clients')}"
+    told = run.summary.get("stop", {}).get("best", {})
+    best = told.get("round") == run.summary["rounds"]
+    when = f"round {told['round']}, the best by validation pairs," if best else "the last round"
     return (
-        f"Measured after the last round on {pairs:,} {run.split} pairs {whose}. The interval says how far "
+        f"Measured after {when} on {pairs:,} {run.split} pairs {whose}. The interval says how far "
         "the figure would vary with other pairs of the same clients (Wilson's, combined over clients)."
     )
 

@@ -119,9 +119,10 @@ def alignment_facts(alignment: Outcome) -> Facts:
             ("identical", "of equal completions"),
             ("blank", "with a completion without text"),
             ("too_long", "too long"),
+            ("failed", "without a usable verdict"),
             ("ties", "ties"),
         )
-        if labels[name]
+        if labels.get(name)
     )
     left_out = f"{prompts['clients']:,} that clients hold, {prompts['duplicates']:,} repeats"
     return [
@@ -129,24 +130,35 @@ def alignment_facts(alignment: Outcome) -> Facts:
         ("prompts without room for a completion", f"{completions['too_long']:,}"),
         ("completions", f"{completions['completions']:,}"),
         ("pairs of completions", f"{labels['pairs']:,}"),
-        ("labelled by the selectors", f"{labels['labelled']:,}, {labels['unanimous']:,} by all alike"),
+        (
+            ("labelled by the judge", f"{labels['labelled']:,}")
+            if "failed" in labels
+            else (
+                "labelled by the selectors",
+                f"{labels['labelled']:,}, {labels['unanimous']:,} by all alike",
+            )
+        ),
         *([("without a label", no_label)] if no_label else []),
         ("trained on", f"{train['pairs']:,} pairs, {train['held_out']:,} held out"),
     ]
 
 
 def epochs_table(alignment: Outcome) -> Table:
-    """The loss and the agreement after each epoch; the kept one is marked."""
+    """The loss and the agreement after each epoch, or generation; the kept one is marked."""
     train = alignment.summary["train"]
-    rows = [
-        (
-            f"{epoch['epoch']}{' (kept)' if epoch['epoch'] == train['kept'] else ''}",
-            [number(epoch["loss"], ".4f"), number(epoch["agreement"])],
-        )
-        for epoch in train["epochs"]
-    ]
+    epochs, several = train["epochs"], "generation" in train["epochs"][0]
+    # An epoch is counted over all generations, of which each has as many.
+    each = len(epochs) // epochs[-1]["generation"] if several else len(epochs)
+    rows = []
+    for epoch in epochs:
+        place = epoch["epoch"] if not several else epoch["generation"]
+        within = f", epoch {(epoch['epoch'] - 1) % each + 1}" if several and each > 1 else ""
+        kept = " (kept)" if epoch["epoch"] == train["kept"] else ""
+        rows.append((f"{place}{within}{kept}", [number(epoch["loss"], ".4f"), number(epoch["agreement"])]))
     caption = "Agreement: share of held-out pairs that the aligned model orders as the selectors do."
-    return Table(caption, ["epoch", "loss", "agreement"], rows)
+    if several:
+        caption += " The held-out pairs are those of the first generation."
+    return Table(caption, ["generation" if several else "epoch", "loss", "agreement"], rows)
 
 
 def alignment_examples(alignment: Outcome) -> list[Examples]:

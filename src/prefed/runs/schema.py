@@ -142,7 +142,9 @@ class _Labels(_Schema):
     pairs: int
     identical: int
     blank: int
-    too_long: int
+    # Of selectors the first, of a judge the second.
+    too_long: int = 0
+    failed: int = 0
     ties: int
     labelled: int
     unanimous: int
