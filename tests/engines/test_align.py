@@ -286,8 +286,8 @@ def test_one_file_goes_the_whole_path(finished, place):
 
 
 def test_the_aligned_model_is_pushed_with_its_own_card(finished, hub, place, tmp_path):
-    """What is pushed is the adapter of the last stage, to the byte. The card has the alignment's agreement and
-    no figure of the selectors; a merged export gives the logits of base and adapter."""
+    """What is pushed is the adapter of the last stage, to the byte. The card has the alignment's agreement
+    and no figure of the selectors; a merged export gives the logits of base and adapter."""
     result = CliRunner().invoke(app, ["push", str(finished), "ann/aligned", "--aligned"])
     assert (result.exit_code, "publishing the aligned model" in result.output) == (0, True), result.output
     files = hub.repos["ann/aligned"].files

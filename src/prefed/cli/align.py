@@ -61,9 +61,10 @@ def align(
         with run_log(record.path) as log:
             training = align_run(run, config, stage=stage, callbacks=[*terminal(console), log])["train"]
         kept = training["epochs"][training["kept"] - 1]
+        generation = f", generation {kept['generation']}" if "generation" in kept else ""
         agreement = "" if kept["agreement"] is None else f", agreement {kept['agreement']:.3f}"
         for line in (
-            f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{agreement}",
+            f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{generation}{agreement}",
             f"adapter: {folder / 'adapter'}",
             f"summary: {folder / 'summary.json'}",
             *next_commands(run, selectors=True, aligned=True),
