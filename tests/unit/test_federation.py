@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from federating import CLIENTS, Within, experiment, site_config
 from prefed import files
 from prefed.cli import app
-from prefed.config import ConfigError, StopConfig, to_toml
+from prefed.config import ConfigError, StopConfig, TrackConfig, to_toml
 from prefed.core.text import size
 from prefed.data import FederatedDataset
 from prefed.engines import TaskResult
@@ -173,6 +173,8 @@ def test_sites_read_nothing_that_the_hub_names(tmp_path):
     told = told_experiment(hub)
     assert str(tmp_path) not in told
     assert own_experiment(told, config) == own
+    tracked = hub.model_copy(update={"track": TrackConfig(to="tensorboard")})
+    assert told_experiment(tracked) == told
     scored = experiment(tmp_path, method="feddpo", objective="ppo", reward_model="hub/model")
     with pytest.raises(ConfigError, match="ppo needs a reward model"):
         own_experiment(to_toml(scored), config)

@@ -25,7 +25,7 @@ _DATA = (
     "contradictions",
 )
 """Statistics of all clients together. None is about one client."""
-_PROGRAMS = {
+_PROGRAMS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("prefed", "cli", "__main__.py"): ("prefed",),
     ("prefed", "peer", "__main__.py"): ("python", "-m", "prefed.peer"),
 }

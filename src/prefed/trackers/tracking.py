@@ -168,7 +168,7 @@ class Tracking(Callback):
         listener.finished = rounds
         self._keep()
 
-    def _try(self, name: str, do: Callable[[], None]) -> None:
+    def _try(self, name: str, do: Callable[[], object]) -> None:
         listener = self._listeners[name]
         try:
             do()
