@@ -268,6 +268,8 @@ USAGE = {
     "no runs": (["compare"], "Missing argument"),
     "push of two": (["push", "run", "a/b", "--client", "a", "--selector", "0"], "give --client or --selector, not both"),
     "a licence without a card": (["export", "run", "--license", "mit"], "add --card"),
+    "the aligned model of a selector": (["push", "run", "a/b", "--aligned", "--selector", "0"], "give --selector or --aligned, not both"),
+    "the aligned model of the best round": (["export", "run", "--aligned", "--round", "best"], "leave out --round best"),
     "a grid of one cell": (["sweep", "exp.toml", "--seeds", "2", "--only", "x"], "without --only"),
     "a judge of no grid": (["sweep", "t.toml", "--judge", "reward_accuracy"], "--judge belongs to --grid"),
     "evaluate both ways": (["evaluate", "run", "--split", "test", "--test", "a.jsonl"], "give either --split, of the run's own pairs, or --test FILE"),
