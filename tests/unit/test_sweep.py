@@ -330,7 +330,8 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
         from types import SimpleNamespace
         from prefed.runs import child
         child.START = {dedent(forever)!r} + child.START
-        run = SimpleNamespace(out=pathlib.Path("x"), beside=lambda ending: pathlib.Path({str(tmp_path / "log")!r}))
+        out, log = pathlib.Path("x"), pathlib.Path({str(tmp_path / "log")!r})
+        run = SimpleNamespace(out=out, beside=lambda ending: log)
         asyncio.run(child._command(run, "run"))
     """
     with subprocess.Popen([sys.executable, "-c", dedent(parent)]) as process:
