@@ -47,8 +47,9 @@ $(VENV)/.documented: $(VENV)/.installed
 demo: install
 	OMP_NUM_THREADS=1 $(BIN)/prefed demo
 
+# Some hundred modules are compiled once, and not by each of the processes that tests start.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

@@ -32,8 +32,8 @@ def around(name, change, workers=1, **options):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_any_order_of_tasks(name, tmp_path_factory):
-    """Law: tasks done in any order leave the same bytes behind, also where uploads are dropped. A backend that
-    starts processes takes seconds for each run: it has one example, of all clients and both faults."""
+    """Law: tasks done in any order leave the same bytes behind, also where uploads are dropped. A backend
+    that starts processes takes seconds for each run: it has one example, of all clients and both faults."""
 
     def law(draw, cohort, personal, faults):
         def shuffled(run, tasks):
