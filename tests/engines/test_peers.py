@@ -49,6 +49,8 @@ def place(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     texts = [row["prompt"] + row["chosen"] for lines in rows.values() for row in lines]
     make_tiny(folder / "model", texts, Key(0), layers=2, width=32, heads=2, vocabulary=280, steps=2)
+    # So that no forked process spends its time on imports.
+    run(experiment(folder).model_copy(update={"rounds": 1}), folder / "imports")
     return folder
 
 

@@ -298,12 +298,14 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
 # A run in a process
 
 
-def test_a_process_that_fails_says_why(tmp_path):
+def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     """Its last line is in the error, and all that it printed is kept."""
+    told = "import sys; print('round 1/2', file=sys.stderr, flush=True); sys.exit('error: no model')"
+    monkeypatch.setattr(module, "START", told)
     run = toy_cells(tmp_path)[0].first()
-    with pytest.raises(RuntimeError, match=r"status 1: error: .*name = 'model'"):
+    with pytest.raises(RuntimeError, match=r"ended with status 1: error: no model \(all of it in "):
         asyncio.run(run_in_process(run))
-    assert "name = 'model'" in run.beside("log").read_text()
+    assert run.beside("log").read_text() == "round 1/2\nerror: no model\n"
     assert not run.finished
 
 
