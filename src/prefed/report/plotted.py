@@ -94,7 +94,7 @@ def _names(axis: Axis) -> dict[float, str]:
 
 def _title(axes: Axes) -> str:
     title = axes.get_title("left") or axes.get_title("center")
-    return title or axes.get_ylabel()
+    return (title or axes.get_ylabel()).replace(r"\$", "$")
 
 
 def _series(artist: Any) -> str:
