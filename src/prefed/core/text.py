@@ -59,6 +59,21 @@ def printable_json(content: Any) -> str:
     return "\n".join(_CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in lines)
 
 
+def safe_cell(text: str) -> str:
+    """A cell of a CSV file that no spreadsheet runs: what it would take for a formula gets an apostrophe.
+
+    >>> safe_cell("=1+1"), safe_cell("＝1+1"), safe_cell("-0.5"), safe_cell("ann")
+    ("'=1+1", "'＝1+1", '-0.5', 'ann')
+    """
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")):  # noqa: RUF001
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
 def size(amount: float) -> str:
     """A number of bytes as text.
 
