@@ -27,7 +27,12 @@ DEEP = f"{'[' * 100_000}{']' * 100_000}"
         ("summary.json", '"left_out": 0', '"left_out": "x"', "left_out: "),
         ("summary.json", '"left_out": 0', f'"left_out": {DEEP}', "recursion"),
         ("summary.json", '"left_out": 0', '"origin": {"finished": "soon"}', "origin.finished: "),
-        ("summary.json", '"left_out": 0', '"origin": {"hardware": {"cores": "x"}}', "origin.hardware.cores: "),
+        (
+            "summary.json",
+            '"left_out": 0',
+            '"origin": {"hardware": {"cores": "x"}}',
+            "origin.hardware.cores: ",
+        ),
         ("rounds.jsonl", '"dropped": []', '"dropped": [{}]', "line 1.dropped.line 1.client: "),
         ("rounds.jsonl", '"dropped": []', f'"dropped": {DEEP}', "maximum recursion"),
         ("config.toml", "seed = 1", f"seed = {DEEP}", "recursion"),

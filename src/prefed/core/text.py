@@ -65,7 +65,7 @@ def safe_cell(text: str) -> str:
     >>> safe_cell("=1+1"), safe_cell("＝1+1"), safe_cell("-0.5"), safe_cell("ann")
     ("'=1+1", "'＝1+1", '-0.5', 'ann')
     """
-    if not text.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")):  # noqa: RUF001
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")):
         return text
     try:
         float(text)

@@ -96,7 +96,9 @@ def model_card(
         note=aligned.note if aligned else _note(run, export),
         cost=_cost(run),
         noise=privacy_line(run.summary["privacy"]) if "privacy" in run.summary else "",
-        licence=f"{printable(licence)}{whose}." if licence else "None is stated: whoever hands the model on states one.",
+        licence=f"{printable(licence)}{whose}."
+        if licence
+        else "None is stated: whoever hands the model on states one.",
         citation=_citation(source),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))

@@ -31,7 +31,7 @@ def usable(config: TrackConfig | None) -> dict[str, type[Tracker]]:
 
 
 def told_settings(config: Mapping[str, Any], *, clients: bool = True) -> dict[str, Any]:
-    """An experiment's tables as they may leave this machine: of a path the last part, which names nobody's home.
+    """An experiment's tables as they may leave this machine: of a path its last part alone.
 
     Args:
         clients: whether sources of data that are named, as after the clients who hold them, may leave too.
