@@ -17,7 +17,9 @@ def card(folder, **summary):
     (base / "README.md").write_text(f"---\nlicense: {EVIL!r}\n---\n".replace("'", '"'))
     run = read_run(write_run(folder / "run", **summary))
     model = ModelConfig.model_validate({"name": str(base), "lora": {"rank": 1}})
-    return model_card(run, Export(None, None, None, False, (), model))
+    return model_card(
+        run, Export(client=None, selector=None, aligned=False, taste=None, merged=False, more=(), model=model)
+    )
 
 
 def test_what_a_record_holds_adds_no_line(tmp_path):
