@@ -68,7 +68,7 @@ def loads_with_digest(data: bytes) -> dict[str, Any]:
     try:
         content = json.loads(data)
         expected = content.pop("digest", None) if isinstance(content, dict) else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(str(error)) from error
     if not isinstance(content, dict):
         raise DamagedError("it holds no JSON object")

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from finished import logprobs, small_experiment, small_place
+from finished import logprobs, small_experiment, small_place, write_run
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.cli import app
@@ -218,3 +218,14 @@ def test_a_folder_is_somewhere_whole_whenever_its_replacement_ends(tmp_path, mon
     with pytest.raises(OSError, match="no space left"), atomic_folder(folder) as partial:
         (partial / "config.json").write_text("new")
     assert {path.name: (path / "config.json").read_text() for path in tmp_path.iterdir()} == {"it": "old"}
+
+
+def test_a_link_in_a_run_from_elsewhere_leads_nowhere(tmp_path):
+    """Without --out an export replaces an earlier one, and here that is somebody's model."""
+    run, model = write_run(tmp_path / "run"), tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (run / "adapters").mkdir()
+    (run / "adapters/shared").symlink_to(model)
+    assert "lies elsewhere: there is a link in" in prefed_("export", run, code=1)
+    assert (model / "config.json").exists()

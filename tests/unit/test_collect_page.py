@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import re
+from contextlib import closing
+from http.client import HTTPConnection
 
 import pytest
 
@@ -130,6 +132,7 @@ def test_a_session_by_forms_alone(tmp_path):
     ("path", "fields", "status", "message"),
     [
         ("/choose", {"number": "x", "answer": "left"}, 400, "not whole"),
+        ("/choose", {"number": "1" * 9999, "answer": "left"}, 400, "not whole"),
         ("/choose", {"number": "1", "answer": "left"}, 400, "no such question"),
         ("/choose", {"answer": "left", "strength": "9"}, 400, "not whole"),
         ("/choose", {"answer": "best"}, 400, "not whole"),
@@ -146,6 +149,28 @@ def test_forms_that_are_not_the_pages_change_nothing(place, path, fields, status
     assert message in browser.post(path, **fields)
     assert browser.status == status
     assert not opened.judged()
+
+
+def test_a_body_whose_length_is_not_told_is_not_read(place):
+    _, links, _ = place
+    browser = Browser(links[0])
+    host, (cookie,) = browser.root.removeprefix("http://"), browser.cookies
+    with closing(HTTPConnection(host, timeout=30)) as connection:
+        headers = {"Cookie": f"{cookie.name}={cookie.value}", "Content-Length": "5"}
+        connection.request("POST", "/undo", iter([b"x"]), headers | {"Transfer-Encoding": "chunked"})
+        assert connection.getresponse().status == 413
+
+
+def test_an_undo_that_is_sent_twice_takes_back_one_choice(tmp_path):
+    """As by a double click, or from a second tab that still shows the page of before."""
+    with session(tmp_path, RECORDS[:3]) as opened, serving(opened) as links:
+        browser = Browser(links[0])
+        browser.answer("left")
+        browser.answer("right")
+        (done,) = re.findall(r'name="done" value="(\d+)"', browser.text)
+        for _ in range(2):
+            browser.post("/undo", done=done)
+        assert "1 of 3" in browser.text
 
 
 def test_typed_prompts_reach_the_model_with_their_lines(tmp_path):

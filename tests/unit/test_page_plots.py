@@ -131,7 +131,7 @@ def test_of_very_many_points_some_tell(tmp_path):
 
 def test_a_figure_of_any_name_is_drawn(tmp_path):
     """Names of figures come from the round log. A control character would be no XML."""
-    figures = {"a\x01b\u202ec": [1.0, 2.0], "<script>&": [1.0, 3.0]}
+    figures = {"a\x01b\u202ec": [1.0, 2.0], "<script>&": [1.0, 3.0], "$\\frac{$/\ud83d": [1.0, 2.0]}
     text = render(read_run(write_run(tmp_path / "run", figures=figures)))
     assert "a\\x01b\\u202ec" in text
     assert not {"\x01", "\u202e"} & set(text)

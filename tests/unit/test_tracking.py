@@ -245,6 +245,24 @@ def test_without_clients_nothing_told_names_one(tmp_path, fake):
     assert not any("ann" in name for name in told.figures)
 
 
+def test_without_clients_the_settings_name_none(tmp_path, fake):
+    """Neither sources that are named after clients, nor groups of clients, nor their files."""
+    sources = {"ann": {"path": "/home/eve/ann.jsonl"}, "bob": {"path": "/home/eve/bob.jsonl"}}
+    partition = {"by": "source", "groups": {"ann": ["x"]}}
+    changes = {"settings": {"data": {"train": sources, "partition": partition}}, "fingerprint": {}}
+    for clients, names in ((True, {"ann", "bob"}), (False, set())):
+        run = write_run(tmp_path / str(clients), **changes)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            tracked({"fake": fake}, TrackConfig(to="tensorboard", clients=clients), run, Callback(), None),
+        ):
+            patch.setattr(reader, "read_commit", lambda folder: reader.Commit(2, {}, {}))
+        text = json.dumps(fake.begun[-1].config)
+        assert {name for name in ("ann", "bob") if name in text} == names
+        assert "/home" not in text
+        assert '"by": "source"' in text
+
+
 def test_numbers_are_those_of_the_files(tmp_path):
     """Every mean and worst client of rounds.jsonl and summary.json, and the table client by client."""
     run = write_run(tmp_path / "run", figures={"drift": [1.5, float("nan")]}, not_finite={"ann": 3})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from prefed.cli.output import print_json
 
 
 def compare(
@@ -48,8 +49,9 @@ def compare(
         raise ValueError("name at least two different runs")
     if as_json:
         from prefed.report.compared import Compared
+        from prefed.store.reader import plain
 
-        typer.echo(json.dumps(Compared(tuple(records)).plain(), indent=2, ensure_ascii=False))
+        print_json(plain(Compared(tuple(records)).plain()))
     else:
         from prefed.report.comparison import print_comparison
         from prefed.trackers.terminal import stdout_console

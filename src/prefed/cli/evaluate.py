@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from prefed.cli.arguments import RoundName
 from prefed.cli.errors import UsageError
-from prefed.cli.output import bar_console
+from prefed.cli.output import bar_console, print_json
 
 
 def evaluate(
@@ -71,7 +70,7 @@ def evaluate(
         else:
             evaluation = evaluate_file(loaded_run, test, client, everyone=everyone, progress=tell)
     if as_json:
-        typer.echo(json.dumps(plain(evaluation.plain()), indent=2, ensure_ascii=False))
+        print_json(plain(evaluation.plain()))
     else:
         number = loaded_run.reader.commit.round
         name = loaded_run.record.name + (f", best round {number}" if which == "best" else "")

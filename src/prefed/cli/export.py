@@ -51,6 +51,8 @@ def export(
         name = f"taste-{client_file(taste)}" + ("" if client is None else f"-{client_file(client)}")
     folder = name if which == "last" else f"best-{name}"
     path = out or run / ("merged" if merge else "adapters") / folder
+    if out is None and not path.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"{path} lies elsewhere: there is a link in {run}; choose an --out")
     _check(path, record, replace=force or out is None)
     from prefed.runs.export import write_model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from prefed.cli.arguments import RoundName
 from prefed.cli.errors import UsageError
+from prefed.cli.output import print_json
 
 
 def generate(
@@ -72,7 +72,7 @@ def generate(
             if not as_json:
                 print_responses(text if number == 0 else "", first, second, heading)
     if as_json:
-        typer.echo(json.dumps(responses, indent=2, ensure_ascii=False))
+        print_json(responses)
 
 
 def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:

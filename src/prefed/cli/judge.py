@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from prefed.cli.errors import UsageError, usage
-from prefed.cli.output import bar_console
+from prefed.cli.output import bar_console, print_json
 
 
 def judge(
@@ -141,7 +140,7 @@ def judge(
     with _progress() as tell:
         summary = judge_run(run, comparison, tell)
     if as_json:
-        typer.echo(json.dumps(summary, indent=2, ensure_ascii=False))
+        print_json(summary)
     else:
         print_judged(summary, run, stdout_console())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,4 +49,6 @@ def bar_console() -> Console:
 
 def print_json(content: Any) -> None:
     """Print ``content`` as JSON on standard output, with every letter as itself."""
-    typer.echo(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+    from prefed.core.text import printable_json
+
+    typer.echo(printable_json(content))

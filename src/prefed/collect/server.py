@@ -25,6 +25,8 @@ from prefed.collect.session import STRENGTHS, Answer, Session
 HOST = "127.0.0.1"
 _LONGEST = 100_000
 """Bytes of a form at most."""
+_DIGITS = 20
+"""Digits of a question's number at most: it has 64 bits."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -97,7 +99,8 @@ class Page:
         async def answer(request: Request) -> Response:
             if not self._known(request) or not _same_origin(request):
                 return _html(page.render_refusal(), 403)
-            if int(request.headers.get("content-length") or _LONGEST) >= _LONGEST:
+            chunked = "transfer-encoding" in request.headers
+            if chunked or int(request.headers.get("content-length") or _LONGEST) >= _LONGEST:
                 return PlainTextResponse("too long", 413, _HEADERS)
             body = (await request.body()).decode(errors="replace")
             fields = {name: values[-1] for name, values in parse_qs(body, keep_blank_values=True).items()}
@@ -116,12 +119,15 @@ class Page:
     def _choose(self, fields: Mapping[str, str]) -> None:
         number, answer, strength = (fields.get(name, "") for name in ("number", "answer", "strength"))
         strengths: dict[str, int | None] = {"": None, **{str(level): level for level in STRENGTHS}}
-        if not number.isdecimal() or answer not in get_args(Answer) or strength not in strengths:
+        number = number if number.isdecimal() and len(number) <= _DIGITS else ""
+        if not number or answer not in get_args(Answer) or strength not in strengths:
             raise CollectError("the form is not whole; open the page again")
         self._session.choose(int(number), cast(Answer, answer), strengths[strength])
 
     def _undo(self, fields: Mapping[str, str]) -> None:
-        self._session.take_back()
+        # A form that is sent twice, or from a page that is open beside another one, takes back nothing more.
+        if fields.get("done") in (None, str(self._session.progress().done)):
+            self._session.take_back()
 
     def _prompt(self, fields: Mapping[str, str]) -> None:
         if self._add is None or self._session.client is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Invisible characters that a terminal or a line of text obeys, and halves of surrogate pairs.
@@ -41,6 +43,35 @@ def printable_lines(text: str) -> str:
     three\x1b[2J
     """
     return "\n".join(map(printable, text.expandtabs().split("\n")))
+
+
+def printable_json(content: Any) -> str:
+    r"""JSON of several lines, every letter as itself, but for control characters, which JSON may escape.
+
+    >>> print(printable_json(["é", "\x9b2J", "\ud83d"]))
+    [
+      "é",
+      "\u009b2J",
+      "\ud83d"
+    ]
+    """
+    lines = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False).split("\n")
+    return "\n".join(_CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in lines)
+
+
+def safe_cell(text: str) -> str:
+    """A cell of a CSV file that no spreadsheet runs: what it would take for a formula gets an apostrophe.
+
+    >>> safe_cell("=1+1"), safe_cell("＝1+1"), safe_cell("-0.5"), safe_cell("ann")
+    ("'=1+1", "'＝1+1", '-0.5', 'ann')
+    """
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def size(amount: float) -> str:

@@ -46,8 +46,6 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
     Raises:
         ModelError: nothing of that name can be loaded.
     """
-    from safetensors import SafetensorError
-
     folder, needed = Path(name), "give one with config.json, weights and tokenizer"
     if folder.is_dir():
         if not any(folder.iterdir()):
@@ -59,8 +57,9 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         raise ModelError(f"{key} = {name!r}: no such folder; {needed}")
     with nullcontext(True) if folder.is_dir() else hub.in_reach() as answers:
         try:
-            return kind.from_pretrained(name, **options)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            # Otherwise transformers asks on the terminal, and takes a line of standard input for the answer.
+            return kind.from_pretrained(name, trust_remote_code=False, **options)
+        except Exception as error:  # a folder from elsewhere may hold anything
             if not answers:
                 raise ModelError(
                     f"{key} = {name!r}: the Hugging Face hub does not answer (or HF_HUB_OFFLINE is set), "
@@ -68,6 +67,10 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
                     "with config.json, weights and tokenizer, or run once where there is a network"
                 ) from error
             reason = " ".join(str(error).split()) or type(error).__name__
+            if "trust_remote_code" in reason:
+                reason = "it comes with code of its own, and prefed runs none that comes with a model"
+            elif "weights_only" in reason:
+                reason = "its weights are no plain tensors, and may hold code; give them as safetensors"
             raise ModelError(
                 f"{key} = {name!r}: no {what} could be loaded from there "
                 f"(a folder with config.json, weights and tokenizer, or a hub name): {reason[:_REASON]}"

@@ -18,6 +18,7 @@ from prefed.core.text import pluralize, printable, size
 from prefed.methods import METHODS
 from prefed.metrics.intervals import mean_interval
 from prefed.report.aligned import AGREEMENT, AlignedModel
+from prefed.report.result import privacy_line
 from prefed.report.tables import setting
 from prefed.runs.export import Export
 from prefed.runs.figures import Figure
@@ -68,16 +69,18 @@ def model_card(
         model_name=(repo or run.name).rpartition("/")[2],
         eval_results=_aligned_results(aligned) if aligned else _results(run, export, sets),
     )
-    kind = METHODS.get(run.method)
+    kind, method = METHODS.get(run.method), printable(run.method)
     source = kind.source if kind else "not a method of this version"
     text = _template().render(
-        title=repo or f"{run.method} on {base or 'a model of its own'}",
+        title=repo or f"{method} on {base or 'a model of its own'}",
         what=_what(export, aligned),
-        base=base or f"`{name}`, a folder that is not on the hub",
-        method=run.method,
-        method_title=kind.title if kind else run.method,
+        base=base or f"`{printable(name)}`, a folder that is not on the hub",
+        method=method,
+        method_title=kind.title if kind else method,
         source=source,
-        made=", ".join(f"{n} {v}" for n, v in run.summary.get("versions", {}).items() if n != "python"),
+        made=printable(
+            ", ".join(f"{n} {v}" for n, v in run.summary.get("versions", {}).items() if n != "python")
+        ),
         code="\n".join(
             export.code(repo or FOLDER, base or Path(export.model.name).name, hub=repo is not None)
         ),
@@ -92,7 +95,10 @@ def model_card(
         else "mean over clients",
         note=aligned.note if aligned else _note(run, export),
         cost=_cost(run),
-        licence=f"{licence}{whose}." if licence else "None is stated: whoever hands the model on states one.",
+        noise=privacy_line(run.summary["privacy"]) if "privacy" in run.summary else "",
+        licence=f"{printable(licence)}{whose}."
+        if licence
+        else "None is stated: whoever hands the model on states one.",
         citation=_citation(source),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))

@@ -17,6 +17,7 @@ from prefed.report.drawing import (
     draw_line,
     legend,
     percent_axis,
+    plain_name,
     round_axis,
     short_name,
 )
@@ -212,10 +213,10 @@ def figures(run: RunRecord, names: Sequence[str], theme: Theme) -> Figure:
     figure, grid = canvas(7.2, 2.2 * rows, rows, columns)
     for axes, (title, own) in zip(grid, panels.items(), strict=False):
         for index, name in enumerate(own):
-            _figure(axes, run, name, color_of(theme, index, len(own)), name.partition("/")[2])
+            _figure(axes, run, name, color_of(theme, index, len(own)), plain_name(name.partition("/")[2]))
             if all(value.is_integer() for value in run.curve(name)[1]):
                 axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
-        axes.set(title=title.replace("_", " "), xlabel="round")
+        axes.set(title=plain_name(title.replace("_", " ")), xlabel="round")
         round_axis(axes)
         if len(own) > 1:
             legend(axes)

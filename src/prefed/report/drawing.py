@@ -250,10 +250,14 @@ def draw_distributions(axes: Axes, groups: Sequence[Group]) -> None:
 
 
 def short_name(name: str, most: int = 28) -> str:
-    """A client's name for a plot: cut if it is long, control characters written out, no mathematics."""
+    """A client's name for a plot: cut if it is long, and as :func:`plain_name`."""
     name = printable(name)
-    name = name if len(name) <= most else f"{name[: most - 1]}…"
-    return name.replace("$", r"\$")
+    return plain_name(name if len(name) <= most else f"{name[: most - 1]}…")
+
+
+def plain_name(name: str) -> str:
+    """A name for a plot: control characters written out, no mathematics."""
+    return printable(name).replace("$", r"\$")
 
 
 def legend(axes: Axes) -> None:

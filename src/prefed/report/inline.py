@@ -58,7 +58,7 @@ def inline(draw: Callable[[Theme], Figure], salt: str) -> tuple[str, str, Figure
             if width == "narrow":
                 make_narrow(figure)
             buffer = BytesIO()
-            with rc_context({"svg.hashsalt": f"{salt} {width}", "svg.fonttype": "none"}):
+            with rc_context({"svg.hashsalt": f"{printable_lines(salt)} {width}", "svg.fonttype": "none"}):
                 figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
             # Names of figures are the method's: what they hold besides letters would break the page.
             versions.append(_cleaned(printable_lines(buffer.getvalue().decode())))

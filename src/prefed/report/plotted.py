@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prefed.core.text import safe_cell
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -36,7 +38,7 @@ def csv_of(figure: Figure) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(used)
-    table.writerows([_safe(row.get(name, "")) for name in used] for row in rows)
+    table.writerows([safe_cell(row.get(name, "")) for name in used] for row in rows)
     return text.getvalue()
 
 
@@ -94,7 +96,7 @@ def _names(axis: Axis) -> dict[float, str]:
 
 def _title(axes: Axes) -> str:
     title = axes.get_title("left") or axes.get_title("center")
-    return title or axes.get_ylabel()
+    return (title or axes.get_ylabel()).replace(r"\$", "$")
 
 
 def _series(artist: Any) -> str:
@@ -104,17 +106,3 @@ def _series(artist: Any) -> str:
 
 def _number(value: Any) -> str:
     return "" if value is None or value != value else f"{float(value):.10g}"
-
-
-def _safe(text: str) -> str:
-    """A cell that no spreadsheet runs.
-
-    >>> _safe("=1+1"), _safe("-0.5"), _safe("ann")
-    ("'=1+1", '-0.5', 'ann')
-    """
-    if text[:1] in ("=", "+", "-", "@", "\t", "\r"):
-        try:
-            float(text)
-        except ValueError:
-            return f"'{text}"
-    return text

@@ -6,10 +6,11 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 
 class _Schema(BaseModel):
@@ -27,22 +28,34 @@ class _Config(_Schema):
     method: _Named
 
 
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class _Figure(_Schema):
-    mean: float
-    worst: float
-    worst_decile: float
-    per_client: dict[str, float] = Field(min_length=1)
+    mean: _Share
+    worst: _Share
+    worst_decile: _Share
+    per_client: dict[str, _Share] = Field(min_length=1)
 
 
 class _Traffic(_Schema):
-    up: float
-    down: float
+    up: _Amount
+    down: _Amount
+
+
+class _Hardware(_Schema):
+    processor: str = ""
+    cores: int | None = None
+    memory_mb: int | None = None
+    devices: list[str] = []
+    system: str = ""
 
 
 class _Origin(_Schema):
-    finished: str = ""
+    finished: Annotated[str, AfterValidator(datetime.fromisoformat)] = "1970-01-01"
     command: str = ""
-    hardware: dict[str, Any] = {}
+    hardware: _Hardware = Field(default_factory=lambda: _Hardware())
 
 
 class _Summary(_Schema):
@@ -56,20 +69,28 @@ class _Summary(_Schema):
     unseen_selectors: dict[str, _Figure] = {}
     majority_accuracy: _Figure | None = None
     bytes: _Traffic
-    seconds: float
-    clients: dict[str, dict[str, int]] = {}
+    seconds: _Amount
+    clients: dict[str, dict[str, Annotated[int, Field(ge=0)]]] = {}
+    left_out: int = 0
+    not_finite: dict[str, float] = {}
+    versions: dict[str, str] = {}
     parameters: dict[str, int] = {}
     personal: dict[str, dict[str, dict[str, float | None]]] = {}
     data: dict[str, float | None] = {}
     origin: _Origin = Field(default_factory=lambda: _Origin())
 
 
+class _Drop(_Schema):
+    client: str
+    reason: str
+
+
 class _Round(_Schema):
     round: int
-    bytes_up: float
-    bytes_down: float
+    bytes_up: _Amount
+    bytes_down: _Amount
     evaluation: dict[str, Any] = {}
-    dropped: list[dict[str, Any]] = []
+    dropped: list[_Drop] = []
     cohort: list[str] = []
 
 
@@ -236,7 +257,7 @@ def read_rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
                 yield kind.model_validate(json.loads(line))
             except ValidationError as error:
                 raise _damage(path, f"line {number}: {_problem(error)}") from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise _damage(path, f"line {number}: {error}") from error
 
 
@@ -244,7 +265,8 @@ def read_rounds(path: Path, rounds: int) -> tuple[dict[str, Any], ...]:
     """Read the first ``rounds`` records of ``rounds.jsonl``; raises as :func:`read_config`."""
 
     def parse(text: str) -> list[Any]:
-        lines = text.splitlines()[:rounds]
+        # Other ends of lines may stand in a name.
+        lines = [line for line in text.split("\n") if line][:rounds]
         if len(lines) < rounds:
             raise ValueError(f"it holds {len(lines)} of {rounds} rounds")
         records = []
@@ -266,7 +288,7 @@ def _read(path: Path, parse: Callable[[str], Any], schema: Any) -> Any:
         wrong = "it is not there"
     except ValidationError as error:
         wrong = _problem(error)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         wrong = str(error)
     else:
         return content

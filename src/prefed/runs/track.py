@@ -30,6 +30,34 @@ def usable(config: TrackConfig | None) -> dict[str, type[Tracker]]:
     return {} if config is None else trackers(config.to)
 
 
+def told_settings(config: Mapping[str, Any], *, clients: bool = True) -> dict[str, Any]:
+    """An experiment's tables as they may leave this machine: of a path its last part alone.
+
+    Args:
+        clients: whether sources of data that are named, as after the clients who hold them, may leave too.
+
+    >>> told_settings({"data": {"train": {"ann": {"path": "/home/eve/ann.jsonl"}}}, "seed": 1})
+    {'data': {'train': {'ann': {'path': 'ann.jsonl'}}}, 'seed': 1}
+    >>> told_settings({"data": {"train": {"ann": {"path": "/home/eve/ann.jsonl"}}}, "seed": 1}, clients=False)
+    {'data': {}, 'seed': 1}
+    """
+    told = {name: _last_part(value) for name, value in config.items()}
+    if not clients:
+        partition = {name: v for name, v in told["data"].get("partition", {}).items() if name != "groups"}
+        told["data"] = {
+            name: value
+            for name, value in told["data"].items()
+            if name not in ("train", "validation", "test") or isinstance(value.get("path"), str)
+        } | ({"partition": partition} if partition else {})
+    return told
+
+
+def _last_part(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _last_part(inner) for name, inner in value.items()}
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
 @contextmanager
 def tracked(
     kinds: dict[str, type[Tracker]],
@@ -75,7 +103,7 @@ def tracked_alignment(config: Mapping[str, Any], folder: Path, callback: Callbac
         folder,
         track.project,
         f"{track.name or folder.resolve().parent.name}-align",
-        lambda: {"align": json.loads((folder / "settings.json").read_text("utf-8"))},
+        lambda: told_settings({"align": json.loads((folder / "settings.json").read_text("utf-8"))}),
         partial(_epochs, folder / "summary.json"),
         callback.on_warning,
     )
@@ -107,7 +135,7 @@ def _tracking(
         path,
         config.project,
         config.name or path.resolve().name,
-        lambda: read_config(path / "config.toml"),
+        lambda: told_settings(read_config(path / "config.toml"), clients=config.clients),
         lambda: RunReader(path).rounds(),
         warn,
         config.clients,

@@ -145,7 +145,7 @@ def records_in(path: Path, commit: Commit) -> Iterator[tuple[dict[str, Any], byt
                 record = json.loads(line)
                 if record["round"] != number:
                     raise ValueError(f"found round {record['round']}")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise StoreError(
                     f"{path} is damaged: no record of round {number} in line {number}"
                 ) from error

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from prefed.core.strict import flatten
+from prefed.core.text import safe_cell
 from prefed.trackers.base import PAGE, Told, TrackedRun, Tracker
 
 BATCH, LONGEST = 1000, 6000
@@ -58,7 +59,8 @@ class MLflow(Tracker):
         self.log(told.rounds, told.figures)
         if told.rows:
             table = io.StringIO()
-            csv.writer(table).writerows([told.columns, *told.rows])
+            rows = ([safe_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in told.rows)
+            csv.writer(table).writerows([told.columns, *rows])
             self._client.log_text(self.known, table.getvalue(), "clients.csv")
         if told.page is not None:
             self._client.log_text(self.known, told.page, PAGE)

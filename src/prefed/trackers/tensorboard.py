@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from prefed.trackers.base import Told, TrackedRun, Tracker
@@ -46,15 +48,20 @@ class TensorBoard(Tracker):
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]) -> str:
     r"""A table in Markdown.
 
-    >>> print(markdown(["client", "accuracy"], [["a|b", 0.25], ["bob", None]]))
-    | client | accuracy |
+    What a name holds is shown and loads nothing.
+
+    >>> print(markdown(["client", "test_accuracy"], [["a|b", 0.25], ["![x](http://eve)", None]]))
+    | client | test_accuracy |
     | --- | --- |
     | a\|b | 0.25 |
-    | bob |  |
+    | \!\[x\]\(http://eve\) |  |
     """
-    cells = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in cells)
+    named = [[_cell(value) for value in row] for row in rows]
+    cells = [columns, ["---"] * len(columns), *named]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def _cell(value: str | float | None) -> str:
-    return "" if value is None else str(value).replace("|", "\\|")
+    if isinstance(value, str):
+        return re.sub(r"([\\`*_\[\]()!|])", r"\\\1", html.escape(value, quote=False))
+    return "" if value is None else str(value)
