@@ -105,7 +105,9 @@ def test_a_file_of_choices_is_what_train_takes(tmp_path):
 
 def test_pairs_that_were_there_are_nobodys_to_take_back(tmp_path):
     """``--out`` may be a file of pairs that people recorded elsewhere, under the same name."""
-    there = json.dumps({"prompt": "Case 0:", "chosen": " up 0", "rejected": " down 0", "client": "ann"}) + "\n"
+    there = (
+        json.dumps({"prompt": "Case 0:", "chosen": " up 0", "rejected": " down 0", "client": "ann"}) + "\n"
+    )
     (tmp_path / "pairs.jsonl").write_text(there)
     with session(tmp_path) as opened:
         assert not opened.take_back()

@@ -92,9 +92,9 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> F
     small = " Small marks are single seeds." if any(len(line.points) > 1 for line in lines) else ""
     x, y = Axis("mean over clients", share), Axis("worst client", share)
     title = f"{called.capitalize()}: worst client against mean."
-    drawn = figure(title, alt, "", lines, x, y, diagonal=True)
-    alike = "; on the dotted line all clients are alike" if drawn.wide.diagonal else ""
-    return replace(drawn, caption=f"Up is fairer, to the right is better{alike}.{small}")
+    made = figure(title, alt, "", lines, x, y, diagonal=True)
+    alike = "; on the dotted line all clients are alike" if made.wide.diagonal else ""
+    return replace(made, caption=f"Up is fairer, to the right is better{alike}.{small}")
 
 
 @dataclass(frozen=True)
