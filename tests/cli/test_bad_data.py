@@ -247,7 +247,7 @@ USABLE = {
     "a byte order mark": (b"\xef\xbb\xbf" + lines(ROWS), "2 clients"),
     "line ends of Windows": (lines(ROWS).replace(b"\n", b"\r\n"), "2 clients"),
     "gzip under a plain name": (gzip.compress(lines(ROWS)), "2 clients"),
-    "one client": (every(client="a"), "1 clients"),
+    "one client": (every(client="a"), "1 client  "),
     "a client with one pair": (lines(rows(client="once")), "once"),
     "an empty prompt": (every(prompt=""), "2 clients"),
     "paths as ids": (lines(rows(client="../../etc/passwd")), "../../etc/passwd"),

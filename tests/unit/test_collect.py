@@ -103,6 +103,20 @@ def test_a_file_of_choices_is_what_train_takes(tmp_path):
         assert row.extra["agrees"] == same
 
 
+def test_pairs_that_were_there_are_nobodys_to_take_back(tmp_path):
+    """``--out`` may be a file of pairs that people recorded elsewhere, under the same name."""
+    there = (
+        json.dumps({"prompt": "Case 0:", "chosen": " up 0", "rejected": " down 0", "client": "ann"}) + "\n"
+    )
+    (tmp_path / "pairs.jsonl").write_text(there)
+    with session(tmp_path) as opened:
+        assert not opened.take_back()
+        for answer in ("left", "neither"):
+            opened.choose(opened.current().question.number, answer)
+        assert [opened.take_back() for _ in range(3)] == [True, True, False]
+    assert (tmp_path / "pairs.jsonl").read_text() == there
+
+
 def test_a_line_that_a_kill_left_unfinished_costs_no_other(tmp_path):
     """The file is cut after each of the last line's bytes. Whatever is left of the line, what stood before it
     is there, and the last question is asked again unless all but the line's end is there."""

@@ -218,6 +218,26 @@ def test_a_chart_puts_points_where_the_axes_say():
     assert top < y1 < y0 < bottom
 
 
+def test_ticks_say_where_they_are():
+    """Rounds are whole. A tick's text has one digit behind the point, so no tick is at 1.25 MB."""
+    line = Line("A", "a", 0, [(0, 0.0, ""), (1, 0.4e6, ""), (2, 1e6, ""), (3, 1.6e6, "")])
+    drawn = figure(
+        "t", "a", "c", [line], Axis("round", "{:g}".format, whole=True), Axis("bytes", "{:.0f}".format)
+    )
+    assert [text for _, text in drawn.wide.x] == ["0", "1", "2", "3"]
+    assert all(int(text) % 100_000 == 0 for _, text in drawn.wide.y)
+
+
+def test_no_word_of_a_dotted_line_that_is_not_there(tmp_path):
+    """Equal values lie in a chart where the least mean is below the highest worst client: 0.6 and 0.7."""
+    apart = [run(tmp_path / "apart", method, 1, (0.4, 0.9, 0.8)) for method in ("feddpo", "ditto")]
+    alike = [
+        run(tmp_path / "alike", "feddpo", 1, (0.4, 0.8)),
+        run(tmp_path / "alike", "ditto", 1, (0.7, 0.9)),
+    ]
+    assert ["dotted line" in render_comparison(runs) for runs in (apart, alike)] == [False, True]
+
+
 def test_many_cases_are_drawn_as_far_as_they_can_be_told_apart(tmp_path, monkeypatch):
     """Of five the best two and the one that others are compared with; the tables have all."""
     monkeypatch.setattr(compare_page, "CURVES", 3)

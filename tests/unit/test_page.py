@@ -137,6 +137,29 @@ def with_rewards(path, rewards):
     return read_run(path)
 
 
+def test_the_page_names_the_best_round_and_what_noise_promises(tmp_path):
+    last, best = {"round": 2, "value": 0.61}, {"round": 1, "value": 0.66}
+    stop = {"metric": "reward_accuracy", "over": "worst", "stopped": True, "last": last, "best": best}
+    privacy = {"kind": "central", "epsilon": None}
+    text = Page(render(read_run(write_run(tmp_path / "run", stop=stop, privacy=privacy)))).data
+    assert (
+        "Best round by worst reward accuracy on validation pairs: 1 (0.660; 0.610 after the last, 2" in text
+    )
+    assert "Privacy: central, updates are clipped and have no noise, so nothing is promised." in text
+
+
+def test_clients_with_equal_curves_all_show(tmp_path):
+    """Each later curve is thinner than the one that it lies on."""
+    figure = curves.clients(
+        read_run(write_run(tmp_path / "run", dict.fromkeys("abcdefghij", (0.5,) * 3))), drawing.LIGHT
+    )
+    lines = figure.axes[0].get_lines()
+    widths, orders = [line.get_linewidth() for line in lines], [line.get_zorder() for line in lines]
+    assert len(lines) == 10
+    assert widths == sorted(set(widths), reverse=True)
+    assert orders == sorted(orders)
+
+
 def test_of_more_clients_quantiles_are_drawn_over_rounds(tmp_path):
     """The k-th of 21 clients has k/20 after the only round: the quartiles are ¼, ½ and ¾."""
     run = read_run(write_run(tmp_path / "run", {f"c{k:02}": (0.5, k / 20) for k in range(21)}))

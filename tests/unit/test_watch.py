@@ -170,3 +170,8 @@ def test_an_unfinished_run_is_read_as_far_as_it_is_committed(run: Run) -> None:
     (run.path / "config.toml").write_text("[")
     with pytest.raises(RunError, match=r"config\.toml is damaged"):
         read_going(run.path)
+
+
+def test_a_folder_is_no_page(tmp_path):
+    result = CliRunner().invoke(app, ["report", str(write_run(tmp_path / "run")), "--out", str(tmp_path)])
+    assert (result.exit_code, "is a folder; name a file for the page" in result.stderr) == (1, True)

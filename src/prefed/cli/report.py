@@ -28,6 +28,8 @@ def report(
     from prefed.runs.record import read_run
 
     path = out or run / "report.html"
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file for the page")
     if not watch:
         write_page(read_run(run), path)
         typer.echo(f"report: {path}")

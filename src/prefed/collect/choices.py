@@ -35,8 +35,8 @@ class Choices:
             files.write(path, b"", mode=0o600)
 
     def of(self, client: str) -> Sequence[Mapping[str, Any]]:
-        """The rows of a client, in the order in which they were chosen."""
-        return [row for row in self._rows if row.get("client") == client]
+        """The rows that a client chose here, in that order; recorded pairs of its name are none of them."""
+        return [row for row in self._rows if _is_choice(row, client)]
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a row and bring it to the disk.
@@ -63,7 +63,7 @@ class Choices:
             CollectError: the last row is not the client's, or another program changed the file.
         """
         self._check_size()
-        if not self._rows or self._rows[-1].get("client") != client:
+        if not self._rows or not _is_choice(self._rows[-1], client):
             raise CollectError(f"the last line of {self.path} is not a choice of {client}'s")
         files.truncate(self.path, self._ends[-2])
         files.sync(self.path)
@@ -101,6 +101,10 @@ class Choices:
                 files.truncate(self.path, end)
                 data = data[:end]
         yield from enumerate(data.split(b"\n")[:-1], 1)
+
+
+def _is_choice(row: Mapping[str, Any], client: str) -> bool:
+    return row.get("client") == client and row.get("side") in ("left", "right")
 
 
 def _is_whole(line: bytes) -> bool:

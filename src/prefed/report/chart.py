@@ -59,11 +59,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: what is along it, and how a value on it is written."""
+    """An axis: what is along it, how a value on it is written, and whether values are ``whole`` numbers."""
 
     label: str
     write: Callable[[float], str]
     log: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def _chart(
     frame = (52, 28, width - margin, height - 46)
     xs = [point[0] for line in lines for point in line.points]
     ys = [value for line in lines for value in (*(p[1] for p in line.points), *line.low, *line.high)]
-    x_scale, x_ticks = _scale(xs, frame[0], frame[2], x.log, 4 if short else 7)
-    y_scale, y_ticks = _scale(ys, frame[3], frame[1], y.log, 6)
+    x_scale, x_ticks = _scale(xs, frame[0], frame[2], x, 4 if short else 7)
+    y_scale, y_ticks = _scale(ys, frame[3], frame[1], y, 6)
     joined = [line for line in lines if line.joined]
     ends = [(x_scale(line.points[-1][0]), y_scale(line.points[-1][1])) for line in joined]
     places = spread_out([end[1] for end in ends], LINE, frame[1] + 4, frame[3])
@@ -194,12 +195,13 @@ def stroke(index: int) -> tuple[float, str]:
 
 
 def _scale(
-    values: Sequence[float], start: float, end: float, log: bool, ticks: int
+    values: Sequence[float], start: float, end: float, axis: Axis, ticks: int
 ) -> tuple[Callable[[float], float], list[float]]:
     """The map from values to pixels, with a little room at both ends, and the ticks inside."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    log = axis.log
     along: Callable[[float], float] = math.log10 if log else float
     first, last = along(low), along(high)
     room = 0.04 * (last - first) or 0.05 * abs(first) or 0.5
@@ -213,7 +215,7 @@ def _scale(
     if log:
         found = LogLocator(base=10, subs=(1, 2, 5), numticks=3 * ticks).tick_values(10**first, 10**last)
     else:
-        found = MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]).tick_values(first, last)
+        found = MaxNLocator(ticks, steps=[1, 2, 5, 10], integer=axis.whole).tick_values(first, last)
     inside = [float(tick) for tick in found if not log or tick > 0]
     inside = [tick for tick in inside if first - 1e-12 <= along(tick) <= last + 1e-12]
     apart: list[float] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefed.core.text import pluralize, size
 from prefed.report.chart import Axis, Figure, Line, figure
@@ -33,7 +33,7 @@ def over_rounds(compared: Compared, drawn: Sequence[int], name: str) -> Figure |
     points = {k: _curve(compared.cases[k], name) for k in drawn}
     if all(len(some) < 2 for some in points.values()):
         return None
-    axis = Axis("round", lambda value: f"{value:g}")
+    axis = Axis("round", lambda value: f"{value:g}", whole=True)
     return _curves(compared, points, axis, name, "over rounds", lambda x: f"round {x:g}")
 
 
@@ -90,10 +90,11 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> F
     alt = f"{called.capitalize()} of the worst client against the mean, {count}. "
     alt += f"The worst client does best in {best.name}: {best.points[0][2]}."
     small = " Small marks are single seeds." if any(len(line.points) > 1 for line in lines) else ""
-    caption = f"Up is fairer, to the right is better; on the dotted line all clients are alike.{small}"
     x, y = Axis("mean over clients", share), Axis("worst client", share)
     title = f"{called.capitalize()}: worst client against mean."
-    return figure(title, alt, caption, lines, x, y, diagonal=True)
+    made = figure(title, alt, "", lines, x, y, diagonal=True)
+    alike = "; on the dotted line all clients are alike" if made.wide.diagonal else ""
+    return replace(made, caption=f"Up is fairer, to the right is better{alike}.{small}")
 
 
 @dataclass(frozen=True)

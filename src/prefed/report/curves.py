@@ -112,7 +112,11 @@ def clients(run: RunRecord, theme: Theme) -> Figure:
                 own = [(r, each["per_client"][client]) for r, each in figures if client in each["per_client"]]
                 rounds, values = [r for r, _ in own], [value for _, value in own]
                 told, color = _told(client, rounds, values), color_of(theme, index, len(run.clients))
-                draw_line(axes, rounds, values, color=color, label=short_name(client, 16), told=told)
+                # Of curves that run over each other every one shows.
+                below = len(run.clients) - 1 - index
+                width, style = 1.2 + min(1.3 * below, 4 * below / FEW), "--" if index % 2 else "-"
+                look: Any = {"color": color, "width": width, "style": style, "label": short_name(client, 16)}
+                draw_line(axes, rounds, values, **look, told=told)
         axes.set(title=title if len(titles) > 1 else "", xlabel="round")
         percent_axis(axes.yaxis)
         round_axis(axes)

@@ -6,6 +6,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from prefed.core.text import pluralize
 from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
 from prefed.report.tables import literal, new_table
 
@@ -34,7 +35,7 @@ _LEFT_OUT = {
 
 def print_dataset_statistics(statistics: DatasetStatistics, console: Console) -> None:
     """Print a table with one line per client (the first 40), then a table of the whole dataset."""
-    table = new_table(f"{len(statistics.clients)} clients", "client")
+    table = new_table(pluralize(len(statistics.clients), "client", "clients"), "client")
     table.caption = (
         "prompt, response: tokens, median/95%/largest. JSD: distance from all clients together, 0 to 1."
     )

@@ -178,15 +178,18 @@ def draw_line(
     *,
     color: Any,
     style: str = "-",
+    width: float | None = None,
     label: str | None = None,
     told: Sequence[str] | None = None,
 ) -> None:
     """A curve; up to :data:`BARS` points are marked.
 
     Args:
+        width: in points; thin curves lie on wide ones.
         told: what each point shows, for :func:`tell_points`.
     """
-    axes.plot(rounds, values, style, color=color, marker="o" if len(rounds) <= BARS else "", label=label)
+    look: Any = {"color": color, "linewidth": width, "zorder": 2 - (width or 0.0) / 100, "label": label}
+    axes.plot(rounds, values, style, marker="o" if len(rounds) <= BARS else "", **look)
     if told is not None:
         tell_points(axes, rounds, values, told)
 

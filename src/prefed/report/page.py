@@ -17,6 +17,7 @@ from prefed.methods import METHODS
 from prefed.metrics import flat_loss_warning
 from prefed.report import clients, curves, distributed, origin, outcomes, over_rounds, selectors, tastes
 from prefed.report.html import render_template
+from prefed.report.result import best_line, privacy_line
 from prefed.report.shares import error_of, error_of_mean, pairs_of, share
 from prefed.runs.going import Going
 from prefed.runs.outcomes import Outcome, alignment_of, judged_of
@@ -107,6 +108,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> s
         sections={name: title for name, title in SECTIONS.items() if name in there},
         warnings=_warnings(run),
         cards=_cards(run),
+        told=_told(run),
         curves=over_rounds.accuracy_plots(run),
         rounds=over_rounds.rounds_table(run),
         clients_plot=clients.ends_plot(run),
@@ -129,6 +131,13 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> s
         meanings=origin.meanings(run),
         **parts,
     )
+
+
+def _told(run: RunRecord) -> list[str]:
+    """Which round was the best, and what noise promises, where the run has these."""
+    lines = {"stop": best_line, "privacy": privacy_line}
+    texts = [line(run.summary[key]) for key, line in lines.items() if key in run.summary]
+    return [f"{text[0].upper()}{text[1:]}." for text in texts]
 
 
 def _warnings(run: RunRecord) -> list[str]:
