@@ -14,6 +14,7 @@ from finished import CLIENTS, write_run
 from prefed.core import Privacy
 from prefed.metrics import federated_metric, federated_metrics, spread
 from prefed.report import curves, drawing, over_rounds, plots
+from prefed.report.compare_plot import comparison
 from prefed.report.comparison import (
     comparison_table,
     differences,
@@ -390,7 +391,7 @@ def test_many_clients_are_drawn_as_a_distribution(tmp_path):
 
 @pytest.mark.parametrize(("name", "head"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml"), ("p.PDF", b"%PDF")])
 def test_a_plot_is_of_the_kind_its_name_says(tmp_path, run, name, head):
-    drawing.save(lambda theme: plots.comparison([run, run], theme), tmp_path / name)
+    drawing.save(lambda theme: comparison([run, run], theme), tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(head)
 
 
