@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prefed.core.text import pluralize, size
@@ -126,7 +126,7 @@ def _curves(
     axis: Axis,
     name: str,
     over: str,
-    write: object,
+    write: Callable[[float], str],
 ) -> Figure | None:
     points = {k: some for k, some in points.items() if some}
     if not points:
@@ -136,7 +136,7 @@ def _curves(
     bands = several and len(points) <= BANDS
     lines = []
     for k, some in points.items():
-        told = [(p.x, p.y, f"{p.note} at {write(p.x)}") for p in some]  # type: ignore[operator]
+        told = [(p.x, p.y, f"{p.note} at {write(p.x)}") for p in some]
         banded = bands and all(point.std is not None for point in some)
         low = [point.y - (point.std or 0.0) for point in some] if banded else []
         high = [point.y + (point.std or 0.0) for point in some] if banded else []
