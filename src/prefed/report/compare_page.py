@@ -18,6 +18,7 @@ from prefed.report.compare_clients import Shown, clients_of, gains_of
 from prefed.report.compared import ChosenCase, Compared
 from prefed.report.comparison import labels
 from prefed.report.html import render_template
+from prefed.report.meanings import WORST_TENTH
 from prefed.report.parts import Facts, Table
 from prefed.report.seeds import few_seeds, plus_minus, rows_of_tests
 from prefed.runs.record import RunRecord
@@ -227,6 +228,4 @@ def _meanings(compared: Compared) -> Facts:
             if name in (*ACCURACIES, *FURTHER, "baseline_accuracy"):
                 called = {**compared.accuracies, **FURTHER}.get(name, figure.label)
                 told.setdefault(called, f"{figure.meaning}.")
-    told["worst tenth"] = "mean of the lowest tenth of the clients, at least one of them."
-    told["±"] = "sample standard deviation over seeds."
-    return list(told.items())
+    return [*told.items(), WORST_TENTH, ("±", "sample standard deviation over seeds.")]

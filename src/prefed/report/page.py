@@ -17,6 +17,7 @@ from prefed.methods import METHODS
 from prefed.metrics import flat_loss_warning
 from prefed.report import clients, curves, distributed, origin, outcomes, over_rounds, selectors, tastes
 from prefed.report.html import render_template
+from prefed.report.meanings import meanings
 from prefed.report.shares import error_of, error_of_mean, pairs_of, share
 from prefed.runs.going import Going
 from prefed.runs.outcomes import Outcome, alignment_of, judged_of
@@ -126,7 +127,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> s
         settings=origin.settings_table(run),
         experiment=tomli_w.dumps(dict(run.config)),
         versions=origin.versions(run),
-        meanings=origin.meanings(run),
+        meanings=meanings(run),
         **parts,
     )
 
