@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prefed.core.strict import flatten
 from prefed.core.text import duration, size
+from prefed.report.judged import interval, sides
 from prefed.report.seeds import few_seeds, seeds_tables
 from prefed.report.tables import SHOWN, literal, new_table, setting
 from prefed.runs.cases import Case, cases
@@ -238,10 +239,10 @@ def judged_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table 
         rate = summary["win_rate"]
         table.add_row(
             literal(name),
-            literal(f"{summary['model']} against {summary['against']}"),
+            literal(sides(summary)),
             literal(summary["judge"]),
             f"{rate['mean']:.1%}",
-            f"{rate['low']:.1%} to {rate['high']:.1%}",
+            interval(rate),
             f"{summary['wins']:.1%}",
             f"{summary['judged']:,}",
         )
