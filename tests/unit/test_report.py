@@ -119,7 +119,7 @@ def test_clients_too_small_for_a_figure_are_said_and_counted(tmp_path):
     figure = federated_metrics(accuracies, pairs, Privacy(minimum_pairs=4))["x"]
     path = write_run(tmp_path / "run", preference_accuracy=figure)
     run = read_run(path)
-    assert (run.judged, run.clients) == (5, ("ann", "bob", "cyd"))
+    assert (run.evaluated, run.clients) == (5, ("ann", "bob", "cyd"))
     assert run.spread("preference_accuracy").mean == pytest.approx(0.5)
     warning = "2 clients have fewer pairs than [privacy] minimum_pairs: they count in means alone"
     page = render(run)

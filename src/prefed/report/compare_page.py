@@ -114,7 +114,7 @@ def _lead(compared: Compared) -> str:
     told = [run.pairs(client) for run in compared.runs for client in run.clients]
     pairs = [count for count in told if count is not None]
     text = f"{pluralize(len(compared.cases), 'case', 'cases')} of {seeds}; {first.config['model']['name']}; "
-    text += f"{pluralize(first.judged, 'client', 'clients')} judged on {first.split} pairs"
+    text += f"{pluralize(first.evaluated, 'client', 'clients')} judged on {first.split} pairs"
     if pairs:
         low, high = min(pairs), max(pairs)
         text += f", {low:,} each" if low == high else f", {low:,} to {high:,} each"
