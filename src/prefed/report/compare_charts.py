@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from prefed.core.text import pluralize, size
 from prefed.report.chart import Axis, Figure, Line, figure
 from prefed.report.compared import Compared
+from prefed.report.drawing import percent
 from prefed.report.seeds import plus_minus
 from prefed.runs.cases import Case
 from prefed.runs.seeds import ACCURACIES, by_seed, spent
@@ -17,15 +18,6 @@ BANDS = 6
 """Cases of which deviations over seeds are drawn as bands at most."""
 WIDE = 20.0
 """What is spent is drawn on a logarithmic axis where one case spends so many times as much as another."""
-
-
-def share(value: float) -> str:
-    """A share of pairs along an axis.
-
-    >>> share(0.5), share(0.625)
-    ('50%', '62.5%')
-    """
-    return f"{100 * value:.4g}%"
 
 
 def over_rounds(compared: Compared, drawn: Sequence[int], name: str) -> Figure | None:
@@ -91,7 +83,7 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> F
     alt += f"The worst client does best in {best.name}: {best.points[0][2]}."
     small = " Small marks are single seeds." if any(len(line.points) > 1 for line in lines) else ""
     caption = f"Up is fairer, to the right is better; on the dotted line all clients are alike.{small}"
-    x, y = Axis("mean over clients", share), Axis("worst client", share)
+    x, y = Axis("mean over clients", percent), Axis("worst client", percent)
     title = f"{called.capitalize()}: worst client against mean."
     return figure(title, alt, caption, lines, x, y, diagonal=True)
 
@@ -148,7 +140,7 @@ def _curves(
     alt += f"; lowest: {lowest.name}, {lowest.points[-1][2]}." if len(lines) > 1 else "."
     caption = "Mean over clients" + (" and seeds" if several else "")
     caption += ", with one standard deviation over seeds." if bands else "."
-    y = Axis("", share)
+    y = Axis("", percent)
     return figure(f"{called.capitalize()} {over}.", alt, caption, lines, axis, y)
 
 

@@ -273,6 +273,15 @@ def round_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
+def percent(value: float) -> str:
+    """A share of pairs along an axis.
+
+    >>> percent(0.5), percent(0.625)
+    ('50%', '62.5%')
+    """
+    return f"{100 * value:.4g}%"
+
+
 def percent_axis(axis: Axis) -> None:
     """Shares as percentages along an axis."""
-    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
+    axis.set_major_formatter(lambda value, _: percent(value))
