@@ -10,7 +10,7 @@ from prefed.core.strict import flatten
 from prefed.core.text import duration, size
 from prefed.report.judged import interval, sides
 from prefed.report.seeds import few_seeds, seeds_tables
-from prefed.report.tables import SHOWN, literal, new_table, setting
+from prefed.report.tables import LISTED, literal, new_table, setting
 from prefed.runs.cases import Case, cases
 from prefed.runs.figures import REWARDED
 from prefed.runs.outcomes import judged_of
@@ -257,13 +257,13 @@ def differences_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> T
         return None
     table = new_table("settings that differ", "setting")
     table.add_column("values")
-    for name, values in list(settings.items())[:SHOWN]:
+    for name, values in list(settings.items())[:LISTED]:
         runs_of: dict[str, list[str]] = {}
         for run, value in zip(names, values, strict=True):
             if value is not None or not name.startswith("method."):
                 runs_of.setdefault("left out" if value is None else value, []).append(run)
         cells = (f"[bold]{literal(value)}[/] {literal(', '.join(some))}" for value, some in runs_of.items())
         table.add_row(literal(name), "; ".join(cells))
-    if len(settings) > SHOWN:
-        table.add_row(f"… and {len(settings) - SHOWN} more")
+    if len(settings) > LISTED:
+        table.add_row(f"… and {len(settings) - LISTED} more")
     return table

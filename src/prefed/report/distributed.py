@@ -21,7 +21,7 @@ GRADIENTS = {
     "paper_gap": "the paper's gap",
 }
 """Figures of a diagnosis that are drawn over rounds, and the titles of their plots."""
-SHOWN = frozenset({*GRADIENTS, "consensus_before", "consensus_after"})
+OWN_PLOTS = frozenset({*GRADIENTS, "consensus_before", "consensus_after"})
 """Those that have plots of their own on the page of a run that was diagnosed or has a graph."""
 
 
