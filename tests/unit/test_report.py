@@ -15,13 +15,8 @@ from prefed.core import Privacy
 from prefed.metrics import federated_metric, federated_metrics, spread
 from prefed.report import curves, drawing, over_rounds, plots
 from prefed.report.compare_plot import comparison
-from prefed.report.comparison import (
-    comparison_table,
-    differences,
-    differences_table,
-    disagreements,
-    labels,
-)
+from prefed.report.comparison import comparison_table, differences_table
+from prefed.report.differences import differences, disagreements, labels
 from prefed.report.page import render
 from prefed.report.result import print_result
 from prefed.report.tables import clients_table

@@ -16,7 +16,7 @@ from prefed.report import compare_charts as charts
 from prefed.report.chart import Figure
 from prefed.report.compare_clients import Shown, clients_of, gains_of
 from prefed.report.compared import ChosenCase, Compared
-from prefed.report.comparison import labels
+from prefed.report.differences import labels
 from prefed.report.html import render_template
 from prefed.report.meanings import WORST_TENTH
 from prefed.report.parts import Facts, Table

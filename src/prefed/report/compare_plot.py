@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefed.core.text import size
-from prefed.report.comparison import disagreements, labels
+from prefed.report.differences import disagreements, labels
 from prefed.report.drawing import (
     BARS,
     Theme,

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prefed.report.comparison import case_names, differences, disagreements, labels, letters
+from prefed.report.differences import case_names, differences, disagreements, labels, letters
 from prefed.runs.cases import Case, cases
 from prefed.runs.record import RunRecord
 from prefed.runs.seeds import (

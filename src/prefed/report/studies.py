@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefed.report.comparison import case_names
+from prefed.report.differences import case_names
 from prefed.report.distributed import GRADIENTS
 from prefed.report.drawing import Theme, canvas, color_of, draw_line, legend, percent_axis, round_axis
 from prefed.runs import studies
