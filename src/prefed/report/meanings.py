@@ -20,6 +20,7 @@ NUMBERS = {
     "rho": "by how much a mix shrinks what parts the clients, at the least.",
     "edges": "pairs of clients that mixed.",
     "staleness": "how many rounds old uploads' models were, on the mean.",
+    "epsilon": "ε of the clients' differential privacy by the end of a round, at the δ of [privacy].",
     "time": "simulated seconds since the run's start.",
 }
 """Figures of an evaluation or of the round log that are no shares, and what they mean."""
