@@ -32,8 +32,10 @@ def keep(server: State, known: Mapping[str, Posterior], told: Collection[str], n
     """``server`` with the posteriors ``known``, of which those of ``told`` were sent in this round."""
     members = sorted(now.weights)
     sent = {**rounds_of(server), **dict.fromkeys(told, now.number)}
-    values = {"members": cast("list[Any]", members), "sent": {c: sent[c] for c in sorted(sent)}}
-    return server.update({PEERS: _table(known, members)}, values)
+    return server.update(
+        {PEERS: _table(known, members)},
+        {"members": cast("list[Any]", members), "sent": {c: sent[c] for c in sorted(sent)}},
+    )
 
 
 def posteriors(server: State) -> dict[str, Posterior]:
