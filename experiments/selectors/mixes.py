@@ -82,24 +82,47 @@ def labeled(pairs: Rows, client: str, taste: str) -> list[dict[str, Any]]:
     return [{**{key: row[key] for key in columns}, "client": client, "taste": taste} for row in pairs]
 
 
-def main() -> None:
+def write(path: Path, rows: Rows) -> None:
+    """Write pairs as gzipped JSON lines; equal pairs give equal bytes."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    files.write(path, gzip.compress(text.encode(), mtime=0))
+
+
+def arguments(
+    description: str | None, out: Path, pairs: int, validation: int, test_pairs: int
+) -> argparse.ArgumentParser:
+    """The arguments of programs that deal the personas' pairs, with their defaults."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("train", type=Path, nargs="?", default=PERSONAS / "personas.train.jsonl.gz")
     parser.add_argument("test", type=Path, nargs="?", default=PERSONAS / "personas.test.jsonl.gz")
-    parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--clients", type=int, default=20, help="of each mix (default 20)")
-    parser.add_argument("--pairs", type=int, default=160, help="training pairs of a client (default 160)")
-    parser.add_argument(
-        "--validation", type=int, default=25, help="validation pairs of a client (default 25)"
-    )
-    parser.add_argument("--test-pairs", type=int, default=50, help="test pairs of a client (default 50)")
+    parser.add_argument("--out", type=Path, default=out)
+    for name, default, of in (
+        ("--pairs", pairs, "training"),
+        ("--validation", validation, "validation"),
+        ("--test-pairs", test_pairs, "test"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, help=f"{of} pairs of a client (default {default})"
+        )
     parser.add_argument("--seed", type=int, default=0, help="of the draw of pairs")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What the command says; it ends if a file is not there."""
     args = parser.parse_args()
     for path in (args.train, args.test):
         if not path.exists():
             parser.error(f"{path}: no such file; experiments/personas/prepare.py writes it")
+    return args
+
+
+def main() -> None:
+    parser = arguments(__doc__, HERE, pairs=160, validation=25, test_pairs=50)
+    parser.add_argument("--clients", type=int, default=20, help="of each mix (default 20)")
+    args = parsed(parser)
     train, test = read(args.train), read(args.test)
     personas = len(by_persona(train))
     if args.clients % personas or args.clients % 2:
@@ -118,9 +141,8 @@ def main() -> None:
         for client, (taste, pairs) in zip(ids, own, strict=True):
             roles["test"] += labeled(pairs, client, taste)
         for role, rows in roles.items():
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             path = args.out / f"{mix}.{role}.jsonl.gz"
-            files.write(path, gzip.compress(text.encode(), mtime=0))
+            write(path, rows)
             clients, tastes = (len({row[key] for row in rows}) for key in ("client", "taste"))
             print(f"{path}: {len(rows)} pairs; clients: {clients}, tastes: {tastes}")
 

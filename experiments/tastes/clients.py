@@ -20,21 +20,17 @@ client that trains tells nothing of its taste. Writes ``MIX.train.jsonl.gz``, ``
 
 from __future__ import annotations
 
-import argparse
-import gzip
-import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefed import files
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "selectors"))  # mixes.py deals the pairs of the other mixes
 
-from mixes import PERSONAS, Rows, by_persona, deal, labeled, read  # noqa: E402
+import mixes  # noqa: E402
+from mixes import Rows, by_persona, deal, labeled, read  # noqa: E402
 
 SEEN = ("politically-liberal", "risk-averse", "interest-in-sports", "interest-in-math", "agreeableness")
 UNSEEN = ("subscribes-to-Buddhism", "extraversion")
@@ -82,23 +78,9 @@ def with_twins(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("train", type=Path, nargs="?", default=PERSONAS / "personas.train.jsonl.gz")
-    parser.add_argument("test", type=Path, nargs="?", default=PERSONAS / "personas.test.jsonl.gz")
-    parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--pairs", type=int, default=120, help="training pairs of a client (default 120)")
-    parser.add_argument(
-        "--validation", type=int, default=40, help="validation pairs of a client (default 40)"
-    )
-    parser.add_argument("--test-pairs", type=int, default=40, help="test pairs of a client (default 40)")
+    parser = mixes.arguments(__doc__, HERE, pairs=120, validation=40, test_pairs=40)
     parser.add_argument("--newcomers", type=int, default=2, help="of each taste and kind (default 2)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw of pairs")
-    args = parser.parse_args()
-    for path in (args.train, args.test):
-        if not path.exists():
-            parser.error(f"{path}: no such file; experiments/personas/prepare.py writes it")
+    args = mixes.parsed(parser)
     train, test = (by_persona(read(path)) for path in (args.train, args.test))
     if missing := [name for name in (*SEEN, *UNSEEN) if name not in train or name not in test]:
         parser.error(f"{args.train}, {args.test}: no pairs of {', '.join(missing)}")
@@ -132,9 +114,8 @@ def write(out: Path, mix: str, clients: Sequence[tuple[str, str, Hand]]) -> None
     """The files of a mix."""
     for role in ROLES:
         rows = [row for name, taste, hand in clients for row in labeled(hand[role], name, taste)]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         path = out / f"{mix}.{role}.jsonl.gz"
-        files.write(path, gzip.compress(text.encode(), mtime=0))
+        mixes.write(path, rows)
         print(f"{path}: {len(rows)} pairs, {len(clients)} clients")
 
 

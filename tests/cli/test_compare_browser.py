@@ -9,7 +9,7 @@ from browser import needs_chromium
 from finished import write_run
 from prefed.metrics import federated_metric
 from prefed.report.compare_page import write_comparison
-from prefed.report.compared import Choice
+from prefed.report.compared import ChosenCase
 from prefed.runs.record import read_run
 
 pytestmark = needs_chromium
@@ -31,7 +31,7 @@ def page_file(tmp_path_factory):
             made = {"fingerprint": {"data": "other" if k == 9 else "x"}, **summary}
             runs.append(read_run(write_run(folder / name, clients, settings=settings, **made)))
     path = folder / "page.html"
-    write_comparison(runs, path, [Choice("case4 was chosen.", [runs[6].path], {})])
+    write_comparison(runs, path, [ChosenCase("case4 was chosen.", [runs[6].path], {})])
     return path
 
 

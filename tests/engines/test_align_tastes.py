@@ -22,7 +22,8 @@ from prefed.core import Callback, Key
 from prefed.data import Record
 from prefed.judge import Question
 from prefed.judge.registry import JudgeOptions
-from prefed.methods.base.tastes import Z, posteriors
+from prefed.methods.base.posteriors import posteriors
+from prefed.methods.base.tastes import Z
 from prefed.runs.align import align as align_run
 from prefed.runs.evaluate import evaluate
 from prefed.runs.judges import make_judge

@@ -10,7 +10,7 @@ from prefed.core import Objective, Privacy, Tensors
 from prefed.engines.validation import validate_upload
 from prefed.losses import LATENT
 from prefed.merge.posteriors import summarize
-from prefed.methods.base import tastes
+from prefed.methods.base import posteriors
 from prefed.metrics import choice_metrics
 from prefed.wire import encode
 from tastes import ROWS, TESTS, TRAIN, Federation, copied, half, taught
@@ -72,11 +72,11 @@ def test_peers_are_others_that_sent_and_absent_ones_are_masked(pairs):
         ("c", False, [1, 1, 0, 1]),
         ("b", True, [0, 0, 0, 1]),
     ):
-        peers = tastes.peers_of(run.server, client, latest=latest)
+        peers = posteriors.peers_of(run.server, client, latest=latest)
         assert peers["peers/present"].tolist() == present
         assert not peers["peers/mean"][peers["peers/present"] == 0].any()
     last = {upload.client: upload for upload in run.uploads}
-    told = tastes.posteriors(run.server)
+    told = posteriors.posteriors(run.server)
     assert list(told) == ["a", "b", "d"]
     torch.testing.assert_close(told["b"].mean, last["b"].tensors["posterior"]["posterior/mean"])
     mean = torch.stack([posterior.mean for posterior in told.values()]).mean(0)
@@ -117,7 +117,7 @@ def test_a_small_client_sends_no_posterior_and_none_is_taken_from_it(pairs):
     assert [sorted(upload.tensors) for upload in run.uploads] == [["model", "posterior"]] * 2 + [
         ["model"]
     ] * 2
-    assert list(tastes.posteriors(run.server)) == ["a", "b"]
+    assert list(posteriors.posteriors(run.server)) == ["a", "b"]
     assert "label" not in exchange.send(run.server, "c", run.now(2)).scalars
     small = replace(run.uploads[2], scalars={})
     lying = replace(small, tensors={**small.tensors, "posterior": run.uploads[0].tensors["posterior"]})

@@ -22,7 +22,7 @@ from prefed.report import compare_page
 from prefed.report.chart import COLORS, MARKS, STROKES, Axis, Line, figure, spread_out
 from prefed.report.compare_clients import Shown, gains_of, strips
 from prefed.report.compare_page import render_comparison
-from prefed.report.compared import Choice, Compared
+from prefed.report.compared import ChosenCase, Compared
 from prefed.report.comparison import print_comparison
 from prefed.runs.record import read_run
 
@@ -149,7 +149,9 @@ def test_runs_on_other_pairs_are_warned_of(tmp_path):
 
 
 def test_what_a_sweep_chose_is_named(runs):
-    choice = Choice("ditto was chosen.", [runs[3].path], {"preference_accuracy": {1: 0.6, 2: 0.7, 3: 0.8}})
+    choice = ChosenCase(
+        "ditto was chosen.", [runs[3].path], {"preference_accuracy": {1: 0.6, 2: 0.7, 3: 0.8}}
+    )
     page = render_comparison(runs, [choice])
     assert "ditto was chosen." in page
     assert "0.700 ± 0.100 over 3 seeds" in page

@@ -95,6 +95,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", [DOCS / "choosing.md", ROOT / "README.md"], ids=name_of)
+def test_figures_that_a_page_repeats_are_those_of_the_results(page: Path) -> None:
+    figure = re.compile(r"\d\.\d{3} ± \d\.\d{3}")
+    told = set(figure.findall(page.read_text("utf-8")))
+    assert told <= set(figure.findall((DOCS / "results.md").read_text("utf-8")))
+
+
 def missing_paths(page: str) -> list[str]:
     """The paths in a page's code spans that are neither in ``src/prefed`` nor in the repository."""
     missing = []

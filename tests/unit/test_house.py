@@ -52,8 +52,8 @@ ALLOWED = {
     "privacy": BOTTOM | {"merge"},
     "engines": BOTTOM | {"fleet", "merge", "metrics", "privacy", "store", "wire"},
     "config": BOTTOM | {"data", "fleet", "losses", "merge", "methods", "models"},
-    "align": BOTTOM | {"config", "data", "losses", "metrics", "models", "train", "wire"},
-    "judge": BOTTOM | {"data", "metrics", "models", "train"},
+    "align": BOTTOM | {"config", "data", "metrics", "models", "train", "wire"},
+    "judge": BOTTOM | {"data", "models", "train"},
     "runs": BOTTOM
     | {
         "align",
@@ -72,7 +72,7 @@ ALLOWED = {
         "train",
         "wire",
     },
-    "report": BOTTOM | {"data", "losses", "methods", "metrics", "runs", "store"},
+    "report": BOTTOM | {"data", "methods", "metrics", "runs", "store", "theory"},
     "collect": BOTTOM | {"data", "metrics", "models", "runs", "train"},
     "federation": BOTTOM | {"config", "data", "engines", "methods", "models", "runs", "store", "wire"},
     "peer": BOTTOM

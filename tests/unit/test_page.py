@@ -13,7 +13,8 @@ from jinja2 import UndefinedError
 
 from finished import CLIENTS, write_run
 from prefed.metrics import federated_metric
-from prefed.report import clients, curves, drawing, origin, plots
+from prefed.report import clients, curves, drawing, origin
+from prefed.report.compare_plot import comparison
 from prefed.report.html import environment
 from prefed.report.page import render, write_page
 from prefed.runs.record import read_run
@@ -238,7 +239,7 @@ def test_names_cannot_break_the_page(tmp_path):
     text = render(run)
     assert text.count("<script") == 1
     assert nasty in Page(text).data
-    drawing.save(lambda theme: plots.comparison([run, run], theme), tmp_path / "p.png")
+    drawing.save(lambda theme: comparison([run, run], theme), tmp_path / "p.png")
 
 
 def test_dropped_uploads_and_silent_clients_are_said(tmp_path):

@@ -74,7 +74,7 @@ def test_colors_are_those_of_the_page(costs):
         )
         assert "var(--plot-1)" in svg
     variables = set(re.findall(r"var\((--[\w-]+)\)", costs.wide))
-    css, _, _ = environment().loader.get_source(environment(), "page.css")
+    css = environment().get_template("page.css").render()
     assert all(css.count(f"{name}:") == 2 for name in variables)
 
 

@@ -14,13 +14,9 @@ from finished import CLIENTS, write_run
 from prefed.core import Privacy
 from prefed.metrics import federated_metric, federated_metrics, spread
 from prefed.report import curves, drawing, over_rounds, plots
-from prefed.report.comparison import (
-    comparison_table,
-    differences,
-    differences_table,
-    disagreements,
-    labels,
-)
+from prefed.report.compare_plot import comparison
+from prefed.report.comparison import comparison_table, differences_table
+from prefed.report.differences import differences, disagreements, labels
 from prefed.report.page import render
 from prefed.report.result import print_result
 from prefed.report.tables import clients_table
@@ -118,7 +114,7 @@ def test_clients_too_small_for_a_figure_are_said_and_counted(tmp_path):
     figure = federated_metrics(accuracies, pairs, Privacy(minimum_pairs=4))["x"]
     path = write_run(tmp_path / "run", preference_accuracy=figure)
     run = read_run(path)
-    assert (run.judged, run.clients) == (5, ("ann", "bob", "cyd"))
+    assert (run.evaluated, run.clients) == (5, ("ann", "bob", "cyd"))
     assert run.spread("preference_accuracy").mean == pytest.approx(0.5)
     warning = "2 clients have fewer pairs than [privacy] minimum_pairs: they count in means alone"
     page = render(run)
@@ -390,7 +386,7 @@ def test_many_clients_are_drawn_as_a_distribution(tmp_path):
 
 @pytest.mark.parametrize(("name", "head"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml"), ("p.PDF", b"%PDF")])
 def test_a_plot_is_of_the_kind_its_name_says(tmp_path, run, name, head):
-    drawing.save(lambda theme: plots.comparison([run, run], theme), tmp_path / name)
+    drawing.save(lambda theme: comparison([run, run], theme), tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(head)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from finished import config, write_run
-from prefed.report.comparison import case_names, disagreements
+from prefed.report.differences import case_names, disagreements
 from prefed.report.seeds import few_seeds, rows_of_tests, seeds_tables
 from prefed.runs import seeds
 from prefed.runs.cases import cases

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.arguments import Overrides
+from prefed.cli.arguments import Overrides, set_words
+from prefed.cli.interrupts import interruptible
 from prefed.cli.output import progress_console, terminal
-from prefed.cli.run import interruptible, next_commands
+from prefed.cli.run import next_commands
 
 
 def align(
@@ -32,7 +33,7 @@ def align(
 ) -> None:
     """Align a model with a finished run's selectors, on prompts alone."""
     overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
-    words = ["prefed", "align", str(run), *(word for text in overrides for word in ("--set", text))]
+    words = ["prefed", "align", str(run), *set_words(overrides)]
     with interruptible(words, None, resume=True, kept="what was done is kept"):
         from prefed.runs.record import read_run
 

@@ -1,7 +1,8 @@
-"""Arguments that several commands take."""
+"""Arguments that several commands take, and what is made of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -65,3 +66,21 @@ Track = Annotated[
         "again.",
     ),
 ]
+
+
+def run_name(file: Path, cell: str | None) -> str:
+    """What a run directory is named after: an experiment file, and its cell where it is a table.
+
+    >>> run_name(Path("tables/imdb.toml"), "imdb-3/fedper")
+    'imdb-imdb-3-fedper'
+    """
+    return f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
+
+
+def set_words(overrides: Sequence[str]) -> list[str]:
+    """``--set`` and its values, as words of a command.
+
+    >>> set_words(["seed=1", "method.lr=1e-4"])
+    ['--set', 'seed=1', '--set', 'method.lr=1e-4']
+    """
+    return [word for text in overrides for word in ("--set", text)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from prefed.cli.errors import UsageError
-from prefed.cli.run import interruptible
+from prefed.cli.interrupts import interruptible
 
 if TYPE_CHECKING:
     from prefed.collect.drawing import Drawing

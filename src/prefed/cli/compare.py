@@ -59,9 +59,9 @@ def compare(
         print_comparison(records, stdout_console())
     made = []
     if out is not None:
-        from prefed.report import plots
+        from prefed.report.compare_plot import comparison
 
-        drawing.save(lambda theme: plots.comparison(records, theme), out)
+        drawing.save(lambda theme: comparison(records, theme), out)
         made.append(f"plot: {out}")
     if html is not None:
         from prefed.report.compare_page import write_comparison

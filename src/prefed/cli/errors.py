@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
-"""Exit codes besides 0: the run or the data is wrong; the command line alone is wrong; Ctrl-C. A shell itself
-gives 143 for a program that a termination signal ended."""
+
+def exit_code(number: int) -> int:
+    """The exit code after a signal, as a shell has it for a program that the signal itself ended.
+
+    >>> exit_code(signal.SIGINT), exit_code(signal.SIGTERM)
+    (130, 143)
+    """
+    return 128 + number
+
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, exit_code(signal.SIGINT)
+"""Exit codes besides 0: the run or the data is wrong; the command line alone is wrong; Ctrl-C."""
 
 
 class UsageError(ValueError):

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.arguments import CellName, File, Overrides
+from prefed.cli.arguments import CellName, File, Overrides, run_name, set_words
+from prefed.cli.interrupts import interruptible
 from prefed.cli.output import progress_console, terminal
-from prefed.cli.run import interruptible
 
 
 def federate(
@@ -37,7 +37,7 @@ def federate(
 ) -> None:
     """Run an experiment over the sites of a federation."""
     words = ["prefed", "federate", str(file), "--hub", str(hub), *(["--cell", cell] if cell else [])]
-    words += [word for text in overrides or [] for word in ("--set", text)]
+    words += set_words(overrides or [])
     with interruptible(words, out, resume) as paths:
         from prefed.federation.flare import check_installed
 
@@ -58,8 +58,7 @@ def federate(
 
         silence_transformers()
         console, kits = progress_console(), Kits.open(hub)
-        stem = f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
-        path = out or default_out(experiment, stem)
+        path = out or default_out(experiment, run_name(file, cell))
         paths.append(path)
         refuse_foreign(path, resume)
         chosen = tuple(sites.split(",")) if sites else kits.sites

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.errors import INTERRUPTED
+from prefed.cli.interrupts import terminable
 
 
 def report(
@@ -21,8 +22,6 @@ def report(
     ] = False,
 ) -> None:
     """Write one HTML page about a finished run, complete in itself, or about one that goes on."""
-    import signal
-
     from prefed.report.page import write_page
     from prefed.report.watch import watch as keep_fresh
     from prefed.runs.record import read_run
@@ -34,11 +33,9 @@ def report(
         write_page(read_run(run), path)
         typer.echo(f"report: {path}")
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        keep_fresh(run, path, typer.echo)
+        with terminable():
+            keep_fresh(run, path, typer.echo)
     except KeyboardInterrupt:
         typer.echo(f"report: {path}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)

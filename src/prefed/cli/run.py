@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefed.cli.arguments import CellName, File, Overrides, Track
+from prefed.cli.arguments import CellName, File, Overrides, Track, run_name, set_words
 from prefed.cli.errors import UsageError
+from prefed.cli.interrupts import interruptible
 from prefed.cli.output import AsJson, print_json, progress_console, terminal
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ def run(
         raise UsageError("give --dry-run or --resume, not both: only a new run can be tried")
     overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
     words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
-    words += [word for text in overrides for word in ("--set", text)]
+    words += set_words(overrides)
     words += ["--dry-run"] if dry_run else []
     with interruptible(words, out, resume) as paths:
         from prefed.config.table import load_cell
@@ -62,8 +60,7 @@ def run(
 
         silence_transformers()
         console = progress_console(as_json)
-        stem = f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
-        path = out or default_out(experiment, stem)
+        path = out or default_out(experiment, run_name(file, cell))
         if path.is_file():
             raise ValueError(f"{path} is a file, not a folder; choose another --out")
         if not dry_run:
@@ -124,48 +121,3 @@ def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
     if aligned:
         return [f"judge: prefed judge {run} --judge NAME --prompts FILE"]
     return [f"align: prefed align {run} --prompts FILE"] if selectors else []
-
-
-@contextmanager
-def interruptible(
-    words: list[str],
-    out: Path | None,
-    resume: bool,
-    kept: str = "whole rounds are kept",
-    again: Sequence[str] = ("--resume",),
-) -> Iterator[list[Path]]:
-    """End on Ctrl-C or SIGTERM with the command that resumes.
-
-    Args:
-        words: the command, without ``out`` and ``resume``.
-        out: the run directory, if the user names one.
-        resume: whether the user resumes a run.
-        kept: what an interrupted command leaves, in words.
-        again: what is added to the command so that it goes on.
-
-    Yields:
-        A list; the run directory is appended to it before the run uses it.
-    """
-    received = [signal.SIGINT]
-
-    def stop(number: int, frame: object) -> NoReturn:
-        received[0] = signal.Signals(number)
-        raise KeyboardInterrupt
-
-    paths: list[Path] = []
-    # A shell ignores SIGINT for what it starts in the background; here it ends the run there too.
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield paths
-    except KeyboardInterrupt:
-        # Without a path the signal came early, for instance while PyTorch was imported.
-        path = paths[0] if paths else out
-        begun = resume or (bool(paths) and (paths[0] / "checkpoint").is_dir())
-        options = [*(["--out", str(path)] if path else []), *(again if begun else [])]
-        state = f"{kept}. To go on" if begun else "nothing was begun. To start again"
-        typer.echo(f"\nstopped; {state}:\n  {shlex.join([*words, *options])}", err=True)
-        # A shell gives 130 and 143 for a program that the signal itself ended.
-        raise typer.Exit(128 + received[0]) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Coroutine
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from prefed.cli.arguments import Overrides
 from prefed.cli.errors import INTERRUPTED, UsageError
+from prefed.cli.interrupts import terminable
 from prefed.cli.volume import volume
 
 if TYPE_CHECKING:
@@ -137,14 +137,12 @@ def _sweep_grid(
 
 def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """What ``work`` gives. Stopped before its end, no run outlives this process."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return asyncio.run(work)
+        with terminable():
+            return asyncio.run(work)
     except KeyboardInterrupt:
         typer.echo("\nstopped; the same command goes on from here", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:

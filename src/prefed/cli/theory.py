@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +13,7 @@ import typer
 from prefed.cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from prefed.runs.constants import Estimate
-    from prefed.theory import Bound, Constants, Slip, Statement
+    from prefed.theory import Constants
 
 
 def theory(
@@ -56,23 +53,17 @@ def theory(
     known = statements(constants)
     if as_json:
         content = {
-            "constants": constants.model_dump() | derived(constants),
+            "constants": constants.model_dump() | constants.derived(),
             **({"measured": found.measured, "notes": found.notes} if found else {}),
             "statements": [asdict(statement) for statement in known],
             "slips": [asdict(slip) for slip in SLIPS],
         }
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
+    from prefed.report.theory import print_theory
     from prefed.trackers.terminal import stdout_console
 
-    console = stdout_console()
-    print_constants(constants, console)
-    if found:
-        print_measured(found, str(run), console)
-    for statement in known:
-        print_statement(statement, console)
-    console.print("[bold]the algorithms[/]")
-    print_slips([s for s in SLIPS if "the algorithms" in s.concerns], console)
+    print_theory(constants, known, stdout_console(), found, str(run))
 
 
 def read_constants(
@@ -119,86 +110,3 @@ def rho_of(graph: str, clients: int) -> float:
         raise UsageError(f"--graph {graph}: no such graph{near}")
     nodes = tuple(str(node) for node in range(clients))
     return Topology(GraphConfig.model_validate({"name": graph}), nodes, Key(0)).rho()
-
-
-def derived(constants: Constants) -> dict[str, float]:
-    """What follows from the constants alone."""
-    return {
-        "C_mix": constants.c_mix,
-        "L": constants.l,
-        "ζ_g²": constants.noise,
-        "κ²": constants.diversity,
-        "C_q": constants.c_q,
-        "‖∇²ℓ‖ over closed form of L, all steps aligned": constants.aligned_norm,
-    }
-
-
-def print_constants(constants: Constants, console: Console) -> None:
-    """The constants with their meaning, what follows from them, and what is wrong with that."""
-    from rich import box
-    from rich.table import Table
-
-    from prefed.theory import SLIPS, Constants
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in ("constant", "value", "meaning"):
-        table.add_column(head, no_wrap=head != "meaning")
-    for name, value in constants.model_dump().items():
-        if value is not None:
-            table.add_row(name, f"{value:.6g}", Constants.model_fields[name].description)
-    for name, value in derived(constants).items():
-        table.add_row(name, f"{value:.6g}", "")
-    console.print(table)
-    print_slips([slip for slip in SLIPS if "the constants" in slip.concerns], console)
-
-
-def print_measured(found: Estimate, run: str, console: Console) -> None:
-    """What the run has on the left side of the statements, the paper's gap, and what to know of both."""
-    from prefed.report.tables import literal
-
-    told = found.measured
-    console.print(f"[bold]measured[/] in {literal(run)}", soft_wrap=True)
-    for value, meaning in (
-        (told["mean_squared_gradient"], "(1/R) Σ‖∇ℒ(θ^r)‖² over the diagnosed rounds: bounded below"),
-        (told["last_squared_gradient"], "‖∇ℒ‖² at the last of them"),
-        (told["paper_gap"], "the paper's own gap: local batches' squared gradients, clipped at 1"),
-    ):
-        console.print(f"    {value:<12.4g} {meaning}", markup=False, soft_wrap=True)
-    for note in found.notes:
-        console.print(f"  {note}", markup=False, soft_wrap=True)
-    console.print()
-
-
-def print_statement(statement: Statement, console: Console) -> None:
-    """A statement with its numbers, and its slips below."""
-    console.print(f"[bold]{statement.name}[/] – {statement.about}")
-    if statement.limit:
-        verdict = "within" if statement.allowed else "[red]not[/] within"
-        console.print(f"  η ≤ {statement.limit.formula} = {statement.limit.value:.4g}: η is {verdict} it")
-    for bound in filter(None, (statement.stated, statement.derived)):
-        print_bound(bound, console)
-    if statement.stated.total is not None:
-        when = f"from R = {statement.rounds:,} on" if statement.rounds else "never, with so large an η"
-        console.print(f"  the stated bound is below ε {when}")
-    for term in statement.complexity:
-        console.print(f"  {term.formula}: {term.value:.4g}", markup=False)
-    print_slips(statement.slips, console)
-
-
-def print_bound(bound: Bound, console: Console) -> None:
-    """The terms of a bound in a column, and their sum."""
-    console.print(f"  {bound.where}:", markup=False)
-    for term in bound.terms:
-        console.print(f"    {term.value:<12.4g} {term.formula}", markup=False)
-    if bound.total is not None:
-        console.print(f"    {bound.total:<12.4g} in all", markup=False)
-
-
-def print_slips(slips: Sequence[Slip], console: Console) -> None:
-    """Known slips, one a line."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    for slip in slips:
-        console.print(Padding(Text(f"known slip, {slip.where}: {slip.text}"), (0, 0, 0, 2)))
-    console.print()

@@ -107,10 +107,6 @@ class DrawnPairs:
         every = {**self._typed, **self._prompts}
         return [number for number in every if "left_out" not in self._row(number)]
 
-    def left_out(self) -> int:
-        """Number of prompts that are left out."""
-        return len(self._typed | self._prompts) - len(self.numbers())
-
     def get(self, number: int) -> Question | None:
         """The prompt with its responses, once they are drawn."""
         row = self._row(number)

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("prefed")
 
+PRIORS = ("standard", "mixture", "bound")
+"""Priors of z. Setting ``prior`` of the objective is a place in it: N(0, I); the mixture of the peers'
+posteriors, its KL by samples; the same by the convex bound."""
+CAPS = ("off", "hard", "soft")
+"""Bounds on log σ². Setting ``capped`` of the objective is a place in it."""
+
 
 class Gaussian(NamedTuple):
     """N(μ, diag σ²), one or several.

@@ -12,6 +12,7 @@ from prefed.core.text import did_you_mean
 from prefed.losses.batch import LossOutput, PairBatch
 from prefed.losses.choices import ChoiceBatch, choice
 from prefed.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
+from prefed.losses.latent import CAPS, PRIORS
 from prefed.losses.pdpo import pdpo
 from prefed.losses.reference_free import orpo, sft, simpo
 
@@ -32,7 +33,8 @@ _RANGES: Mapping[str, _Range] = {
     **dict.fromkeys(("beta", "k", "clip", "temperature"), _POSITIVE),
     **dict.fromkeys(("discount", "trace"), _FRACTION),
     **dict.fromkeys(("log_margin", "exclude", "scaled", "sums"), _SWITCH),
-    **dict.fromkeys(("prior", "capped"), _Range("0, 1 or 2", lambda value: value in (0, 1, 2))),
+    "prior": _Range("0, 1 or 2", lambda value: value in range(len(PRIORS))),
+    "capped": _Range("0, 1 or 2", lambda value: value in range(len(CAPS))),
     "logit_dropout": _Range("at least 0 and below 1", lambda value: 0 <= value < 1),
     "samples": _Range("a whole number above 0", lambda value: value >= 1 and value == int(value)),
     **dict.fromkeys(
@@ -207,11 +209,10 @@ LATENT = ObjectiveSpec(
 """The objective of selectors with a latent taste z. It is not in :data:`OBJECTIVES`: it reads contexts too.
 
 See :mod:`prefed.losses.latent`. Its settings: ``beta``, ``pull`` and ``orthogonality``, the weights β, λ and
-γ of the terms; ``capped``: log σ² has no bound (0), a hard one (1) or a soft one (2); ``logit_dropout``, the
-share of pairs whose base log-odds are left out in a step; ``prior``: N(0, I) (0), or the mixture of the
-peers' posteriors, its KL by samples (1) or by the convex bound (2); ``samples``, K of that estimate;
-``temperature``, τ of the mixture's weights; ``label``, the number of the client's prototype, and ``own``, of
-the client among its peers, −1 for none.
+γ of the terms; ``capped``, a place in :data:`~prefed.losses.latent.CAPS`, and ``prior``, one in
+:data:`~prefed.losses.latent.PRIORS`; ``logit_dropout``, the share of pairs whose base log-odds are left out
+in a step; ``samples``, K of the estimate of a mixture's KL; ``temperature``, τ of the mixture's weights;
+``label``, the number of the client's prototype, and ``own``, of the client among its peers, −1 for none.
 """
 
 CHOICE = _entry(choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False)

@@ -31,6 +31,7 @@ GraphName = Literal[
     "edges",
     "matrix",
 ]
+WeightsName = Literal["metropolis", "max_degree"]
 
 
 class GraphConfig(StrictModel):
@@ -50,7 +51,7 @@ class GraphConfig(StrictModel):
         None,
         description="of edges: two clients a line; of matrix: the rows of sorted clients as text, or .mtx",
     )
-    weights: Literal["metropolis", "max_degree"] = Field(
+    weights: WeightsName = Field(
         "metropolis",
         description="weight of neighbour j at i: 1/(1 + max(deg i, deg j)), or 1/(1 + the largest degree)",
     )

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefed.core import Key
 from prefed.core.lazy import np
-from prefed.merge.graphs import Graph
+from prefed.merge.graphs import Graph, WeightsName
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +26,7 @@ _ROUNDING = 1e-6
 """By how much the numbers of a user's file may be off; :func:`read_matrix` sets them right."""
 
 
-def mixing_matrix(graph: Graph, weights: Literal["metropolis", "max_degree"] = "metropolis") -> Matrix:
+def mixing_matrix(graph: Graph, weights: WeightsName = "metropolis") -> Matrix:
     """W of a graph: symmetric, and each row and column sums to 1.
 
     Metropolis–Hastings gives neighbours W_ij = 1/(1 + max(deg i, deg j)). The other rule is I − L/(1 + d_max)

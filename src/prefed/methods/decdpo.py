@@ -12,13 +12,11 @@ one step, and takes its gradient at the model before the mix.
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from prefed.core import Layout, Method
 from prefed.merge import Aggregator
-from prefed.merge.graphs import GraphName
+from prefed.merge.graphs import GraphName, WeightsName
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, to_neighbours
 
 SOURCE = "Distributed DPO (arXiv:2605.20696), algorithm 2"
@@ -36,17 +34,9 @@ class Settings(LocalSettings):
     topology: GraphName | None = Field(
         None, description="who is whose neighbour: graph.name by another name; with both left out a ring"
     )
-    mixing: Literal["metropolis", "max_degree"] | None = Field(
+    mixing: WeightsName | None = Field(
         None, description="weight of a neighbour: graph.weights by another name"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _passes_alone(cls, values: Any) -> Any:
-        # local_epochs alone replaces the default number of steps.
-        if isinstance(values, dict) and values.get("local_epochs") is not None:
-            return {"local_steps": None, **values}
-        return values
 
 
 needs = lora_parts

@@ -36,21 +36,13 @@ from prefed.core import (
 )
 from prefed.core.lazy import torch
 from prefed.losses import LATENT
-from prefed.losses.latent import temperature
+from prefed.losses.latent import CAPS, PRIORS, temperature
 from prefed.merge import Aggregator
 from prefed.merge.prototypes import assign_prototypes
-from prefed.methods.base.tastes import (
-    PEERS,
-    PROTOTYPES,
-    Tastes,
-    TasteSettings,
-    peers_of,
-    posteriors,
-    taste_parts,
-)
+from prefed.methods.base.posteriors import PEERS, peers_of, posteriors
+from prefed.methods.base.tastes import PROTOTYPES, Tastes, TasteSettings, taste_parts
 
 SOURCE = "FedVPA-GP (arXiv:2605.30873)"
-_PRIORS, _CAPS = ("standard", "mixture", "bound"), ("off", "hard", "soft")
 TRUST = "trust"
 
 
@@ -91,7 +83,7 @@ class Settings(TasteSettings):
 
     def goal(self) -> Objective:
         """The loss that clients minimise; a visit adds the temperature, and who the client is."""
-        kinds = {"prior": float(_PRIORS.index(self.prior)), "capped": float(_CAPS.index(self.cap))}
+        kinds = {"prior": float(PRIORS.index(self.prior)), "capped": float(CAPS.index(self.cap))}
         names = ("beta", "pull", "orthogonality", "logit_dropout", "samples")
         values = {name: float(getattr(self, name)) for name in names}
         return Objective(LATENT.name, LATENT.resolve({**values, **kinds}))

@@ -19,7 +19,7 @@ from prefed.metrics.pairs import (
     PairScores,
     client_metrics,
 )
-from prefed.metrics.precision import mean_error, standard_error
+from prefed.metrics.precision import mean_error, mean_interval, standard_error
 
 __all__ = [
     "ACCURACY_METRICS",
@@ -40,6 +40,7 @@ __all__ = [
     "jury_metrics",
     "majority",
     "mean_error",
+    "mean_interval",
     "not_finite_counts",
     "selector_metrics",
     "small_clients_note",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from prefed.metrics.winrate import CONFIDENCE
+from prefed.metrics.precision import wilson_interval
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,9 @@ def agreement(first: Sequence[Hashable], second: Sequence[Hashable]) -> Agreemen
     Raises:
         ValueError: there are no items, or the raters have not as many.
     """
-    from scipy.stats import binomtest
-
     kappa = cohen_kappa(first, second)
     agreed, judged = _agreed(first, second), len(first)
-    interval = binomtest(agreed, judged).proportion_ci(CONFIDENCE, method="wilson")
-    return Agreement(agreed, judged, agreed / judged, float(interval.low), float(interval.high), kappa)
+    return Agreement(agreed, judged, agreed / judged, *wilson_interval(agreed, judged), kappa)
 
 
 def cohen_kappa(first: Sequence[Hashable], second: Sequence[Hashable]) -> float | None:

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prefed.core import Key
+from prefed.metrics.precision import CONFIDENCE
 
-CONFIDENCE, RESAMPLES = 0.95, 10_000
-"""Of the interval of a win rate: its level, and how many resamples it is taken from."""
+RESAMPLES = 10_000
+"""From so many resamples the interval of a win rate is taken."""
 
 LENGTH_NOTE = (
     "length_controlled: a logistic fit on tanh(length difference / its standard deviation), read at equal "

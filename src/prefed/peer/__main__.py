@@ -10,8 +10,8 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from prefed.cli.arguments import CellName, File, Overrides
-from prefed.cli.errors import user_errors
+from prefed.cli.arguments import CellName, File, Overrides, run_name
+from prefed.cli.errors import INTERRUPTED, exit_code, user_errors
 
 PROGRAM = "python -m prefed.peer"
 
@@ -68,13 +68,12 @@ def peer(
 
         silence_transformers()
         place = replace(Place.of(os.environ, at, rank, peers), patience=patience, join=join, backend=backend)
-        stem = f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
-        folder, label = out or default_out(experiment, stem), f"peer {place.rank}"
+        folder, label = out or default_out(experiment, run_name(file, cell)), f"peer {place.rank}"
         callbacks = [Terminal(label=label)]
         summary = run_peer(experiment, folder, place, client=client, resume=resume, callbacks=callbacks)
     except KeyboardInterrupt as interrupt:
         typer.echo("stopped; whole rounds are kept: start all peers again with --resume", err=True)
-        raise typer.Exit(interrupt.args[0] if interrupt.args else 130) from None
+        raise typer.Exit(interrupt.args[0] if interrupt.args else INTERRUPTED) from None
     accuracy = summary["preference_accuracy"]["mean"]
     typer.echo(f"{label}: {summary['peer']}: accuracy {accuracy:.3f} → {peer_folder(folder, place.rank)}")
 
@@ -83,7 +82,7 @@ def stop(number: int, frame: object) -> NoReturn:
     """End in good order at a signal: the others are told."""
     # A second signal while peers are told must not cut that short.
     signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt(128 + number)
+    raise KeyboardInterrupt(exit_code(number))
 
 
 def main() -> None:

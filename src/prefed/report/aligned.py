@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefed.core.text import pluralize
-from prefed.metrics.intervals import mean_interval
+from prefed.metrics import mean_interval
 from prefed.runs.align import stored_settings
 from prefed.runs.outcomes import alignment_of
 from prefed.runs.record import RunError, RunRecord

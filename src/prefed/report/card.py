@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from prefed.core.strict import flatten
 from prefed.core.text import pluralize, printable, size
 from prefed.methods import METHODS
-from prefed.metrics.intervals import mean_interval
+from prefed.metrics import mean_interval
 from prefed.report.aligned import AGREEMENT, AlignedModel
 from prefed.report.result import privacy_line
 from prefed.report.tables import setting

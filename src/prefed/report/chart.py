@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-COLORS = 8
-"""Colours that lines have in turn: those of the themes in :mod:`prefed.report.drawing`."""
+from prefed.report.drawing import LIGHT
+
+COLORS = len(LIGHT.lines)
+"""Colours that lines have in turn: those of the page's themes."""
 STROKES = ((4.5, ""), (3.0, "9 4"), (1.8, "2.5 3"), (2.2, "11 3 2 3"), (1.4, ""))
 """Width and dashes that lines have in turn; the numbers of colours and marks are no multiples of theirs."""
 MARKS = (
@@ -72,6 +74,7 @@ class Drawn:
     """A case in pixels, as the template puts it down; ``path`` and ``band`` are those of SVG."""
 
     line: Line
+    color: int
     stroke: tuple[float, str]
     mark: str
     path: str
@@ -186,7 +189,14 @@ def _drawn(
         edge += reversed([*zip(along, map(y_scale, line.high), strict=True)])
         band = f"{_path(edge)}Z"
     path = _path(points) if line.joined else ""
-    return Drawn(line, stroke(line.index), MARKS[line.index % len(MARKS)], path, band, marks, label)
+    return Drawn(
+        line, color(line.index), stroke(line.index), MARKS[line.index % len(MARKS)], path, band, marks, label
+    )
+
+
+def color(index: int) -> int:
+    """The number of a line's colour among those of the page, from 1."""
+    return index % COLORS + 1
 
 
 def stroke(index: int) -> tuple[float, str]:

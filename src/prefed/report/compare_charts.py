@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prefed.core.text import pluralize, size
 from prefed.report.chart import Axis, Figure, Line, figure
 from prefed.report.compared import Compared
+from prefed.report.drawing import percent
 from prefed.report.seeds import plus_minus
 from prefed.runs.cases import Case
 from prefed.runs.seeds import ACCURACIES, by_seed, spent
@@ -17,15 +18,6 @@ BANDS = 6
 """Cases of which deviations over seeds are drawn as bands at most."""
 WIDE = 20.0
 """What is spent is drawn on a logarithmic axis where one case spends so many times as much as another."""
-
-
-def share(value: float) -> str:
-    """A share of pairs along an axis.
-
-    >>> share(0.5), share(0.625)
-    ('50%', '62.5%')
-    """
-    return f"{100 * value:.4g}%"
 
 
 def over_rounds(compared: Compared, drawn: Sequence[int], name: str) -> Figure | None:
@@ -90,7 +82,7 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> F
     alt = f"{called.capitalize()} of the worst client against the mean, {count}. "
     alt += f"The worst client does best in {best.name}: {best.points[0][2]}."
     small = " Small marks are single seeds." if any(len(line.points) > 1 for line in lines) else ""
-    x, y = Axis("mean over clients", share), Axis("worst client", share)
+    x, y = Axis("mean over clients", percent), Axis("worst client", percent)
     title = f"{called.capitalize()}: worst client against mean."
     made = figure(title, alt, "", lines, x, y, diagonal=True)
     alike = "; on the dotted line all clients are alike" if made.wide.diagonal else ""
@@ -127,7 +119,7 @@ def _curves(
     axis: Axis,
     name: str,
     over: str,
-    write: object,
+    write: Callable[[float], str],
 ) -> Figure | None:
     points = {k: some for k, some in points.items() if some}
     if not points:
@@ -137,7 +129,7 @@ def _curves(
     bands = several and len(points) <= BANDS
     lines = []
     for k, some in points.items():
-        told = [(p.x, p.y, f"{p.note} at {write(p.x)}") for p in some]  # type: ignore[operator]
+        told = [(p.x, p.y, f"{p.note} at {write(p.x)}") for p in some]
         banded = bands and all(point.std is not None for point in some)
         low = [point.y - (point.std or 0.0) for point in some] if banded else []
         high = [point.y + (point.std or 0.0) for point in some] if banded else []
@@ -149,7 +141,7 @@ def _curves(
     alt += f"; lowest: {lowest.name}, {lowest.points[-1][2]}." if len(lines) > 1 else "."
     caption = "Mean over clients" + (" and seeds" if several else "")
     caption += ", with one standard deviation over seeds." if bands else "."
-    y = Axis("", share)
+    y = Axis("", percent)
     return figure(f"{called.capitalize()} {over}.", alt, caption, lines, axis, y)
 
 

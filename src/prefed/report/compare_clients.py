@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefed.report.chart import MARKS, stroke
+from prefed.report.chart import MARKS, color, stroke
 from prefed.report.compared import Compared
 from prefed.runs.seeds import ACCURACIES
 
@@ -25,6 +25,11 @@ class Shown:
     key: str
     name: str
     index: int
+
+    @property
+    def color(self) -> int:
+        """The number of its line's colour."""
+        return color(self.index)
 
     @property
     def stroke(self) -> tuple[float, str]:

@@ -15,9 +15,10 @@ from prefed.core.text import duration, pluralize, size
 from prefed.report import compare_charts as charts
 from prefed.report.chart import Figure
 from prefed.report.compare_clients import Shown, clients_of, gains_of
-from prefed.report.compared import Choice, Compared
-from prefed.report.comparison import labels
+from prefed.report.compared import ChosenCase, Compared
+from prefed.report.differences import labels
 from prefed.report.html import render_template
+from prefed.report.meanings import WORST_TENTH
 from prefed.report.parts import Facts, Table
 from prefed.report.seeds import few_seeds, plus_minus, rows_of_tests
 from prefed.runs.record import RunRecord
@@ -43,17 +44,17 @@ class Rows:
     rows: Sequence[tuple[Shown, Sequence[str]]]
 
 
-def write_comparison(runs: Sequence[RunRecord], path: Path, choices: Sequence[Choice] = ()) -> None:
+def write_comparison(runs: Sequence[RunRecord], path: Path, chosen: Sequence[ChosenCase] = ()) -> None:
     """Write :func:`render_comparison` of runs to ``path``, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, render_comparison(runs, choices).encode())
+    files.write(path, render_comparison(runs, chosen).encode())
 
 
-def render_comparison(runs: Sequence[RunRecord], choices: Sequence[Choice] = ()) -> str:
+def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = ()) -> str:
     """The page: results, what differs, curves, the worst client, who gains, seeds.
 
     Args:
-        choices: what a sweep chose of them.
+        chosen: what a sweep chose of them.
     """
     compared = Compared(tuple(runs))
     drawn = _drawn(compared)
@@ -64,7 +65,7 @@ def render_comparison(runs: Sequence[RunRecord], choices: Sequence[Choice] = ())
     drawings = _charts(compared, drawn, names)
     settings = _settings(compared, cases)
     sections = {
-        **({"choice": "What was chosen"} if choices else {}),
+        **({"choice": "What was chosen"} if chosen else {}),
         "results": "Results",
         **({"settings": "What differs in the settings"} if settings else {}),
         **{key: title for key, (title, _) in drawings.items()},
@@ -78,8 +79,8 @@ def render_comparison(runs: Sequence[RunRecord], choices: Sequence[Choice] = ())
         title=f"{pluralize(len(runs), 'run', 'runs')} side by side",
         lead=_lead(compared),
         warnings=_warnings(compared),
-        choices=[(choice.text, _test(compared, choice)) for choice in choices],
-        chosen=_chosen(compared, choices),
+        chosen=[(each.text, _test(compared, each)) for each in chosen],
+        chosen_cases=_chosen_cases(compared, chosen),
         results=_results(compared, cases),
         settings=settings,
         cases=[cases[k] for k in drawn],
@@ -113,7 +114,7 @@ def _lead(compared: Compared) -> str:
     told = [run.pairs(client) for run in compared.runs for client in run.clients]
     pairs = [count for count in told if count is not None]
     text = f"{pluralize(len(compared.cases), 'case', 'cases')} of {seeds}; {first.config['model']['name']}; "
-    text += f"{pluralize(first.judged, 'client', 'clients')} judged on {first.split} pairs"
+    text += f"{pluralize(first.evaluated, 'client', 'clients')} judged on {first.split} pairs"
     if pairs:
         low, high = min(pairs), max(pairs)
         text += f", {low:,} each" if low == high else f", {low:,} to {high:,} each"
@@ -123,7 +124,7 @@ def _lead(compared: Compared) -> str:
 def _warnings(compared: Compared) -> list[str]:
     first = labels(compared.runs)[0]
     warnings = [f"{name} cannot be set beside {first}: {why}." for name, why in compared.marked.items()]
-    if any(compared.choices) and not all(compared.choices):
+    if any(compared.selectors) and not all(compared.selectors):
         warnings.append(
             "Some runs train selectors, which choose between responses, and others policies, which write "
             "them: their accuracies are of different things."
@@ -136,18 +137,18 @@ def _warnings(compared: Compared) -> list[str]:
     return warnings
 
 
-def _chosen(compared: Compared, choices: Sequence[Choice]) -> list[int]:
+def _chosen_cases(compared: Compared, chosen: Sequence[ChosenCase]) -> list[int]:
     """The numbers of the cases that a sweep chose."""
-    paths = {path.resolve() for choice in choices for path in choice.case}
+    paths = {path.resolve() for each in chosen for path in each.runs}
     return [k for k, case in enumerate(compared.cases) if case.runs[0].path.resolve() in paths]
 
 
-def _test(compared: Compared, choice: Choice) -> Facts:
+def _test(compared: Compared, chosen: ChosenCase) -> Facts:
     """The chosen case on test pairs."""
     called = {**compared.accuracies, **FURTHER, "baseline_accuracy": "before"}
     return [
         (called[name], f"{plus_minus(values)} over {pluralize(len(values), 'seed', 'seeds')}")
-        for name, values in choice.test.items()
+        for name, values in chosen.test.items()
         if name in called and values
     ]
 
@@ -227,6 +228,4 @@ def _meanings(compared: Compared) -> Facts:
             if name in (*ACCURACIES, *FURTHER, "baseline_accuracy"):
                 called = {**compared.accuracies, **FURTHER}.get(name, figure.label)
                 told.setdefault(called, f"{figure.meaning}.")
-    told["worst tenth"] = "mean of the lowest tenth of the clients, at least one of them."
-    told["±"] = "sample standard deviation over seeds."
-    return list(told.items())
+    return [*told.items(), WORST_TENTH, ("±", "sample standard deviation over seeds.")]

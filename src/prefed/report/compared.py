@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prefed.report.comparison import case_names, differences, disagreements, labels, letters
+from prefed.report.differences import case_names, differences, disagreements, labels, letters
 from prefed.runs.cases import Case, cases
 from prefed.runs.record import RunRecord
 from prefed.runs.seeds import (
@@ -29,17 +29,17 @@ OF = ("mean", "worst", "worst_decile")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a sweep chose of its cases.
+class ChosenCase:
+    """The case that a sweep chose.
 
     Attributes:
         text: a sentence about it.
-        case: the directories of the chosen case's runs.
+        runs: the directories of its runs.
         test: figure → seed → its mean over clients on test pairs.
     """
 
     text: str
-    case: Sequence[Path]
+    runs: Sequence[Path]
     test: Mapping[str, Mapping[int, float]]
 
 
@@ -75,20 +75,20 @@ class Compared:
         return fixed_clients(self.cases)
 
     @cached_property
-    def choices(self) -> list[bool]:
-        """Of each case, whether its models choose between responses, and do not write any."""
+    def selectors(self) -> list[bool]:
+        """Of each case, whether its models are selectors, which choose between responses and write none."""
         return ["choice_loss" in case.runs[0].summary for case in self.cases]
 
     @cached_property
     def one_accuracy(self) -> bool:
         """Whether both accuracies are one: a selector's score is its only reward."""
-        return all(self.choices)
+        return all(self.selectors)
 
     @cached_property
     def accuracies(self) -> dict[str, str]:
         """The two accuracies → what they are called here."""
-        own = "choice accuracy" if all(self.choices) else "policy accuracy"
-        own = "policy or choice accuracy" if any(self.choices) and not all(self.choices) else own
+        own = "choice accuracy" if all(self.selectors) else "policy accuracy"
+        own = "policy or choice accuracy" if any(self.selectors) and not all(self.selectors) else own
         return dict(zip(ACCURACIES, (own, "reward accuracy"), strict=True))
 
     @cached_property

@@ -1,16 +1,16 @@
-"""Finished runs side by side: what they came to, what they do differently, which cannot be compared."""
+"""Finished runs side by side on the terminal: what they came to, what differs, which cannot be compared."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prefed.core.strict import flatten
 from prefed.core.text import duration, size
+from prefed.report.differences import case_names, differences, disagreements, labels, letters
+from prefed.report.judged import interval, sides
 from prefed.report.seeds import few_seeds, seeds_tables
-from prefed.report.tables import SHOWN, literal, new_table, setting
-from prefed.runs.cases import Case, cases
+from prefed.report.tables import LISTED, literal, new_table
+from prefed.runs.cases import cases
 from prefed.runs.figures import REWARDED
 from prefed.runs.outcomes import judged_of
 from prefed.runs.record import RunRecord
@@ -18,88 +18,6 @@ from prefed.runs.record import RunRecord
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-
-def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A short name for each run, no two alike: the directory's, with as many parents as it takes."""
-    parts = [run.path.resolve().parts for run in runs]
-    depth = 1
-    while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
-        depth += 1
-    return ["/".join(p[-depth:]) for p in parts]
-
-
-def case_names(known: Sequence[Case]) -> list[str]:
-    """A short name for each case, no two alike: its first run's without the seed."""
-    whole = labels([case.runs[0] for case in known])
-    names = [
-        re.sub(rf"[-_./ ]*seed[-_=]?{case.seeds[0]}$", "", name)
-        for case, name in zip(known, whole, strict=True)
-    ]
-    return [own if own and names.count(own) == 1 else name for own, name in zip(names, whole, strict=True)]
-
-
-def letters(count: int) -> list[str]:
-    """Short names in the place of long ones.
-
-    >>> letters(3), letters(28)[-2:]
-    (['A', 'B', 'C'], ['AA', 'AB'])
-    """
-    alphabet = [chr(ord("A") + number) for number in range(26)]
-    return [*alphabet, *(first + second for first in alphabet for second in alphabet)][:count]
-
-
-def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
-    """The runs whose figures cannot be compared with the first run's: index → why.
-
-    They had other data, were judged on other pairs or clients, or began at another base model. A seed may
-    decide who has which pairs, so each run is compared with the first one of its own seed.
-    """
-    first, reasons = runs[0], {}
-    of_seed: dict[int, RunRecord] = {}
-    for index, run in enumerate(runs):
-        peer = of_seed.get(run.seed)
-        mine, theirs = (each.fingerprint.get("data") for each in (run, peer or first))
-        why = []
-        if mine and theirs and (peer or mine == theirs):
-            if mine != theirs:
-                why.append("other data")
-        elif run.config["data"] != first.config["data"]:
-            why.append("other [data] settings")
-        if run.split != first.split:
-            why.append(f"judged on {run.split} pairs, not {first.split} pairs")
-        elif not why and peer and run.clients != peer.clients:
-            why.append("judged on other clients")
-        if run.config["model"]["name"] != first.config["model"]["name"]:
-            why.append("another base model")
-        if why:
-            reasons[index] = ", ".join(why)
-        else:
-            of_seed.setdefault(run.seed, run)
-    return reasons
-
-
-def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
-    """The settings in which runs differ: dotted name → each run's value, ``None`` where it has none.
-
-    A method's own settings are compared between the runs of methods that have them. ``[engine]`` says where
-    the work was done and decides nothing, so it is left out.
-    """
-    settings = [{name: setting(value) for name, value in flatten(run.config).items()} for run in runs]
-    methods: dict[str, set[str]] = {}
-    for run, own in zip(runs, settings, strict=True):
-        methods.setdefault(run.method, set()).update(own)
-    result = {}
-    for name in dict.fromkeys(name for own in settings for name in own):
-        values = [own.get(name) for own in settings]
-        compared = {
-            value
-            for value, run in zip(values, runs, strict=True)
-            if not name.startswith("method.") or name in methods[run.method]
-        }
-        if len(compared) > 1 and not name.startswith("engine."):
-            result[name] = values
-    return result
 
 
 def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
@@ -238,10 +156,10 @@ def judged_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table 
         rate = summary["win_rate"]
         table.add_row(
             literal(name),
-            literal(f"{summary['model']} against {summary['against']}"),
+            literal(sides(summary)),
             literal(summary["judge"]),
             f"{rate['mean']:.1%}",
-            f"{rate['low']:.1%} to {rate['high']:.1%}",
+            interval(rate),
             f"{summary['wins']:.1%}",
             f"{summary['judged']:,}",
         )
@@ -256,13 +174,13 @@ def differences_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> T
         return None
     table = new_table("settings that differ", "setting")
     table.add_column("values")
-    for name, values in list(settings.items())[:SHOWN]:
+    for name, values in list(settings.items())[:LISTED]:
         runs_of: dict[str, list[str]] = {}
         for run, value in zip(names, values, strict=True):
             if value is not None or not name.startswith("method."):
                 runs_of.setdefault("left out" if value is None else value, []).append(run)
         cells = (f"[bold]{literal(value)}[/] {literal(', '.join(some))}" for value, some in runs_of.items())
         table.add_row(literal(name), "; ".join(cells))
-    if len(settings) > SHOWN:
-        table.add_row(f"… and {len(settings) - SHOWN} more")
+    if len(settings) > LISTED:
+        table.add_row(f"… and {len(settings) - LISTED} more")
     return table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefed.core.text import duration, size
-from prefed.report.distributed import SHOWN
+from prefed.report.distributed import OWN_PLOTS
 from prefed.report.drawing import (
     Theme,
     canvas,
@@ -191,7 +191,7 @@ def evaluated_figures(run: RunRecord) -> list[str]:
 
 def diagnostics(run: RunRecord) -> list[str]:
     """The run's other own numbers, of the method and its merge rule, that no other plot shows."""
-    return [name for name in run.own_figures if name not in {*SHOWN, *evaluated_figures(run)}]
+    return [name for name in run.own_figures if name not in {*OWN_PLOTS, *evaluated_figures(run)}]
 
 
 def moving(run: RunRecord, names: Sequence[str]) -> tuple[list[str], dict[str, float]]:

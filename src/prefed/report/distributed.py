@@ -15,27 +15,13 @@ from prefed.runs.studies import timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MEANINGS = {
-    "global_loss": "loss of the global objective, which weighs clients as the merge does.",
-    "gradient_norm": "length of its gradient, before any clip.",
-    "kappa2": "κ², how much the gradients of clients differ.",
-    "zeta2": "ζ_g², the variance of a mini-batch's gradient.",
-    "paper_gap": "mean squared length, clipped at 1, of the gradients of clients' mini-batches.",
-    "consensus_before": "mean squared distance of clients' models from their mean, before the mix.",
-    "consensus_after": "the same after the mix.",
-    "rho": "by how much a mix shrinks what parts the clients, at the least.",
-    "edges": "pairs of clients that mixed.",
-    "staleness": "how many rounds old uploads' models were, on the mean.",
-    "time": "simulated seconds since the run's start.",
-}
-"""Figures of the round log, and what they mean."""
 GRADIENTS = {
     "global_loss": "loss of the global objective",
     "gradient_norm": "norm of its gradient",
     "paper_gap": "the paper's gap",
 }
 """Figures of a diagnosis that are drawn over rounds, and the titles of their plots."""
-SHOWN = frozenset({*GRADIENTS, "consensus_before", "consensus_after"})
+OWN_PLOTS = frozenset({*GRADIENTS, "consensus_before", "consensus_after"})
 """Those that have plots of their own on the page of a run that was diagnosed or has a graph."""
 
 

@@ -47,7 +47,7 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of plots. A page replaces them by its own, which ``page.css`` has for light and dark screens.
+    """Colours of plots, and of the page around them. A page has both themes, and its plots follow the screen.
 
     Attributes:
         text: of labels and titles.
@@ -65,6 +65,10 @@ class Theme:
 LIGHT = Theme(
     "#1f2328", "#8b949e", "#ffffff",
     ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7a5195", "#444444"),
+)  # fmt: skip
+DARK = Theme(
+    "#e6edf3", "#7d8590", "#0d1117",
+    ("#56b4e9", "#ff9a3c", "#3fd6a4", "#e59ac6", "#f0e442", "#3b82f6", "#c3a6ff", "#c9d1d9"),
 )  # fmt: skip
 
 
@@ -276,6 +280,15 @@ def round_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
+def percent(value: float) -> str:
+    """A share of pairs along an axis.
+
+    >>> percent(0.5), percent(0.625)
+    ('50%', '62.5%')
+    """
+    return f"{100 * value:.4g}%"
+
+
 def percent_axis(axis: Axis) -> None:
     """Shares as percentages along an axis."""
-    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
+    axis.set_major_formatter(lambda value, _: percent(value))

@@ -10,7 +10,7 @@ from typing import Any
 from prefed import files
 from prefed.core.text import pluralize
 from prefed.report.compare_page import write_comparison
-from prefed.report.compared import Choice
+from prefed.report.compared import ChosenCase
 from prefed.report.seeds import plus_minus
 from prefed.runs.child import commits
 from prefed.runs.grid import Chosen, GridSweep
@@ -36,14 +36,14 @@ def keep_grid(sweep: GridSweep, chosen: Sequence[Chosen]) -> tuple[Path, Path] |
         "commits": sorted({commit for run in runs if run.finished for commit in commits(run.out)}),
     }
     files.write(told, json.dumps(content, indent=1, ensure_ascii=False).encode())
-    write_comparison(records, page, choices_of(sweep, chosen))
+    write_comparison(records, page, chosen_cases(sweep, chosen))
     return told, page
 
 
-def choices_of(sweep: GridSweep, chosen: Sequence[Chosen]) -> list[Choice]:
+def chosen_cases(sweep: GridSweep, chosen: Sequence[Chosen]) -> list[ChosenCase]:
     """What was chosen, in words, with its figures on test pairs."""
     return [
-        Choice(
+        ChosenCase(
             sentence(sweep, each),
             [sweep.run_of(each.combination, seed).out for seed in sweep.seeds],
             {

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from prefed.core.text import printable_lines
+from prefed.report.drawing import DARK, LIGHT
 
 SCRIPT = "page.js"
 
@@ -27,7 +28,7 @@ def render_template(template: str, /, **values: Any) -> str:
 
 @cache
 def environment() -> Environment:
-    """The templates of ``report/templates``, with ``script`` and ``policy`` for all of them."""
+    """The templates of ``report/templates``, with the script, the policy and the themes for all of them."""
     loader = PackageLoader("prefed.report")
     made = Environment(
         loader=loader,
@@ -38,6 +39,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    made.globals |= {"light": LIGHT, "dark": DARK}
     script = loader.get_source(made, SCRIPT)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     made.globals["script"] = Markup(script)

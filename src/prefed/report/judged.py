@@ -1,4 +1,4 @@
-"""A judge's win rates on the terminal."""
+"""A judge's win rates as text, and on the terminal."""
 
 from __future__ import annotations
 
@@ -12,18 +12,32 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def sides(summary: Mapping[str, Any]) -> str:
+    """Which two a judge compared; ``summary`` is what ``summary.json`` of a comparison holds."""
+    return f"{summary['model']} against {summary['against']}"
+
+
+def interval(rate: Mapping[str, float]) -> str:
+    """The 95% interval of a win rate.
+
+    >>> interval({"mean": 0.625, "low": 0.5, "high": 0.75})
+    '50.0% to 75.0%'
+    """
+    return f"{rate['low']:.1%} to {rate['high']:.1%}"
+
+
 def print_judged(summary: Mapping[str, Any], run: Path, console: Console) -> None:
     """What ``summary.json`` of a comparison holds, and where the verdicts of ``run`` are."""
     from rich.table import Table
 
     rate, controlled = summary["win_rate"], summary["length_controlled"]
-    title = literal(f"{summary['model']} against {summary['against']}, judged by {summary['judge']}")
+    title = literal(f"{sides(summary)}, judged by {summary['judge']}")
     table = Table(title=title, title_justify="left")
     for name in ("win rate", "95% interval", "wins", "at equal lengths", "ties", "judged", "failed"):
         table.add_column(name, justify="right")
     table.add_row(
         f"{rate['mean']:.1%}",
-        f"{rate['low']:.1%} to {rate['high']:.1%}",
+        interval(rate),
         f"{summary['wins']:.1%}",
         "–" if controlled is None else f"{controlled:.1%}",
         *(f"{summary[name]:,}" for name in ("ties", "judged", "failed")),

@@ -10,21 +10,9 @@ import numpy as np
 
 from prefed.core.text import pluralize
 from prefed.data.statistics import gini
-from prefed.report import distributed
 from prefed.report.parts import Facts, Table
 from prefed.report.tables import setting
 from prefed.runs.record import RunRecord
-
-NUMBERS = {
-    "margin": "mean gain in likelihood of the chosen over that of the rejected response, in nats.",
-    "explicit_margin": "mean of what the reward head gives the chosen response less the rejected one.",
-    "dpo_loss": "mean of DPO's loss, −log of the sigmoid of beta times the margin.",
-    "choice_loss": "mean cross-entropy over the two letters of a selector, both orders of each pair.",
-    **distributed.MEANINGS,
-}
-"""Figures of an evaluation or of the round log that are no shares, and what they mean."""
-CHOICE_NUMBERS = {"margin": "mean score of the chosen response over the rejected one, in nats."}
-"""What they mean of a selector, where that is another thing."""
 
 
 def data_facts(run: RunRecord) -> Facts:
@@ -107,16 +95,3 @@ def versions(run: RunRecord) -> Facts:
     """Versions of libraries, and fingerprints of the data and the model."""
     known = [(name, str(version)) for name, version in run.summary.get("versions", {}).items()]
     return known + [(f"{name} fingerprint", digest) for name, digest in run.fingerprint.items()]
-
-
-def meanings(run: RunRecord) -> Facts:
-    """What each figure of the page means."""
-    facts = [(figure.label, f"{figure.meaning}.") for figure in run.figures.values()]
-    numbers = NUMBERS | (CHOICE_NUMBERS if "choice_loss" in run.summary else {})
-    facts += [(name.replace("_", " "), numbers[name]) for name in run.own_figures if name in numbers]
-    facts += [
-        ("±", "standard error √(p (1 − p) / n) of a share p of n pairs; of a mean, over the same clients."),
-        ("worst tenth", "mean of the lowest tenth of the clients, at least one of them."),
-        ("Jain index", "(Σx)² / (n Σx²): 1 where all clients have the same, 1/n where one has everything."),
-    ]
-    return facts

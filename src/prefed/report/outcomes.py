@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prefed.report.drawing import Theme, canvas, percent_axis, short_name, tell_points
+from prefed.report.judged import interval, sides
 from prefed.report.parts import Facts, Plot, Table, number, plot
 from prefed.runs.outcomes import Example, Outcome
 
@@ -45,10 +46,10 @@ def judged_table(judged: Sequence[Outcome]) -> Table | None:
     rows = []
     for each in judged:
         summary, rate = each.summary, each.summary["win_rate"]
-        cells = [summary["judge"], f"{rate['mean']:.1%}", f"{rate['low']:.1%} to {rate['high']:.1%}"]
+        cells = [summary["judge"], f"{rate['mean']:.1%}", interval(rate)]
         cells += [f"{summary['wins']:.1%}", number(summary["length_controlled"], ".1%")]
         cells += [f"{summary['ties']:,}", f"{summary['judged']:,}"]
-        rows.append((_sides(summary), cells))
+        rows.append((sides(summary), cells))
     caption = (
         "How often a judge prefers the first model's responses, asked in both orders. In the win rate a tie "
         "counts half, in the wins nothing. The interval is of bootstrap resamples of the prompts."
@@ -58,14 +59,14 @@ def judged_table(judged: Sequence[Outcome]) -> Table | None:
 
 def judged_notes(judged: Sequence[Outcome]) -> list[str]:
     """What a reader of the win rates should know, a text for each comparison that has such a note."""
-    return [f"{_sides(each.summary)}: {each.summary['note']}." for each in judged if each.summary["note"]]
+    return [f"{sides(each.summary)}: {each.summary['note']}." for each in judged if each.summary["note"]]
 
 
 def judged_plot(judged: Sequence[Outcome]) -> Plot | None:
     """The win rates with their intervals, beside one half; ``None`` without any."""
     if not judged:
         return None
-    rates = (f"{_sides(each.summary)}: {each.summary['win_rate']['mean']:.1%}" for each in judged[:DRAWN])
+    rates = (f"{sides(each.summary)}: {each.summary['win_rate']['mean']:.1%}" for each in judged[:DRAWN])
     more = f" The first {DRAWN} of {len(judged):,} comparisons." if len(judged) > DRAWN else ""
     caption = f"Win rates with their 95% intervals. At one half the two models are equal.{more}"
     return plot(partial(draw_win_rates, judged[:DRAWN]), f"Win rates. {'; '.join(rates)}.", caption)
@@ -81,7 +82,7 @@ def draw_win_rates(judged: Sequence[Outcome], theme: Theme) -> Figure:
     means = [rate["mean"] for rate in rates]
     axes.plot(means, at, "o", color=theme.lines[0], markersize=5)
     told = [
-        f"{_sides(each.summary)}: {r['mean']:.1%}, 95% interval {r['low']:.1%} to {r['high']:.1%}"
+        f"{sides(each.summary)}: {r['mean']:.1%}, 95% interval {interval(r)}"
         for each, r in zip(judged, rates, strict=True)
     ]
     tell_points(axes, means, at.tolist(), told)
@@ -98,7 +99,7 @@ def judged_examples(judged: Sequence[Outcome]) -> list[Examples]:
     """The first prompts of each comparison."""
     return [
         Examples(
-            f"Responses: {_sides(each.summary)}",
+            f"Responses: {sides(each.summary)}",
             "The first prompts of the file. The result is the first model's.",
             (each.summary["model"], each.summary["against"]),
             _rows(each.examples),
@@ -168,10 +169,6 @@ def alignment_examples(alignment: Outcome) -> list[Examples]:
     note = "The first label of each of the first prompts. Both completions are of the model before training."
     heads = ("the selectors prefer", "to")
     return [Examples("Labels of the selectors", note, heads, _rows(alignment.examples))]
-
-
-def _sides(summary: Mapping[str, Any]) -> str:
-    return f"{summary['model']} against {summary['against']}"
 
 
 def _rows(examples: Sequence[Example]) -> list[tuple[str, str, str, str]]:

@@ -6,6 +6,7 @@ This file puts the parts of the page together; ``templates/run.html`` decides ho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from prefed.methods import METHODS
 from prefed.metrics import flat_loss_warning
 from prefed.report import clients, curves, distributed, origin, outcomes, over_rounds, selectors, tastes
 from prefed.report.html import render_template
+from prefed.report.meanings import meanings
 from prefed.report.result import best_line, privacy_line
 from prefed.report.shares import error_of, error_of_mean, pairs_of, share
-from prefed.runs.going import Going
 from prefed.runs.outcomes import Outcome, alignment_of, judged_of
 from prefed.runs.record import RunRecord
 
@@ -45,6 +46,19 @@ SECTIONS = {
 """Ids of sections and their headings, in the order of the page."""
 ALWAYS = ("rounds", "clients", "costs", "settings", "meanings")
 """Sections that every page has."""
+
+
+@dataclass(frozen=True)
+class Going:
+    """What a page says of a run that is not finished.
+
+    Attributes:
+        text: a sentence.
+        refresh: after how many seconds a browser loads the page again; ``None`` where nobody writes it anew.
+    """
+
+    text: str
+    refresh: int | None
 
 
 def write_page(run: RunRecord, path: Path, going: Going | None = None) -> None:
@@ -80,7 +94,7 @@ def render(run: RunRecord) -> str:
 def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> str:
     alignment = alignment_of(run.path)
     rounds = pluralize(run.summary["rounds"], "round", "rounds")
-    judged_clients = pluralize(run.judged, "client", "clients")
+    evaluated = pluralize(run.evaluated, "client", "clients")
     # Parts that a run may not have, by the section that shows them.
     parts: dict[str, Any] = {
         "agreement": selectors.agreement_table(run),
@@ -102,7 +116,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> s
         name=run.name,
         method=run.method,
         kind=METHODS.get(run.method),
-        setup=f"{run.config['model']['name']}, {rounds}, {judged_clients} judged, seed {run.config['seed']}",
+        setup=f"{run.config['model']['name']}, {rounds}, {evaluated} judged, seed {run.config['seed']}",
         going=going.text if going else None,
         refresh=going.refresh if going else None,
         sections={name: title for name, title in SECTIONS.items() if name in there},
@@ -128,7 +142,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> s
         settings=origin.settings_table(run),
         experiment=tomli_w.dumps(dict(run.config)),
         versions=origin.versions(run),
-        meanings=origin.meanings(run),
+        meanings=meanings(run),
         **parts,
     )
 
@@ -183,7 +197,7 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
 def _mean_card(run: RunRecord, name: str, title: str) -> tuple[str, str, str]:
     figure = run.figures[name].values
     error, pairs = error_of_mean(run, figure), pairs_of(run, figure)
-    notes = [*_before(run, name, "mean", error), pluralize(run.judged, "client", "clients")]
+    notes = [*_before(run, name, "mean", error), pluralize(run.evaluated, "client", "clients")]
     if pairs is not None:
         notes.append(pluralize(pairs, "pair", "pairs"))
     return f"{title}, mean over clients", share(figure["mean"], error), ", ".join(notes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefed.report.comparison import case_names
+from prefed.report.differences import case_names
 from prefed.report.distributed import GRADIENTS
 from prefed.report.drawing import Theme, canvas, color_of, draw_line, legend, percent_axis, round_axis
 from prefed.runs import studies
@@ -29,7 +29,7 @@ CURVES = 20
 
 
 @dataclass(frozen=True)
-class Drawing:
+class JointPlot:
     """A plot that runs make together.
 
     Attributes:
@@ -43,7 +43,7 @@ class Drawing:
     lines: Sequence[str]
 
 
-def drawings(runs: Sequence[RunRecord], target: float | None = None) -> list[Drawing]:
+def drawings(runs: Sequence[RunRecord], target: float | None = None) -> list[JointPlot]:
     """Every plot that these runs make together. Means over runs that differ in their seed alone.
 
     Args:
@@ -62,24 +62,24 @@ def drawings(runs: Sequence[RunRecord], target: float | None = None) -> list[Dra
         for number, study in enumerate(some, 1):
             name = kind if number == 1 else f"{kind}-{number}"
             title = [study.family.title] if study.family.title else []
-            found.append(Drawing(name, partial(draw, study), [*title, *say(study)]))
+            found.append(JointPlot(name, partial(draw, study), [*title, *say(study)]))
     return found
 
 
-def _methods(known: Sequence[Case]) -> Iterator[Drawing]:
+def _methods(known: Sequence[Case]) -> Iterator[JointPlot]:
     diagnosed = [case for case in known if case.diagnosed]
     if not diagnosed:
         return
     if len(diagnosed) > CURVES:
         text = f"{len(diagnosed)} cases, and {CURVES} can be told apart: name the runs to be compared"
-        yield Drawing("methods", None, [text])
+        yield JointPlot("methods", None, [text])
         return
     lines, names = [], case_names(diagnosed)
     for case, label in zip(diagnosed, names, strict=True):
         ends = (f"{name} {_mean([gap(run) for run in case.runs])}" for name, gap in GAPS.items())
         _, losses = case.over_rounds("global_loss")
         lines.append(f"{label}: loss {_mean(losses[:, -1].tolist())}, {', '.join(ends)}")
-    yield Drawing("methods", partial(_draw_methods, diagnosed, names), lines)
+    yield JointPlot("methods", partial(_draw_methods, diagnosed, names), lines)
 
 
 def _draw_methods(known: Sequence[Case], names: Sequence[str], theme: Theme) -> Figure:

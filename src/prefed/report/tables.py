@@ -12,7 +12,7 @@ from prefed.runs.figures import Figure
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = 40
+LISTED = 40
 """Clients or settings that a table lists at most."""
 
 SPREAD: Mapping[str, Callable[[Spread], float]] = {
@@ -42,7 +42,7 @@ def setting(value: Any) -> str:
 
 
 def lowest_clients(values: Mapping[str, float]) -> tuple[list[str], str]:
-    """The clients that a table lists: all by name, or of many the lowest :data:`SHOWN`, lowest first.
+    """The clients that a table lists: all by name, or of many the lowest :data:`LISTED`, lowest first.
 
     Returns:
         The clients, and what a last row says of the others; empty if there are none.
@@ -53,10 +53,10 @@ def lowest_clients(values: Mapping[str, float]) -> tuple[list[str], str]:
     '… and 60 clients that do better'
     """
     clients = sorted(values)
-    if len(clients) <= SHOWN:
+    if len(clients) <= LISTED:
         return clients, ""
-    more = f"… and {len(clients) - SHOWN:,} clients that do better"
-    return sorted(clients, key=lambda client: values[client])[:SHOWN], more
+    more = f"… and {len(clients) - LISTED:,} clients that do better"
+    return sorted(clients, key=lambda client: values[client])[:LISTED], more
 
 
 def clients_table(title: str, figures: Sequence[Figure], pairs: Callable[[str], int | None]) -> Table:

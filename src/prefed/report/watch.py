@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from time import sleep
 
-from prefed.report.page import write_page, write_waiting
-from prefed.runs.going import Going, committed, read_going
+from prefed.report.page import Going, write_page, write_waiting
+from prefed.runs.going import committed, read_going
 from prefed.runs.record import read_run
 from prefed.store.directory import at_work
 

@@ -17,7 +17,7 @@ from prefed import files
 from prefed.config import Experiment, to_toml
 from prefed.runs.reference import SHARED
 
-ACCURACIES = (
+KEPT = (
     "preference_accuracy",
     "reward_accuracy",
     "baseline_accuracy",
@@ -84,7 +84,7 @@ class SweepRun:
         """Mean and worst client of each accuracy on test pairs; ``None`` where one is missing."""
         path = self.out / "judged-test.json"
         figures = dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
-        return figures if all(name in figures for name in ACCURACIES if name in self.summary) else None
+        return figures if all(name in figures for name in KEPT if name in self.summary) else None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -167,9 +167,7 @@ async def run_in_process(run: SweepRun) -> None:
     if run.test and run.figures is None:
         figures = json.loads(await _command(run, "evaluate", str(run.out), "--split", "test", "--json"))
         accuracies = {
-            name: {key: figures[name][key] for key in ("mean", "worst")}
-            for name in ACCURACIES
-            if name in figures
+            name: {key: figures[name][key] for key in ("mean", "worst")} for name in KEPT if name in figures
         }
         files.write(run.out / "judged-test.json", json.dumps(accuracies, indent=1).encode())
     for path in (experiment, run.beside("log")):

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from prefed.runs.record import RunError, RunRecord
 from prefed.runs.schema import read_config
 from prefed.store import RunReader, StoreError
-
-
-@dataclass(frozen=True)
-class Going:
-    """What a page says of a run that is not finished.
-
-    Attributes:
-        text: a sentence.
-        refresh: after how many seconds a browser loads the page again; ``None`` where nobody writes it anew.
-    """
-
-    text: str
-    refresh: int | None
 
 
 def committed(path: Path) -> int:

@@ -111,7 +111,7 @@ class RunRecord:
         return tuple(sorted(self.summary["preference_accuracy"]["per_client"]))
 
     @property
-    def judged(self) -> int:
+    def evaluated(self) -> int:
         """How many clients were evaluated, with those too small for a figure of their own."""
         figure: FederatedMetric = self.summary["preference_accuracy"]
         return len(self.clients) + figure.get("mean_alone", 0) + figure.get("left_out", 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from prefed.config.table import Cell, Table, load_table
 from prefed.core.text import pluralize
-from prefed.runs.child import ACCURACIES, CommandError, SweepRun, commits, in_turn, run_in_process
+from prefed.runs.child import KEPT, CommandError, SweepRun, commits, in_turn, run_in_process
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SweepCell:
         runs = [self.run_of(seed, lr) for seed in seeds]
         outcome = {**self._about(), "lr": lr, "validation": dict(sorted(validation.items()))}
         tests = [run.figures or {} for run in runs]
-        for name in ACCURACIES:
+        for name in KEPT:
             for figure in ("mean", "worst"):
                 outcome[f"{name}.{figure}"] = [test[name][figure] for test in tests if name in test]
         outcome["bytes"] = [_sent(run) for run in runs]

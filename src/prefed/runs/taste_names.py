@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from prefed.align import KnownTastes
 from prefed.core import Key
 from prefed.merge.posteriors import Posterior, summarize
-from prefed.methods.base.tastes import PROTOTYPES, Z, posteriors
+from prefed.methods.base.posteriors import posteriors
+from prefed.methods.base.tastes import PROTOTYPES, Z
 from prefed.metrics.latent import resultant
 from prefed.models.variational import DECODER
 from prefed.runs.build import response_encoder

@@ -141,7 +141,7 @@ class _TrialTrainers:
         return self._meter.call(("score", client), measure)
 
 
-class _OneClient:
+class _StatesInMemory:
     """Private states of the clients that were tried, in memory."""
 
     def __init__(self) -> None:
@@ -162,14 +162,13 @@ class Trial:
 
     Attributes:
         meter: over all tasks.
-        states: private states after the tasks, by client.
     """
 
     def __init__(self, job: Job, threads: int) -> None:
         self.meter, self._threads = Meter(), threads
         trainers = _TrialTrainers(cast("PairTrainerFactory", job.trainers), self.meter)
         self._job = replace(job, trainers=cast("TrainerFactory", trainers))
-        self._stored = _OneClient()
+        self._stored = _StatesInMemory()
 
     @property
     def private_bytes(self) -> int:

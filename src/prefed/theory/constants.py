@@ -99,3 +99,14 @@ class Constants(StrictModel):
         1.67
         """
         return self.beta * self.horizon / (self.beta * self.c_mix + 2)
+
+    def derived(self) -> dict[str, float]:
+        """What follows from the constants alone: name → value."""
+        return {
+            "C_mix": self.c_mix,
+            "L": self.l,
+            "ζ_g²": self.noise,
+            "κ²": self.diversity,
+            "C_q": self.c_q,
+            "‖∇²ℓ‖ over closed form of L, all steps aligned": self.aligned_norm,
+        }

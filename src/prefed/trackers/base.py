@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -94,3 +96,12 @@ class Tracker(ABC):
     @abstractmethod
     def close(self, *, succeeded: bool) -> None:
         """Leave the run; it may be gone on with later."""
+
+
+@contextmanager
+def page_file(page: str) -> Iterator[Path]:
+    """A page as the file :data:`PAGE` within the block, for a library that takes files alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / PAGE
+        path.write_text(page, encoding="utf-8")
+        yield path

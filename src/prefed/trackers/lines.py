@@ -8,10 +8,10 @@ from typing import Any
 from prefed.core.text import duration, size
 
 
-def round_figures(record: Mapping[str, Any]) -> list[str]:
+def loss_and_accuracy(record: Mapping[str, Any]) -> list[str]:
     """Loss and accuracy of a round's record, as far as it has them.
 
-    >>> round_figures({"loss": 0.69314, "preference_accuracy": 0.5})
+    >>> loss_and_accuracy({"loss": 0.69314, "preference_accuracy": 0.5})
     ['loss 0.6931', 'accuracy 0.500']
     """
     figures = []
@@ -28,7 +28,7 @@ def round_line(record: Mapping[str, Any], rounds: int) -> str:
     >>> round_line({"round": 1, "loss": 0.69314, "bytes_up": 1500, "bytes_down": 20, "seconds": 2.04}, 9)
     'round 1/9  loss 0.6931  up 1.5 kB  down 20 B  2.0 s'
     """
-    figures = round_figures(record)
+    figures = loss_and_accuracy(record)
     figures.append(f"up {size(record['bytes_up'])}  down {size(record['bytes_down'])}")
     figures.append(f"{record['seconds']:.1f} s")
     return f"round {record['round']}/{rounds}  {'  '.join(figures)}"

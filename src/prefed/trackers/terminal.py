@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from prefed.core import Callback
 from prefed.core.text import printable
-from prefed.trackers.lines import round_figures, round_line, stage_line
+from prefed.trackers.lines import loss_and_accuracy, round_line, stage_line
 
 PIPE_WIDTH = 120
 """Columns of an output that is no terminal, such as a pipe or a log: tables with long names fit."""
@@ -77,7 +77,7 @@ class Terminal(Callback):
                 self._task,
                 completed=record["round"],
                 round=record["round"],
-                figures="  ".join(round_figures(record)),
+                figures="  ".join(loss_and_accuracy(record)),
             )
         if self._bar is None or self._lines:
             line = f"{self._label}{round_line(record, self._rounds)}"

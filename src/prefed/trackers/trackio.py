@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from pathlib import Path
 
-from prefed.trackers.base import PAGE, Told, TrackedRun, Tracker
+from prefed.trackers.base import Told, TrackedRun, Tracker, page_file
 
 
 class Trackio(Tracker):
@@ -48,9 +46,7 @@ class Trackio(Tracker):
             rows = [list(row) for row in told.rows]
             self._run.log({"clients": trackio.Table(columns=list(told.columns), data=rows)}, step=told.rounds)
         if told.page is not None:
-            with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-                path = Path(folder) / PAGE
-                path.write_text(told.page, encoding="utf-8")
+            with page_file(told.page) as path, redirect_stdout(io.StringIO()):
                 self._run.log_artifact(path, name=f"report-{self.known}", type="report")
 
     def close(self, *, succeeded: bool) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
-from prefed.trackers.base import PAGE, Told, TrackedRun, Tracker, TrackerError
+from prefed.trackers.base import Told, TrackedRun, Tracker, TrackerError, page_file
 
 
 class WandB(Tracker):
@@ -60,9 +58,7 @@ class WandB(Tracker):
             table = wandb.Table(columns=list(told.columns), data=[list(row) for row in told.rows])
             self._run.log({"clients": table})
         if told.page is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / PAGE
-                path.write_text(told.page, encoding="utf-8")
+            with page_file(told.page) as path:
                 artifact = wandb.Artifact(f"report-{self.known}", type="report")
                 artifact.add_file(str(path))
                 self._run.log_artifact(artifact)

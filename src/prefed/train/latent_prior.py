@@ -8,6 +8,7 @@ import torch
 
 from prefed.core import Key, Phase, Tensors
 from prefed.losses.latent import (
+    PRIORS,
     Gaussian,
     gumbel,
     mixture_kl,
@@ -45,7 +46,8 @@ class LatentPrior:
         self._before = None if phase is None else phase.beside
         self._optimizer: torch.optim.Optimizer | None = None
         peers = None if phase is None else phase.constants.get(PEERS)
-        if settings["prior"] == 0 or phase is None or phase.beside is None or peers is None:
+        kind = PRIORS[int(settings["prior"])]
+        if kind == "standard" or phase is None or phase.beside is None or peers is None:
             return
         self._clip = phase.optimizer.clip
         present = peers["peers/present"] > 0
@@ -71,7 +73,7 @@ class LatentPrior:
         settings = self._settings
         noise = gumbel(torch.rand(len(self._logits), generator=key.at("gumbel").torch())).to(self._device)
         weights = mixture_log_weights(self._logits, noise, settings["temperature"], self._present)
-        if settings["prior"] == 2:
+        if PRIORS[int(settings["prior"])] == "bound":
             return mixture_kl_bound(q, self._peers, weights)
         shape = (int(settings["samples"]), len(q.mean))
         return mixture_kl(

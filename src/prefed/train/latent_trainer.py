@@ -15,7 +15,7 @@ import torch
 
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.losses import CHOICE, LATENT, ChoiceBatch
-from prefed.losses.latent import Gaussian, orthogonality, prototype_pull
+from prefed.losses.latent import CAPS, Gaussian, orthogonality, prototype_pull
 from prefed.models.variational import CAP, PROTOTYPES, VariationalSelector
 from prefed.models.variational import LATENT as TASTE
 from prefed.train.latent_prior import LatentPrior
@@ -156,8 +156,9 @@ class LatentTrainer:
     def _posterior(self, context: Rows, capped: float, generator: torch.Generator | None = None) -> Gaussian:
         signs = self._signs(context)
         features = self._selector.pair_features(self._weights, self._features.get(context), signs, generator)
-        cap = CAP if capped else None
-        return Gaussian(*self._selector.posterior(self._weights, features, cap=cap, soft=capped == 2))
+        kind = CAPS[int(capped)]
+        cap, soft = None if kind == "off" else CAP, kind == "soft"
+        return Gaussian(*self._selector.posterior(self._weights, features, cap=cap, soft=soft))
 
     def _signs(self, rows: Rows) -> torch.Tensor:
         return torch.from_numpy(self._model.signs(rows)).to(self._model.backbone.device)

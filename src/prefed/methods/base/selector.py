@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,14 +40,6 @@ class SelectorSettings(TrainingSettings):
     betas: tuple[float, float] = Field(
         (0.9, 0.95), description="decay rates of adamw's and adam's moment estimates"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _epochs_alone(cls, values: Any) -> Any:
-        # local_epochs alone replaces the default number of steps.
-        if isinstance(values, dict) and values.get("local_epochs") is not None:
-            return {"local_steps": None, **values}
-        return values
 
     @model_validator(mode="after")
     def _both_orders(self) -> SelectorSettings:

@@ -52,9 +52,11 @@ class TrainingSettings(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _one_length(cls, values: Any) -> Any:
-        # local_steps alone replaces the default number of epochs.
-        if isinstance(values, dict) and values.get("local_steps") is not None:
-            return {"local_epochs": None, **values}
+        # A length that is given alone replaces the default of the other.
+        for given, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
+            has_default = cls.model_fields[other].default is not None
+            if has_default and isinstance(values, dict) and values.get(given) is not None:
+                return {other: None, **values}
         return values
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ model judges is one tensor of it, which is filled in and never trained.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -29,15 +29,14 @@ from prefed.core import (
 )
 from prefed.core.lazy import torch
 from prefed.merge import Aggregator, WeightFunction, lora
-from prefed.merge.posteriors import CENTER, Posterior, bound_posteriors, privatize, summarize
+from prefed.merge.posteriors import CENTER, Posterior, privatize, summarize
 from prefed.methods.base.fedavg import FedAvgBase
+from prefed.methods.base.posteriors import keep, newest
 from prefed.methods.base.selector import SelectorSettings
 
 POSTERIOR, TASTE, PROTOTYPES = "posterior", "latent", "prototypes"
 """The parts of a client's posterior, of the taste with which a model judges, and of the prototypes."""
 Z = f"{TASTE}/z"
-PEERS = "peers"
-"""The group with the last posteriors of all clients, in the order of their ids."""
 
 
 class TasteSettings(SelectorSettings):
@@ -73,8 +72,7 @@ class Tastes(FedAvgBase):
     """The usual moves of a round, with posteriors.
 
     The server's state also holds the group ``"taste"``, the mean of the clients' μ̄, and after the first merge
-    :data:`PEERS`, the values ``"members"``, all clients by index, and ``"sent"``, client → the round of its
-    last posterior.
+    what :mod:`prefed.methods.base.posteriors` keeps.
     """
 
     @classmethod
@@ -178,21 +176,14 @@ class Tastes(FedAvgBase):
             for upload in uploads
             if POSTERIOR in upload.tensors
         }
-        known = {**posteriors(server), **told}
-        if not known:
-            return merged
         prototypes = merged.tensors[self.group].get(PROTOTYPES)
         longest = 0.0 if prototypes is None else float(prototypes.norm(dim=1).max())
-        bounded = bound_posteriors(known, longest)
-        known = {client: bounded[client] if client in told else known[client] for client in sorted(known)}
-        members = sorted(now.weights)
-        sent = {**rounds_of(server), **dict.fromkeys(told, now.number)}
+        known = newest(merged, told, longest)
+        if not known:
+            return merged
         mean = torch.stack([posterior.mean for posterior in known.values()]).double().mean(0)
-        taste = server.tensors["taste"]
-        return merged.update(
-            {PEERS: _table(known, members), "taste": taste.replace({Z: mean})},
-            {"members": cast("list[Any]", members), "sent": {c: sent[c] for c in sorted(sent)}},
-        )
+        taste = server.tensors["taste"].replace({Z: mean})
+        return keep(merged, known, told, now).update({"taste": taste})
 
     def exchange(self, name: str = "train", *, steps: Collection[str] = (), **changes: Any) -> Exchange:
         """As of the base; a posterior's log σ̄² is measured from about where it lies."""
@@ -206,51 +197,3 @@ class Tastes(FedAvgBase):
         """The method of these moves, but for the fields of :class:`Method` that ``changes`` names."""
         moves = {"reads": "choice", "personal": True, "predict": self.predict, "infer": self.infer}
         return self.method(name, source, *exchanges, **{**moves, **changes})
-
-
-def posteriors(server: State) -> dict[str, Posterior]:
-    """Client → its last posterior, sorted by client."""
-    if PEERS not in server.tensors:
-        return {}
-    peers, members = server.tensors[PEERS], cast("list[str]", server.values["members"])
-    rows = zip(members, peers["peers/mean"], peers["peers/log_variance"], strict=True)
-    return {client: Posterior(*row) for client, *row in rows if client in rounds_of(server)}
-
-
-def rounds_of(server: State) -> Mapping[str, int]:
-    """Client → the round in which it sent its last posterior."""
-    return cast("Mapping[str, int]", server.values.get("sent", {}))
-
-
-def peers_of(server: State, client: str, *, latest: bool) -> Tensors | None:
-    """:data:`PEERS` as ``client`` gets it, without its own; ``None`` before the first posterior.
-
-    Args:
-        latest: without those of clients that sent none in the last round in which any came.
-    """
-    if PEERS not in server.tensors:
-        return None
-    sent, members = rounds_of(server), cast("list[str]", server.values["members"])
-    last = max(sent.values())
-    others = {
-        name: posterior
-        for name, posterior in posteriors(server).items()
-        if name != client and (not latest or sent[name] == last)
-    }
-    return _table(others, members, server.tensors[PEERS].layout)
-
-
-def _table(known: Mapping[str, Posterior], members: Sequence[str], layout: Layout | None = None) -> Tensors:
-    """The posteriors as rows; zeros for a member without one. ``present`` is 1 where there is one, else 0."""
-    if layout is None:
-        width = len(next(iter(known.values())).mean)
-        rows = [Entry(f"peers/{name}", (len(members), width), PEERS) for name in Posterior._fields]
-        layout = Layout((*rows, Entry("peers/present", (len(members),), PEERS)))
-    dtype = next((posterior.mean.dtype for posterior in known.values()), torch.float32)
-    table = Tensors.zeros(layout, dtype)
-    for index, client in enumerate(members):
-        if client in known:
-            table["peers/present"][index] = 1
-            for name, value in known[client]._asdict().items():
-                table[f"peers/{name}"][index] = value
-    return table
