@@ -31,3 +31,15 @@ def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Ex
         data["train"] = HELD
         data.setdefault("partition", {"by": "iid", "clients": 1})
     return Experiment.from_tables(tables, str(file), origins)
+
+
+def with_real_clients(experiment: Experiment) -> Experiment:
+    """The experiment where clients are real: if it has noise, that is the operating system's.
+
+    Raises:
+        ConfigError: noise is to be drawn from the seed, which hub and sites know.
+    """
+    try:
+        return experiment.model_copy(update={"privacy": experiment.privacy.federated()})
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
