@@ -74,11 +74,11 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["local", "central"])
 def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, place, tmp_path, monkeypatch):
-    """FedDPO of a site with three clients, two rounds; the hub dies in round 2 after two answers of three, and
-    the site is started anew. Draws are made a fixed sequence of numbers, and counted: with it the run in one
-    process is the oracle, to the bit. Each client draws once a round. The hub, who cannot see that, counts
-    round 2 twice: ε after it is that of three releases. A central mean is drawn once, as round 2 was stopped
-    before it.
+    """FedDPO of a site with three clients, two rounds; the hub dies in round 2 after two answers of three,
+    and the site is started anew. Draws are made a fixed sequence of numbers, and counted: with it the run in
+    one process is the oracle, to the bit. Each client draws once a round. The hub, who cannot see that,
+    counts round 2 twice: ε after it is that of three releases. A central mean is drawn once, as round 2 was
+    stopped before it.
     """
     draws = []
 

@@ -37,8 +37,13 @@ def with_real_clients(experiment: Experiment) -> Experiment:
     """The experiment where clients are real: if it has noise, that is the operating system's.
 
     Raises:
-        ConfigError: noise is to be drawn from the seed, which hub and sites know.
+        ConfigError: it takes the seed for a secret, which hub and sites know.
     """
+    if experiment.privacy.secret_cohorts:
+        raise ConfigError(
+            "[privacy] secret_cohorts: every site sees models and knows the seed, from which cohorts are "
+            "drawn: leave it out"
+        )
     try:
         return experiment.model_copy(update={"privacy": experiment.privacy.federated()})
     except ValueError as error:
