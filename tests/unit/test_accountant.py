@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from prefed.cli import app
@@ -153,6 +154,13 @@ def test_the_command_looks_for_noise(tmp_path):
     assert (told["releases"], told["adjacency"]) == (8, "one client sends nothing")
     told = CliRunner().invoke(app, ["privacy", str(file), "--set", "privacy.noise_multiplier=0"]).output
     assert "no bound: there is no noise" in told
+    # A federation's file: the sites have the data.
+    tables = experiment(privacy=CENTRAL).tables()
+    del tables["data"]
+    file.write_text(tomli_w.dumps(tables))
+    asked = ["privacy", str(file), "--epsilon", "4", "--json"]
+    assert "say it with --clients" in " ".join(CliRunner().invoke(app, asked).output.split())
+    assert json.loads(CliRunner().invoke(app, [*asked, "--clients", "20"]).output) == json.loads(shown.output)
 
 
 def test_the_line_of_a_result():

@@ -39,6 +39,11 @@ def with_real_clients(experiment: Experiment) -> Experiment:
     Raises:
         ConfigError: it takes the seed for a secret, which hub and sites know.
     """
+    if getattr(experiment.method.settings, "posterior_noise", 0):
+        raise ConfigError(
+            "[method] posterior_noise is drawn from the seed, and whoever knows it, as hub and sites do, takes "
+            "the noise off again: leave it out; [privacy] kind = 'local' covers posteriors too"
+        )
     if experiment.privacy.secret_cohorts:
         raise ConfigError(
             "[privacy] secret_cohorts: every site sees models and knows the seed, from which cohorts are "
