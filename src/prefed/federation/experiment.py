@@ -41,8 +41,8 @@ def with_real_clients(experiment: Experiment) -> Experiment:
     """
     if getattr(experiment.method.settings, "posterior_noise", 0):
         raise ConfigError(
-            "[method] posterior_noise is drawn from the seed, which hub and sites know, and they can take it off "
-            "again: leave it out; [privacy] kind = 'local' covers posteriors too"
+            "[method] posterior_noise is drawn from the seed, which hub and sites know, so it hides nothing: "
+            "leave it out; [privacy] kind = 'local' covers posteriors too"
         )
     if experiment.privacy.secret_cohorts:
         raise ConfigError(
