@@ -55,7 +55,7 @@ class Limits(StrictModel):
     rounds: int = Field(1000, ge=1, description="rounds that a run may have")
     minimum_cohort: int = Field(2, ge=1, description="clients that a round must have, of all sites together")
     minimum_pairs: int = Field(0, ge=0, description="[privacy] minimum_pairs that a run must have at least")
-    privacy: Literal["local", "central"] | None = Field(
+    privacy: Literal["central", "local"] | None = Field(
         None,
         description="noise that a run must have: local, added at this site; central, the hub's or this "
         "site's; left out: none",
