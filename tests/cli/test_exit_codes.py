@@ -23,7 +23,7 @@ COMMANDS = {
     "report": (["report", "none"], "prefed.runs.record.read_run"),
     "export": (["export", "none"], "prefed.runs.record.read_run"),
     "generate": (["generate", "none", "--prompt", "x"], "prefed.runs.loaded.load_run"),
-    "privacy": (["privacy", "none.toml"], "prefed.config.Experiment.load"),
+    "privacy": (["privacy", "none.toml"], "prefed.federation.experiment.load_federated"),
     "theory": (["theory", "none.toml"], "prefed.theory.statements"),
     "federation": (["federation", "init", "none.toml"], "prefed.federation.flare.check_installed"),
     "site": (["site", "none.toml"], "prefed.federation.config.SiteConfig.load"),

@@ -133,6 +133,18 @@ def test_what_is_not_finite_stays_so(broken):
         assert not told.tensors["model"].isfinite()
 
 
+@pytest.mark.parametrize(("far", "passes"), [(2.0**20, True), (2.0**52, False)])
+def test_no_download_makes_a_step_outgrow_its_bound(far, passes):
+    """The client moves one number by 3 and the clip is 0.6. Beside 2^52 float64 has whole numbers alone, and
+    a step of 0.6 is rounded to 1. Beside 2^20 its spacing is 2^-32."""
+    sent = {"model": Tensors(LAYOUT, torch.full((5,), far, dtype=torch.float64))}
+    own = {"model": Tensors(LAYOUT, torch.tensor([far + 3.0, *[far] * 4], dtype=torch.float64))}
+    told = privatize(upload("a", own), Download(sent), EXCHANGE, private("local", 0.6), None).tensors["model"]
+    assert told.isfinite() == passes
+    if passes:
+        assert float((told.flat - sent["model"].flat)[0]) == pytest.approx(0.6, abs=2.0**-32)
+
+
 PLAIN = [
     *[(name, kind) for name in ("feddpo", "fedper", "ditto", "pfedme") for kind in ("central", "local")],
     ("scaffold", "local"),

@@ -2,12 +2,15 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from prefed.cli import app
 from prefed.config import ConfigError, Experiment, to_toml
+from prefed.config.table import load_table
 from prefed.core import Key, Privacy
 from prefed.engines.job import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of
@@ -153,6 +156,28 @@ def test_the_command_looks_for_noise(tmp_path):
     assert (told["releases"], told["adjacency"]) == (8, "one client sends nothing")
     told = CliRunner().invoke(app, ["privacy", str(file), "--set", "privacy.noise_multiplier=0"]).output
     assert "no bound: there is no noise" in told
+    # A federation's file: the sites have the data.
+    tables = experiment(privacy=CENTRAL).tables()
+    del tables["data"]
+    file.write_text(tomli_w.dumps(tables))
+    asked = ["privacy", str(file), "--epsilon", "4", "--json"]
+    assert "say it with --clients" in " ".join(CliRunner().invoke(app, asked).output.split())
+    assert json.loads(CliRunner().invoke(app, [*asked, "--clients", "20"]).output) == json.loads(shown.output)
+
+
+def test_the_table_of_noise_has_the_epsilons_of_its_page():
+    """All hundred clients in each of 8 rounds. Local noise counts half: at z = 4 it is worth central 2."""
+    pytest.importorskip("dp_accounting")
+    folder = Path(__file__).resolve().parents[2] / "experiments" / "privacy"
+    page = (folder / "README.md").read_text("utf-8")
+    cells = load_table(folder / "noise.toml").cells(folder / "noise.toml")
+    told = {name: plan(cells[name].experiment()).epsilon() for name in cells if name not in ("plain", "clip")}
+    assert told.pop("local-4") == told["central-2"]
+    assert list(told) == ["central-1", "central-2", "central-4", "central-8"]
+    assert f"| {', '.join(f'{epsilon:.3g}' for epsilon in told.values())} |" in page
+    assert all(
+        cell.experiment() for cell in load_table(folder / "clip.toml").cells(folder / "clip.toml").values()
+    )
 
 
 def test_the_line_of_a_result():

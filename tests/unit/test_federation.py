@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from federating import CLIENTS, Within, experiment, site_config
 from prefed import files
 from prefed.cli import app
-from prefed.config import ConfigError, StopConfig, TrackConfig, to_toml
+from prefed.config import ConfigError, Experiment, StopConfig, TrackConfig, to_toml
 from prefed.core.text import size
 from prefed.data import FederatedDataset
 from prefed.engines import TaskResult
@@ -184,17 +184,25 @@ def test_sites_read_nothing_that_the_hub_names(tmp_path):
 
 
 def test_what_a_federation_has_not_is_refused_by_hub_and_site(tmp_path):
-    """Noise would be drawn anew for a visit that is done again; a best round has no receipts."""
-    asked = experiment(tmp_path)
-    private = {"kind": "local", "clip": 1.0, "noise_multiplier": 1.0}
-    noisy = asked.model_copy(update={"privacy": asked.privacy.model_copy(update=private)})
+    """Hub and sites know the seed, and take noise of it off again; a best round has no receipts."""
+    asked = experiment(tmp_path, method="feddpo")
+    changes = {"kind": "local", "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "draws": "seed"}
+    noisy = Experiment.from_tables(
+        {**asked.tables(), "merge": {"weights": "uniform"}, "privacy": changes}, "the test"
+    )
     terms = Terms("wards", ("w0",))
-    with pytest.raises(ConfigError, match=r"\[privacy\] kind"):
+    with pytest.raises(ConfigError, match=r"\[privacy\] draws = 'seed'"):
         federate(noisy, tmp_path / "run", None, terms)
+    tastes = experiment(tmp_path, method="fedvpl", posterior_clip=1.0, posterior_noise=1.0)
+    with pytest.raises(ConfigError, match="posterior_noise is drawn from the seed"):
+        federate(tastes, tmp_path / "run", None, terms)
+    known = noisy.privacy.model_copy(update={"kind": "central", "draws": None, "secret_cohorts": True})
+    with pytest.raises(ConfigError, match="every site sees models and knows the seed"):
+        federate(noisy.model_copy(update={"privacy": known}), tmp_path / "run", None, terms)
     with pytest.raises(ConfigError, match=r"\[stop\]"):
         federate(asked.model_copy(update={"stop": StopConfig()}), tmp_path / "run", None, terms)
-    with pytest.raises(RefusalError, match=r"\[privacy\] kind"):
-        check_experiment(noisy, site_config(tmp_path, tmp_path, "w0"))
+    with pytest.raises(ConfigError, match=r"\[privacy\] draws = 'seed'"):
+        own_experiment(told_experiment(noisy), site_config(tmp_path, tmp_path, "w0"))
     assert not (tmp_path / "run").exists()
 
 

@@ -74,7 +74,8 @@ ALLOWED = {
     },
     "report": BOTTOM | {"data", "methods", "metrics", "runs", "store", "theory"},
     "collect": BOTTOM | {"data", "metrics", "models", "runs", "train"},
-    "federation": BOTTOM | {"config", "data", "engines", "methods", "models", "runs", "store", "wire"},
+    "federation": BOTTOM
+    | {"config", "data", "engines", "methods", "models", "privacy", "runs", "store", "wire"},
     "peer": BOTTOM
     | {"cli", "config", "data", "engines", "merge", "models", "runs", "store", "trackers", "wire"},
 }

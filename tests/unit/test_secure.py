@@ -110,6 +110,15 @@ def test_the_mean_is_that_of_fixed_point():
     assert np.abs(mean - plain).max() <= 2.0**-25
 
 
+def test_two_sums_that_differ_by_one_client_tell_its_numbers():
+    """What no mask prevents: the others send the same numbers again, as a visit that is done again does, and
+    the server says that one dropped out. The difference is that client's numbers, exact in fixed point."""
+    first, second = Federation(4, size=50), Federation(4, size=50)
+    second.values = first.values
+    difference = first.sum() - second.sum(silent=["c2"])
+    assert difference.tolist() == [fixed([value]) for value in first.values["c2"]]
+
+
 def test_what_the_server_sees_of_a_client_is_random():
     """All its numbers are 1. Bytes of the masked ones are uniform (chi-squared: random bytes fail once in a
     million times), bits do not follow each other, and the same numbers give others the next time."""

@@ -39,12 +39,16 @@ def privacy(
     """Say what a run with [privacy] kind will promise its clients, or which noise a promise takes."""
     from dataclasses import replace
 
-    from prefed.config import Experiment
+    from prefed.config import ConfigError
+    from prefed.federation.experiment import HELD, load_federated
     from prefed.runs.privacy import plan
 
     if epsilon is not None and epsilon <= 0:
         raise UsageError("--epsilon is a number above 0")
-    planned = plan(Experiment.load(file, overrides or ()), clients)
+    experiment = load_federated(file, None, overrides or ())
+    if clients is None and getattr(experiment.data.train, "path", None) == HELD:
+        raise ConfigError(f"{file}: the sites have the data, and their clients: say it with --clients")
+    planned = plan(experiment, clients)
     if epsilon is not None:
         found = replace(planned.guarantee, noise_multiplier=planned.noise_for(epsilon))
         planned = replace(planned, guarantee=found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -55,6 +55,21 @@ class Limits(StrictModel):
     rounds: int = Field(1000, ge=1, description="rounds that a run may have")
     minimum_cohort: int = Field(2, ge=1, description="clients that a round must have, of all sites together")
     minimum_pairs: int = Field(0, ge=0, description="[privacy] minimum_pairs that a run must have at least")
+    privacy: Literal["central", "local"] | None = Field(
+        None,
+        description="noise that a run must have: local, added at this site; central, the hub's or this "
+        "site's; left out: none",
+    )
+    noise_multiplier: float = Field(
+        0, ge=0, description="[privacy] noise_multiplier that a run must have at least"
+    )
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        description="what a client may spend in all runs together, by this site's own account; a run must "
+        "have local noise then, and a visit that would spend more is refused; left out: any",
+    )
+    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
     evaluate: bool = Field(
         True,
         description="figures over held-out pairs may be asked for; a run needs a site that allows it",

@@ -31,3 +31,25 @@ def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Ex
         data["train"] = HELD
         data.setdefault("partition", {"by": "iid", "clients": 1})
     return Experiment.from_tables(tables, str(file), origins)
+
+
+def with_real_clients(experiment: Experiment) -> Experiment:
+    """The experiment where clients are real: if it has noise, that is the operating system's.
+
+    Raises:
+        ConfigError: it takes the seed for a secret, which hub and sites know.
+    """
+    if getattr(experiment.method.settings, "posterior_noise", 0):
+        raise ConfigError(
+            "[method] posterior_noise is drawn from the seed, which hub and sites know, so it hides nothing: "
+            "leave it out; [privacy] kind = 'local' covers posteriors too"
+        )
+    if experiment.privacy.secret_cohorts:
+        raise ConfigError(
+            "[privacy] secret_cohorts: every site sees models and knows the seed, from which cohorts are "
+            "drawn: leave it out"
+        )
+    try:
+        return experiment.model_copy(update={"privacy": experiment.privacy.federated()})
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -17,7 +17,7 @@ from prefed.config.file import parse_toml
 from prefed.core import Callback, Callbacks
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job, ServerRounds
-from prefed.federation.experiment import HELD
+from prefed.federation.experiment import HELD, with_real_clients
 from prefed.federation.hub import FederationBackend, Sites
 from prefed.federation.site import PACKAGES, own_version
 from prefed.federation.transport import FederationError, Transport
@@ -79,6 +79,7 @@ def federate(
         ConfigError, StoreError, OSError, ModelError, RoundError: as :func:`prefed.run`.
     """
     _check(experiment)
+    experiment = with_real_clients(experiment)
     kinds = usable(experiment.track)
     with (
         RunWriter(out, resume=resume) as writer,
@@ -101,11 +102,6 @@ def _check(experiment: Experiment) -> None:
         raise ConfigError("[align]: leave it out, and run `prefed align` on the finished run")
     if experiment.stop is not None:
         raise ConfigError("[stop]: a federation keeps its last round alone: leave it out")
-    if experiment.privacy.kind is not None:
-        raise ConfigError(
-            "[privacy] kind: a visit that a site does again would draw other noise, and tell more than "
-            "epsilon says: leave it out"
-        )
     if experiment.method.name == "centralized":
         raise ConfigError("centralized pools all pairs in one place: take another method")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from prefed.config import Experiment
+from prefed.core import Privacy
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.engines.tasks import Task
-from prefed.federation.config import SiteConfig
+from prefed.federation.config import Limits, SiteConfig
 
 
 class RefusalError(ValueError):
@@ -27,8 +28,6 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
         raise RefusalError(f"[limits] methods: {method.name} is none of {', '.join(limits.methods)}")
     if experiment.whole_graph is not None or experiment.whole_fleet is not None:
         raise RefusalError(f"{method.name} with these settings is for one process: a federation has a server")
-    if experiment.privacy.kind is not None:
-        raise RefusalError("[privacy] kind: a visit done again would draw other noise than the one before")
     if method.name == "centralized":
         raise RefusalError("centralized pools all pairs in one place, and these stay here")
     if experiment.rounds > limits.rounds:
@@ -38,6 +37,25 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
     if experiment.privacy.minimum_pairs < limits.minimum_pairs:
         raise RefusalError(
             f"[limits] minimum_pairs: the run must have [privacy] minimum_pairs = {limits.minimum_pairs}"
+        )
+    _check_noise(experiment.privacy, limits)
+
+
+def _check_noise(privacy: Privacy, limits: Limits) -> None:
+    """Refuse a run whose noise is less than the limits ask for, or another's."""
+    allowed = {"local": ("local",), "central": ("local", "central"), None: (None, "local", "central")}
+    if privacy.kind not in allowed[limits.privacy] or (limits.privacy and not privacy.noise):
+        kinds = " or ".join(map(repr, allowed[limits.privacy]))
+        raise RefusalError(f"[limits] privacy: the run must have [privacy] kind = {kinds}, with noise")
+    if (privacy.noise_multiplier or 0.0) < limits.noise_multiplier:
+        raise RefusalError(
+            f"[limits] noise_multiplier: the run must have [privacy] noise_multiplier = "
+            f"{limits.noise_multiplier:g} at least, and has {privacy.noise_multiplier or 0.0:g}"
+        )
+    if limits.epsilon is not None and not (privacy.kind == "local" and privacy.noise):
+        raise RefusalError(
+            "[limits] epsilon: this site's account is of its own noise: the run must have [privacy] kind = "
+            "'local', with noise"
         )
 
 

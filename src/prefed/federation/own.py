@@ -15,6 +15,7 @@ from prefed.config.file import parse_toml
 from prefed.data import ClientSizes, DataMismatchError, FederatedDataset
 from prefed.engines import Job, JobFactory
 from prefed.federation.config import OWN_DATA, SiteConfig
+from prefed.federation.experiment import with_real_clients
 from prefed.runs.build import assemble_job, build_data, build_trainers
 
 WHERE = "the hub's experiment with this site's data and model"
@@ -49,7 +50,7 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     if config.threads is not None:
         engine["threads"] = config.threads
     own = {"data": {**data, **config.data}, "model": model, "method": method, "engine": engine}
-    return Experiment.from_tables({**tables, **own}, WHERE)
+    return with_real_clients(Experiment.from_tables({**tables, **own}, WHERE))
 
 
 def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from prefed.federation.config import SiteConfig
 from prefed.federation.limits import RefusalError, check_experiment, check_members, check_task
 from prefed.federation.own import own_dataset, own_experiment, site_factory, told_names
 from prefed.federation.relay import pack, unpack
+from prefed.federation.releases import Releases
 from prefed.federation.sent import SentLog, contents
 from prefed.federation.vault import Vault, site_secret
 from prefed.store.directory import lock
@@ -60,6 +61,7 @@ class Site:
         self._experiment: Experiment | None = None
         self._worker: Worker | None = None
         self._answers: OrderedDict[str, bytes] = OrderedDict()
+        self._releases = Releases(self._state)
 
     def close(self) -> None:
         """End the process that trains, and let go of the state folder."""
@@ -189,13 +191,21 @@ class Site:
             raise RefusalError(
                 f"round {task.round} is over: this site has answered in round {order['round']}"
             )
-        if task.client not in order["names"].values():
+        own = next((name for name, told in order["names"].items() if told == task.client), None)
+        if own is None:
             raise RefusalError("a client that is not here")
+        released = self._releases.answer(run, task.round, key)
+        if released is not None:
+            return released
         if (self._run, self._order) != (run, order["order"]) or self._worker is None:
             self._stop()
             self._begin(run, order)
         assert self._experiment is not None
         check_task(task, self._experiment, self.config)
+        privacy = self._experiment.privacy
+        noisy = task.kind == "visit" and privacy.kind == "local" and privacy.noise > 0
+        if noisy:
+            self._releases.check(own, privacy, self.config.limits)
         vault = Vault(self._state / "runs" / run / "clients", self._secret)
         fields = self._work(run, order, task, vault.read(task.client, receipt))
         state: bytes | None = fields["state"]
@@ -212,6 +222,8 @@ class Site:
         self._tell(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
         new = kept if kept != receipt else None
         answer = pack(message, client=task.client, withheld=fields["withheld"], asked=task.asked, receipt=new)
+        if noisy and message:
+            self._releases.keep(run, task.round, key, answer, own, privacy)
         self._answers[key] = answer
         while len(self._answers) > REMEMBERED:
             self._answers.popitem(last=False)

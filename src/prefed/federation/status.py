@@ -9,7 +9,9 @@ from pathlib import Path
 from prefed import files
 from prefed.core.text import size
 from prefed.federation.config import SiteConfig
+from prefed.federation.releases import Releases, epsilon_of
 from prefed.federation.sent import SentLog, line_of
+from prefed.privacy.accountant import AccountantError
 
 
 def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
@@ -26,6 +28,11 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
         f"  rounds: {limits.rounds} at most; cohort: {limits.minimum_cohort} at least; minimum_pairs: "
         f"{limits.minimum_pairs} at least; evaluation: {'yes' if limits.evaluate else 'no'}"
     )
+    asked = [f"[privacy] kind {limits.privacy}"] if limits.privacy else []
+    asked += [f"noise_multiplier {limits.noise_multiplier:g} at least"] if limits.noise_multiplier else []
+    asked += [f"epsilon {limits.epsilon:g} at most at delta {limits.delta:g}"] if limits.epsilon else []
+    yield f"  noise: {', '.join(asked) or 'any, or none'}"
+    yield from _spent(config)
     names = "names" if tell.names else "made-up names"
     yield f"  the hub is told {names}{' and numbers of pairs' if tell.pairs else ', and so nothing else'}"
     entries = list(SentLog(Path(config.state) / "log").entries())
@@ -43,3 +50,13 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
             f"private states: {kept}"
         )
     yield from (line_of(entry) for entry in entries[len(entries) - last :] if last)
+
+
+def _spent(config: SiteConfig) -> Iterator[str]:
+    """What each client has given away under local noise, in all runs."""
+    delta = config.limits.delta
+    for client, spent in sorted(Releases(Path(config.state)).spent().items()):
+        try:
+            yield f"  {client}: epsilon {epsilon_of(spent, delta):.3g} at delta {delta:g}, in all runs so far"
+        except AccountantError as error:
+            yield f"  {client}: {error}"

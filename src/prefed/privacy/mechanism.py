@@ -26,6 +26,9 @@ from prefed.privacy.draws import normal
 if TYPE_CHECKING:
     from torch import Tensor
 
+_ROUNDING = 1e-3
+"""How much longer than ``clip`` an update may be, as a share of it, for the rounding of its numbers alone."""
+
 
 def privatize(
     upload: Upload, download: Download, exchange: Exchange, privacy: Privacy, key: Key | None
@@ -33,7 +36,8 @@ def privatize(
     """What leaves a client under ``kind = "local"``: ``upload`` with a clipped update, and noise.
 
     An upload that needs neither is returned as it is. One with a NaN or an infinity stays without a finite
-    number, and is refused where it is validated.
+    number, and is refused where it is validated. So is one whose download has numbers so large that float64
+    cannot keep the bound beside them: whoever sends these could have a step grow to twice its length.
 
     Args:
         download: what the client was sent.
@@ -41,6 +45,8 @@ def privatize(
     """
     origin = {name: _origin(download, exchange, name, group.layout) for name, group in upload.tensors.items()}
     clipped = _clip(upload.tensors, origin, privacy.clip)
+    if privacy.clip is not None and _length(_steps(clipped, origin)) > privacy.clip * (1 + _ROUNDING):
+        clipped = {name: group * math.nan for name, group in clipped.items()}
     if privacy.noise:
         clipped = _noised(clipped, privacy.noise, key)
     return replace(upload, tensors={name: _like(upload.tensors[name], clipped[name]) for name in clipped})
@@ -89,8 +95,8 @@ def _clip(
     """``groups`` with an update of at most ``clip``, in float64; within the bound they stay as they are."""
     if clip is None:
         return dict(groups)
-    steps = {name: group.flat.double() - origin[name].flat for name, group in groups.items()}
-    norm = math.sqrt(math.fsum(float(step.square().sum()) for step in steps.values()))
+    steps = _steps(groups, origin)
+    norm = _length(steps)
     if norm <= clip:
         return dict(groups)
     # A NaN in the update, or an infinity, reaches every number.
@@ -98,6 +104,14 @@ def _clip(
         name: Tensors(origin[name].layout, origin[name].flat + step * (clip / norm))
         for name, step in steps.items()
     }
+
+
+def _steps(groups: Mapping[str, Tensors], origin: Mapping[str, Tensors]) -> dict[str, Tensor]:
+    return {name: group.flat.double() - origin[name].flat for name, group in groups.items()}
+
+
+def _length(steps: Mapping[str, Tensor]) -> float:
+    return math.sqrt(math.fsum(float(step.square().sum()) for step in steps.values()))
 
 
 def _noised(groups: Mapping[str, Tensors], deviation: float, key: Key | None) -> dict[str, Tensors]:

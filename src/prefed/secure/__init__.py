@@ -12,6 +12,9 @@ The protocol with pairwise masks of Bonawitz et al. 2017 (CCS '17, figure 4), fo
 
 No client gives away both kinds of share of one client, and no two lists of names have enough signatures. It
 needs ``prefed[secure]``.
+
+No engine calls it. It hides a client in one sum. Two sums that differ by one client give its numbers away,
+and a server that asks for a round again gets both: see ``docs/privacy.md``.
 """
 
 from prefed.secure.client import SecureClient

@@ -69,6 +69,7 @@ pairs = true                # how many pairs each client has; a merge weighs by 
 rounds = 1000
 minimum_cohort = 2
 minimum_pairs = 0
+# privacy = "local"         # runs must have noise, which is added here
 evaluate = true
 """
 

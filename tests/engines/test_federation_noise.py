@@ -1,0 +1,266 @@
+"""Noise over a federation: what a site draws once, what it counts, and what its administrator refuses."""
+
+import json
+
+import pytest
+import torch
+
+from federating import CLIENTS, Within, experiment, make_place, site_config
+from prefed import run
+from prefed.core import Callback, Privacy
+from prefed.engines import JobFactory
+from prefed.engines.backends.worker import StateOfTask
+from prefed.engines.tasks import run_task
+from prefed.federation import site as site_module
+from prefed.federation.config import Limits
+from prefed.federation.federate import Terms, federate, told_experiment
+from prefed.federation.limits import RefusalError, check_experiment
+from prefed.federation.relay import pack, unpack
+from prefed.federation.releases import Releases, epsilon_of
+from prefed.federation.site import FORMAT, Site, order_digest
+from prefed.federation.status import status_lines
+from prefed.privacy import guarantee_of, mechanism
+from prefed.store import StoreError
+
+pytest.importorskip("dp_accounting")
+
+LOCAL = {"kind": "local", "clip": 0.05, "noise_multiplier": 2.0, "delta": 1e-5, "draws": "system"}
+TERMS = Terms("wards", ("site-pairs",), wait=0.0)
+
+
+def private(place, rounds=2, **changes):
+    asked = experiment(place, method="feddpo", rounds=rounds)
+    tables = asked.tables()
+    return type(asked).from_tables(
+        {**tables, "merge": {"weights": "uniform"}, "privacy": {**LOCAL, **changes}}, "the test"
+    )
+
+
+class Here:
+    """A process that trains, in this process."""
+
+    def send(self, builder, text, threads):
+        self.job = JobFactory(builder, text).build()
+        self.due = {"fingerprint": dict(self.job.trainers.fingerprint)}
+
+    def give(self, task, state, timeout):
+        states = StateOfTask(state)
+        result = run_task(self.job, task, states)
+        self.due = {"message": result.message, "withheld": result.withheld, "state": states.next}
+
+    def receive(self):
+        return self.due
+
+    def stop(self):
+        self.due = None
+
+
+class Dies(Callback):
+    """The hub's process ends after so many answers."""
+
+    def __init__(self, left):
+        self.left = left
+
+    def on_task_end(self, what, done, of):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.mark.parametrize("kind", ["local", "central"])
+def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, place, tmp_path, monkeypatch):
+    """FedDPO of a site with three clients, two rounds; the hub dies in round 2 after two answers of three,
+    and the site is started anew. Draws are made a fixed sequence of numbers, and counted: with it the run in
+    one process is the oracle, to the bit. Each client draws once a round. The hub, who cannot see that,
+    counts round 2 twice: ε after it is that of three releases. A central mean is drawn once, as round 2 was
+    stopped before it.
+    """
+    draws = []
+
+    def normal(size, key):
+        assert key is None
+        draws.append(size)
+        return torch.linspace(-1, 1, size, dtype=torch.float64)
+
+    monkeypatch.setattr(mechanism, "normal", normal)
+    monkeypatch.setattr(site_module, "Worker", Here)
+    asked = private(place, kind=kind)
+    run(asked, tmp_path / "alone")
+    once = 2 * 3 if kind == "local" else 2
+    assert len(draws) == once
+
+    def goes_on(**options):
+        site = Site(site_config(place, tmp_path, "pairs"))
+        try:
+            return federate(asked, tmp_path / "over", Within({"site-pairs": site}), TERMS, **options)
+        finally:
+            site.close()
+
+    with pytest.raises(KeyboardInterrupt):
+        goes_on(callbacks=[Dies(3 + 3 + 2)])
+    summary = goes_on(resume=True)
+    assert len(draws) == 2 * once
+    server = "checkpoint/server@000002.safetensors"
+    assert (tmp_path / "over" / server).read_bytes() == (tmp_path / "alone" / server).read_bytes()
+    assert summary["privacy"]["epsilon"] == guarantee_of(asked.privacy, 3, 3).epsilon(3, 1e-5)
+    assert (summary["privacy"]["draws"], summary["privacy"]["releases"]) == ("system", 3)
+    spent = Releases(tmp_path / "site-pairs").spent()
+    assert spent == (dict.fromkeys(CLIENTS, 2 * 2.0**-2) if kind == "local" else {})
+
+
+# A site whose every visit draws anew
+
+
+class Draws(Here):
+    """Each visit gives other bytes."""
+
+    number = 0
+
+    def send(self, builder, text, threads):
+        self.due = {"fingerprint": {"data": "", "model": ""}}
+
+    def give(self, task, state, timeout):
+        Draws.number += 1
+        self.due = {"message": f"draw {Draws.number}".encode(), "withheld": "", "state": None}
+
+
+@pytest.fixture
+def asks(tmp_path, monkeypatch):
+    """Open a site that knows a run with local noise, and give what it answers to visits."""
+    monkeypatch.setattr(site_module, "Worker", Draws)
+    monkeypatch.setattr(Site, "_join", joined)
+    opened = []
+
+    def opens(run="0" * 16, **limits):
+        for site in opened:
+            site.close()
+        opened[:] = [Site(site_config(tmp_path, tmp_path, "w0", limits=limits))]
+        text, members = told_experiment(private(tmp_path)), ["told", "b", "c"]
+        common = {"format": FORMAT, "federation": "wards", "run": run}
+        header, _ = unpack(opened[0].answer(pack(**common, kind="join", experiment=text)))
+        header, _ = unpack(opened[0].answer(pack(**common, kind="start", members=members, unseen=[])))
+        assert "fingerprint" in header, header
+        order = order_digest(text, members, [])
+
+        def visit(number=1, body=b"model", **changes):
+            task = {"kind": "visit", "client": "told", "round": number, "exchange": "train", "asked": 0}
+            header, message = unpack(
+                opened[0].answer(pack(body, **common, **task, order=order, receipt=None, **changes))
+            )
+            return header.get("refused") or header.get("failed") or message.decode()
+
+        return visit
+
+    yield opens
+    for site in opened:
+        site.close()
+
+
+def joined(site, run, header):
+    site._write_order(
+        run, {"data": "", "round": 0, "experiment": header["experiment"], "names": {"w0": "told"}}
+    )
+    return pack()
+
+
+def test_the_same_request_has_the_same_answer_whatever_was_killed(asks, tmp_path):
+    """Also after five others, which is more than a site remembers, and after it was started anew. What is
+    asked differently, or in another run, is drawn anew and counted."""
+    visit = asks()
+    first = visit()
+    assert visit() == first
+    others = [visit(body=f"model {number}".encode()) for number in range(5)]
+    assert len({first, *others}) == 6
+    assert visit() == first
+    visit = asks()
+    assert visit() == first
+    assert asks(run="1" * 16)() != first
+    assert Releases(tmp_path / "site-w0").spent() == {"w0": pytest.approx(7 * 2.0**-2)}
+    folder = tmp_path / "site-w0/runs" / ("0" * 16) / "answers"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    visit = asks()
+    visit(2)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_an_answer_that_cannot_be_kept_does_not_leave(asks, tmp_path, monkeypatch):
+    """The disk is full for the answer, after it was counted. Asked again, the site draws again: what was
+    drawn before has been seen by nobody, and the account has one release too many."""
+    visit, write = asks(), site_module.files.write
+
+    def full(path, data, **options):
+        if path.parent.name == "answers":
+            raise OSError("No space left on device")
+        write(path, data, **options)
+
+    monkeypatch.setattr(site_module.files, "write", full)
+    assert visit() == "OSError: the site's log says more"
+    monkeypatch.setattr(site_module.files, "write", write)
+    assert visit() == f"draw {Draws.number}"
+    assert Releases(tmp_path / "site-w0").spent() == {"w0": 2 * 2.0**-2}
+
+
+def test_a_site_ends_what_a_client_may_spend_in_all_runs(asks, tmp_path):
+    """z = 2 for replaced clients is σ = 1 over the sensitivity, as two releases at z = 2 √2 are. A limit that
+    lies between the ε of two and of three releases lets two visits pass, of two runs, and a repetition."""
+    two, three = (guarantee_of(Privacy(**LOCAL), 3, 3).epsilon(count, 1e-5) for count in (2, 3))
+    limit = (two + three) / 2
+    visit = asks(epsilon=limit)
+    first = visit()
+    asks(run="1" * 16, epsilon=limit)()
+    visit = asks(epsilon=limit)
+    assert f"would have spent {three:.3g} in all runs, and may spend {limit:g}" in visit(2)
+    assert visit() == first
+    lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", limits={"epsilon": limit}), 0)]
+    assert f"  w0: epsilon {two:.3g} at delta 1e-05, in all runs so far" in lines
+
+
+@pytest.mark.parametrize(("noises", "count"), [((1.0,), 1), ((2.0, 2.0), 2), ((4.0,) * 5, 5)])
+def test_releases_add_up_as_the_accountant_adds_them(noises, count):
+    """The accountant's own sum of Rényi divergences, of equal releases, is the oracle."""
+    privacy = Privacy(kind="local", clip=1.0, noise_multiplier=noises[0], delta=1e-5)
+    expected = guarantee_of(privacy, 3, 3).epsilon(count, 1e-5)
+    assert epsilon_of(sum(noise**-2 for noise in noises), 1e-5) == pytest.approx(expected, rel=1e-12)
+    assert epsilon_of(0.0, 1e-5) == 0
+
+
+def test_a_damaged_account_is_no_account(tmp_path):
+    (tmp_path / "spent.json").write_text(json.dumps({"spent": {"w0": 0.1}, "digest": "0"}))
+    with pytest.raises(StoreError, match=r"spent\.json is damaged.*put a copy of it back"):
+        Releases(tmp_path).spent()
+    with pytest.raises(StoreError, match="is damaged"):
+        Releases(tmp_path).check("w0", Privacy(**LOCAL), Limits(epsilon=1.0))
+
+
+PLAIN = {"kind": None, "clip": None, "noise_multiplier": None, "delta": None, "draws": None}
+
+
+@pytest.mark.parametrize(
+    ("limits", "changes", "message"),
+    [
+        ({"privacy": "local"}, PLAIN, r"\[limits\] privacy: .* kind = 'local', with noise"),
+        ({"privacy": "local"}, {"kind": "central"}, r"kind = 'local', with noise"),
+        ({"privacy": "local"}, {"noise_multiplier": 0.0}, r"kind = 'local', with noise"),
+        ({"privacy": "central"}, PLAIN, r"kind = 'local' or 'central', with noise"),
+        ({"noise_multiplier": 2.5}, {}, r"noise_multiplier = 2.5 at least, and has 2$"),
+        ({"noise_multiplier": 2.5}, PLAIN, r"noise_multiplier = 2.5 at least, and has 0$"),
+        ({"epsilon": 4.0}, {"kind": "central"}, r"\[limits\] epsilon: .* of its own noise"),
+        ({"epsilon": 4.0}, {"noise_multiplier": 0.0}, r"\[limits\] epsilon: .* of its own noise"),
+        ({"privacy": "local", "noise_multiplier": 2.0, "epsilon": 4.0}, {}, None),
+        ({"privacy": "central"}, {}, None),
+        ({"privacy": "central"}, {"kind": "central"}, None),
+    ],
+)
+def test_an_administrator_asks_for_noise(tmp_path, limits, changes, message):
+    asked, config = private(tmp_path, **changes), site_config(tmp_path, tmp_path, "w0", limits=limits)
+    if message is None:
+        check_experiment(asked, config)
+        return
+    with pytest.raises(RefusalError, match=message):
+        check_experiment(asked, config)
