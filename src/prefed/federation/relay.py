@@ -26,6 +26,8 @@ STAY = b"stay"
 """A first frame after which a connection is kept open, as a sign that its other end lives."""
 MOST = 1 << 34
 """Bytes of the longest frame that is read."""
+HEADER = 1 << 24
+"""Bytes of the longest header of a message that is read: the names of a hundred thousand clients are in it."""
 
 
 class Door:
@@ -147,6 +149,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
     end = 8 + int.from_bytes(data[:8], "little")
     if len(data) < max(8, end):
         raise ValueError(f"not a message: {len(data):,} bytes")
+    if end > 8 + HEADER:
+        raise ValueError(f"not a message: {end:,} bytes of header")
     try:
         header = json.loads(data[8:end])
     except RecursionError as error:

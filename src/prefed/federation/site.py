@@ -75,7 +75,10 @@ class Site:
             if len(request) > self.config.limits.message_mb * 2**20:
                 size = f"{len(request):,} bytes"
                 raise RefusalError(f"a message of {size} is longer than [limits] message_mb allows")
-            header, body = unpack(request)
+            try:
+                header, body = unpack(request)
+            except ValueError as error:
+                raise RefusalError(str(error)) from error
             what = {name: header[name] for name in ("run", "round", "client") if name in header}
             return self._answer(header, body)
         except RefusalError as refusal:
@@ -100,6 +103,8 @@ class Site:
 
     def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
         kind = header.get("kind")
+        if kind == "foreign":
+            raise RefusalError(f"a request of {header.get('caller')!r}, who is not the hub")
         if header.get("format") != FORMAT:
             theirs = header.get("format")
             raise RefusalError(f"the hub speaks format {theirs}, and this site {FORMAT}: update prefed")
