@@ -185,6 +185,26 @@ def outsiders(place: Place, transport: FlareTransport) -> None:
     tell("a certificate of its own making", came, place.line("process.log", "VERIFY_FAILED"))
 
 
+def frames(place: Place, transport: FlareTransport) -> None:
+    """A member's own software sends one frame of 100 MiB to the hub's port."""
+    import grpc
+    from nvflare.fuel.f3.drivers.grpc.streamer_pb2 import Frame
+    from nvflare.fuel.f3.drivers.grpc.streamer_pb2_grpc import StreamerStub
+
+    startup = place.kits / "south/kit/startup"
+    root, key, own = ((startup / name).read_bytes() for name in ("rootCA.pem", "client.key", "client.crt"))
+    most = [("grpc.max_send_message_length", -1)]
+    with grpc.secure_channel(
+        f"localhost:{place.port}", grpc.ssl_channel_credentials(root, key, own), most
+    ) as channel:
+        try:
+            answers = StreamerStub(channel).Stream(iter([Frame(seq=1, data=bytes(100 << 20))]), timeout=60)
+            what = f"LET IN: {next(answers)!r}"[:80]
+        except grpc.RpcError as error:
+            what = f"refused: {error.code().name}, {error.details()}"
+    tell("a frame of 100 MiB", what, "–")
+
+
 def without_role(place: Place, transport: FlareTransport) -> None:
     """A site's own certificate in the place of the hub's account."""
     from nvflare.fuel.flare_api.flare_api import new_secure_session
@@ -205,7 +225,7 @@ def without_role(place: Place, transport: FlareTransport) -> None:
 
 
 def commands(place: Place, transport: FlareTransport) -> None:
-    """What the hub's own account may not: commands at a site, and jobs with code or other classes."""
+    """What the hub's own account may not: commands at a site, and jobs with code, settings or other classes."""
     with transport._asking:
         session = transport._admin_session()
         came = session.api.do_command("ls north")
@@ -218,6 +238,15 @@ def commands(place: Place, transport: FlareTransport) -> None:
         f"class Evil:\n    def __init__(self):\n        open({str(mark)!r}, 'w').close()\n"
     )
     write_job(place.folder / "class", SITES, 30)
+    write_job(place.folder / "settings", SITES, 30)
+    (place.folder / "settings/app/config/comm_config.json").write_text(
+        json.dumps({"comm_driver_path": str(place.kits)})
+    )
+    (place.folder / "settings/app/config/evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    transport.call("north", pack(kind="hello", format=FORMAT), 60)
+    what = outcome_of(transport, place.folder / "settings", wait=30)
+    ran = "IT RAN" if mark.exists() else "nothing ran"
+    tell("a job with settings that name code", f"{what}; {ran}", place.line("audit.log", "submit_job"))
     launcher = "nvflare.app_common.launchers.subprocess_launcher.SubprocessLauncher"
     for job, path, args in (
         ("code", "evil.Evil", {}),
@@ -234,15 +263,15 @@ def commands(place: Place, transport: FlareTransport) -> None:
         tell(f"a job with foreign {job}", f"{what}; {ran}", place.line("log.txt", words))
 
 
-def outcome_of(transport: FlareTransport, job: Path) -> str:
-    """The status of a job that is not expected to run."""
+def outcome_of(transport: FlareTransport, job: Path, wait: float = 90.0) -> str:
+    """The status of a job after so many seconds, or once it has ended."""
     with transport._asking:
         session = transport._admin_session()
         try:
             name = session.submit_job(str(job))
         except Exception as error:
             return f"refused: {error}"
-        end = time.monotonic() + 90
+        end = time.monotonic() + wait
         status = ""
         while time.monotonic() < end and not status.startswith("FINISHED"):
             time.sleep(1)
@@ -332,6 +361,7 @@ def main() -> None:
                 time.sleep(0.5)
             print("| who, what | what came of it | the line |\n|---|---|---|")
             outsiders(place, transport)
+            frames(place, transport)
             without_role(place, transport)
             run = uploads(place, transport)
             requests(place, transport, run)

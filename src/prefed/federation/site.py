@@ -34,6 +34,8 @@ FORMAT = 1
 """Of requests and answers. A hub and a site of two formats do not work together."""
 REMEMBERED = 4
 """Answers that are kept for a request that comes again."""
+LARGE = 1 << 26
+"""Bytes of the answers that are kept; of the last one any number."""
 CHANGED = "this site's data changed since the run began: put back what they were"
 PACKAGES = ("prefed", "torch", "transformers")
 
@@ -183,7 +185,7 @@ class Site:
 
     def _do(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
         """A visit or an evaluation of one of the site's clients."""
-        key = files.digest(pack(body, **header))
+        key = files.digest(pack(**header)) + files.digest(body)
         if key in self._answers:
             return self._answers[key]
         order = self._read_order(run) or {}
@@ -218,7 +220,9 @@ class Site:
         new = kept if kept != receipt else None
         answer = pack(message, client=task.client, withheld=fields["withheld"], asked=task.asked, receipt=new)
         self._answers[key] = answer
-        while len(self._answers) > REMEMBERED:
+        while len(self._answers) > REMEMBERED or (
+            len(self._answers) > 1 and sum(map(len, self._answers.values())) > LARGE
+        ):
             self._answers.popitem(last=False)
         return answer
 
