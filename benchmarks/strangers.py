@@ -2,8 +2,8 @@
 
     python benchmarks/strangers.py
 
-A hub and two sites, of which south is patched by its owner: it sends what it likes. A table: who tried what, what
-came of it, and the line that a log has of it. The model has two small blocks and is made here.
+A hub and two sites, of which south is patched by its owner: it sends what it likes. A table: who tried what,
+what came of it, and the line that a log has of it. The model has two small blocks and is made here.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
-        project = Project(
-            name="wards", hub="localhost", port=self.port, sites=list(SITES), message_mb=HUB_MB
-        )
+        project = Project(name="wards", hub="localhost", port=self.port, sites=list(SITES), message_mb=HUB_MB)
         make_kits(project, folder / "wards")
         self.kits = folder / "wards"
         texts = []
@@ -129,7 +127,7 @@ class Place:
         return f"{site}: " + json.dumps({k: v for k, v in found[-1].items() if k != "time"}) if found else "–"
 
     def line(self, pattern: str, what: str) -> str:
-        """The last line with some words in the first file below the kits that matches a pattern and has them."""
+        """The last line with some words in the first file below the kits that has them, of a pattern."""
         for path in sorted(self.kits.rglob(pattern)):
             found = [line for line in path.read_text(errors="replace").splitlines() if what in line]
             if found:
@@ -225,7 +223,7 @@ def without_role(place: Place, transport: FlareTransport) -> None:
 
 
 def commands(place: Place, transport: FlareTransport) -> None:
-    """What the hub's own account may not: commands at a site, and jobs with code, settings or other classes."""
+    """What the hub's own account may not: commands at a site; jobs with code, settings or other classes."""
     with transport._asking:
         session = transport._admin_session()
         came = session.api.do_command("ls north")

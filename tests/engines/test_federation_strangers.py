@@ -1,4 +1,4 @@
-"""A site that sends what it should not, at a hub whose clients are the toy's: no model, and no NVIDIA FLARE."""
+"""A site that sends what it should not, at a hub whose clients are the toy's: no model, no NVIDIA FLARE."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,9 @@ def over_sites(forge, before=lambda site, request: None):
     """What makes the backend of a run whose clients have a site each, and one of them a forger's."""
 
     def make(job, states):
-        forges = {client: forge if client == BAD else (lambda number, answer: answer) for client in job.members}
+        forges = {
+            client: forge if client == BAD else (lambda number, answer: answer) for client in job.members
+        }
         transport = Within({client: ToySite(job, forges[client]) for client in job.members}, before)
         sites = Sites(transport, "wards", "0" * 16, 1.0)
         sites.most = lambda client, exchange, number: longest_answer(job, client, exchange, number)

@@ -27,7 +27,7 @@ class CohortConfig(StrictModel):
     offences: int | None = Field(
         None,
         ge=1,
-        description="bad uploads of a client, after which the server asks it no more; left out: it asks again",
+        description="bad uploads of a client after which the server asks it no more; left out: any number",
     )
 
     @model_validator(mode="after")

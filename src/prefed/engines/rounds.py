@@ -65,7 +65,7 @@ class ServerRounds(Course):
         if not everybody:
             raise RoundError(
                 f"round {number}: every client is set aside for {job.offences} bad uploads ([cohort] "
-                "offences); \"dropped\" in rounds.jsonl says what was wrong with each"
+                'offences); "dropped" in rounds.jsonl says what was wrong with each'
             )
         self.begin(number)
         for exchange in job.method.exchanges:

@@ -27,7 +27,7 @@ STAY = b"stay"
 MOST = 1 << 34
 """Bytes of the longest frame that is read."""
 HEADER = 1 << 24
-"""Bytes of the longest header of a message that is read: the names of a hundred thousand clients are in it."""
+"""Bytes of the longest header of a message that is read: a hundred thousand clients' names fit."""
 
 
 class Door:

@@ -206,7 +206,12 @@ def make_kits(project: Project, out: Path) -> None:
     made = Path(context[CtxKey.CURRENT_PROD_DIR])
     _place(made / project.hub, out / "hub" / "server")
     _place(made / user, out / "hub" / "admin")
-    about = {"federation": project.name, "sites": project.sites, "user": user, "message_mb": project.message_mb}
+    about = {
+        "federation": project.name,
+        "sites": project.sites,
+        "user": user,
+        "message_mb": project.message_mb,
+    }
     files.write(out / "hub" / "hub.json", json.dumps(about, indent=1).encode())
     for name in project.sites:
         _place(made / name, out / name / "kit")

@@ -36,8 +36,8 @@ ROOM = 1 << 20
 FRAME = 1 << 26
 """Bytes of the longest frame of gRPC. FLARE sends a message in frames of 1 MiB, and would take in 2 GiB."""
 SETTINGS = "comm_config.json"
-"""FLARE's settings of its communication. It takes the first file of this name in a kit, from the top: with none
-there it would take that of a job, which may name a folder of code to load.
+"""FLARE's settings of its communication. It takes the first file of this name in a kit, from the top: with
+none there it would take that of a job, which may name a folder of code to load.
 """
 
 
