@@ -4,8 +4,8 @@
     python benchmarks/large_adapters.py --rank 48 --sites 3 # 30 MB
 
 The hub and the sites are processes of this machine. The model is a Llama of 16 layers and width 512 with
-random weights (53 M numbers); the adapter has 157,696 numbers of 4 bytes for each unit of its rank. A site has
-four short pairs, and trains one step on two of them.
+random weights (53 M numbers); the adapter has 157,696 numbers of 4 bytes for each unit of its rank. A site
+has four short pairs, and trains one step on two of them.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def outsiders(place: Place, transport: FlareTransport) -> None:
 
 def frames(place: Place, transport: FlareTransport) -> None:
     """A member's own software sends one frame of 100 MiB to the hub's port."""
-    import grpc
+    import grpc  # type: ignore[import-untyped]
     from nvflare.fuel.f3.drivers.grpc.streamer_pb2 import Frame
     from nvflare.fuel.f3.drivers.grpc.streamer_pb2_grpc import StreamerStub
 

@@ -98,6 +98,7 @@ def ask(
     over = time.monotonic() + timeout
     with Client(str(path), family="AF_UNIX") as connection:
         connection.send_bytes(request)
+        del request  # it may be long, and the answer may be hours away
         while not connection.poll(max(0.0, min(every, over - time.monotonic()))):
             if time.monotonic() >= over:
                 raise TimeoutError(f"no answer within {timeout:g} seconds")

@@ -89,8 +89,7 @@ class FlareTransport:
             session = self._session_with(site, end)
             look = partial(self._look, session, site, [time.monotonic()])
             try:
-                message = pack(request, site=site, timeout=left)
-                answer = ask(session, message, left + LOOK, look, LOOK)
+                answer = ask(session, pack(request, site=site, timeout=left), left + LOOK, look, LOOK)
                 header, body = unpack(answer)
             except TimeoutError:
                 break
