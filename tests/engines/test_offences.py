@@ -8,7 +8,8 @@ import pytest
 import toy
 from prefed.core import Callback
 from prefed.engines import InProcess, RoundError
-from prefed.store import RunReader
+from prefed.runs.summary import summarize
+from prefed.store import RunReader, RunWriter
 
 BAD = "Client 2/ü"
 
@@ -68,6 +69,8 @@ def test_who_is_dropped_twice_is_asked_no_more(tmp_path, monkeypatch):
     assert [text for text in notes.warnings if "set aside" in text] == [
         f"round 2: {BAD!r} is set aside: [cohort] offences = 2 bad uploads"
     ]
+    with RunWriter(tmp_path / "counted", resume=True) as writer:
+        assert summarize(counted, writer, {})["set_aside"] == {BAD: 2}
     other = toy.run_job(tmp_path / "other", job(None), InProcess, Notes())
     assert server.tensors["model"].equal(other.tensors["model"])
     assert set(other.values["scores"]) - set(server.values["scores"]) == {BAD}
