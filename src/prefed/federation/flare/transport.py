@@ -41,6 +41,8 @@ TOO_LONG = "streaming_max_blob_size"
 """What is in FLARE's words of a request that a site did not take in for its length."""
 LOOK = 5.0
 """Seconds between looks whether an answer may still come."""
+SLOW = 1 << 21
+"""Bytes a second at which long messages pass at least. Signs of life wait behind them."""
 PAUSE = 0.5
 
 
@@ -87,7 +89,7 @@ class FlareTransport:
         end, tries = time.monotonic() + timeout, 0
         while (left := end - time.monotonic()) > 0:
             session = self._session_with(site, end)
-            look = partial(self._look, session, site, [time.monotonic()])
+            look = partial(self._look, session, site, [time.monotonic()], 2 * len(request) / SLOW)
             try:
                 answer = ask(session, pack(request, site=site, timeout=left), left + LOOK, look, LOOK)
                 header, body = unpack(answer)
@@ -108,11 +110,12 @@ class FlareTransport:
                 raise UnreachableError(f"{TRIES} sessions ended before its answer was here: {error}")
         raise UnreachableError(f"no answer within {timeout:g} seconds")
 
-    def _look(self, session: Path, site: str, seen: list[float]) -> None:
+    def _look(self, session: Path, site: str, seen: list[float], slack: float) -> None:
         """Whether an answer may still come: the session is open, and the site's process in it lives.
 
         Args:
             seen: when it was last seen alive; it is noted there.
+            slack: seconds that a site which is connected may stay silent beyond the usual.
 
         Raises:
             ConnectionResetError: another session will do.
@@ -121,19 +124,20 @@ class FlareTransport:
         if self._session != session:
             raise ConnectionResetError
         try:
-            header, _ = unpack(ask(session, pack(site=site, timeout=LOOK), 2 * LOOK))
+            header, _ = unpack(ask(session, pack(site=site, timeout=LOOK), 2 * LOOK + slack))
             if header.get("alive"):
                 seen[0] = time.monotonic()
         except (OSError, ValueError):
             self._lose(session)
             raise ConnectionResetError from None
         silent = time.monotonic() - seen[0]
-        if silent > PATIENCE:
-            raise UnreachableError("it has left")
         if silent > PATIENCE / 2 and site in self.connected():
-            # It is back, and its process in this session is gone.
-            self._without(session, site)
-            raise ConnectionResetError
+            if silent > PATIENCE / 2 + slack:
+                # It is back, and its process in this session is gone.
+                self._without(session, site)
+                raise ConnectionResetError
+        elif silent > PATIENCE:
+            raise UnreachableError("it has left")
 
     def _without(self, session: Path, site: str) -> None:
         """The session goes on without a site; for its next request another one is opened."""
