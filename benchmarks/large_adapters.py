@@ -2,6 +2,7 @@
 
     python benchmarks/large_adapters.py                     # 303 MB, two sites, one round
     python benchmarks/large_adapters.py --rank 48 --sites 3 # 30 MB
+    python benchmarks/large_adapters.py --messages          # a message there and back, without a model
 
 The hub and the sites are processes of this machine. The model is a Llama of 16 layers and width 512 with
 random weights (53 M numbers); the adapter has 157,696 numbers of 4 bytes for each unit of its rank. A site
@@ -25,6 +26,12 @@ from pathlib import Path
 import torch
 import transformers
 from common import TOKENIZER
+
+from prefed.federation.flare.apps import SITE_DOOR
+from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits
+from prefed.federation.flare.process import CLIENT, FlareProcess, longest
+from prefed.federation.flare.transport import FlareTransport
+from prefed.federation.relay import Door
 
 PREFED = [sys.executable, "-m", "prefed.cli"]
 PARTIES = {
@@ -133,6 +140,25 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def messages(folder: Path, size: int) -> None:
+    """A message to a site that answers with as many bytes, and what FLARE's processes take."""
+    make_kits(Project(name="w", hub="localhost", port=free_port(), sites=["north"]), folder / "w")
+    words, watch = ["uid=north", "org=north", f"heart_beat_interval={HEARTBEAT}"], Watch()
+    with Door(lambda request: bytes(len(request))) as door:
+        environment = {SITE_DOOR: str(door.path), **longest(4096)}
+        process = FlareProcess(CLIENT, folder / "w/north/kit", words, environment)
+        with FlareTransport(Kits.open(folder / "w/hub")) as transport:
+            while not transport.connected():
+                time.sleep(0.5)
+            transport.call("north", bytes(100), 300)
+            begun = time.monotonic()
+            transport.call("north", bytes(size), 3000)
+            print(f"{size / 1e6:.0f} MB there and back: {time.monotonic() - begun:.1f} s")
+            watch.look()
+        process.stop()
+    watch.report()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,10 +166,15 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=480)
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--messages", action="store_true")
     parser.add_argument("--keep", type=Path, help="a new folder that is kept")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp())
     folder.mkdir(exist_ok=True)
+    if options.messages:
+        messages(folder, 4 * 157_696 * options.rank)
+        shutil.rmtree(folder)
+        return
     names = [f"site{number}" for number in range(options.sites)]
     project = f'name = "large"\nhub = "localhost"\nport = {free_port()}\nsites = {json.dumps(names)}\n'
     (folder / "large.toml").write_text(project)
