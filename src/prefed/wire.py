@@ -145,22 +145,31 @@ def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
     )
 
 
+def outline_upload(data: bytes) -> tuple[dict[str, int], float, dict[str, float]]:
+    """What an upload of this process's own holds, without a copy of its tensors.
+
+    Returns:
+        How many numbers each group's tensors have, the weight, and the numbers by name.
+
+    Raises:
+        WireError: as :func:`decode_state`, as far as the header goes.
+    """
+    header = _header(data, "upload")
+    rows = {name: row[1] for name, row in _field(header, "groups", dict).items()}
+    return {n: _read_layout(json.dumps(r)).size for n, r in rows.items()}, header["weight"], _scalars(header)
+
+
 def _open(
     data: bytes, kind: str, layout_of: Callable[[str], Layout] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensors]]:
     from safetensors.torch import load
 
+    header = _header(data, kind)
     try:
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["prefed"])
         buffers = load(data)
-    # PyTorch raises RuntimeError for an impossible shape. A RecursionError is a RuntimeError too.
+    # PyTorch raises RuntimeError for an impossible shape.
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise WireError(f"not a prefed message ({len(data)} bytes): {error}") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise WireError(f"a message of another format than {FORMAT}: written by another version of prefed")
-    if header.get("kind") != kind:
-        raise WireError(f"expected a message of kind {kind!r}, found {header.get('kind')!r}")
     described = _field(header, "groups", dict)
     if set(described) != set(buffers):
         raise WireError("damaged message: its header and its tensors name different groups")
@@ -175,6 +184,21 @@ def _open(
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise WireError(f"damaged message: group {name!r}: {error}") from error
     return header, groups
+
+
+def _header(data: bytes, kind: str) -> dict[str, Any]:
+    """The header of a message of this kind; no tensor is read."""
+    try:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["prefed"])
+    # A RecursionError is a RuntimeError.
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise WireError(f"not a prefed message ({len(data)} bytes): {error}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise WireError(f"a message of another format than {FORMAT}: written by another version of prefed")
+    if header.get("kind") != kind:
+        raise WireError(f"expected a message of kind {kind!r}, found {header.get('kind')!r}")
+    return header
 
 
 def _read_layout(rows: str) -> Layout:

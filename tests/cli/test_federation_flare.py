@@ -16,15 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from prefed.federation.relay import Door
-from prefed.federation.transport import UnreachableError
+from prefed.federation.relay import Door, unpack
+from prefed.federation.transport import TooLongError, UnreachableError
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
+from prefed.federation.flare import apps
 from prefed.federation.flare.apps import SITE_DOOR
 from prefed.federation.flare.job import ALLOWED, write_job
 from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
-from prefed.federation.flare.process import CLIENT, FlareProcess
+from prefed.federation.flare.process import CLIENT, FlareProcess, longest
 from prefed.federation.flare.transport import FlareTransport
 
 SITES = ("north", "south")
@@ -38,7 +39,7 @@ def free_port():
 
 def client(kit, site, door):
     words = [f"uid={site}", f"org={organisation_of(site)}", f"heart_beat_interval={HEARTBEAT}"]
-    return FlareProcess(CLIENT, kit, words, {SITE_DOOR: str(door.path)})
+    return FlareProcess(CLIENT, kit, words, {SITE_DOOR: str(door.path), **longest(8)})
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,13 @@ def test_kits_allow_our_classes_alone_and_no_code(kits):
         assert key.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("name", ["hub", "server", "authority"])
+def test_no_site_has_the_name_of_another_party(name):
+    """FLARE calls the hub's side of a session "server"."""
+    with pytest.raises(ValueError, match="none is called 'hub', 'server' or 'authority'"):
+        Project(name="wards", hub="localhost", sites=["north", name])
+
+
 def test_a_site_that_joins_later_leaves_the_others_kits_alone(kits):
     before = (kits / "north" / "kit" / "startup" / "client.crt").read_bytes()
     make_kits(Project(name="wards", hub="localhost", sites=[*SITES, "west"]), kits)
@@ -127,6 +135,48 @@ def test_messages_arrive_as_they_are(transport):
     for site in SITES:
         request = random.Random(site).randbytes(3_000_000)
         assert transport.call(site, request, 120) == request + site.encode()
+
+
+def test_a_message_that_is_too_long_is_told_at_once(transport):
+    """The sites take in 8 MiB and a little more. The session goes on."""
+    session = transport._session
+    with pytest.raises(TooLongError, match=f"{10 << 20:,} bytes is longer than"):
+        transport.call("north", bytes(10 << 20), 120)
+    assert transport.call("north", bytes(8 << 20), 120) == bytes(8 << 20) + b"north"
+    assert transport._session == session
+
+
+@pytest.mark.parametrize(("caller", "arrives"), [("server", b"visit"), ("south", None)])
+def test_a_site_takes_requests_of_the_hub_alone(monkeypatch, caller, arrives):
+    """The others of a session could call it too. What its own log is to have is sent in their place."""
+    asked = []
+    monkeypatch.setenv(SITE_DOOR, "/door")
+    monkeypatch.setattr(apps, "ask", lambda door, request: asked.append(request) or b"answer")
+    monkeypatch.setattr(apps, "collab", type("Collab", (), {"caller": caller}))
+    assert apps.SiteRelay().exchange(b"visit") == b"answer"
+    assert asked == [arrives] if arrives else unpack(asked[0])[0] == {"kind": "foreign", "caller": "south"}
+
+
+def test_a_job_brings_no_settings_of_communication(transport, kits, tmp_path):
+    """They could name a folder of code, such as the job's own beside them. With the settings that lie at the
+    top of each kit, a job's are not read."""
+    mark = tmp_path / "it-ran"
+    write_job(tmp_path / "job", SITES, 30)
+    config = tmp_path / "job/app/config"
+    (config / "comm_config.json").write_text(json.dumps({"comm_driver_path": str(kits)}))
+    (config / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    with transport._asking:
+        name = transport._admin_session().submit_job(str(tmp_path / "job"))
+        log, end = kits / "north" / "kit" / name / "log.txt", time.monotonic() + 60
+        # Once its process has a connection, it has loaded what carries connections.
+        while (
+            not (connected := log.exists() and "conn_manager" in log.read_text()) and time.monotonic() < end
+        ):
+            time.sleep(0.5)
+        transport._admin_session().abort_job(name)
+    assert connected
+    assert (log.parent / "app_north/config/evil.py").exists()
+    assert not mark.exists()
 
 
 def test_a_killed_process_of_flare_costs_a_session(transport, kits):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from prefed.core import Key, Method, Round, Tensors
 from prefed.merge import Aggregator, MergeConfig, ServerOptimizer, lora
 from prefed.methods import METHODS
-from prefed.wire import decode_download, decode_state, decode_upload, encode
+from prefed.wire import decode_download, decode_state, decode_upload, encode, outline_upload
 from quadratic import Run, crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
@@ -137,6 +137,8 @@ def test_stopped_and_resumed_is_uninterrupted(name, rule, problem):
     }
     for upload in whole.uploads:
         assert encode(decode_upload(encode(upload))) == encode(upload)
+        sizes = {name: tensors.flat.numel() for name, tensors in upload.tensors.items()}
+        assert outline_upload(encode(upload)) == (sizes, upload.weight, upload.scalars)
     for download in whole.downloads:
         assert encode(decode_download(encode(download))) == encode(download)
 

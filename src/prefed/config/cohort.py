@@ -24,6 +24,11 @@ class CohortConfig(StrictModel):
         description="fixed: so many clients, drawn without replacement; poisson: each client for itself, all "
         "with one probability, so that size is what to expect",
     )
+    offences: int | None = Field(
+        None,
+        ge=1,
+        description="bad uploads of a client after which the server asks it no more; left out: any number",
+    )
 
     @model_validator(mode="after")
     def _one(self) -> CohortConfig:

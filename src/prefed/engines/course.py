@@ -46,6 +46,7 @@ class Tally:
         communicated: numbers in the tensors of the largest upload.
         dropped: for each upload that was not merged, its ``client``, ``exchange`` and ``reason``.
         figures: the method's figures.
+        bad: the client of each upload that should not have been sent.
     """
 
     bytes_up: int = 0
@@ -53,6 +54,7 @@ class Tally:
     communicated: int = 0
     dropped: list[dict[str, str]] = field(default_factory=list)
     figures: dict[str, Plain] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
 
     def drop(self, exchange: Exchange, client: str, reason: str) -> str:
         """Keep why an upload was not merged; the reason as it may be printed."""

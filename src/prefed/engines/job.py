@@ -61,6 +61,7 @@ class Job:
         diagnostics: how the rounds are diagnosed; ``None``: they are not.
         stop: how the best round is found, and when the run stops; ``None``: all rounds are run, and the last
             is kept alone.
+        offences: bad uploads of a client after which the server asks it no more; ``None``: any number.
 
     Raises:
         FleetError: the fleet cannot do what is asked of it.
@@ -91,6 +92,7 @@ class Job:
     diagnostics: Diagnostics | None = None
     sampling: Literal["fixed", "poisson"] = "fixed"
     stop: Stopping | None = None
+    offences: int | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)

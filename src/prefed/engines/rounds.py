@@ -12,6 +12,7 @@ from prefed.core import Exchange, Plain, Round, State, Upload
 from prefed.engines.aggregation import aggregate
 from prefed.engines.central import merge_noised
 from prefed.engines.course import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.offences import offences_after, set_aside, visits_without
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
 from prefed.fleet import ScheduledRound, Visit
@@ -36,8 +37,8 @@ class ServerRounds(Course):
     given. So nothing is under way when a run stops.
 
     Raises:
-        RoundError: (from :meth:`run`) no client answered in an exchange, or no client's figures can be used
-            in the evaluation after the last round.
+        RoundError: (from :meth:`run`) no client answered in an exchange, no client's figures can be used in
+            the evaluation after the last round, or all clients are set aside.
         FleetError: (from :meth:`run`) the fleet's clients are all gone.
     """
 
@@ -57,9 +58,16 @@ class ServerRounds(Course):
     def _round(self, server: State, plan: ScheduledRound) -> State:
         started, job, number = time.perf_counter(), self.job, plan.number
         now, tally, evaluated = job.round(number), Tally(), None
+        aside = set_aside(self.writer.last)
+        visits = visits_without(job, plan, aside)
+        cohort = [_Asked(visit.client, visit.started_from + 1) for visit in visits]
+        everybody = [_Asked(client, number) for client in job.members if client not in aside]
+        if not everybody:
+            raise RoundError(
+                f"round {number}: every client is set aside for {job.offences} bad uploads ([cohort] "
+                'offences); "dropped" in rounds.jsonl says what was wrong with each'
+            )
         self.begin(number)
-        cohort = [_Asked(visit.client, visit.started_from + 1) for visit in plan.visits]
-        everybody = [_Asked(client, number) for client in job.members]
         for exchange in job.method.exchanges:
             if exchange.due(number):
                 asked = cohort if exchange.to == "cohort" else everybody
@@ -69,6 +77,9 @@ class ServerRounds(Course):
         self.diagnose(server, now, tally)
         if job.fleet is not None:
             tally.figures |= _told(plan)
+        tally.figures |= offences_after(job, self.writer.last, tally.bad)
+        for client in sorted(set_aside(tally.figures) - aside):
+            self.warn(number, f"{client!r} is set aside: [cohort] offences = {job.offences} bad uploads")
         clients = list(dict.fromkeys(client for client, _ in cohort))
         self.commit(server, clients, evaluated, tally, time.perf_counter() - started, plan.keep)
         return server
@@ -94,6 +105,7 @@ class ServerRounds(Course):
         # A client whose upload is not merged goes on from the private state that it had.
         last = {asked for wave in waves[-1:] for asked in wave}
         self.backend.accept(u.client for u in merged.uploads if (u.client, u.sent_at) in last)
+        tally.bad += [client for client, _ in merged.dropped]
         for client, reason in sorted([*invalid, *merged.dropped]):
             text = tally.drop(exchange, client, reason)
             self.warn(now.number, f"dropped an upload of {client!r}: {text}")
@@ -150,6 +162,7 @@ class ServerRounds(Course):
                     upload, reason = read_upload(self.job, result.message, result.client, exchange, then)
                 if upload is None:
                     dropped.append((result.client, reason))
+                    tally.bad += [result.client] if result.broken or not result.withheld else []
                 else:
                     valid.append(upload)
             uploads += valid

@@ -64,6 +64,7 @@ class TaskResult:
     Attributes:
         message: the encoded upload, or the figures as JSON; empty if something was withheld.
         withheld: why nothing was sent; empty if all is well.
+        broken: something came that is no answer, for the reason in ``withheld``: as bad as a bad upload.
         asked: as of its task.
         report: numbers for the round log that go to nobody else: those of an upload to neighbours.
     """
@@ -73,6 +74,7 @@ class TaskResult:
     withheld: str = ""
     asked: int = 0
     report: Mapping[str, float] = field(default_factory=dict)
+    broken: bool = False
 
 
 def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:

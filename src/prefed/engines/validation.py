@@ -74,6 +74,24 @@ def read_upload(
     return (None, reason) if reason else (upload, "")
 
 
+def longest_answer(job: Job, client: str, exchange: str, number: int) -> int:
+    """The most bytes that a valid answer of a client has.
+
+    Args:
+        exchange: by name; empty for an evaluation.
+        number: the round in which the client was asked.
+    """
+    if not exchange:
+        return _longest_figures(_expected_figures(job, client))
+    asked, model = job.exchange(exchange), job.trainers.initial
+    groups = expected_groups(client, asked, job.method.ownership, model.layout, job.round(number))
+    return upload_limits(client, groups, model.flat.dtype, asked.scalars)[1]
+
+
+def _longest_figures(names: Collection[str]) -> int:
+    return 64 * (len(names) + 2)
+
+
 def read_figures(
     job: Job, message: bytes, client: str, split: str | None = None
 ) -> tuple[dict[str, float], str]:
@@ -87,7 +105,7 @@ def read_figures(
         split: the pairs of the evaluation; left out: those of the job's.
     """
     names = _expected_figures(job, client)
-    most = 64 * (len(names) + 2)
+    most = _longest_figures(names)
     if len(message) > most:
         return {}, f"has {len(message):,} bytes, and at most {most:,} are expected"
     try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from prefed.config.file import parse_toml
 from prefed.core import Callback, Callbacks
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job, ServerRounds
+from prefed.engines.validation import longest_answer
 from prefed.federation.experiment import HELD, with_real_clients
 from prefed.federation.hub import FederationBackend, Sites
 from prefed.federation.site import PACKAGES, own_version
@@ -135,6 +137,7 @@ def _run(
             raise FederationError(
                 f"site {site!r} has another base model, or another version of it: put the same one there"
             )
+    sites.most = partial(longest_answer, job)
     backend = FederationBackend(sites, writer.states, homes, terms.visit, callback.on_warning)
     backend.away |= set(clients) - set(present)
     with backend:

@@ -13,9 +13,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from prefed.engines import ClientStates, Task, TaskResult
-from prefed.federation.relay import pack, unpack
+from prefed.federation.relay import HEADER, MOST, pack, unpack
 from prefed.federation.site import FORMAT, order_digest
-from prefed.federation.transport import FederationError, Transport, UnreachableError
+from prefed.federation.transport import FederationError, TooLongError, Transport, UnreachableError
 from prefed.store.receipts import receipt_in, receipt_state
 
 HELLO = 10.0
@@ -27,9 +27,14 @@ class Sites:
 
     Args:
         timeout: seconds for an answer that needs no training.
+
+    Attributes:
+        most: the bytes that a client's upload may have, or figures where the exchange's name is empty, by
+            client, exchange and round. A longer answer is not read.
     """
 
     def __init__(self, transport: Transport, federation: str, run: str, timeout: float) -> None:
+        self.most: Callable[[str, str, int], int] = lambda client, exchange, number: MOST
         self._transport, self._timeout = transport, timeout
         self._common = {"format": FORMAT, "federation": federation, "run": run}
         self._experiment, self._members, self._unseen = "", list[str](), list[str]()
@@ -92,11 +97,19 @@ class Sites:
     def _ask(
         self, site: str, timeout: float, body: bytes = b"", **header: Any
     ) -> tuple[dict[str, Any], bytes]:
-        answer = self._transport.call(site, pack(body, **self._common, **header), timeout)
+        try:
+            answer = self._transport.call(site, pack(body, **self._common, **header), timeout)
+        except TooLongError as error:
+            return {"refused": str(error)}, b""
+        most = HEADER
+        if "exchange" in header:
+            most += self.most(header["client"], header["exchange"], header["asked"] or header["round"])
+        if len(answer) > most:
+            return {"failed": f"its answer has {len(answer):,} bytes", "broken": True}, b""
         try:
             return unpack(answer)
         except ValueError:
-            return {"failed": "its answer is no message"}, b""
+            return {"failed": "its answer is no message", "broken": True}, b""
 
 
 class FederationBackend:
@@ -182,7 +195,8 @@ class FederationBackend:
         reason = f"its site says: {reason}" if reason else str(answer.get("withheld", ""))
         new = answer.get("receipt")
         kept = receipt_state(site, new) if isinstance(new, str) else None
-        result = TaskResult(task.client, b"" if reason else message, reason, task.asked)
+        broken = answer.get("broken") is True
+        result = TaskResult(task.client, b"" if reason else message, reason, task.asked, broken=broken)
         return result, None if reason else kept
 
     def _welcome_back(self) -> None:

@@ -26,6 +26,8 @@ STAY = b"stay"
 """A first frame after which a connection is kept open, as a sign that its other end lives."""
 MOST = 1 << 34
 """Bytes of the longest frame that is read."""
+HEADER = 1 << 24
+"""Bytes of the longest header of a message that is read: a hundred thousand clients' names fit."""
 
 
 class Door:
@@ -96,6 +98,7 @@ def ask(
     over = time.monotonic() + timeout
     with Client(str(path), family="AF_UNIX") as connection:
         connection.send_bytes(request)
+        del request  # it may be long, and the answer may be hours away
         while not connection.poll(max(0.0, min(every, over - time.monotonic()))):
             if time.monotonic() >= over:
                 raise TimeoutError(f"no answer within {timeout:g} seconds")
@@ -147,6 +150,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
     end = 8 + int.from_bytes(data[:8], "little")
     if len(data) < max(8, end):
         raise ValueError(f"not a message: {len(data):,} bytes")
+    if end > 8 + HEADER:
+        raise ValueError(f"not a message: {end:,} bytes of header")
     try:
         header = json.loads(data[8:end])
     except RecursionError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefed import files
 from prefed.core.text import printable, size
-from prefed.wire import WireError, decode_upload
+from prefed.wire import WireError, outline_upload
 
 
 class SentLog:
@@ -49,11 +49,10 @@ def contents(kind: str, message: bytes) -> dict[str, Any]:
     if kind == "evaluate":
         return {"figures": json.loads(message)}
     try:
-        upload = decode_upload(message)
+        numbers, weight, scalars = outline_upload(message)
     except WireError as error:
         return {"unreadable": str(error)}
-    numbers = {name: tensors.layout.size for name, tensors in upload.tensors.items()}
-    return {"tensors": numbers, "weight": upload.weight, "scalars": dict(upload.scalars)}
+    return {"tensors": numbers, "weight": weight, "scalars": scalars}
 
 
 def line_of(entry: dict[str, Any]) -> str:

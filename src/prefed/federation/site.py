@@ -35,6 +35,8 @@ FORMAT = 1
 """Of requests and answers. A hub and a site of two formats do not work together."""
 REMEMBERED = 4
 """Answers that are kept for a request that comes again."""
+LARGE = 1 << 26
+"""Bytes of the answers that are kept; of the last one any number."""
 CHANGED = "this site's data changed since the run began: put back what they were"
 PACKAGES = ("prefed", "torch", "transformers")
 
@@ -77,7 +79,10 @@ class Site:
             if len(request) > self.config.limits.message_mb * 2**20:
                 size = f"{len(request):,} bytes"
                 raise RefusalError(f"a message of {size} is longer than [limits] message_mb allows")
-            header, body = unpack(request)
+            try:
+                header, body = unpack(request)
+            except ValueError as error:
+                raise RefusalError(str(error)) from error
             what = {name: header[name] for name in ("run", "round", "client") if name in header}
             return self._answer(header, body)
         except RefusalError as refusal:
@@ -102,6 +107,8 @@ class Site:
 
     def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
         kind = header.get("kind")
+        if kind == "foreign":
+            raise RefusalError(f"a request of {header.get('caller')!r}, who is not the hub")
         if header.get("format") != FORMAT:
             theirs = header.get("format")
             raise RefusalError(f"the hub speaks format {theirs}, and this site {FORMAT}: update prefed")
@@ -180,7 +187,7 @@ class Site:
 
     def _do(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
         """A visit or an evaluation of one of the site's clients."""
-        key = files.digest(pack(body, **header))
+        key = files.digest(pack(**header)) + files.digest(body)
         if key in self._answers:
             return self._answers[key]
         order = self._read_order(run) or {}
@@ -225,7 +232,9 @@ class Site:
         if noisy and message:
             self._releases.keep(run, task.round, key, answer, own, privacy)
         self._answers[key] = answer
-        while len(self._answers) > REMEMBERED:
+        while len(self._answers) > REMEMBERED or (
+            len(self._answers) > 1 and sum(map(len, self._answers.values())) > LARGE
+        ):
             self._answers.popitem(last=False)
         return answer
 

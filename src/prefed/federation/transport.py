@@ -15,6 +15,10 @@ class FederationError(RuntimeError):
     """The federation cannot go on; the message says why and what to do. Whole rounds are kept."""
 
 
+class TooLongError(RuntimeError):
+    """A request is longer than the site takes in."""
+
+
 class Transport(AbstractContextManager["Transport"], Protocol):
     """Carries requests to sites and their answers back, between parties that know each other by certificates.
 
@@ -33,5 +37,6 @@ class Transport(AbstractContextManager["Transport"], Protocol):
 
         Raises:
             UnreachableError: there is none within ``timeout`` seconds.
+            TooLongError: the site takes in no request of this length.
             FederationError: as :meth:`connected`.
         """

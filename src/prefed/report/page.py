@@ -175,6 +175,8 @@ def _warnings(run: RunRecord) -> list[str]:
         where = f"the first, of client {first['client']} in round {number}"
         uploads = pluralize(len(drops), "upload was", "uploads were")
         warnings.append(f"{uploads} dropped; {where}: {first['reason']}.")
+    if aside := run.summary.get("set_aside"):
+        warnings.append(f"Set aside for bad uploads: {', '.join(aside)}.")
     return warnings
 
 

@@ -45,6 +45,9 @@ def print_result(
     if summary["dropped"]:
         uploads = pluralize(summary["dropped"], "upload was", "uploads were")
         console.print(f'{uploads} dropped: see "dropped" in rounds.jsonl', style="yellow")
+    if summary.get("set_aside"):
+        names = ", ".join(summary["set_aside"])
+        console.print(f"set aside for bad uploads: {names}", markup=False, soft_wrap=True, style="yellow")
     if "explicit_margin" in summary:
         right, agreed = (summary[name]["mean"] for name in ("explicit_accuracy", "agreement"))
         console.print(

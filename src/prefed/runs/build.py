@@ -142,6 +142,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         diagnostics=_diagnostics(experiment),
         sampling=experiment.cohort.sampling,
         stop=_stopping(experiment),
+        offences=experiment.cohort.offences,
     )
     _check_cohort(experiment, job)
     return job

@@ -77,6 +77,7 @@ class _Summary(_Schema):
     parameters: dict[str, int] = {}
     personal: dict[str, dict[str, dict[str, float | None]]] = {}
     data: dict[str, float | None] = {}
+    set_aside: dict[str, int] = {}
     origin: _Origin = Field(default_factory=lambda: _Origin())
 
 

@@ -13,6 +13,7 @@ from prefed.core import Owner, State, Tensors
 from prefed.engines import ClientStates, Job
 from prefed.engines.accounting import told
 from prefed.engines.backend import peak_memory_mb
+from prefed.engines.offences import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
 from prefed.store import RunReader, RunWriter
@@ -52,6 +53,7 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
         "seconds": totals["seconds"],
         "peak_memory_mb": max(totals["peak_memory_mb"], peak_memory_mb()),
         "dropped": int(totals["dropped"]),
+        **({ASIDE: {client: last[OFFENCES][client] for client in last[ASIDE]}} if ASIDE in last else {}),
         "clients": {
             client: {"train": sizes.train, "validation": sizes.validation, "test": sizes.test}
             for client, sizes in job.trainers.clients.items()

@@ -22,6 +22,10 @@ SITE_DOOR, HUB_DOOR = "PREFED_SITE_DOOR", "PREFED_HUB_DOOR"
 """Variables with the sockets of ``prefed site`` and of ``prefed federate``, for the processes below them."""
 
 
+HUB = "server"
+"""What FLARE calls the hub's side of a job. It knows each caller by its certificate."""
+
+
 class SiteRelay:
     """A site's side of a job."""
 
@@ -32,7 +36,9 @@ class SiteRelay:
 
     @collab.publish
     def exchange(self, request: bytes) -> bytes:
-        """Hand a request to ``prefed site``; its answer."""
+        """Hand a request of the hub to ``prefed site``; its answer. Another member's is refused there."""
+        if collab.caller != HUB:
+            request = pack(kind="foreign", caller=collab.caller)
         return ask(os.environ[SITE_DOOR], request)
 
     @collab.publish

@@ -83,6 +83,7 @@ class Project(StrictModel):
     bind: str = Field("", description="address at which the hub listens; left out: that of its host name")
     sites: list[str] = Field(min_length=1, description="names of the sites")
     valid_days: int = Field(360, ge=1, description="days for which the authority's certificate is valid")
+    message_mb: int = Field(4096, ge=1, description="MiB of the longest message that the hub takes in")
 
     @field_validator("name")
     @classmethod
@@ -92,8 +93,11 @@ class Project(StrictModel):
     @field_validator("sites")
     @classmethod
     def _apart(cls, value: list[str]) -> list[str]:
-        if len({check_name(name) for name in value} | {"hub", AUTHORITY}) < len(value) + 2:
-            raise ValueError(f"sites need different names, and none is called 'hub' or {AUTHORITY!r}")
+        taken = {"hub", "server", AUTHORITY}
+        if len({check_name(name) for name in value} | taken) < len(value) + len(taken):
+            raise ValueError(
+                f"sites need different names, and none is called 'hub', 'server' or {AUTHORITY!r}"
+            )
         return value
 
     @classmethod
@@ -121,6 +125,7 @@ class Kits:
         admin: the folder of the kit of the account that opens sessions.
         user: the name of that account.
         organisation: the hub's name as an organisation.
+        message_mb: MiB of the longest message that the hub takes in.
     """
 
     federation: str
@@ -129,6 +134,7 @@ class Kits:
     admin: Path
     user: str
     organisation: str
+    message_mb: int = 4096
 
     @classmethod
     def open(cls, folder: Path) -> Kits:
@@ -146,7 +152,9 @@ class Kits:
             ) from None
         sites = tuple(fields["sites"])
         folder = folder.resolve()
-        return cls(fields["federation"], sites, folder / "server", folder / "admin", fields["user"], "hub")
+        server, admin = folder / "server", folder / "admin"
+        most = fields.get("message_mb", cls.message_mb)
+        return cls(fields["federation"], sites, server, admin, fields["user"], "hub", most)
 
 
 def settle(kit: Path) -> None:
@@ -199,7 +207,12 @@ def make_kits(project: Project, out: Path) -> None:
     made = Path(context[CtxKey.CURRENT_PROD_DIR])
     _place(made / project.hub, out / "hub" / "server")
     _place(made / user, out / "hub" / "admin")
-    about = {"federation": project.name, "sites": project.sites, "user": user}
+    about = {
+        "federation": project.name,
+        "sites": project.sites,
+        "user": user,
+        "message_mb": project.message_mb,
+    }
     files.write(out / "hub" / "hub.json", json.dumps(about, indent=1).encode())
     for name in project.sites:
         _place(made / name, out / name / "kit")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from prefed import files
 
 START = """
 import os, runpy, sys, threading
@@ -22,6 +25,27 @@ SERVER = "nvflare.private.fed.app.server.server_train"
 CLIENT = "nvflare.private.fed.app.client.client_train"
 
 
+LONGEST = "NVFLARE_STREAMING_MAX_BLOB_SIZE"
+"""Variable with the bytes of the longest message that a process of FLARE takes in.
+
+The length that a message's first part tells counts, and then what has come: a longer one is refused before it
+is there.
+"""
+ROOM = 1 << 20
+"""Bytes of what FLARE puts around a message."""
+FRAME = 1 << 26
+"""Bytes of the longest frame of gRPC. FLARE sends a message in frames of 1 MiB, and would take in 2 GiB."""
+SETTINGS = "comm_config.json"
+"""FLARE's settings of its communication. It takes the first file of this name in a kit, from the top: with
+none there it would take that of a job, which may name a folder of code to load.
+"""
+
+
+def longest(mebibytes: int) -> dict[str, str]:
+    """What has a process of FLARE, and those that it starts, take in no message beyond so many MiB."""
+    return {LONGEST: str((mebibytes << 20) + ROOM)}
+
+
 class FlareProcess:
     """One process of FLARE, on the kit of a participant.
 
@@ -35,6 +59,8 @@ class FlareProcess:
     def __init__(self, module: str, kit: Path, settings: list[str], environment: dict[str, str]) -> None:
         config = "fed_server.json" if module == SERVER else "fed_client.json"
         arguments = [module, "-m", str(kit.resolve()), "-s", config, "--set", "secure_train=true", *settings]
+        lengths = [[f"grpc.max_{way}_message_length", FRAME] for way in ("send", "receive")]
+        files.write(kit / SETTINGS, json.dumps({"grpc": {"options": lengths}}).encode())
         # PYTHONSAFEPATH: no process of a job imports anything from its working folder.
         safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **environment}
         with (kit / "process.log").open("ab") as log:

@@ -11,7 +11,7 @@ from prefed.config import ConfigError
 from prefed.federation.config import SiteConfig
 from prefed.federation.flare.apps import SITE_DOOR
 from prefed.federation.flare.kits import HEARTBEAT, organisation_of
-from prefed.federation.flare.process import CLIENT, FlareProcess
+from prefed.federation.flare.process import CLIENT, FlareProcess, longest
 from prefed.federation.relay import Door
 from prefed.federation.site import Site
 
@@ -34,10 +34,11 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
     with Door(site.answer) as door:
         settings = [f"uid={config.name}", f"org={organisation_of(config.name)}"]
         settings.append(f"heart_beat_interval={HEARTBEAT}")
+        environment = {SITE_DOOR: str(door.path), **longest(config.limits.message_mb)}
         try:
             while True:
                 begun = time.monotonic()
-                process = FlareProcess(CLIENT, kit, settings, {SITE_DOOR: str(door.path)})
+                process = FlareProcess(CLIENT, kit, settings, environment)
                 while process.alive:
                     time.sleep(0.5)
                 # A hub that is away ends it after a while; one that runs for long has met its hub.

@@ -21,9 +21,9 @@ from typing import Any
 from prefed.federation.flare.apps import HUB_DOOR
 from prefed.federation.flare.job import write_job
 from prefed.federation.flare.kits import HEARTBEAT, Kits, settle
-from prefed.federation.flare.process import SERVER, FlareProcess
+from prefed.federation.flare.process import SERVER, FlareProcess, longest
 from prefed.federation.relay import Door, ask, pack, unpack, when_gone
-from prefed.federation.transport import FederationError, UnreachableError
+from prefed.federation.transport import FederationError, TooLongError, UnreachableError
 
 _log = logging.getLogger("prefed")
 
@@ -35,8 +35,14 @@ PATIENCE = 30.0
 """Seconds that a site may be gone before a request is given up."""
 STARTS = 3
 """Sessions in a row that may fail to open, and servers that may fail to start."""
+TRIES = 5
+"""Sessions that may end, one after the other, while they carry one request."""
+TOO_LONG = "streaming_max_blob_size"
+"""What is in FLARE's words of a request that a site did not take in for its length."""
 LOOK = 5.0
 """Seconds between looks whether an answer may still come."""
+SLOW = 1 << 21
+"""Bytes a second at which long messages pass at least. Signs of life wait behind them."""
 PAUSE = 0.5
 
 
@@ -80,13 +86,12 @@ class FlareTransport:
 
     def call(self, site: str, request: bytes, timeout: float) -> bytes:
         """A site's answer, whatever sessions it takes."""
-        end = time.monotonic() + timeout
+        end, tries = time.monotonic() + timeout, 0
         while (left := end - time.monotonic()) > 0:
             session = self._session_with(site, end)
-            look = partial(self._look, session, site, [time.monotonic()])
+            look = partial(self._look, session, site, [time.monotonic()], 2 * len(request) / SLOW)
             try:
-                message = pack(request, site=site, timeout=left)
-                answer = ask(session, message, left + LOOK, look, LOOK)
+                answer = ask(session, pack(request, site=site, timeout=left), left + LOOK, look, LOOK)
                 header, body = unpack(answer)
             except TimeoutError:
                 break
@@ -95,15 +100,22 @@ class FlareTransport:
                 continue
             if "error" not in header:
                 return body
-            _log.debug("site %s: %s", site, header["error"])
+            error, tries = str(header["error"]), tries + 1
+            _log.debug("site %s: %s", site, error)
+            if TOO_LONG in error:
+                size = f"{len(request):,} bytes"
+                raise TooLongError(f"a message of {size} is longer than [limits] message_mb allows")
             self._without(session, site)
+            if tries == TRIES:
+                raise UnreachableError(f"{TRIES} sessions ended before its answer was here: {error}")
         raise UnreachableError(f"no answer within {timeout:g} seconds")
 
-    def _look(self, session: Path, site: str, seen: list[float]) -> None:
+    def _look(self, session: Path, site: str, seen: list[float], slack: float) -> None:
         """Whether an answer may still come: the session is open, and the site's process in it lives.
 
         Args:
             seen: when it was last seen alive; it is noted there.
+            slack: seconds that a site which is connected may stay silent beyond the usual.
 
         Raises:
             ConnectionResetError: another session will do.
@@ -112,19 +124,20 @@ class FlareTransport:
         if self._session != session:
             raise ConnectionResetError
         try:
-            header, _ = unpack(ask(session, pack(site=site, timeout=LOOK), 2 * LOOK))
+            header, _ = unpack(ask(session, pack(site=site, timeout=LOOK), 2 * LOOK + slack))
             if header.get("alive"):
                 seen[0] = time.monotonic()
         except (OSError, ValueError):
             self._lose(session)
             raise ConnectionResetError from None
         silent = time.monotonic() - seen[0]
-        if silent > PATIENCE:
-            raise UnreachableError("it has left")
         if silent > PATIENCE / 2 and site in self.connected():
-            # It is back, and its process in this session is gone.
-            self._without(session, site)
-            raise ConnectionResetError
+            if silent > PATIENCE / 2 + slack:
+                # It is back, and its process in this session is gone.
+                self._without(session, site)
+                raise ConnectionResetError
+        elif silent > PATIENCE:
+            raise UnreachableError("it has left")
 
     def _without(self, session: Path, site: str) -> None:
         """The session goes on without a site; for its next request another one is opened."""
@@ -228,7 +241,7 @@ class FlareTransport:
         settle(self._kits.server)
         with self._changed:
             self._session, self._inside = None, frozenset()
-        environment = {HUB_DOOR: str(self._door.path)}
+        environment = {HUB_DOOR: str(self._door.path), **longest(self._kits.message_mb)}
         self._server = FlareProcess(
             SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment
         )

@@ -1,0 +1,374 @@
+"""Strangers, and members who do what they may not, at a federation over NVIDIA FLARE on this machine.
+
+    python benchmarks/strangers.py
+
+A hub and two sites, of which south is patched by its owner: it sends what it likes. A table: who tried what,
+what came of it, and the line that a log has of it. The model has two small blocks and is made here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import ssl
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefed import Experiment
+from prefed.core import Callback, Key
+from prefed.federation.config import SiteConfig
+from prefed.federation.federate import Terms, federate
+from prefed.federation.flare.apps import SITE_DOOR
+from prefed.federation.flare.job import write_job
+from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
+from prefed.federation.flare.process import CLIENT, FlareProcess, longest
+from prefed.federation.flare.transport import FlareTransport
+from prefed.federation.relay import Door, pack, unpack
+from prefed.federation.site import FORMAT, Site
+from prefed.federation.transport import TooLongError, UnreachableError
+from prefed.models.tiny import make_tiny
+
+SITES = ("north", "south")
+HUB_MB, SITE_MB = 4, 2
+PATCH = """
+import sys
+if "client.worker_process" in " ".join(sys.orig_argv):
+    from nvflare.collab import collab
+    from prefed.federation.flare import apps
+
+    class Patched(apps.SiteRelay):
+        @collab.publish
+        def exchange(self, request: bytes) -> bytes:
+            if b"steal" not in request:
+                return super().exchange(request)
+            (north,) = [proxy for proxy in collab.clients if proxy.name == "north"]
+            return north(timeout=20).exchange(request=b"an upload, please")
+
+    apps.SiteRelay = Patched
+"""
+"""What the owner of south puts in front of its installed software: it asks north, as if it were the hub."""
+
+
+class Warnings(Callback):
+    """Prints what a run warns of."""
+
+    def on_warning(self, text: str) -> None:
+        """A line."""
+        print(f"    {text[:160]}", flush=True)
+
+
+class Place:
+    """Kits, data, a model, and both sites in this process behind their own clients of FLARE."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        project = Project(name="wards", hub="localhost", port=self.port, sites=list(SITES), message_mb=HUB_MB)
+        make_kits(project, folder / "wards")
+        self.kits = folder / "wards"
+        texts = []
+        for site in SITES:
+            rows = [
+                {"prompt": f"Question {n}?", "chosen": f" yes {site} {n}", "rejected": f" no {n}"}
+                for n in range(8)
+            ]
+            (self.kits / site / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            texts += [row["prompt"] + row["chosen"] for row in rows]
+        make_tiny(folder / "model", texts, Key(0), layers=2, width=32, heads=2, vocabulary=280, steps=2)
+        self.sites = {site: Site(self.config(site)) for site in SITES}
+        self.forge: Callable[[dict[str, Any], bytes], bytes] = lambda header, answer: answer
+        self.requests: list[bytes] = []
+        patch = folder / "patch"
+        patch.mkdir()
+        (patch / "sitecustomize.py").write_text(PATCH)
+        path = os.pathsep.join([str(patch), os.environ.get("PYTHONPATH", "")])
+        self.doors = {"north": Door(self._north), "south": Door(self._south)}
+        self.processes = {
+            site: client(self.kits / site / "kit", site, self.doors[site], more)
+            for site, more in (("north", longest(SITE_MB)), ("south", {"PYTHONPATH": path}))
+        }
+
+    def config(self, site: str) -> SiteConfig:
+        """A site's settings."""
+        return SiteConfig.model_validate(
+            {
+                "federation": "wards",
+                "name": site,
+                "state": str(self.folder / f"state-{site}"),
+                "data": {"train": {site: str(self.kits / site / "pairs.jsonl")}},
+                "model": {"name": str(self.folder / "model")},
+                "tell": {"pairs": True},
+                "limits": {"minimum_cohort": 1, "message_mb": SITE_MB},
+            }
+        )
+
+    def _north(self, request: bytes) -> bytes:
+        self.requests.append(request)
+        return self.sites["north"].answer(request)
+
+    def _south(self, request: bytes) -> bytes:
+        header, _ = unpack(request)
+        return self.forge(header, self.sites["south"].answer(request))
+
+    def close(self) -> None:
+        """End all processes."""
+        for site in SITES:
+            self.processes[site].stop()
+            self.doors[site].__exit__()
+            self.sites[site].close()
+
+    def log(self, site: str, what: str) -> str:
+        """The last line of a site's own log that has some words, without its time."""
+        found = [entry for entry in self.sites[site].log.entries() if what in json.dumps(entry)]
+        return f"{site}: " + json.dumps({k: v for k, v in found[-1].items() if k != "time"}) if found else "–"
+
+    def line(self, pattern: str, what: str) -> str:
+        """The last line with some words in the first file below the kits that has them, of a pattern."""
+        for path in sorted(self.kits.rglob(pattern)):
+            found = [line for line in path.read_text(errors="replace").splitlines() if what in line]
+            if found:
+                return f"{path.relative_to(self.kits)}: {found[-1].strip()[-230:]}"
+        return "–"
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def client(kit: Path, site: str, door: Door, more: dict[str, str]) -> FlareProcess:
+    """FLARE's client of a site."""
+    words = [f"uid={site}", f"org={organisation_of(site)}", f"heart_beat_interval={HEARTBEAT}"]
+    return FlareProcess(CLIENT, kit, words, {SITE_DOOR: str(door.path), **more})
+
+
+def tell(who: str, what: str, line: str) -> None:
+    """A row of the table."""
+    print(f"| {who} | {what} | `{line}` |", flush=True)
+
+
+def connects(port: int, context: ssl.SSLContext) -> str:
+    """Begin HTTP/2, as gRPC does. With TLS 1.3 a refusal comes in the place of the first answer."""
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection(("localhost", port)) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as wrapped,
+        ):
+            wrapped.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+            if not wrapped.recv(100) or not wrapped.recv(100):
+                return "refused: closed"
+    except (ssl.SSLError, ConnectionError) as error:
+        return f"refused: {error}"
+    return "LET IN"
+
+
+def outsiders(place: Place, transport: FlareTransport) -> None:
+    """Without a certificate, and with one that another authority made."""
+    root = str(place.kits / "north/kit/startup/rootCA.pem")
+    came = connects(place.port, ssl.create_default_context(cafile=root))
+    tell("no certificate", came, place.line("process.log", "PEER_DID_NOT_RETURN"))
+    other = place.folder / "other"
+    make_kits(Project(name="wards", hub="localhost", port=place.port, sites=["north"]), other)
+    context = ssl.create_default_context(cafile=root)
+    startup = other / "north/kit/startup"
+    context.load_cert_chain(startup / "client.crt", startup / "client.key")
+    came = connects(place.port, context)
+    tell("a certificate of its own making", came, place.line("process.log", "VERIFY_FAILED"))
+
+
+def frames(place: Place, transport: FlareTransport) -> None:
+    """A member's own software sends one frame of 100 MiB to the hub's port."""
+    import grpc  # type: ignore[import-untyped]
+    from nvflare.fuel.f3.drivers.grpc.streamer_pb2 import Frame
+    from nvflare.fuel.f3.drivers.grpc.streamer_pb2_grpc import StreamerStub
+
+    startup = place.kits / "south/kit/startup"
+    root, key, own = ((startup / name).read_bytes() for name in ("rootCA.pem", "client.key", "client.crt"))
+    most = [("grpc.max_send_message_length", -1)]
+    with grpc.secure_channel(
+        f"localhost:{place.port}", grpc.ssl_channel_credentials(root, key, own), most
+    ) as channel:
+        try:
+            answers = StreamerStub(channel).Stream(iter([Frame(seq=1, data=bytes(100 << 20))]), timeout=60)
+            what = f"LET IN: {next(answers)!r}"[:80]
+        except grpc.RpcError as error:
+            what = f"refused: {error.code().name}, {error.details()}"
+    tell("a frame of 100 MiB", what, "–")
+
+
+def without_role(place: Place, transport: FlareTransport) -> None:
+    """A site's own certificate in the place of the hub's account."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    admin = place.folder / "admin"
+    shutil.copytree(place.kits / "hub/admin", admin)
+    for name in ("client.crt", "client.key"):
+        shutil.copy(place.kits / "south/kit/startup" / name, admin / "startup" / name)
+    user = json.loads((place.kits / "hub/hub.json").read_text())["user"]
+    for name in ("south", user):
+        try:
+            session = new_secure_session(name, str(admin), timeout=10.0, auto_login_max_tries=1)
+            what = f"LET IN: {session.get_system_info()}"
+        except Exception as error:
+            what = f"refused: {str(error)[:120]}"
+        line = place.line(*(("audit.log", "south") if name == "south" else ("log.txt", "CNMismatch")))
+        tell(f"a site's certificate logs in as {name!r}", what, line)
+
+
+def commands(place: Place, transport: FlareTransport) -> None:
+    """What the hub's own account may not: commands at a site; jobs with code, settings or other classes."""
+    with transport._asking:
+        session = transport._admin_session()
+        came = session.api.do_command("ls north")
+    what = "; ".join(str(each["data"]) for each in came["data"])
+    tell("the hub's account runs a command at a site", what, place.line("audit.log", "A:ls"))
+    mark = place.folder / "it-ran"
+    write_job(place.folder / "code", SITES, 30)
+    (place.folder / "code/app/custom").mkdir()
+    (place.folder / "code/app/custom/evil.py").write_text(
+        f"class Evil:\n    def __init__(self):\n        open({str(mark)!r}, 'w').close()\n"
+    )
+    write_job(place.folder / "class", SITES, 30)
+    write_job(place.folder / "settings", SITES, 30)
+    (place.folder / "settings/app/config/comm_config.json").write_text(
+        json.dumps({"comm_driver_path": str(place.kits)})
+    )
+    (place.folder / "settings/app/config/evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    transport.call("north", pack(kind="hello", format=FORMAT), 60)
+    what = outcome_of(transport, place.folder / "settings", wait=30)
+    ran = "IT RAN" if mark.exists() else "nothing ran"
+    tell("a job with settings that name code", f"{what}; {ran}", place.line("audit.log", "submit_job"))
+    launcher = "nvflare.app_common.launchers.subprocess_launcher.SubprocessLauncher"
+    for job, path, args in (
+        ("code", "evil.Evil", {}),
+        ("class", launcher, {"script": f"touch {mark}"}),
+    ):
+        for side in ("server", "client"):
+            file = place.folder / job / "app/config" / f"config_fed_{side}.json"
+            content = json.loads(file.read_text())
+            content["components"].append({"id": "evil", "path": path, "args": args})
+            file.write_text(json.dumps(content))
+        what = outcome_of(transport, place.folder / job)
+        ran = "IT RAN" if mark.exists() else "nothing ran"
+        words = "BYOC not permitted" if job == "code" else "is not in allow_list"
+        tell(f"a job with foreign {job}", f"{what}; {ran}", place.line("log.txt", words))
+
+
+def outcome_of(transport: FlareTransport, job: Path, wait: float = 90.0) -> str:
+    """The status of a job after so many seconds, or once it has ended."""
+    with transport._asking:
+        session = transport._admin_session()
+        try:
+            name = session.submit_job(str(job))
+        except Exception as error:
+            return f"refused: {error}"
+        end = time.monotonic() + wait
+        status = ""
+        while time.monotonic() < end and not status.startswith("FINISHED"):
+            time.sleep(1)
+            status = session.get_job_meta(name)["status"]
+        session.abort_job(name)
+        return str(status)
+
+
+def requests(place: Place, transport: FlareTransport, run: str) -> None:
+    """What comes to north: from the hub, or from south."""
+    old = next(r for r in place.requests if unpack(r)[0].get("round") == 1)
+    header, _ = unpack(transport.call("north", old + b" ", 60))
+    tell("an old request, sent again", header["refused"], place.log("north", "is over"))
+    header, _ = unpack(transport.call("north", b"\xff" * 40, 60))
+    tell("a malformed request", str(header), place.log("north", "not a message"))
+    wrong = pack(format=FORMAT, federation="wards", run=run, kind="shell")
+    header, _ = unpack(transport.call("north", wrong, 60))
+    tell("a request of an unknown kind", header["refused"], place.log("north", "unknown kind"))
+    header, _ = unpack(transport.call("north", bytes(SITE_MB << 20) + b" ", 60))
+    tell("an oversized request", header["refused"], place.log("north", "longer than"))
+    begun = time.monotonic()
+    try:
+        what = f"LET IN: {transport.call('north', bytes((SITE_MB + 4) << 20), 120)[:80]!r}"
+    except (TooLongError, UnreachableError) as error:
+        what = f"{type(error).__name__} after {time.monotonic() - begun:.0f} s: {error}"
+    tell("a request far beyond the limit", what, place.line("log.txt", "exceeds configured limit"))
+    header, _ = unpack(transport.call("south", b"steal", 60))
+    tell("a site asks another for an upload", str(header), place.log("north", "not the hub"))
+
+
+def uploads(place: Place, transport: FlareTransport) -> str:
+    """A run in which south forges its uploads, from round 2 on in another way each."""
+    kept: list[bytes] = []
+
+    def forge(header: dict[str, Any], answer: bytes) -> bytes:
+        if header.get("kind") != "visit":
+            return answer
+        if header["round"] == 1:
+            kept.append(answer)
+        forged = {2: kept[0], 3: b"\xff" * 40, 4: answer + bytes(1 << 20), 5: bytes(3 << 20)}
+        return forged.get(header["round"], answer)
+
+    place.forge = forge
+    experiment = Experiment.model_validate(
+        {
+            "rounds": 6,
+            "data": {"train": "held by the sites", "partition": {"by": "iid", "clients": 1},
+                     "test_fraction": 0.25},
+            "model": {"name": str(place.folder / "model"), "lora": {"rank": 2}},
+            "cohort": {"offences": 4},
+            "method": {"name": "feddpo", "lr": 0.01, "local_steps": 1, "batch_size": 2},
+            "evaluate": {"every": 0},
+            "engine": {"threads": 1},
+        }
+    )  # fmt: skip
+    out = place.folder / "run"
+    summary = federate(experiment, out, transport, Terms("wards", SITES), callbacks=[Warnings()])
+    names = ("an old upload, sent again", "a malformed answer", "a longer upload", "a much longer answer")
+    records = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    for who, record in zip(names, records[1:5], strict=True):
+        (drop,) = record["dropped"]
+        tell(who, "dropped", f"rounds.jsonl: {json.dumps(drop)}")
+    tell("and after that", f"round 6 asks {records[5]['cohort']}", f"summary.json: {summary['set_aside']}")
+    place.forge = lambda header, answer: answer
+    return str(json.loads((out / "federation.json").read_text())["run"])
+
+
+def too_long(place: Place, transport: FlareTransport) -> None:
+    """An answer beyond what the hub's FLARE takes in."""
+    place.forge = lambda header, answer: bytes((HUB_MB + 4) << 20)
+    begun = time.monotonic()
+    try:
+        what = f"LET IN: {len(transport.call('south', pack(kind='hello'), 300)):,} bytes"
+    except UnreachableError as error:
+        what = f"after {time.monotonic() - begun:.0f} s: {error}"
+    line = place.line("hub/server/process.log", "failed with stream error")
+    tell("an answer beyond the hub's limit", what, line)
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp())
+    place = Place(folder)
+    try:
+        with FlareTransport(Kits.open(place.kits / "hub")) as transport:
+            end = time.monotonic() + 120
+            while len(transport.connected()) < len(SITES) and time.monotonic() < end:
+                time.sleep(0.5)
+            print("| who, what | what came of it | the line |\n|---|---|---|")
+            outsiders(place, transport)
+            frames(place, transport)
+            without_role(place, transport)
+            run = uploads(place, transport)
+            requests(place, transport, run)
+            too_long(place, transport)
+            commands(place, transport)
+    finally:
+        place.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
