@@ -12,16 +12,18 @@ import signal
 import socket
 import ssl
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from prefed.federation.relay import Door
-from prefed.federation.transport import UnreachableError
+from prefed.federation.relay import Door, pack
+from prefed.federation.transport import FederationError, UnreachableError
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
-from prefed.federation.flare.apps import SITE_DOOR
+from prefed.federation.flare import transport as over_flare
+from prefed.federation.flare.apps import SITE_DOOR, hand
 from prefed.federation.flare.job import ALLOWED, write_job
 from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
 from prefed.federation.flare.process import CLIENT, FlareProcess
@@ -121,6 +123,52 @@ def test_the_job_is_that_of_flares_own_recipe(tmp_path):
         assert right.keys() <= left.keys()
         assert all(args.items() <= left[name].items() for name, args in right.items())
     assert not [path for path in (tmp_path / "ours").rglob("*") if path.suffix == ".py"]
+
+
+class SlowSite:
+    """FLARE's proxy of a site whose visits take long; its process answers meanwhile that it lives."""
+
+    def __init__(self):
+        self.visits = 0
+
+    def __call__(self, timeout):
+        return self
+
+    def exchange(self, request):
+        self.visits += 1
+        time.sleep(0.5)
+        return request + b" done"
+
+    def alive(self):
+        return True
+
+
+@pytest.fixture
+def unopened(tmp_path):
+    """A transport whose server is never started."""
+    made = FlareTransport(Kits("wards", ("north",), tmp_path, tmp_path, "hub@federation.local", "hub"))
+    yield made
+    made.__exit__()
+
+
+def test_a_visit_may_take_longer_than_a_site_may_be_gone(unopened, monkeypatch):
+    """A site that says that it lives is asked once, and its answer is awaited."""
+    monkeypatch.setattr(over_flare, "LOOK", 0.05)
+    monkeypatch.setattr(over_flare, "PATIENCE", 0.1)
+    site = SlowSite()
+    with Door(partial(hand, {"north": site})) as door:
+        unopened._opened(pack(door=str(door.path), sites=["north"]))
+        assert unopened.call("north", b"visit", 60) == b"visit done"
+    assert site.visits == 1
+
+
+def test_a_transport_that_stops_opens_nothing_again(unopened):
+    """A request that is under way in another thread when the hub stops."""
+    unopened.__exit__()
+    with pytest.raises(UnreachableError, match="stopping"):
+        unopened.call("north", b"visit", 60)
+    with pytest.raises(FederationError, match="stopping"):
+        unopened._start_server()
 
 
 def test_messages_arrive_as_they_are(transport):
