@@ -41,6 +41,7 @@ rounds = {rounds}
 train = "train.jsonl"
 test = "test.jsonl"
 partition = {{ by = "column", column = "persona" }}
+limit = 32
 max_length = 128
 [model]
 name = "{model}"
@@ -48,7 +49,7 @@ lora = {{ rank = 8, alpha = 16, dropout = 0.1 }}
 [method]
 name = "{method}"
 lr = 3e-3
-local_steps = 20
+local_steps = 8
 batch_size = 8
 [evaluate]
 every = 0
@@ -95,7 +96,7 @@ class Course:
         self.wait(
             lambda: notes.exists() and str(number) in notes.read_text().split(), f"{site}, round {number}"
         )
-        time.sleep(0.2)
+        time.sleep(0.1)
 
     def committed(self, number: int) -> None:
         """Wait until a round counts."""

@@ -110,9 +110,9 @@ def prefed(*words: object) -> str:
 
 
 def rounds_of(out: Path) -> list[dict[str, Any]]:
-    """The records of a run."""
+    """The records of a run, which may be under way."""
     path = out / "rounds.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def differences(alone: Path, over: Path) -> list[str]:

@@ -13,7 +13,9 @@ import socket
 import ssl
 import time
 from functools import partial
+from multiprocessing.connection import Listener
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -22,6 +24,7 @@ from prefed.federation.transport import FederationError, UnreachableError
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
+from prefed.federation.flare import apps
 from prefed.federation.flare import transport as over_flare
 from prefed.federation.flare.apps import SITE_DOOR, hand
 from prefed.federation.flare.job import ALLOWED, write_job
@@ -169,6 +172,18 @@ def test_a_transport_that_stops_opens_nothing_again(unopened):
         unopened.call("north", b"visit", 60)
     with pytest.raises(FederationError, match="stopping"):
         unopened._start_server()
+
+
+def test_a_process_of_a_job_ends_with_its_site_from_its_start(tmp_path, monkeypatch):
+    """FLARE makes the relay before it tells the site's client of the job, which it would try for ever."""
+    ended = Event()
+    monkeypatch.setattr(apps, "end", ended.set)
+    monkeypatch.setenv(SITE_DOOR, str(tmp_path / "door"))
+    with Listener(str(tmp_path / "door"), family="AF_UNIX") as site:
+        apps.SiteRelay()
+        with site.accept():
+            assert not ended.is_set()
+    assert ended.wait(60)
 
 
 def test_messages_arrive_as_they_are(transport):

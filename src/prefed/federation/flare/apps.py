@@ -28,10 +28,10 @@ SITE_DOOR, HUB_DOOR = "PREFED_SITE_DOOR", "PREFED_HUB_DOOR"
 class SiteRelay:
     """A site's side of a job."""
 
-    @collab.init
-    def begin(self) -> None:
-        """End with ``prefed site``."""
-        when_gone(os.environ[SITE_DOOR], end)
+    def __init__(self) -> None:
+        # From the start: FLARE's process would try for ever to tell of itself to a site that has ended.
+        if SITE_DOOR in os.environ:
+            when_gone(os.environ[SITE_DOOR], end)
 
     @collab.publish
     def exchange(self, request: bytes) -> bytes:
