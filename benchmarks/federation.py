@@ -11,6 +11,8 @@ the faults are, and on which federation, is in ``federation_faults.py``.
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import re
 import shutil
 import subprocess
@@ -50,6 +52,16 @@ threads = 1
 """
 MORE = {"fedbiscuit": "selectors = 2\nwarmup_rounds = 1"}
 """Settings of methods: FedBiscuit groups clients in round 3, in an exchange before the training."""
+
+
+def write_personas(folder: Path) -> None:
+    """The pairs of ten personas."""
+    for name in ("train", "test"):
+        with gzip.open(SHARED / "data" / f"personas.{name}.jsonl.gz", "rt") as stream:
+            lines = stream.readlines()
+        personas = sorted({json.loads(line)["persona"] for line in lines})[:10]
+        kept = [line for line in lines if json.loads(line)["persona"] in personas]
+        (folder / f"{name}.jsonl").write_text("".join(kept))
 
 
 def write_experiment(federation: Federation, method: str, rounds: int, steps: int) -> Path:
@@ -117,7 +129,8 @@ def main() -> None:
         if options.faults:
             federation_faults.faults(folder, options.port, options.only.split(","))
             return
-        federation = Federation(folder, options.port, SITES, SHARED / "models" / "tiny-lm")
+        write_personas(folder)
+        federation = Federation(folder, options.port, SITES, "persona", SHARED / "models" / "tiny-lm")
         try:
             federation.start(*SITES)
             compare(federation, options.methods.split(","), options.rounds, options.steps)

@@ -1,16 +1,15 @@
 """What is killed, frozen, filled up and lied about in a federation, and what follows.
 
     python benchmarks/federation.py --faults
-    python benchmarks/federation.py --faults --only spared
+    python benchmarks/federation.py --faults --only stops
 
-Five sites with six clients, a small generated model, FedPDPO, whose clients have personal parts. Each fault
-strikes while a visit is under way. Four tables:
+Five sites with six clients, generated pairs, a small generated model. Three tables:
 
-- spared: what costs no visit. The run must be equal to one in one process, in every record and every bit.
-- missed: what costs visits. The server's state and the private states must be, to the bit, those of a run in
-  one process in which the same visits are left out.
-- liars: one site of five sends 50 times what its visits changed, in every round, under several merge rules.
+- stops: one run of FedPDPO, whose clients have personal parts, over three of the sites. One fault after the
+  other, each while a visit is under way. In the end the server's state and all private states must be, to the
+  bit, those of a run in one process in which the visits that were missed are left out.
 - absent: a site that cannot take part; how soon the hub says so.
+- liars: one of five sites sends 50 times what its visits changed, in every round, under several merge rules.
 """
 
 from __future__ import annotations
@@ -25,23 +24,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from wards import Federation, below, differences, persona_lines, processes, rounds_of
+from wards import Federation, below, processes, rounds_of
 
 from prefed import Experiment, run
 from prefed.core import Key
+from prefed.data import synthetic
 from prefed.engines import BACKENDS, InProcess, Task, TaskResult
 from prefed.models.tiny import make_tiny
 from prefed.store.receipts import receipt_in
 
 CLIENTS = {"north": 1, "south": 2, "east": 1, "west": 1, "centre": 1}
+THREE = ("north", "south", "east")
 EXPERIMENT = """
 seed = 42
 rounds = {rounds}
 [data]
 train = "train.jsonl"
 test = "test.jsonl"
-partition = {{ by = "column", column = "persona" }}
-limit = 32
+partition = {{ by = "column", column = "client" }}
 max_length = 128
 [model]
 name = "{model}"
@@ -49,7 +49,7 @@ lora = {{ rank = 8, alpha = 16, dropout = 0.1 }}
 [method]
 name = "{method}"
 lr = 3e-3
-local_steps = 8
+local_steps = 4
 batch_size = 8
 [evaluate]
 every = 0
@@ -71,6 +71,25 @@ class Course:
             path.unlink()
         self.begin()
 
+    def say(self, name: str, number: int, begun: float) -> None:
+        """A row of the table: what a round missed, and how long it took from the fault to its end."""
+        self.committed(number)
+        dropped = rounds_of(self.out)[number - 1]["dropped"]
+        reasons = "; ".join(sorted({each["reason"] for each in dropped}))
+        missed = f"{len(dropped)} of 4 visits missed: {reasons}" if dropped else "no visit missed"
+        say(name, f"round {number}: {missed}", f"{time.monotonic() - begun:.0f} s")
+
+    def back(self, name: str, site: str, since: int) -> None:
+        """A row of the table: when a site that was away takes part again."""
+        begun, own = time.monotonic(), set(self.federation.homes[site])
+
+        def full() -> bool:
+            later = rounds_of(self.out)[since:]
+            return any(own.isdisjoint(each["client"] for each in record["dropped"]) for record in later)
+
+        self.wait(full, f"{site} is back")
+        say(name, f"in round {len(rounds_of(self.out))}", f"{time.monotonic() - begun:.0f} s")
+
     def begin(self, *more: str) -> None:
         """Start ``prefed federate``."""
         with self.log.open("ab") as log:
@@ -89,6 +108,14 @@ class Course:
                 self.hub.kill()
                 raise SystemExit(f"{what}: it did not come to it\n{self.log.read_text()}")
             time.sleep(0.02)
+
+    def next_visit(self, site: str) -> int:
+        """Wait until a site is in the middle of a visit that has just begun; its round."""
+        notes, number = self.federation.folder / f"{site}.visits", len(rounds_of(self.out)) + 1
+        if notes.exists() and str(number) in notes.read_text().split():
+            number += 1
+        self.visits(site, number)
+        return number
 
     def visits(self, site: str, number: int) -> None:
         """Wait until a site is in the middle of a visit of a round."""
@@ -118,18 +145,21 @@ def say(name: str, *cells: object) -> None:
     print(f"| {name} | {' | '.join(map(str, cells))} |", flush=True)
 
 
-def write_experiment(
-    federation: Federation, name: str, rounds: int, more: str = "", method: str = "fedpdpo"
-) -> Path:
+def write_experiment(federation: Federation, name: str, rounds: int, method: str, more: str = "") -> Path:
     """The file of an experiment, for one process and for the federation alike."""
     path = federation.folder / f"{name}.toml"
     path.write_text(EXPERIMENT.format(rounds=rounds, model=federation.model, method=method, more=more))
     return path
 
 
-def alone(file: Path, out: Path, missed: Iterable[tuple[int, str]] = ()) -> Path:
-    """The same run in this process, in which some visits are left out."""
-    left_out = set(missed)
+def alone(course: Course, sites: Iterable[str]) -> Path:
+    """The same run over the pairs of these sites in this process, without the visits that were missed."""
+    left_out, out = course.missed(), course.out.with_name(f"alone-{course.out.name}")
+    given = []
+    for name in ("train", "test"):
+        path = out.with_name(f"{out.name}.{name}.jsonl")
+        path.write_text("".join((course.federation.of(site) / f"{name}.jsonl").read_text() for site in sites))
+        given.append(f"data.{name}={path}")
 
     class Present(InProcess):
         def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
@@ -141,14 +171,15 @@ def alone(file: Path, out: Path, missed: Iterable[tuple[int, str]] = ()) -> Path
     usual = BACKENDS["in_process"]
     BACKENDS["in_process"] = lambda job, factory, states, settings: Present(job, states, settings.threads)  # type: ignore[index]
     try:
-        run(Experiment.load(file), out)
+        run(Experiment.load(course.file, given), out)
     finally:
         BACKENDS["in_process"] = usual  # type: ignore[index]
     return out
 
 
-def states_differ(federation: Federation, beside: Path, over: Path) -> list[str]:
-    """Where the server's state and the private states are not, to the bit, those of a run in one process."""
+def states_differ(course: Course, sites: Iterable[str]) -> str:
+    """Where the server's state and the private states are not those of a run in one process, to the bit."""
+    federation, beside, over = course.federation, alone(course, sites), course.out
     different = []
     server, theirs = ((out / "checkpoint").glob("server@*") for out in (beside, over))
     if [path.read_bytes() for path in server] != [path.read_bytes() for path in theirs]:
@@ -172,19 +203,20 @@ def states_differ(federation: Federation, beside: Path, over: Path) -> list[str]
         )
         if not path.exists() or path.read_bytes() != state:
             different.append(f"the private state of {client}")
-    return different
+    return "; ".join(different) or "equal to the bit"
 
 
-def spared(federation: Federation) -> None:
-    """Faults that cost no visit, one a round; site south is what they happen to."""
-    south, server = federation.of("south") / "kit", federation.folder / "wards" / "hub" / "server"
+def stops(federation: Federation) -> None:
+    """One run over three sites, and one fault after the other. Seconds: from the fault to the round's end."""
+    file = write_experiment(federation, "stops", 60, "fedpdpo", "[merge]\nmax_ratio = 10")
+    begun = time.monotonic()
+    words = ("--sites", ",".join(THREE), "--visit", "40")
+    course = Course(federation, file, federation.folder / "over-stops", *words)
+    course.say("nothing: the opening and a round", 1, begun)
+    hub, kit = federation.folder / "wards" / "hub" / "server", federation.of("south") / "kit"
 
     def killed(*parts: str) -> Callable[[], None]:
         return lambda: signal_all(processes(*parts), signal.SIGKILL)
-
-    def trainer() -> None:
-        own = set(below(federation.sites["south"].pid))
-        signal_all(own & set(processes("serve(int")), signal.SIGKILL)
 
     def again() -> None:
         federation.kill("south")
@@ -198,132 +230,86 @@ def spared(federation: Federation) -> None:
         time.sleep(15)
         signal_all(pids, signal.SIGCONT)
 
-    def hub() -> None:
+    def resumed() -> None:
         course.hub.kill()
         course.hub.wait()
         course.begin("--resume")
 
     faults: dict[str, Callable[[], None]] = {
-        "the process that trains is killed": trainer,
-        "a site's FLARE worker is killed": killed("worker_process", str(south.resolve())),
-        "a site is killed, and started again after 3 s": again,
+        "the process that trains is killed": lambda: signal_all(trainer(federation, "south"), signal.SIGKILL),
         "`prefed site` is frozen for 15 s": lambda: frozen(False),
         "all processes of a site are frozen for 15 s": lambda: frozen(True),
-        "the hub's FLARE job is killed": killed("runner_process", str(server.resolve())),
-        "the hub's FLARE server is killed": killed("server_train", str(server.resolve())),
-        "the hub is killed, and resumed at once": hub,
+        "a site's FLARE process of the job is killed": killed("worker_process", str(kit.resolve())),
+        "the hub's FLARE process of the job is killed": killed("runner_process", str(hub.resolve())),
+        "the hub's FLARE server is killed": killed("server_train", str(hub.resolve())),
+        "the hub is killed, and resumed at once": resumed,
+        "a site is killed, and started again after 3 s": again,
     }
-    file = write_experiment(federation, "spared", len(faults) + 2)
-    beside = alone(file, federation.folder / "alone-spared")
-    begun = time.monotonic()
-    course = Course(federation, file, federation.folder / "over-spared")
-    course.committed(1)
-    say("the opening, and round 1 without a fault", 0, f"{time.monotonic() - begun:.0f} s")
-    for number, (name, act) in enumerate(faults.items(), 2):
-        course.visits("south", number)
-        begun = time.monotonic()
+    for name, act in faults.items():
+        number, begun = course.next_visit("south"), time.monotonic()
         act()
-        course.committed(number)
-        missed = sum(at == number for at, _ in course.missed())
-        say(name, missed, f"{time.monotonic() - begun:.0f} s")
-    status = course.end()
-    different = differences(beside, course.out) + states_differ(federation, beside, course.out)
-    usual = rounds_of(course.out)[-1]["seconds"]
-    say("the last round without a fault", 0, f"{usual:.1f} s")
-    say(
-        "the whole run beside one process", f"status {status}", "; ".join(different[:3]) or "equal to the bit"
-    )
-
-
-def missed(federation: Federation) -> None:
-    """Faults that cost visits."""
-    lies = {5: "not_a_number", 6: "wrong_shapes", 7: "another_name", 8: "earlier_round", 9: "fifty_times"}
-    (federation.folder / "east.lies").write_text(json.dumps(lies))
-    file = write_experiment(federation, "missed", 30, "[merge]\nmax_ratio = 10")
-    course = Course(federation, file, federation.folder / "over-missed", "--visit", "40")
-
-    def told(name: str, number: int, begun: float | None = None) -> None:
-        course.committed(number)
-        record = rounds_of(course.out)[number - 1]
-        reasons = sorted({each["reason"] for each in record["dropped"]})
-        clients = ", ".join(each["client"] for each in record["dropped"])
-        took = f"{time.monotonic() - begun:.0f} s" if begun else f"{record['seconds']:.1f} s"
-        say(name, f"round {number}: {clients}: {'; '.join(reasons)}", took)
-
-    def back(name: str, site: str, since: int, begun: float) -> None:
-        own = set(federation.homes[site])
-        course.wait(
-            lambda: any(
-                own.isdisjoint(each["client"] for each in record["dropped"])
-                for record in rounds_of(course.out)[since:]
-            ),
-            f"{site} is back",
-        )
-        say(name, f"round {len(rounds_of(course.out))}", f"{time.monotonic() - begun:.0f} s")
-
-    course.visits("south", 2)
-    begun = time.monotonic()
-    federation.kill("south")
-    told("a site is killed and stays away", 2, begun)
-    federation.start("south")
-    begun = time.monotonic()
-    course.visits("north", 4)
-    pid = federation.sites["north"].pid
-    own = [pid, *set(below(pid)) & set(processes("serve(int"))]
-    limit(own, 0)
-    told("a site's disk is full: no file may grow", 4)
-    limit(own, resource.RLIM_INFINITY)
-    for number, lie in lies.items():
-        told(f"a site lies: {lie.replace('_', ' ')}", number)
-    back("the killed site was started, and is back", "south", 2, begun)
+        course.say(name, number, begun)
+    number, begun = course.next_visit("north"), time.monotonic()
+    limit([federation.sites["north"].pid, *trainer(federation, "north")], 0)
+    course.say("a site's disk is full: no file may grow", number, begun)
+    limit([federation.sites["north"].pid, *trainer(federation, "north")], resource.RLIM_INFINITY)
+    lies = ["not_a_number", "wrong_shapes", "another_name", "earlier_round", "fifty_times"]
     number = len(rounds_of(course.out)) + 2
-    course.visits("west", number)
-    begun = time.monotonic()
-    os.kill(federation.sites["west"].pid, signal.SIGSTOP)
-    told("`prefed site` is frozen for longer than --visit 40", number, begun)
-    os.kill(federation.sites["west"].pid, signal.SIGCONT)
-    back("it goes on, and is back", "west", number, time.monotonic())
-    at = len(rounds_of(course.out)) + 1
-    course.visits("centre", at + 1)
-    begun = time.monotonic()
-    federation.kill(*CLIENTS)
+    told = dict(enumerate(lies, number))
+    (federation.folder / "east.lies").write_text(json.dumps(told))
+    for at, lie in told.items():
+        course.committed(at - 1)
+        course.say(f"a site lies: {lie.replace('_', ' ')}", at, time.monotonic())
+    number, begun = course.next_visit("south"), time.monotonic()
+    federation.kill("south")
+    course.say("a site is killed, and stays away", number, begun)
+    federation.start("south")
+    course.back("it is started again, and back", "south", number)
+    number, begun = course.next_visit("north"), time.monotonic()
+    os.kill(federation.sites["north"].pid, signal.SIGSTOP)
+    course.say("`prefed site` is frozen for longer than --visit 40", number, begun)
+    os.kill(federation.sites["north"].pid, signal.SIGCONT)
+    course.back("it goes on, and is back", "north", number)
+    number, begun = course.next_visit("south"), time.monotonic()
+    federation.kill(*THREE)
     status = course.end()
     said = course.log.read_text().strip().splitlines()[-1]
-    say("all sites are killed", f"status {status}: {said}", f"{time.monotonic() - begun:.0f} s")
-    assert len(rounds_of(course.out)) == at
-    federation.start(*CLIENTS)
+    say(
+        "all sites are killed",
+        f"round {number}: status {status}: {said}",
+        f"{time.monotonic() - begun:.0f} s",
+    )
+    assert len(rounds_of(course.out)) == number - 1
+    federation.start(*THREE)
     begun = time.monotonic()
     course.begin("--resume")
-    course.committed(at + 1)
-    say(
-        "they are started, and the hub resumed", f"round {at + 1} counts", f"{time.monotonic() - begun:.0f} s"
-    )
+    course.say("they are started again, and the hub resumed", number, begun)
     status = course.end()
     (federation.folder / "east.lies").unlink()
-    beside = alone(file, federation.folder / "alone-missed", course.missed())
-    different = states_differ(federation, beside, course.out)
-    say(
-        f"the whole run, {len(course.missed())} visits missed, beside one process without these visits",
-        f"status {status}",
-        "; ".join(different[:3]) or "equal to the bit",
-    )
+    same = states_differ(course, THREE)
+    say("the whole run", f"status {status}, {len(course.missed())} of 240 visits missed", same)
+
+
+def trainer(federation: Federation, site: str) -> set[int]:
+    """The process that trains at a site."""
+    return set(below(federation.sites[site].pid)) & set(processes("serve(int"))
 
 
 def liars(federation: Federation) -> None:
     """One site of five sends 50 times what its visits changed, in every round."""
+    federation.start(*set(CLIENTS) - set(federation.sites))
     rules = {
         "mean, nobody lies": "",
         "mean": "",
         "mean, max_ratio = 10": "max_ratio = 10",
         "median": 'rule = "median"',
-        "norm_clip": 'rule = "norm_clip"',
         "multi_krum": 'rule = "multi_krum"',
     }
     honest = [client for site, own in federation.homes.items() if site != "east" for client in own]
     for number, (name, rule) in enumerate(rules.items()):
         lies = federation.folder / "east.lies"
         lies.write_text(json.dumps({"every": "fifty_times"} if number else {}))
-        file = write_experiment(federation, f"liars-{number}", 4, f"[merge]\n{rule}", "feddpo")
+        file = write_experiment(federation, f"liars-{number}", 3, "feddpo", f"[merge]\n{rule}")
         course = Course(federation, file, federation.folder / f"over-liars-{number}")
         if course.end():
             raise SystemExit(course.log.read_text())
@@ -334,10 +320,9 @@ def liars(federation: Federation) -> None:
             for key in ("reward_accuracy", "dpo_loss")
         }
         dropped = sum(len(record["dropped"]) for record in records)
-        cells = [f"{means['reward_accuracy']:.3f}", f"{means['dpo_loss']:.4g}", f"{dropped} of 24"]
+        cells = [f"{means['reward_accuracy']:.3f}", f"{means['dpo_loss']:.4g}", f"{dropped} of 18 dropped"]
         if dropped:
-            beside = alone(file, federation.folder / f"alone-liars-{number}", course.missed())
-            cells.append("; ".join(states_differ(federation, beside, course.out)) or "equal to the bit")
+            cells.append(states_differ(course, CLIENTS))
         say(name, *cells)
         lies.unlink()
 
@@ -347,15 +332,16 @@ def absent(federation: Federation) -> None:
     path = federation.of("north") / "site.toml"
     text = path.read_text()
     for name, broken in {
-        "a site's data file is missing": text.replace("train.jsonl", "nothing.jsonl"),
+        "a site's data are missing": text.replace("train.jsonl", "nothing.jsonl"),
         "a site's model is missing": text.replace(str(federation.model), str(federation.folder / "nothing")),
     }.items():
         federation.kill("north")
         path.write_text(broken)
         federation.start("north")
-        file = write_experiment(federation, "absent", 2)
+        file = write_experiment(federation, "absent", 2, "feddpo")
         begun = time.monotonic()
-        course = Course(federation, file, federation.folder / f"over-{name.split()[2]}")
+        out = federation.folder / f"over-absent-{name.split()[1]}"
+        course = Course(federation, file, out, "--sites", ",".join(THREE))
         status = course.end()
         said = course.log.read_text().strip().splitlines()[-1]
         say(name, f"status {status}: {said}", f"{time.monotonic() - begun:.0f} s, the opening included")
@@ -377,22 +363,16 @@ def limit(pids: Iterable[int], size: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-TABLES: dict[str, Callable[[Federation], None]] = {
-    "spared": spared,
-    "missed": missed,
-    "liars": liars,
-    "absent": absent,
-}
+TABLES: dict[str, Callable[[Federation], None]] = {"stops": stops, "absent": absent, "liars": liars}
 
 
 def faults(folder: Path, port: int, only: Iterable[str]) -> None:
     """All tables, or some."""
-    model = folder / "model"
-    if not model.exists():
-        make_tiny(model, [json.loads(line)["prompt"] for line in persona_lines("train")], Key(0), steps=20)
-    federation = Federation(folder, port, CLIENTS, model, watched=True)
+    make_tiny(folder / "model", synthetic.corpus(Key(7), 300), Key(7), width=64, steps=20)
+    synthetic.write(folder, synthetic.generate(Key(7), clients=sum(CLIENTS.values()), train=16, test=8))
+    federation = Federation(folder, port, CLIENTS, "client", folder / "model", watched=True)
     try:
-        federation.start(*CLIENTS)
+        federation.start(*THREE)
         for name in only:
             print(f"\n{name}: {TABLES[name].__doc__}\n", flush=True)
             TABLES[name](federation)

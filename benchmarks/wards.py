@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common import HERE, SHARED
+from common import HERE
 
 PREFED = [sys.executable, "-m", "prefed.cli"]
 WATCHED = [sys.executable, str(HERE / "watched_site.py")]
@@ -23,7 +22,7 @@ name = "{site}"
 [data]
 train = "train.jsonl"
 test = "test.jsonl"
-partition = {{ by = "column", column = "persona" }}
+partition = {{ by = "column", column = "{column}" }}
 [model]
 name = "{model}"
 [tell]
@@ -32,16 +31,23 @@ pairs = true
 
 
 class Federation:
-    """Kits, data and site processes in a folder.
+    """Kits, data and site processes in a folder, in which ``train.jsonl`` and ``test.jsonl`` lie.
 
     Args:
-        clients: of each site, so many.
+        clients: of each site, so many: the first ones by name.
+        column: of the pairs, which names their client.
         model: folder of the base model.
         watched: sites note their visits in ``folder``, and can be told to lie there.
     """
 
     def __init__(
-        self, folder: Path, port: int, clients: Mapping[str, int], model: Path, watched: bool = False
+        self,
+        folder: Path,
+        port: int,
+        clients: Mapping[str, int],
+        column: str,
+        model: Path,
+        watched: bool = False,
     ) -> None:
         self.folder, self.model, self.watched = folder, model, watched
         self.sites = dict[str, subprocess.Popen[bytes]]()
@@ -49,17 +55,15 @@ class Federation:
         project = f'name = "wards"\nhub = "localhost"\nport = {port}\nsites = {json.dumps(list(clients))}\n'
         (folder / "wards.toml").write_text(project)
         prefed("federation", "init", folder / "wards.toml", "--out", folder / "wards")
-        for name in ("train", "test"):
-            lines = persona_lines(name)
-            personas = sorted({json.loads(line)["persona"] for line in lines})[: sum(clients.values())]
-            shares, left = {"": personas}, iter(personas)
-            for site, count in clients.items():
-                shares[site] = self.homes[site] = [next(left) for _ in range(count)]
-            for site, own in shares.items():
-                kept = [line for line in lines if json.loads(line)["persona"] in own]
-                (folder / (f"wards/{site}" if site else ".") / f"{name}.jsonl").write_text("".join(kept))
-        for site in clients:
-            (self.of(site) / "site.toml").write_text(SITE.format(site=site, model=model))
+        lines = {name: (folder / f"{name}.jsonl").read_text().splitlines(True) for name in ("train", "test")}
+        left = iter(sorted({json.loads(line)[column] for line in lines["train"]}))
+        for site, count in clients.items():
+            own = self.homes[site] = [next(left) for _ in range(count)]
+            for name, rows in lines.items():
+                kept = [line for line in rows if json.loads(line)[column] in own]
+                (self.of(site) / f"{name}.jsonl").write_text("".join(kept))
+            text = SITE.format(site=site, model=model, column=column)
+            (self.of(site) / "site.toml").write_text(text)
 
     def of(self, site: str) -> Path:
         """The folder of a site."""
@@ -93,12 +97,6 @@ class Federation:
         """The command that runs an experiment over the sites."""
         hub = str(self.folder / "wards" / "hub")
         return [*PREFED, "federate", str(file), "--hub", hub, "--out", str(out), *more]
-
-
-def persona_lines(split: str) -> list[str]:
-    """The lines of the personas' pairs."""
-    with gzip.open(SHARED / "data" / f"personas.{split}.jsonl.gz", "rt") as stream:
-        return stream.readlines()
 
 
 def prefed(*words: object) -> str:
