@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,11 @@ def main() -> None:
 
         def give(self, task: Task, state: bytes | None, timeout: float) -> None:
             """Send a task, and note it."""
-            super().give(task, state, timeout)
             self.task = task if task.kind == "visit" else None
             if self.task is not None:
-                with (notes / f"{name}.visits").open("a") as stream:
+                with suppress(OSError), (notes / f"{name}.visits").open("a") as stream:
                     stream.write(f"{task.round}\n")
+            super().give(task, state, timeout)
 
         def receive(self) -> dict[str, Any]:
             """The result, or what this site says in its place."""
