@@ -12,17 +12,21 @@ import signal
 import socket
 import ssl
 import time
+from functools import partial
+from multiprocessing.connection import Listener
 from pathlib import Path
+from threading import Event
 
 import pytest
 
-from prefed.federation.relay import Door, unpack
-from prefed.federation.transport import TooLongError, UnreachableError
+from prefed.federation.relay import Door, pack, unpack
+from prefed.federation.transport import FederationError, TooLongError, UnreachableError
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
 from prefed.federation.flare import apps
-from prefed.federation.flare.apps import SITE_DOOR
+from prefed.federation.flare import transport as over_flare
+from prefed.federation.flare.apps import SITE_DOOR, hand
 from prefed.federation.flare.job import ALLOWED, write_job
 from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
 from prefed.federation.flare.process import CLIENT, FlareProcess, longest
@@ -129,6 +133,64 @@ def test_the_job_is_that_of_flares_own_recipe(tmp_path):
         assert right.keys() <= left.keys()
         assert all(args.items() <= left[name].items() for name, args in right.items())
     assert not [path for path in (tmp_path / "ours").rglob("*") if path.suffix == ".py"]
+
+
+class SlowSite:
+    """FLARE's proxy of a site whose visits take long; its process answers meanwhile that it lives."""
+
+    def __init__(self):
+        self.visits = 0
+
+    def __call__(self, timeout):
+        return self
+
+    def exchange(self, request):
+        self.visits += 1
+        time.sleep(0.5)
+        return request + b" done"
+
+    def alive(self):
+        return True
+
+
+@pytest.fixture
+def unopened(tmp_path):
+    """A transport whose server is never started."""
+    made = FlareTransport(Kits("wards", ("north",), tmp_path, tmp_path, "hub@federation.local", "hub"))
+    yield made
+    made.__exit__()
+
+
+def test_a_visit_may_take_longer_than_a_site_may_be_gone(unopened, monkeypatch):
+    """A site that says that it lives is asked once, and its answer is awaited."""
+    monkeypatch.setattr(over_flare, "LOOK", 0.05)
+    monkeypatch.setattr(over_flare, "PATIENCE", 0.1)
+    site = SlowSite()
+    with Door(partial(hand, {"north": site})) as door:
+        unopened._opened(pack(door=str(door.path), sites=["north"]))
+        assert unopened.call("north", b"visit", 60) == b"visit done"
+    assert site.visits == 1
+
+
+def test_a_transport_that_stops_opens_nothing_again(unopened):
+    """A request that is under way in another thread when the hub stops."""
+    unopened.__exit__()
+    with pytest.raises(UnreachableError, match="stopping"):
+        unopened.call("north", b"visit", 60)
+    with pytest.raises(FederationError, match="stopping"):
+        unopened._start_server()
+
+
+def test_a_process_of_a_job_ends_with_its_site_from_its_start(tmp_path, monkeypatch):
+    """FLARE makes the relay before it tells the site's client of the job, which it would try for ever."""
+    ended = Event()
+    monkeypatch.setattr(apps, "end", ended.set)
+    monkeypatch.setenv(SITE_DOOR, str(tmp_path / "door"))
+    with Listener(str(tmp_path / "door"), family="AF_UNIX") as site:
+        apps.SiteRelay()
+        with site.accept():
+            assert not ended.is_set()
+    assert ended.wait(60)
 
 
 def test_messages_arrive_as_they_are(transport):

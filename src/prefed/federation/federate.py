@@ -6,11 +6,11 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prefed import files
 from prefed.config import ConfigError, Experiment, to_toml
@@ -22,7 +22,7 @@ from prefed.engines.validation import longest_answer
 from prefed.federation.experiment import HELD, with_real_clients
 from prefed.federation.hub import FederationBackend, Sites
 from prefed.federation.site import PACKAGES, own_version
-from prefed.federation.transport import FederationError, Transport
+from prefed.federation.transport import FederationError, Transport, UnreachableError
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients
 from prefed.runs.log import run_log
 from prefed.runs.resume import reconcile, settings_digest, update_config
@@ -31,6 +31,7 @@ from prefed.runs.track import tracked, usable
 from prefed.store import RunWriter
 from prefed.wire import encode
 
+T = TypeVar("T")
 FILE = "federation.json"
 PREPARE = 3600.0
 """Seconds in which a site must have read its data, or loaded its model."""
@@ -131,12 +132,8 @@ def _run(
         json.dumps({"federation": terms.federation, "run": run, "sites": clients}, indent=1).encode(),
     )
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
-    started = _each(present, lambda site: sites.start(site, members, unseen))
-    for site, answer in started.items():
-        if answer["fingerprint"]["model"] != job.trainers.fingerprint["model"]:
-            raise FederationError(
-                f"site {site!r} has another base model, or another version of it: put the same one there"
-            )
+    model = job.trainers.fingerprint["model"]
+    _each(present, lambda site: sites.start(site, members, unseen, model))
     sites.most = partial(longest_answer, job)
     backend = FederationBackend(sites, writer.states, homes, terms.visit, callback.on_warning)
     backend.away |= set(clients) - set(present)
@@ -185,10 +182,28 @@ def _gather(sites: Sites, wanted: Sequence[str], terms: Terms, resumed: bool) ->
         time.sleep(0.5)
 
 
-def _each(sites: Sequence[str], act: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What ``act`` gives for each site, all at the same time."""
-    with ThreadPoolExecutor(max(1, len(sites))) as pool:
-        return dict(zip(sites, pool.map(act, sites), strict=True))
+def _each(sites: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
+    """What ``act`` gives for each site, all at the same time. The first that fails ends it.
+
+    Raises:
+        FederationError: a site does not answer, or what ``act`` raises.
+    """
+    pool = ThreadPoolExecutor(max(1, len(sites)))
+    asked = {pool.submit(act, site): site for site in sites}
+    answers = dict[str, T]()
+    try:
+        for future in as_completed(asked):
+            site = asked[future]
+            try:
+                answers[site] = future.result()
+            except UnreachableError as error:
+                raise FederationError(
+                    f"site {site!r} is away: {error}; begin again once it is back"
+                ) from error
+    finally:
+        # The others' answers are not awaited: they may take as long as a model takes to load.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return {site: answers[site] for site in sites}
 
 
 def _clients(

@@ -22,6 +22,10 @@ HELLO = 10.0
 """Seconds in which a site that was away must answer to be asked again."""
 
 
+class SiteError(FederationError):
+    """A site refuses to take part in a run, or cannot."""
+
+
 class Sites:
     """The sites of a run, as the hub asks them.
 
@@ -38,27 +42,45 @@ class Sites:
         self._transport, self._timeout = transport, timeout
         self._common = {"format": FORMAT, "federation": federation, "run": run}
         self._experiment, self._members, self._unseen = "", list[str](), list[str]()
-        self._order = ""
+        self._order, self._model = "", ""
 
     def connected(self) -> frozenset[str]:
         """The sites that can be reached at the moment."""
         return frozenset(self._transport.connected())
 
-    def join(self, site: str, experiment: str) -> dict[str, Any]:
+    def join(self, site: str, experiment: str, timeout: float | None = None) -> dict[str, Any]:
         """Tell a site of the run: its clients, each with its numbers of pairs, and its versions.
 
+        Args:
+            timeout: seconds for the answer; left out: as for every answer that needs no training.
+
         Raises:
-            FederationError: it refuses, or cannot.
+            SiteError: it refuses, or cannot.
             UnreachableError: it does not answer.
         """
         self._experiment = experiment
-        return self._agreed(site, kind="join", experiment=experiment)
+        return self._agreed(site, timeout, kind="join", experiment=experiment)
 
-    def start(self, site: str, members: Sequence[str], unseen: Sequence[str]) -> dict[str, Any]:
-        """Have a site build its job: the fingerprint of its model. Raises as :meth:`join`."""
-        self._members, self._unseen = list(members), list(unseen)
+    def start(
+        self,
+        site: str,
+        members: Sequence[str],
+        unseen: Sequence[str],
+        model: str,
+        timeout: float | None = None,
+    ) -> None:
+        """Have a site build its job. Raises as :meth:`join`, also for another model.
+
+        Args:
+            model: the fingerprint that its model must have.
+        """
+        self._members, self._unseen, self._model = list(members), list(unseen), model
         self._order = order_digest(self._experiment, self._members, self._unseen)
-        return self._agreed(site, kind="start", members=self._members, unseen=self._unseen)
+        answer = self._agreed(site, timeout, kind="start", members=self._members, unseen=self._unseen)
+        if answer["fingerprint"]["model"] != model:
+            raise SiteError(
+                f"site {site!r} has another base model, or another version of it: put the same one there"
+            )
 
     def hello(self, site: str) -> bool:
         """Whether a site answers."""
@@ -76,13 +98,19 @@ class Sites:
             return
 
     def do(self, site: str, task: Task, receipt: str | None, timeout: float) -> tuple[dict[str, Any], bytes]:
-        """A site's answer to a task. A site that has lost its memory of the run is told of it again."""
+        """A site's answer to a task. A site that has lost its memory of the run is told of it again.
+
+        If it cannot take part any longer, its clients miss the round, and the others go on.
+        """
         fields = {name: value for name, value in vars(task).items() if name != "message"}
         fields |= {"receipt": receipt, "order": self._order}
         answer, message = self._ask(site, timeout, task.message, **fields)
         if answer.get("unknown"):
-            self.join(site, self._experiment)
-            self.start(site, self._members, self._unseen)
+            try:
+                self.join(site, self._experiment, timeout)
+                self.start(site, self._members, self._unseen, self._model, timeout)
+            except SiteError as error:
+                return {"withheld": str(error)}, b""
             answer, message = self._ask(site, timeout, task.message, **fields)
         return answer, message
 
@@ -91,7 +119,7 @@ class Sites:
         for how in ("refused", "failed"):
             if how in answer:
                 verb = "refuses" if how == "refused" else "cannot take part"
-                raise FederationError(f"site {site!r} {verb}: {answer[how]}")
+                raise SiteError(f"site {site!r} {verb}: {answer[how]}")
         return answer
 
     def _ask(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +31,9 @@ class SentLog:
         entry = {"time": now.isoformat(timespec="seconds"), "what": what}
         entry |= {name: value for name, value in fields.items() if value not in (None, "", 0, {}, [])}
         line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
-        files.append(self._folder / f"{now:%Y-%m}.jsonl", line)
+        path = self._folder / f"{now:%Y-%m}.jsonl"
+        # On a full disk a line may have been cut off: the next one begins after it.
+        files.append(path, line if _is_whole(path) else b"\n" + line)
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """All entries, from the first. A line that was cut off is left out."""
@@ -40,6 +43,15 @@ class SentLog:
                     yield json.loads(line)
                 except ValueError:
                     continue
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is absent, empty, or ends with a line's end."""
+    if not path.exists() or not path.stat().st_size:
+        return True
+    with path.open("rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read() == b"\n"
 
 
 def contents(kind: str, message: bytes) -> dict[str, Any]:

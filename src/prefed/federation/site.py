@@ -100,8 +100,9 @@ class Site:
             return pack(failed=f"{type(error).__name__}: the site's log says more")
 
     def _note(self, what: str, **fields: Any) -> None:
-        self._tell(": ".join(str(fields[key]) for key in ("refused", "failed") if key in fields))
         # A full disk must not keep the hub from being told.
+        with suppress(OSError):
+            self._tell(": ".join(str(fields[key]) for key in ("refused", "failed") if key in fields))
         with suppress(OSError):
             self.log.add(what, **{name: value for name, value in fields.items() if _is_short(value)})
 
@@ -226,7 +227,8 @@ class Site:
         told = contents(task.kind, message)
         sent = {"bytes": len(message), **told, "withheld": fields["withheld"]}
         self.log.add(what, run=run, round=task.round, client=task.client, **sent)
-        self._tell(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
+        with suppress(OSError):
+            self._tell(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
         new = kept if kept != receipt else None
         answer = pack(message, client=task.client, withheld=fields["withheld"], asked=task.asked, receipt=new)
         if noisy and message:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nvflare.collab import collab
 
@@ -29,10 +32,10 @@ HUB = "server"
 class SiteRelay:
     """A site's side of a job."""
 
-    @collab.init
-    def begin(self) -> None:
-        """End with ``prefed site``."""
-        when_gone(os.environ[SITE_DOOR], end)
+    def __init__(self) -> None:
+        # From the start: FLARE's process would try for ever to tell of itself to a site that has ended.
+        if SITE_DOOR in os.environ:
+            when_gone(os.environ[SITE_DOOR], end)
 
     @collab.publish
     def exchange(self, request: bytes) -> bytes:
@@ -47,6 +50,16 @@ class SiteRelay:
         return True
 
 
+def hand(sites: Mapping[str, Any], request: bytes) -> bytes:
+    """Hand a request to its site; its answer. One without a body asks whether the site's process lives."""
+    header, body = unpack(request)
+    call = sites[header["site"]](timeout=header["timeout"])
+    try:
+        return pack(call.exchange(request=body)) if body else pack(alive=call.alive())
+    except Exception as error:
+        return pack(error=f"{type(error).__name__}: {error}")
+
+
 class HubRelay:
     """The hub's side of a job."""
 
@@ -55,18 +68,8 @@ class HubRelay:
         """Hand requests to the sites until ``prefed federate`` or the job ends."""
         sites = {proxy.name: proxy for proxy in collab.clients}
         context = collab.context
-
-        def answer(request: bytes) -> bytes:
-            header, body = unpack(request)
-            call = sites[header["site"]](timeout=header["timeout"])
-            try:
-                reply: bytes = call.exchange(request=body) if body else pack(alive=call.alive())
-            except Exception as error:
-                return pack(error=f"{type(error).__name__}: {error}")
-            return pack(reply)
-
         hub = Path(os.environ[HUB_DOOR])
-        with Door(answer, hub.with_name(f"job-{os.getpid()}")) as door:
+        with Door(partial(hand, sites), hub.with_name(f"job-{os.getpid()}")) as door:
             when_gone(hub, end)
             ask(hub, pack(door=str(door.path), sites=sorted(sites)))
             while not context.is_aborted():

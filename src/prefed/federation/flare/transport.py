@@ -67,6 +67,7 @@ class FlareTransport:
         self._session: Path | None = None
         self._inside = frozenset[str]()
         self._job = ""
+        self._stopping = False
 
     def __enter__(self) -> FlareTransport:
         try:
@@ -149,6 +150,8 @@ class FlareTransport:
         """The socket of a session in which a site takes part; a new one if need be."""
         end = min(end, time.monotonic() + PATIENCE)
         while True:
+            if self._stopping:
+                raise UnreachableError("the hub is stopping")
             with self._opening:
                 with self._changed:
                     if self._session is not None and site in self._inside:
@@ -238,6 +241,8 @@ class FlareTransport:
         time.sleep(PAUSE)
 
     def _start_server(self) -> None:
+        if self._stopping:
+            raise FederationError("the hub is stopping")
         settle(self._kits.server)
         with self._changed:
             self._session, self._inside = None, frozenset()
@@ -258,6 +263,8 @@ class FlareTransport:
         )
 
     def _stop(self) -> None:
+        # Requests may be under way in other threads: they end, and open nothing again.
+        self._stopping = True
         self._close()
         with suppress(Exception):
             if self._admin is not None:

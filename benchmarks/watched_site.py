@@ -1,0 +1,98 @@
+"""``prefed site`` that notes when its visits begin, and lies when told to: for ``federation_faults.py``.
+
+    python benchmarks/watched_site.py SITE.toml NOTES
+
+``NOTES/SITE.visits`` gets a line with the round as each visit begins. ``NOTES/SITE.lies`` is JSON: a round,
+or ``"every"``, and what this site does to its uploads in it, after its own side has validated them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prefed.cli import app
+from prefed.core import Download, Entry, Layout, Tensors, Upload
+from prefed.engines import Task
+from prefed.engines.backends.worker import Worker
+from prefed.federation import site as site_module
+from prefed.wire import decode_download, decode_upload, encode
+
+
+def not_a_number(before: Download, upload: Upload) -> Upload:
+    """One number of the model is NaN."""
+    model = upload.tensors["model"].clone()
+    model.flat[0] = float("nan")
+    return replace(upload, tensors={"model": model})
+
+
+def wrong_shapes(before: Download, upload: Upload) -> Upload:
+    """The first tensor has its sides swapped: as many numbers, in another shape."""
+    model = upload.tensors["model"]
+    first, *rest = model.layout.entries
+    swapped = Entry(first.name, first.shape[::-1], first.part, first.block, first.factor)
+    return replace(upload, tensors={"model": Tensors(Layout((swapped, *rest)), model.flat)})
+
+
+def another_name(before: Download, upload: Upload) -> Upload:
+    """It says that it is somebody else's."""
+    return replace(upload, client="somebody else")
+
+
+def earlier_round(before: Download, upload: Upload) -> Upload:
+    """It says that it began in the round before."""
+    return replace(upload, sent_at=upload.sent_at - 1)
+
+
+def fifty_times(before: Download, upload: Upload) -> Upload:
+    """What the visit changed, 50 times."""
+    own = upload.tensors["model"]
+    start = before.tensors["model"].select(own)
+    return replace(upload, tensors={"model": start + (own - start) * 50.0})
+
+
+LIES: dict[str, Callable[[Download, Upload], Upload]] = {
+    lie.__name__: lie for lie in (not_a_number, wrong_shapes, another_name, earlier_round, fifty_times)
+}
+
+
+def main() -> None:
+    path, notes = sys.argv[1], Path(sys.argv[2])
+    name = Path(path).parent.name
+
+    class Watched(Worker):
+        """The process that trains, as its site sees it."""
+
+        task: Task | None = None
+
+        def give(self, task: Task, state: bytes | None, timeout: float) -> None:
+            """Send a task, and note it."""
+            self.task = task if task.kind == "visit" else None
+            if self.task is not None:
+                with suppress(OSError), (notes / f"{name}.visits").open("a") as stream:
+                    stream.write(f"{task.round}\n")
+            super().give(task, state, timeout)
+
+        def receive(self) -> dict[str, Any]:
+            """The result, or what this site says in its place."""
+            fields = super().receive()
+            told, task = notes / f"{name}.lies", self.task
+            if task is not None and told.exists():
+                lies = json.loads(told.read_text())
+                lie = LIES.get(lies.get("every") or lies.get(str(task.round), ""))
+                if lie is not None:
+                    upload = lie(decode_download(task.message), decode_upload(fields["message"]))
+                    fields["message"] = encode(upload)
+            return fields
+
+    site_module.Worker = Watched  # type: ignore[misc]
+    app(["site", path])
+
+
+if __name__ == "__main__":
+    main()

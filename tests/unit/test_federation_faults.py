@@ -1,0 +1,111 @@
+"""What a federation's hub and sites do when a part of it stops; without NVIDIA FLARE and without a model."""
+
+import errno
+from threading import Event
+
+import pytest
+
+from federating import CLIENTS, Within, experiment, site_config
+from prefed.engines.tasks import Task
+from prefed.federation.federate import Terms, federate
+from prefed.federation.hub import FederationBackend, SiteError, Sites
+from prefed.federation.relay import pack, unpack
+from prefed.federation.sent import SentLog
+from prefed.federation.site import Site
+from prefed.federation.transport import FederationError, UnreachableError
+
+
+class Receipts:
+    """Nothing is kept: every client has its first state."""
+
+    def read(self, client):
+        return None
+
+
+class Forgetful:
+    """A site that was started again: it must be told of the run, and answers that as it is told to."""
+
+    def __init__(self, join, model="m"):
+        self.told, self.join, self.model = False, join, model
+
+    def answer(self, message):
+        header, body = unpack(message)
+        if header["kind"] == "join":
+            return pack(**self.join)
+        if header["kind"] == "start":
+            self.told = True
+            return pack(fingerprint={"model": self.model})
+        return pack(body, withheld="") if self.told else pack(unknown=True)
+
+
+def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone():
+    """Site w0 comes back whole, w1 without its data, w2 with another base model. The run goes on with w0."""
+    sites = {
+        "site-w0": Forgetful({}),
+        "site-w1": Forgetful({"failed": "FileNotFoundError: the site's log says more"}),
+        "site-w2": Forgetful({}, model="another"),
+    }
+    asked = Sites(Within(sites), "wards", "0" * 16, 1.0)
+    with pytest.raises(SiteError, match="'site-w2' has another base model"):
+        asked.start("site-w2", CLIENTS, [], "m")
+    sites["site-w2"].told = False
+    homes = {client: f"site-{client}" for client in CLIENTS}
+    with FederationBackend(asked, Receipts(), homes, 1.0, lambda text: None) as backend:
+        tasks = [Task("visit", client, 1, "train", client.encode()) for client in CLIENTS]
+        results = {result.client: result for result in backend.run(tasks)}
+    assert (results["w0"].message, results["w0"].withheld) == (b"w0", "")
+    assert "cannot take part: FileNotFoundError" in results["w1"].withheld
+    assert "another base model" in results["w2"].withheld
+    assert backend.away == set()
+
+
+def has_left():
+    raise UnreachableError("it has left")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda: pack(failed="FileNotFoundError: the log says more"), "'broken' cannot take part: FileNot"),
+        (has_left, "'broken' is away: it has left"),
+    ],
+)
+def test_the_first_site_that_cannot_take_part_ends_the_beginning(tmp_path, answer, message):
+    """The other site reads its data all the while: the hub does not wait for it."""
+    over, read = Event(), []
+
+    class Reads:
+        def answer(self, request):
+            read.append(over.wait(30))
+            return pack(clients={}, versions={})
+
+    class Broken:
+        def answer(self, request):
+            return answer()
+
+    transport = Within({"slow": Reads(), "broken": Broken()})
+    with pytest.raises(FederationError, match=message):
+        federate(experiment(tmp_path), tmp_path / "run", transport, Terms("wards", ("slow", "broken")))
+    assert not read
+    over.set()
+
+
+def test_a_line_that_a_full_disk_cut_off_costs_no_other(tmp_path):
+    """The second of three lines is half there."""
+    log = SentLog(tmp_path / "log")
+    log.add("train", client="w0")
+    (path,) = (tmp_path / "log").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:20])
+    log.add("train", client="w2")
+    assert [entry["client"] for entry in log.entries()] == ["w0", "w2"]
+
+
+def test_a_site_whose_screen_is_a_full_disk_answers(tmp_path):
+    def full(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    site = Site(site_config(tmp_path, tmp_path, "w0"), full)
+    header, _ = unpack(site.answer(b""))
+    site.close()
+    assert header.keys() & {"refused", "failed"}
