@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+from prefed import files
 from prefed.align.policy import load_base
 from prefed.core import Key
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
@@ -72,9 +73,11 @@ def whole(texts: Texts) -> float:
 
 def measure(run: LoadedRun, prompts: Path, sampling: Sampling, name: str) -> dict[str, object]:
     """The figures of a run's aligned model beside the untouched one; the texts are kept in the run."""
-    how = Comparison("utility", prompts, sampling=sampling, name=name)
-    judge(run.record.path, how)
-    rows = (run.record.path / "judge" / name / "verdicts.jsonl").read_text("utf-8").splitlines()
+    # An alignment that is done again has verdicts of its own.
+    adapter = run.record.path / "align" / "adapter" / "adapter_model.safetensors"
+    folder = f"{name}-{files.file_digest(adapter)[:8]}"
+    judge(run.record.path, Comparison("utility", prompts, sampling=sampling, name=folder))
+    rows = (run.record.path / "judge" / folder / "verdicts.jsonl").read_text("utf-8").splitlines()
     verdicts = [json.loads(row) for row in rows]
     own, base = ([row[key] for row in verdicts] for key in ("text", "against"))
     crowd = tastes(run)

@@ -100,7 +100,8 @@ def test_the_printed_figures_are_those_of_the_texts(runs, place):
         line.split(" | ")[0][2:]: line.split(" | ") for line in sampled.splitlines() if line.startswith("| ")
     }
     for path in runs:
-        verdicts = rows(path / "judge/sampled/verdicts.jsonl")
+        (judged,) = (path / "judge").glob("sampled-*")
+        verdicts = rows(judged / "verdicts.jsonl")
         _, seeds, base, aligned, rate, share, spread, characters, warmth, *_ = cells[path.name[:-7]]
         assert seeds == "1"
         signs = {}
@@ -138,6 +139,8 @@ def test_checkpoints_and_rates(runs, place):
     lines = script("synthetic/utility.py", selector, *prompts).splitlines()[2:]
     agreements = [line.split(" | ")[2] for line in lines]
     assert agreements == [f"{epoch['agreement']:.3f}" for epoch in training["epochs"]]
+    again = script("synthetic/utility.py", selector, *prompts[:-1])
+    assert "sampled" in again, "an alignment that was done again is judged again"
 
 
 def test_shares_are_of_the_same_seed():
