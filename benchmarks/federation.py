@@ -13,11 +13,15 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import federation_faults
@@ -99,9 +103,15 @@ def newcomer(folder: Path) -> None:
     lines = "".join(blocks).splitlines(keepends=True)
     count = sum(line.startswith("$ ") for line in lines)
     script = "".join(line[2:] for line in lines if line[:2] in ("$ ", "> ") and "pip install" not in line)
-    tools = f"prefed() {{ {' '.join(PREFED)} \"$@\"; }}\ntrap 'kill $(jobs -p); wait' EXIT\n"
+    tools = f'prefed() {{ {" ".join(PREFED)} "$@"; }}\n'
     begun = time.monotonic()
-    done = subprocess.run(["bash", "-ec", tools + script], cwd=folder)
+    done = subprocess.Popen(["bash", "-ec", tools + script], cwd=folder, start_new_session=True)
+    try:
+        done.wait()
+    finally:
+        # The sites too: they are bash's grandchildren.
+        with suppress(ProcessLookupError):
+            os.killpg(done.pid, signal.SIGTERM)
     print(f"{count} commands, status {done.returncode}, {time.monotonic() - begun:.0f} s")
     if done.returncode:
         raise SystemExit(1)
@@ -120,6 +130,8 @@ def main() -> None:
     parser.add_argument("--newcomer", action="store_true")
     parser.add_argument("--keep", type=Path, help="a new folder that is kept")
     options = parser.parse_args()
+    # A time-out's signal ends the sites too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     folder = options.keep or Path(tempfile.mkdtemp())
     folder.mkdir(exist_ok=True)
     if options.newcomer:
