@@ -348,6 +348,14 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
     assert not alive(number)
 
 
+def test_runs_share_a_folder_beside_them_or_the_users_own(tmp_path, monkeypatch):
+    run = module.SweepRun(None, tmp_path / "table" / "cell-seed1")
+    monkeypatch.delenv("PREFED_REFERENCE", raising=False)
+    assert module._environment(run)["PREFED_REFERENCE"] == str(tmp_path / "table" / "reference")
+    monkeypatch.setenv("PREFED_REFERENCE", "elsewhere")
+    assert module._environment(run)["PREFED_REFERENCE"] == "elsewhere"
+
+
 def alive(pid):
     """Whether a process is there that is no zombie."""
     try:
@@ -484,7 +492,6 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
     assert again.exit_code == 0, again.output
     assert called == ["run", "evaluate"]
     assert "toy local is done, 1 of 1 cells" in again.stdout
-    assert {path.name for path in run.parent.iterdir()} == {run.name, "reference"}
-    assert not (run / "cache/reference").exists()
+    assert {path.name for path in run.parent.iterdir()} - {"reference"} == {run.name}
     assert json.loads((run / "judged-test.json").read_text())["preference_accuracy"]["mean"] >= 0
     assert len(commits(run)) == 1
