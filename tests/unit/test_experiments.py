@@ -325,7 +325,7 @@ def test_a_paper_table_of_two_seeds(place, tmp_path):
     assert again.output.splitlines()[1:] == kept
     assert (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns == begun
     names = sorted(path.name for path in (tmp_path / "runs/two/imdb-3").iterdir())
-    assert names == ["fedavg-dpo-seed1", "fedavg-dpo-seed2"]
+    assert names == ["fedavg-dpo-seed1", "fedavg-dpo-seed2", "reference"]
     # One cell by itself is the same run.
     words = [
         "run",
