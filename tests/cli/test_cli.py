@@ -10,6 +10,7 @@ import time
 import tomllib
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import prefed.config
@@ -60,6 +61,7 @@ class Process:
             code = 1
             # As a shell does for what a script starts in the background.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            torch.set_num_threads(1)  # makes torch's pool anew before threads that load a model race for it
             try:
                 with self.errors.open("w") as file:
                     os.dup2(file.fileno(), 2)

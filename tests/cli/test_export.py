@@ -3,10 +3,9 @@
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -174,25 +173,25 @@ def test_what_killed_exports_left_is_removed_by_the_next(tmp_path):
     assert (tmp_path / "it/config.json").read_text() == "new"
 
 
+EXPORT_IN_8_KIB = """
+import resource, signal, sys
+from prefed.cli import app
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+app(["export", *sys.argv[1:]])
+"""
+
+
 def test_a_disk_that_is_full_while_weights_are_written_is_told_of(place, tmp_path):
-    """A limit of 8 KiB a file, which safetensors reports in an error of its own kind. It is one of a forked
-    process: this one's files have none."""
-    out, told = tmp_path / "disk/it", tmp_path / "told"
+    """A limit of 8 KiB a file, which safetensors reports in an error of its own kind. It is one of a process
+    of its own: this one's files have none."""
+    out = tmp_path / "disk/it"
     out.parent.mkdir()
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-            words = ["export", str(place / "feddpo"), "--merge", "--out", str(out)]
-            result = CliRunner().invoke(app, words)
-            told.write_text(result.stderr)
-            status = result.exit_code
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    errors = told.read_text()
+    words = [sys.executable, "-B", "-c", EXPORT_IN_8_KIB, str(place / "feddpo"), "--merge", "--out", str(out)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    errors = ended.stderr
     assert re.search(rf"error: cannot write {out} \([\d,]+ bytes\): .*File too large.*", errors)
     assert "make room on the disk of" in errors
     assert not list(out.parent.iterdir())

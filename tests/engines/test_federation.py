@@ -7,9 +7,8 @@ import signal
 
 import pytest
 
-from federating import Within, experiment, make_place, site_config
+from federating import Dies, Within, experiment, make_place, site_config
 from prefed import run
-from prefed.core import Callback
 from prefed.engines.backends.worker import Worker
 from prefed.federation.federate import Terms, federate
 from prefed.federation.relay import pack, unpack
@@ -39,18 +38,6 @@ def sites(place, tmp_path_factory):
     yield made
     for site in made.values():
         site.close()
-
-
-class Dies(Callback):
-    """The hub's process ends after so many answers."""
-
-    def __init__(self, left):
-        self.left = left
-
-    def on_task_end(self, what, done, of):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 def without_places(out):

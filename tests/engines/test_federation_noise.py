@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from federating import CLIENTS, Within, experiment, make_place, site_config
+from federating import CLIENTS, Dies, Within, experiment, make_place, site_config
 from prefed import run
-from prefed.core import Callback, Privacy
+from prefed.core import Privacy
 from prefed.engines import JobFactory
 from prefed.engines.backends.worker import StateOfTask
 from prefed.engines.tasks import run_task
@@ -53,18 +53,6 @@ class Here:
 
     def stop(self):
         self.due = None
-
-
-class Dies(Callback):
-    """The hub's process ends after so many answers."""
-
-    def __init__(self, left):
-        self.left = left
-
-    def on_task_end(self, what, done, of):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,7 @@ def one(experiment, out, place, client=None, resume=False, fails=None):
     said, status = out / f"said-{place.rank}", 1
     said.write_text("")
     signal.signal(signal.SIGTERM, stop)
+    torch.set_num_threads(1)  # makes torch's pool anew before threads that load a model race for it
     try:
         callbacks = [fails[place.rank]] if fails and place.rank in fails else []
         run_peer(experiment, out, place, client=client, resume=resume, callbacks=callbacks)

@@ -12,11 +12,15 @@ from prefed.core.strict import flatten
 
 SHARED = "PREFED_REFERENCE"
 """The environment variable that names a folder for all runs. ``prefed sweep`` sets it for its own."""
-_FREE = {
-    *("rounds", "cohort", "stop", "engine", "merge", "privacy", "fleet", "graph", "align", "track"),
-    "method",
+NOT_CACHED = {
+    *("rounds", "cohort", "evaluate", "stop", "engine", "merge", "privacy", "fleet", "graph", "align"),
+    "track",
 }
-"""Keys and tables in which alike runs may differ, but for the keys below."""
+"""Keys and tables of an experiment that nothing in ``cache/`` depends on."""
+_FREE = NOT_CACHED - {"evaluate"} | {"method"}
+"""Keys and tables in which alike runs may differ, but for the keys below. An evaluation decides in which
+groups pairs go through the model first.
+"""
 _FIXED = ("method.name", "engine.max_tokens")
 
 

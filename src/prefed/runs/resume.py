@@ -14,6 +14,7 @@ import torch
 from prefed import files
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core.strict import flatten
+from prefed.runs.reference import NOT_CACHED
 from prefed.store import RunWriter, StoreError
 
 _PLACES = ("data.*.path", "model.name", "method.reward_model", "fleet.trace", "graph.file")
@@ -23,12 +24,6 @@ _CHANGEABLE = {
     *("engine.name", "engine.workers", "engine.visit_timeout", "engine.devices", "model.checkpointing"),
 }
 """Settings that change no number. A resumed run may have others."""
-
-_NOT_CACHED = {
-    *("rounds", "cohort", "evaluate", "stop", "engine", "merge", "privacy", "fleet", "graph", "align"),
-    "track",
-}
-"""Keys and tables of an experiment that nothing in ``cache/`` depends on."""
 
 _REMEDY = "put a copy of it back, or start a new run with another --out"
 
@@ -49,7 +44,7 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     if writer.round == 0:
         changed = differing(config or {}, fitted(experiment).tables())
         if any(name != "engine.threads" and not _changes_nothing(name) for name in changed):
-            reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= _NOT_CACHED)
+            reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= NOT_CACHED)
             config = None
     try:
         stored = None if config is None else Experiment.from_tables(config, f"{writer.path / 'config.toml'}")
