@@ -393,3 +393,20 @@ class TestConfig:
     def test_refused(self, table: dict[str, object], message: str) -> None:
         with pytest.raises(ValidationError, match=message):
             MergeConfig.model_validate(table)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "finite"),
+    [
+        ((), True),
+        ((0.0, -1.0), True),
+        ((3e38, 3e38), True),
+        ((3e38, 3e38, math.inf), False),
+        ((math.inf, -math.inf), False),
+        ((math.nan, 0.0), False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_finite_is_each_element_and_not_their_sum(numbers, finite, dtype):
+    """The largest float32 is 3.4e38: two of 3e38 are finite, and their sum is not. ∞ − ∞ is NaN."""
+    assert vector(*numbers, dtype=dtype).isfinite() == finite

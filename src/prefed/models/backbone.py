@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -126,6 +127,11 @@ class Backbone:
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(name in trained)
 
+    @cached_property
+    def _adapted(self) -> list[Any]:
+        """PEFT's layers; a look through all modules takes longer than a step over kept features."""
+        return [layer for _, _, layer in lora_layers(self.causal)]
+
     @property
     def reward(self) -> RewardHead | None:
         """The reward head, if the model has one."""
@@ -145,7 +151,7 @@ class Backbone:
 
         The frozen model's own dropout stays off.
         """
-        for _, _, layer in lora_layers(self.causal):
+        for layer in self._adapted:
             layer.lora_dropout.train(trunk)
         if self.final is not None:
             self.final.dropout.train(top)

@@ -41,12 +41,15 @@ class TokenLogprobCache:
         self._starts = np.concatenate([[0], np.cumsum(tokens + 1)])
         size = int(self._starts[-1])
         self._words: npt.NDArray[np.uint32] = np.zeros(size, np.uint32)
+        self._file: np.memmap[tuple[int], np.dtype[np.uint32]] | None = None
         if folder is None or not size:
             return
         path = folder / f"{name}{self.suffix}"
         files.private_folder(folder)
         files.allocate(path, 4 * size, mode=0o600)
-        self._words = np.memmap(path, np.uint32, "r+", shape=(size,))
+        self._file = np.memmap(path, np.uint32, "r+", shape=(size,))
+        # A plain array over the same memory: each slice of a memmap costs three times one of an array.
+        self._words = self._file.view(np.ndarray)
 
     def missing(self, rows: Rows) -> bool:
         """Whether any of ``rows`` is missing."""
@@ -61,8 +64,8 @@ class TokenLogprobCache:
             numbers[:] = words[start : start + len(numbers)]
             check[0] = _check(numbers, row)
             start += len(numbers)
-        if isinstance(self._words, np.memmap):
-            self._words.flush()
+        if self._file is not None:
+            self._file.flush()
 
     def get(self, rows: Rows) -> npt.NDArray[np.float32]:
         """``[M]``, the floats of ``rows`` end to end."""
