@@ -1,15 +1,17 @@
-"""``prefed site`` that notes when its visits begin, and lies when told to: for ``federation_faults.py``.
+"""``prefed site`` that notes when its visits begin, and lies and lingers when told to.
 
     python benchmarks/watched_site.py SITE.toml NOTES
 
-``NOTES/SITE.visits`` gets a line with the round as each visit begins. ``NOTES/SITE.lies`` is JSON: a round,
-or ``"every"``, and what this site does to its uploads in it, after its own side has validated them.
+``federation_faults.py`` starts it. ``NOTES/SITE.visits`` gets a line with the round as each visit begins.
+``NOTES/SITE.lies`` is JSON: a round, or ``"every"``, and what this site does to its uploads in it, after its
+own side has validated them. ``NOTES/SITE.pace`` holds the seconds that a visit takes at least.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -69,10 +71,11 @@ def main() -> None:
         """The process that trains, as its site sees it."""
 
         task: Task | None = None
+        begun = 0.0
 
         def give(self, task: Task, state: bytes | None, timeout: float) -> None:
             """Send a task, and note it."""
-            self.task = task if task.kind == "visit" else None
+            self.task, self.begun = task if task.kind == "visit" else None, time.monotonic()
             if self.task is not None:
                 with suppress(OSError), (notes / f"{name}.visits").open("a") as stream:
                     stream.write(f"{task.round}\n")
@@ -81,7 +84,9 @@ def main() -> None:
         def receive(self) -> dict[str, Any]:
             """The result, or what this site says in its place."""
             fields = super().receive()
-            told, task = notes / f"{name}.lies", self.task
+            told, task, pace = notes / f"{name}.lies", self.task, notes / f"{name}.pace"
+            if task is not None and pace.exists():
+                time.sleep(max(0.0, self.begun + float(pace.read_text()) - time.monotonic()))
             if task is not None and told.exists():
                 lies = json.loads(told.read_text())
                 lie = LIES.get(lies.get("every") or lies.get(str(task.round), ""))

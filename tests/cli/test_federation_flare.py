@@ -77,6 +77,23 @@ def running(*parts):
     return found
 
 
+def test_a_server_that_ends_at_once_is_told_of(kits, monkeypatch):
+    """Its process ends before the first look at it, so nothing was asked of it."""
+
+    class Ended:
+        alive = False
+
+        def __init__(self, *words):
+            pass
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(over_flare, "FlareProcess", Ended)
+    with pytest.raises(FederationError, match=r"does not start: see .*process.log \(its process has ended\)"):
+        FlareTransport(Kits.open(kits / "hub")).__enter__()
+
+
 def test_kits_allow_our_classes_alone_and_no_code(kits):
     for kit in (kits / "hub" / "server", *(kits / site / "kit" for site in SITES)):
         resources = json.loads((kit / "local" / "resources.json").read_text())
@@ -213,6 +230,7 @@ def test_a_site_takes_requests_of_the_hub_alone(monkeypatch, caller, arrives):
     """The others of a session could call it too. What its own log is to have is sent in their place."""
     asked = []
     monkeypatch.setenv(SITE_DOOR, "/door")
+    monkeypatch.setattr(apps, "when_gone", lambda door, end: None)
     monkeypatch.setattr(apps, "ask", lambda door, request: asked.append(request) or b"answer")
     monkeypatch.setattr(apps, "collab", type("Collab", (), {"caller": caller}))
     assert apps.SiteRelay().exchange(b"visit") == b"answer"

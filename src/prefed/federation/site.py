@@ -159,14 +159,15 @@ class Site:
         members, unseen = _texts(header, "members"), _texts(header, "unseen")
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order.get("experiment", ""), members, unseen)}
-        if (self._run, self._order) != (run, order["order"]) or self._worker is None:
-            self._stop()
-            self._begin(run, order)
+        self._begin(run, order)
         self._write_order(run, order)
         return pack(fingerprint={"model": self._fingerprint})
 
     def _begin(self, run: str, order: dict[str, Any]) -> None:
-        """Start the process that trains."""
+        """Start the process that trains, unless the run has one."""
+        if (self._run, self._order) == (run, order["order"]) and self._worker is not None:
+            return
+        self._stop()
         experiment = own_experiment(order["experiment"], self.config)
         unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
         experiment = experiment.model_copy(update=unseen)
@@ -205,9 +206,7 @@ class Site:
         released = self._releases.answer(run, task.round, key)
         if released is not None:
             return released
-        if (self._run, self._order) != (run, order["order"]) or self._worker is None:
-            self._stop()
-            self._begin(run, order)
+        self._begin(run, order)
         assert self._experiment is not None
         check_task(task, self._experiment, self.config)
         privacy = self._experiment.privacy

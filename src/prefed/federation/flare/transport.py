@@ -250,7 +250,7 @@ class FlareTransport:
         self._server = FlareProcess(
             SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment
         )
-        end = time.monotonic() + SETUP
+        end, last = time.monotonic() + SETUP, Exception("its process has ended")
         while time.monotonic() < end and self._server.alive:
             try:
                 self._admin_session()
