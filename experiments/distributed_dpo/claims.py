@@ -62,9 +62,11 @@ def figures(run: Path) -> dict[str, float]:
     clients = len(summary["reward_accuracy"]["per_client"])
     drawn = evaluate.get("diagnostic_pairs")
     noise = 0.0 if drawn is None else method["batch_size"] / drawn / clients
-    found = {
-        "loss": told[-1]["global_loss"],
-        "gradient²": statistics.fmean(r["gradient_norm"] ** 2 - noise * r["zeta2"] for r in told),
+    found = {}
+    if told:  # where each client trains alone there is no model whose gradient they share
+        found["loss"] = told[-1]["global_loss"]
+        found["gradient²"] = statistics.fmean(r["gradient_norm"] ** 2 - noise * r["zeta2"] for r in told)
+    found |= {
         "paper gap": summary["paper_gap"],
         "reward": summary["reward_accuracy"]["mean"],
         "worst": summary["reward_accuracy"]["worst"],

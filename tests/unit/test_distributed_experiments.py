@@ -142,7 +142,7 @@ def finished(folder, row, seed, gap, norms, zeta2=0.8):
     run = folder / f"{row}-seed{seed}"
     run.mkdir(parents=True)
     (run / "config.toml").write_text("[method]\nbatch_size = 4\n[evaluate]\ndiagnostic_pairs = 8\n")
-    told = [{"gradient_norm": norm, "zeta2": zeta2, "global_loss": norm / 2} for norm in norms]
+    told = [{"gradient_norm": norm, "zeta2": zeta2, "global_loss": norm / 2} for norm in norms] or [{}]
     (run / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in told))
     reward = {"mean": 0.75, "worst": 0.5, "per_client": dict.fromkeys("abcd", 0.75)}
     summary = {"paper_gap": gap, "reward_accuracy": reward, "bytes": {"up": 10**6, "down": 10**6}}
@@ -152,15 +152,17 @@ def finished(folder, row, seed, gap, norms, zeta2=0.8):
 def test_the_claims_are_judged_seed_by_seed(tmp_path):
     """E = 1 is above E = 3 with both seeds, and E = 3 above E = 6 with one of two. Of a squared norm of 1 a
     tenth is the draw's: ζ² = 0.8 of batches of 4, 8 pairs of each of four clients, 0.8 · 4/8/4. The gaps of
-    S = 0.2 and 1 lie on 0.1 + 0.05 / S."""
+    S = 0.2 and 1 lie on 0.1 + 0.05 / S. Clients that train alone have no global objective."""
     for seed in (42, 43):
         finished(tmp_path, "e1", seed, 0.9, [2.0, 1.0])
         finished(tmp_path, "feddpo", seed, 0.15, [1.0])
         finished(tmp_path, "e6", seed, 0.1 if seed == 42 else 0.2, [0.5])
         finished(tmp_path, "single", seed, 0.35, [1.0])
+        finished(tmp_path, "local", seed, 0.6, [])
     printed = script("distributed_dpo/claims.py", tmp_path)
     assert "| e1 | 2 | 0.5 ± 0 | 2.4 ± 0 | 0.9 ± 0 | 0.75 ± 0 | 0.5 ± 0 | 2 ± 0 |" in printed
     assert "| feddpo | 2 | 0.5 ± 0 | 0.9 ± 0 |" in printed
+    assert "| local | 2 | | | 0.6 ± 0 |" in printed
     verdicts = "loss: cannot be told; gradient²: holds; paper gap: holds"
     assert f"e1 > feddpo\n  {verdicts}" in printed
     assert "feddpo > e6\n  loss: holds; gradient²: holds; paper gap: cannot be told" in printed
