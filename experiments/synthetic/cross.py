@@ -28,6 +28,7 @@ from prefed.judge.utility import read_taste
 from prefed.metrics.winrate import win_rate
 from prefed.runs.judge import Comparison, judge
 from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.texts import POLICY
 from prefed.train.generation import Sampling
 
 HERE = Path(__file__).resolve().parent
@@ -112,7 +113,7 @@ def main() -> None:
         run = load_run(path, data=True)
         one, other = sides(run)
         words = f"A: {one.describe()}. B: {other.describe()}."
-        takes = run.experiment.align is not None and run.experiment.align.tastes is not None
+        takes = (path / POLICY).exists()
         asked = {"A": one.client, "B": other.client, "population": "population"} if takes else {"–": None}
         for label, taste in asked.items():
             own, base = texts(run, taste, args.prompts, sampling)
