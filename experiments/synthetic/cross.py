@@ -4,9 +4,9 @@
 
 Each run's policy responds to prompts that neither the clients nor the alignment have: with the taste of
 a client of the one side, with that of a client of the other side, and with the population's. A policy that
-takes no taste responds as it is. Runs that differ in ``-seedN`` alone are one row. A cell is the mean gain
-in utility over the untouched model's responses, with a 95% interval over prompts and seeds, and the win
-rate against them.
+was trained at prototypes is asked for theirs. One that takes no taste responds as it is. Runs that differ
+in ``-seedN`` alone are one row. A cell is the mean gain in utility over the untouched model's responses,
+with a 95% interval over prompts and seeds, and the win rate against them.
 
 The two utilities are each other's opposite, so the columns differ in their sign alone. What a table can
 show is on its diagonal: both gains are above zero only if the policy does what it is asked.
@@ -22,10 +22,13 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import bootstrap
 
+from prefed.align.run import SETTINGS
+from prefed.align.tastes import load_tastes
 from prefed.core import Key
 from prefed.data.synthetic import Taste, utility
 from prefed.judge.utility import read_taste
 from prefed.metrics.winrate import win_rate
+from prefed.runs.align import FOLDER
 from prefed.runs.judge import Comparison, judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.texts import POLICY
@@ -52,11 +55,28 @@ def sides(run: LoadedRun) -> tuple[Taste, Taste]:
     return one, other
 
 
+def tastes_of(path: Path, one: str, other: str) -> dict[str, str | None]:
+    """What a run's policy is asked for: label → taste.
+
+    Args:
+        path: the run's directory.
+        one: a client of the one side.
+        other: one of the other side.
+    """
+    if not (path / POLICY).exists():
+        return {"–": None}
+    settings = json.loads((path / FOLDER / SETTINGS).read_text("utf-8"))
+    labels = load_tastes(path / FOLDER).labels
+    at_prototypes = settings["tastes"] == "prototypes"
+    names = {side: f"prototype:{labels[side]}" if at_prototypes else side for side in (one, other)}
+    return {"A": names[one], "B": names[other], "population": "population"}
+
+
 def texts(
     run: LoadedRun, taste: str | None, prompts: Path, sampling: Sampling
 ) -> tuple[list[str], list[str]]:
     """What the aligned and the untouched model respond; both are kept in the run."""
-    name = f"cross-{taste or 'untold'}"
+    name = f"cross-{(taste or 'untold').replace(':', '-')}"
     judge(run.record.path, Comparison("utility", prompts, taste=taste, sampling=sampling, name=name))
     rows = (run.record.path / "judge" / name / "verdicts.jsonl").read_text("utf-8").splitlines()
     verdicts = [json.loads(row) for row in rows]
@@ -113,9 +133,7 @@ def main() -> None:
         run = load_run(path, data=True)
         one, other = sides(run)
         words = f"A: {one.describe()}. B: {other.describe()}."
-        takes = (path / POLICY).exists()
-        asked = {"A": one.client, "B": other.client, "population": "population"} if takes else {"–": None}
-        for label, taste in asked.items():
+        for label, taste in tastes_of(path, one.client, other.client).items():
             own, base = texts(run, taste, args.prompts, sampling)
             cells = found.setdefault((path.name.partition("-seed")[0], label), {"A": [], "B": []})
             cells["A"] += gain(own, base, one)

@@ -155,13 +155,14 @@ def test_shares_are_of_the_same_seed():
     assert shares(figures, "row", "oracle") == [0.5, 0.25]
 
 
-def test_the_cross_table_is_that_of_the_texts(place):
+@pytest.mark.parametrize("cell", ["fedvpa", "fedvpa-prototypes"])
+def test_the_cross_table_is_that_of_the_texts(place, cell):
     """One round and a few completions: the figures are recomputed from the verdicts' texts. The second
-    utility is minus the first, so its column is too."""
-    table, out = EXPERIMENTS / "synthetic/opposed.toml", place / "fedvpa-seed42"
+    utility is minus the first, so its column is too. A policy trained at prototypes is asked for them."""
+    table, out = EXPERIMENTS / "synthetic/opposed.toml", place / f"{cell}-seed42"
     files = [f"data.{role}={place}/opposed/{role}.jsonl" for role in ("train", "test")]
     settings = (*files, f"model.name={place}/model", f"align.prompts={place}/prompts.jsonl", *SMALL)
-    words = ["run", str(table), "--cell", "fedvpa", "--out", str(out), "--set", "align.generations=1"]
+    words = ["run", str(table), "--cell", cell, "--out", str(out), "--set", "align.generations=1"]
     result = CliRunner().invoke(app, [*words, *(w for text in settings for w in ("--set", text))])
     assert result.exit_code == 0, result.output
     prompts = ("--prompts", place / "test-prompts.jsonl", "--max-new-tokens", 40)
@@ -170,8 +171,12 @@ def test_the_cross_table_is_that_of_the_texts(place):
     assert printed[0].startswith(f"A: {taste.describe()}. B: ")
     cells = {line.split(" | ")[1]: line.split(" | ")[2:] for line in printed if line.startswith("| fedvpa")}
     assert list(cells) == ["A", "B", "population"]
-    for asked, client in (("A", "ada"), ("B", "ben"), ("population", "population")):
-        verdicts = rows(out / f"judge/cross-{client}/verdicts.jsonl")
+    names = {"A": "ada", "B": "ben", "population": "population"}
+    if cell == "fedvpa-prototypes":
+        labels = json.loads((out / "align/tastes.json").read_text())["labels"]
+        names |= {"A": f"prototype-{labels['ada']}", "B": f"prototype-{labels['ben']}"}
+    for asked, name in names.items():
+        verdicts = rows(out / f"judge/cross-{name}/verdicts.jsonl")
         gains = [
             synthetic.utility(row["text"], taste) - synthetic.utility(row["against"], taste)
             for row in verdicts
