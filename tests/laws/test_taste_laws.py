@@ -83,6 +83,18 @@ def test_peers_are_others_that_sent_and_absent_ones_are_masked(pairs):
     torch.testing.assert_close(run.server.tensors["taste"][Z], mean)
 
 
+@pytest.mark.parametrize(("latest", "others"), [("all", {"a", "d"}), ("last_round", {"d"})])
+def test_trust_is_in_those_whose_posteriors_are_in_the_prior(pairs, latest, others):
+    """After rounds of a, b and of b, d: the softmax of b's logits over a and d, or over d alone; c never
+    sent. In its only visit a had no peers."""
+    run = Federation("fedvpa", {"prior_from": latest}, pairs).run(2, ["ab", "bd"])
+    trust = run.method.trust(run.private["b"], run.server, "b")
+    logits = dict(zip("abcd", run.private["b"].tensors["trust"].flat.double().exp().tolist(), strict=True))
+    whole = sum(logits[name] for name in others)
+    assert trust == pytest.approx({name: logits[name] / whole for name in others})
+    assert run.method.trust(run.private["a"], run.server, "a") == {}
+
+
 def test_an_upload_has_two_latents_more_and_nothing_else(pairs):
     """2 · 4 numbers beside φ_i; no hidden state, no z of a step, no log π, in either direction."""
     run = Federation("fedvpa", {}, pairs).run(2)

@@ -196,6 +196,9 @@ def test_what_a_federation_has_not_is_refused_by_hub_and_site(tmp_path):
     tastes = experiment(tmp_path, method="fedvpl", posterior_clip=1.0, posterior_noise=1.0)
     with pytest.raises(ConfigError, match="posterior_noise is drawn from the seed"):
         federate(tastes, tmp_path / "run", None, terms)
+    sizes = experiment(tmp_path, method="fedvpa", trust_start="sizes")
+    with pytest.raises(ConfigError, match="which a site does not have"):
+        federate(sizes, tmp_path / "run", None, terms)
     known = noisy.privacy.model_copy(update={"kind": "central", "draws": None, "secret_cohorts": True})
     with pytest.raises(ConfigError, match="every site sees models and knows the seed"):
         federate(noisy.model_copy(update={"privacy": known}), tmp_path / "run", None, terms)

@@ -10,7 +10,7 @@ from prefed.core import Entry, Key, Layout, Objective, Optimizer, Phase, Tensors
 from prefed.data import ResponseEncoder, Template
 from prefed.losses.latent import Gaussian, gumbel, mixture_kl, mixture_log_weights, standard_kl
 from prefed.models.variational import CAP, VariationalSelector
-from prefed.train import PairTrainer
+from prefed.train import PairTrainer, steps
 from prefed.train.latent_prior import LatentPrior
 from prefed.train.latent_trainer import CONTEXT, draw_context
 from prefed.train.response_features import ResponseFeatures
@@ -86,8 +86,10 @@ def test_contexts_are_disjoint_from_the_batch_and_of_all_lengths():
     assert len(draw_context(batch, batch, Key(0))) == 0
 
 
-def test_a_step_is_that_of_a_plain_loop(pairs):
-    """Two steps of SGD, each from its draws by name: loss, prototypes' terms, base dropout, mixture prior."""
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_step_is_that_of_a_plain_loop(pairs, monkeypatch, scale):
+    """Two steps of SGD, each from its draws by name: loss, prototypes' terms, base dropout, mixture prior.
+    The scale of losses, with which a model in float16 begins, is in no result."""
     settings = {"capped": 1, "logit_dropout": 0.5, "prior": 1, "samples": 3, "temperature": 0.5}
     settings |= {"label": 1, "own": 2, "beta": 0.3, "pull": 0.7, "orthogonality": 0.01}
     model = backbone(ALL)
@@ -104,6 +106,7 @@ def test_a_step_is_that_of_a_plain_loop(pairs):
     trust = Tensors(Layout((Entry("trust/logits", (n,), "trust"),)), torch.tensor([0.1, 0.2, 0.3, 0.4]))
     objective = Objective("latent", settings)
     chosen = phase(model, objective, constants={"peers": table}, beside=trust, rates={"trust/logits": 0.5})
+    monkeypatch.setattr(steps, "first_loss_scale", lambda backbone: scale)
     result = trainer.train(model.initial, chosen, rows, key, ownership(model))
 
     # The plain loop, over copies of the tensors.
@@ -229,7 +232,7 @@ def test_a_lora_trains_through_the_base_log_odds(pairs, most):
 
 
 def test_posteriors_come_from_even_contexts_of_training_pairs(pairs):
-    """17 pairs are contexts of 9 and 8, not of 16 and 1; the first few of them are one context."""
+    """17 pairs are contexts of 9 and 8, not of 16 and 1; the first few of them are one, and 18 of 20 two."""
     model = backbone()
     trainer = PairTrainer(model, pairs)
     seen = []
@@ -242,6 +245,7 @@ def test_posteriors_come_from_even_contexts_of_training_pairs(pairs):
     one, _ = trainer.posteriors(model.initial, GOAL, ROWS[:17][::-1], Key(3), pairs=4)
     assert seen[-1].tolist() == np.concatenate(seen[:2])[:4].tolist()
     assert one.shape == (1, 4)
+    assert trainer.posteriors(model.initial, GOAL, ROWS[:20], Key(3), pairs=18)[0].shape == (2, 4)
     assert trainer.posteriors(model.initial, GOAL, ROWS[:0], Key(3))[0].shape == (0, 4)
     assert trainer.posteriors(model.initial, GOAL, ROWS[:3], Key(3), pairs=0)[0].shape == (0, 4)
 

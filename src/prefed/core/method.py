@@ -216,9 +216,10 @@ class Method:
         infer: a newcomer's trainer, what was published and a number of pairs → the tensors (full layout) with
             which the newcomer predicts once it has shown so many pairs, without any step. ``None`` if the
             method learns from pairs by steps alone.
-        trust: a client's private state → how much it trusts each member, in the order of their ids, 1 in sum.
-            It is called where private states are kept, and no message holds it. It is empty before the
-            client's first visit; ``None`` if the method has no such weights.
+        trust: a client's private state, the server's, and the client → each other client that its prior
+            comes from, and how much it trusts that one, 1 in sum. It is called where private states are
+            kept, and no message holds it. It is empty before the first visit that has such others;
+            ``None`` if the method has no such weights.
     """
 
     name: str
@@ -238,4 +239,4 @@ class Method:
     reward_weight: Callable[[State, int], float] = lambda private, number: 1.0
     profile: Callable[[State], Mapping[str, Mapping[int, float]]] | None = None
     infer: Callable[[ClientTrainer, Download, int], Tensors] | None = None
-    trust: Callable[[State], Sequence[float]] | None = None
+    trust: Callable[[State, State, str], Mapping[str, float]] | None = None

@@ -44,6 +44,11 @@ def with_real_clients(experiment: Experiment) -> Experiment:
             "[method] posterior_noise is drawn from the seed, which hub and sites know, so it hides nothing: "
             "leave it out; [privacy] kind = 'local' covers posteriors too"
         )
+    if getattr(experiment.method.settings, "trust_start", "uniform") == "sizes":
+        raise ConfigError(
+            "[method] trust_start = 'sizes' needs all clients' numbers of pairs, which a site does not have: "
+            "leave it out"
+        )
     if experiment.privacy.secret_cohorts:
         raise ConfigError(
             "[privacy] secret_cohorts: every site sees models and knows the seed, from which cohorts are "

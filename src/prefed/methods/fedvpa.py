@@ -146,11 +146,14 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             groups[str(number)] = [client for client in labels if labels[client] == number]
         return {**tastes.figures(server), **({"prototypes": groups} if labels else {})}
 
-    def trust(private: State) -> list[float]:
-        if TRUST not in private.tensors:
-            return []
-        weights: list[float] = torch.softmax(private.tensors[TRUST].flat.float(), 0).tolist()
-        return weights
+    def trust(private: State, server: State, client: str) -> dict[str, float]:
+        peers = peers_of(server, client, latest=settings.prior_from == "last_round")
+        if TRUST not in private.tensors or peers is None:
+            return {}
+        logits, present = private.tensors[TRUST].flat.float(), peers["peers/present"] > 0
+        weights = torch.softmax(logits.masked_fill(~present, -math.inf), 0).tolist()
+        members = cast("list[str]", server.values["members"])
+        return {name: weight for name, weight in zip(members, weights, strict=True) if weight > 0}
 
     train = tastes.exchange(send=send, work=work, merge=merge, figures=figures)
     return tastes.taste_method("fedvpa", SOURCE, train, trust=trust if mixture else None)

@@ -40,7 +40,8 @@ class Tastes:
         population: ``[n]`` accuracy of each client's pairs with the taste that the server publishes.
         labels: client → its prototype; empty where there are none.
         prototypes: ``[M, d]``, or ``[0, d]``.
-        trust: client → how much it trusts each other client, 1 in sum; empty where there is no mixture.
+        trust: client → how much it trusts each other one of ``clients`` whose posterior is in its prior, 1 in
+            sum over them; empty where there is no mixture.
         trainable_share: numbers that train over those of the frozen model.
     """
 
@@ -141,7 +142,7 @@ def measure_tastes(
         population=np.array([accuracy(client, z) for client, z in zip(clients, population, strict=True)]),
         labels={client: labels[client] for client in clients if client in labels},
         prototypes=prototypes,
-        trust=_trust(job, private, clients),
+        trust=_trust(job, server, private, clients),
         trainable_share=_share(job, backbone),
     )
 
@@ -186,13 +187,15 @@ def _share(job: Job, backbone: Backbone) -> float:
     return trainable_share((entry for entry in owned if entry.part != POSTERIOR), frozen)
 
 
-def _trust(job: Job, private: Callable[[str], State], clients: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Client → how much it trusts each of the others, from its private state."""
+def _trust(
+    job: Job, server: State, private: Callable[[str], State], clients: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Client → how much it trusts each other one of ``clients``, from its private state."""
     trust: dict[str, dict[str, float]] = {}
     for client in clients if job.method.trust is not None else ():
         assert job.method.trust is not None
-        weights = dict(zip(job.members, job.method.trust(private(client)), strict=False))
-        others = {name: weight for name, weight in weights.items() if name != client}
+        weights = job.method.trust(private(client), server, client)
+        others = {name: weights[name] for name in clients if name in weights}
         if total := sum(others.values()):
             trust[client] = {name: weight / total for name, weight in others.items()}
     return trust

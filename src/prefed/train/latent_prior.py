@@ -88,13 +88,19 @@ class LatentPrior:
         weights = mixture_log_weights(self._logits, none, 1.0, self._present).exp().detach()
         return weights @ self._peers.mean
 
-    def step(self) -> None:
-        """Step the weights along their gradient, clipped by the phase's bound, if they have one."""
+    def step(self, scale: float) -> None:
+        """Step the weights along their gradient, clipped by the phase's bound, if they have one.
+
+        Args:
+            scale: the loss scale that is in the gradient; 0 takes no step.
+        """
         if self._optimizer is None or self._logits.grad is None:
             return
-        if self._clip:
-            torch.nn.utils.clip_grad_norm_([self._logits], self._clip)
-        self._optimizer.step()
+        if scale:
+            self._logits.grad.div_(scale)
+            if self._clip:
+                torch.nn.utils.clip_grad_norm_([self._logits], self._clip)
+            self._optimizer.step()
         self._optimizer.zero_grad()
 
     def beside(self) -> Tensors | None:

@@ -67,8 +67,8 @@ class LatentTrainer:
             for batch in plan:
                 backbone.grad.zero_()
                 figures = self._backward(rows, batch, settings, prior, key.at("step", steps.count))
-                prior.step()
-                steps.take(batch, figures)
+                scale = backbone.loss_scale
+                prior.step(scale if steps.take(batch, figures) else 0.0)
         return replace(steps.result({}), beside=prior.beside())
 
     def gradient(
@@ -133,7 +133,7 @@ class LatentTrainer:
         Args:
             rows: all training pairs of a client.
             key: the randomness of the contexts.
-            pairs: the first so many of the shuffled pairs make one context; ``None``: all are used.
+            pairs: so many of the shuffled pairs, or all if there are fewer; ``None``: all.
         """
         capped = LATENT.resolve(objective.settings)["capped"]
         order = key.numpy().permutation(np.sort(rows))[:pairs]
@@ -142,7 +142,7 @@ class LatentTrainer:
             return none, none.clone()
         self._features.fill(rows)
         self._model.backbone.load(tensors)
-        contexts = np.array_split(order, 1 if pairs else -(-len(order) // CONTEXT))
+        contexts = np.array_split(order, -(-len(order) // CONTEXT))
         with torch.no_grad():
             found = [self._posterior(context, capped) for context in contexts]
         means, log_variances = zip(*found, strict=True)

@@ -97,16 +97,21 @@ class PhaseSteps:
         self.count = self._pairs = self._skipped = 0
         backbone.loss_scale = first_loss_scale(backbone)
 
-    def take(self, batch: Rows, figures: dict[str, float]) -> None:
-        """Step along the gradient in the backbone's buffer, which is that of ``batch``."""
+    def take(self, batch: Rows, figures: dict[str, float]) -> bool:
+        """Step along the gradient in the backbone's buffer, which is that of ``batch``.
+
+        Returns:
+            Whether there was a step: a gradient that is infinite for its scale is passed over.
+        """
         self.count, self._pairs = self.count + 1, self._pairs + len(batch)
         if self._overflows():
             self._backbone.loss_scale /= 2
             self._skipped += 1
             self.add_figures({**figures, "skipped": 1.0})
-            return
+            return False
         self._optimizer.add()
         self.add_figures({**figures, "grad_norm": self._optimizer.step()})
+        return True
 
     def _overflows(self) -> bool:
         """Take the loss scale out of the gradient; whether that made it infinite."""
