@@ -25,6 +25,7 @@ from prefed.federation.limits import RefusalError, check_experiment, check_membe
 from prefed.federation.own import own_dataset, own_experiment, site_factory, told_names
 from prefed.federation.relay import pack, unpack
 from prefed.federation.releases import Releases
+from prefed.federation.requests import check_same, task_in, texts_in
 from prefed.federation.sent import SentLog, contents
 from prefed.federation.vault import Vault, site_secret
 from prefed.store.directory import lock
@@ -139,12 +140,14 @@ class Site:
             raise RefusalError("a run without an experiment")
         try:
             experiment = own_experiment(text, self.config)
+            check_experiment(experiment, self.config)
+            known = self._read_order(run)
+            if known is not None:
+                check_same(run, known["experiment"], experiment, self.config)
         except ConfigError as error:
             raise RefusalError(str(error)) from error
-        check_experiment(experiment, self.config)
         dataset = own_dataset(experiment, self._state / "cache")
         names = told_names(dataset, self.config, self._secret)
-        known = self._read_order(run)
         if known is not None and known["data"] != dataset.fingerprint:
             raise RefusalError(CHANGED)
         clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
@@ -156,7 +159,7 @@ class Site:
     def _start(self, run: str, header: dict[str, Any]) -> bytes:
         """Begin, or go on with, a run whose members the hub knows."""
         order = self._read_order(run) or {}
-        members, unseen = _texts(header, "members"), _texts(header, "unseen")
+        members, unseen = texts_in(header, "members"), texts_in(header, "unseen")
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order.get("experiment", ""), members, unseen)}
         self._begin(run, order)
@@ -165,7 +168,8 @@ class Site:
 
     def _begin(self, run: str, order: dict[str, Any]) -> None:
         """Start the process that trains, unless the run has one."""
-        if (self._run, self._order) == (run, order["order"]) and self._worker is not None:
+        told = _told(order)
+        if (self._run, self._order) == (run, told) and self._worker is not None:
             return
         self._stop()
         experiment = own_experiment(order["experiment"], self.config)
@@ -183,7 +187,7 @@ class Site:
         except BaseException:
             worker.stop()
             raise
-        self._run, self._order, self._experiment, self._worker = run, order["order"], experiment, worker
+        self._run, self._order, self._experiment, self._worker = run, told, experiment, worker
         self._fingerprint = fields["fingerprint"]["model"]
         self._tell(f"run {run[:8]}: {experiment.method.name}, {experiment.rounds} rounds")
 
@@ -193,9 +197,9 @@ class Site:
         if key in self._answers:
             return self._answers[key]
         order = self._read_order(run) or {}
-        if order.get("order") != header.get("order"):
+        if not order.get("order") or _told(order) != header.get("order"):
             return pack(unknown=True)
-        receipt, task = header.get("receipt"), _task(header, body)
+        receipt, task = header.get("receipt"), task_in(header, body)
         if task.round < order["round"]:
             raise RefusalError(
                 f"round {task.round} is over: this site has answered in round {order['round']}"
@@ -272,27 +276,14 @@ class Site:
         return self._state / "runs" / run / "order.json"
 
 
-def _task(header: dict[str, Any], body: bytes) -> Task:
-    names = {"kind": str, "client": str, "round": int, "exchange": str, "asked": int}
-    fields = {name: header.get(name) for name in names}
-    if not all(isinstance(value, names[name]) for name, value in fields.items()):
-        raise RefusalError("a task that is not whole")
-    receipt = header.get("receipt")
-    if receipt is not None and not isinstance(receipt, str):
-        raise RefusalError("a task with a private state by another name than a receipt")
-    return Task(message=body, **fields)  # type: ignore[arg-type]
-
-
 def order_digest(experiment: str, members: list[str], unseen: list[str]) -> str:
     """A digest of what a site was told of a run: with another one it must be told again."""
     return files.digest(json.dumps([experiment, members, unseen]).encode())
 
 
-def _texts(header: dict[str, Any], name: str) -> list[str]:
-    value = header.get(name)
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise RefusalError("a run without the names of its members")
-    return value
+def _told(order: dict[str, Any]) -> str:
+    """The digest of what the site itself keeps of a run: that of another join does not count."""
+    return order_digest(order["experiment"], order["members"], order["unseen"])
 
 
 def _is_short(value: object) -> bool:

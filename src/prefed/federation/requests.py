@@ -1,0 +1,69 @@
+"""What a request of the hub says of a run and of a task, once its form is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefed.config import Experiment
+from prefed.engines.tasks import Task
+from prefed.federation.config import SiteConfig
+from prefed.federation.limits import RefusalError
+from prefed.federation.own import own_experiment
+from prefed.runs.resume import differing, settings_digest
+
+
+def task_in(header: dict[str, Any], body: bytes) -> Task:
+    """The task of a request.
+
+    Raises:
+        RefusalError: a part of it is missing, or of another form.
+    """
+    names = {"kind": str, "client": str, "round": int, "exchange": str, "asked": int}
+    fields = {name: header.get(name) for name in names}
+    if not all(isinstance(value, names[name]) for name, value in fields.items()):
+        raise RefusalError("a task that is not whole")
+    receipt = header.get("receipt")
+    if receipt is not None and not isinstance(receipt, str):
+        raise RefusalError("a task with a private state by another name than a receipt")
+    task = Task(message=body, **fields)  # type: ignore[arg-type]
+    if task.kind == "evaluate" and task.exchange:
+        raise RefusalError("an evaluation with the name of an exchange")
+    return task
+
+
+def texts_in(header: dict[str, Any], name: str) -> list[str]:
+    """Names of clients in a request.
+
+    Raises:
+        RefusalError: they are no list of texts.
+    """
+    value = header.get(name)
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise RefusalError("a run without the names of its members")
+    return value
+
+
+def check_same(run: str, before: str, experiment: Experiment, config: SiteConfig) -> None:
+    """Refuse another experiment under the name of a run that this site knows.
+
+    Private states of a run are what its experiment says: another one could have them shared, or give them away
+    with less noise. A run that goes on may have more rounds, and whatever else a resumed run may change.
+
+    Args:
+        before: the text of the experiment that the run has here.
+
+    Raises:
+        RefusalError: the settings differ; the message names the first.
+        ConfigError: ``before`` cannot be read any longer.
+    """
+    known, asked = own_experiment(before, config).tables(), experiment.tables()
+    if settings_digest(known) == settings_digest(asked):
+        return
+    changed = (
+        f"{name} = {new!r}, which was {old!r}"
+        for name, (old, new) in differing(known, asked).items()
+        if settings_digest({name: old}) != settings_digest({name: new})
+    )
+    raise RefusalError(
+        f"run {run} began here with another experiment ({next(changed, 'its settings')}): begin a new run"
+    )
