@@ -5,13 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from federating import experiment, site_config
-from prefed.engines import WorkerError
+from federating import Within, experiment, site_config
+from prefed.engines import Task, WorkerError
 from prefed.federation import site as site_module
+from prefed.federation.claims import compare_versions, told_clients
 from prefed.federation.federate import told_experiment
+from prefed.federation.hub import FederationBackend, Sites
 from prefed.federation.relay import pack, unpack
 from prefed.federation.releases import Releases
 from prefed.federation.site import FORMAT, Site, order_digest
+from prefed.federation.transport import FederationError
+from prefed.federation.vault import Vault
 
 RUN = "a" * 16
 MEMBERS = ["w0", "v1"]
@@ -127,3 +131,103 @@ def test_a_run_may_have_more_rounds_and_its_site_is_told_again(opens, tmp_path):
     assert say("visit", 8, round=1) == {"unknown": True}
     say("start", members=MEMBERS, unseen=[])
     assert "receipt" in say("visit", 8, round=9, order=order_digest(longer, MEMBERS, []))
+
+
+class Receipts:
+    """Nothing is kept yet; what is staged must have the length of a receipt."""
+
+    def read(self, client):
+        return None
+
+    def stage(self, client, state):
+        assert len(state) < 1000
+
+
+class Lies:
+    """A site of another's making: what it answers is a function of the request's header."""
+
+    def __init__(self, lie):
+        self.lie = lie
+
+    def answer(self, request):
+        header, body = unpack(request)
+        return self.lie(header)
+
+
+def nested(depth):
+    text = b'{"failed":' + b"[" * depth + b"]" * depth + b"}"
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda header: pack(**({"unknown": True} if header["kind"] == "visit" else {})),
+        lambda header: pack(**({"unknown": True} if header["kind"] == "visit" else {"fingerprint": 5})),
+        lambda header: pack(**({"unknown": True} if header["kind"] == "visit" else {"fingerprint": {}})),
+        lambda header: pack(b"m", receipt="x" * 15_000_000),
+        lambda header: pack(b"m", receipt="\ud800"),
+        lambda header: pack(b"m", receipt=7),
+        lambda header: pack(withheld=["a"]),
+        lambda header: pack(refused="\ud800" * 10**6),
+        *((lambda header, depth=depth: nested(depth)) for depth in range(900, 1000, 9)),
+    ],
+)
+def test_one_site_does_not_end_the_run(lie):
+    """Whatever it answers to a visit, to being told of the run again and to its start: the others go on."""
+    sites = {"a": Lies(lambda header: pack(b"fine")), "b": Lies(lie)}
+    asks = Sites(Within(sites), "f", RUN, 5.0)
+    with FederationBackend(asks, Receipts(), {"w": "a", "v": "b"}, 5.0, lambda text: None) as backend:
+        results = {r.client: r for r in backend.run(Task("visit", c, 1, "train", b"") for c in "wv")}
+    assert results["w"].message == b"fine"
+    assert (results["v"].message, bool(results["v"].withheld)) == (b"", True)
+    assert len(results["v"].withheld) < 20_000
+    results["v"].withheld.encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({}, "does not tell its clients"),
+        ({"clients": 5}, "does not tell its clients"),
+        ({"clients": {"x": 5}}, "no numbers of pairs of 'x'"),
+        ({"clients": {"x": [1, 2]}}, "no numbers of pairs of 'x'"),
+        ({"clients": {"x": [True, 0, 1]}}, "no numbers of pairs of 'x'"),
+        ({"clients": {"x": [1, -1, 1]}}, "no numbers of pairs of 'x'"),
+        ({"clients": {"x": [10**300, 0, 0]}}, "more pairs of 'x' than --most-pairs = 1,000"),
+        ({"clients": {"": [1, 1, 1]}}, "a client of the name ''"),
+        ({"clients": {"\ud800": [1, 1, 1]}}, "a client of the name"),
+        ({"clients": {"a\n": [1, 1, 1]}}, "a client of the name"),
+        ({"clients": {"a" * 256: [1, 1, 1]}}, "a client of the name"),
+        ({"clients": {str(k): [1, 0, 0] for k in range(5)}}, "5 clients, and --most-clients = 4"),
+    ],
+)
+def test_what_a_site_claims_is_checked_and_bounded(answer, message):
+    with pytest.raises(FederationError, match=f"site 'b' .*{message}"):
+        told_clients(None, {"b": answer}, 4, 1000)
+    known = {"sites": {"b": answer.get("clients")}}
+    with pytest.raises(FederationError, match=message):
+        told_clients(known, {"b": answer}, 4, 1000)
+    fair = {"../../ward 7": [1000, 0, 3]}
+    assert told_clients(None, {"b": {"clients": fair}}, 4, 1000) == {"b": fair}
+
+
+@pytest.mark.parametrize("versions", [None, 5, {}, {"prefed": ["x"]}])
+def test_a_site_that_tells_no_version_is_named(versions):
+    with pytest.raises(FederationError, match="site 'b'"):
+        compare_versions("b", {"versions": versions}, lambda text: None)
+
+
+def test_a_hub_that_names_no_state_deletes_none(opens, tmp_path):
+    """After round 1, a visit of round 2 from the first state leaves the version of round 1 there, which the
+    hub may have committed. A visit of round 3 from that of round 2 leaves these two and deletes round 1's."""
+    say = opens(asked(tmp_path))
+    one = say("visit", 8, round=1)["receipt"]
+    two = say("visit", 8, round=2)["receipt"]
+    vault = Vault(folder(tmp_path) / "clients", say.site._secret)
+    assert vault.read("w0", one)
+    assert "receipt" in say("visit", 8, round=2, receipt=one)
+    three = say("visit", 8, round=3, receipt=two)["receipt"]
+    assert vault.read("w0", two)
+    assert vault.read("w0", three)
+    assert not list((folder(tmp_path) / "clients").glob("w0@000001*"))

@@ -33,6 +33,10 @@ def federate(
     visit: Annotated[
         float, typer.Option(min=1, help="Seconds that a visit may take before its site is left out.")
     ] = 600.0,
+    most_clients: Annotated[int, typer.Option(min=1, help="Clients that one site may say it has.")] = 10_000,
+    most_pairs: Annotated[
+        int, typer.Option(min=1, help="Pairs that a site may say one client has; a merge weighs by them.")
+    ] = 10_000_000,
     cell: CellName = None,
 ) -> None:
     """Run an experiment over the sites of a federation."""
@@ -66,7 +70,7 @@ def federate(
             raise ValueError(f"--sites: {strangers[0]!r} has no kit; the sites are {', '.join(kits.sites)}")
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds}, {len(chosen)} sites → {path}", markup=False)
-        terms = Terms(kits.federation, chosen, wait, at_least, visit)
+        terms = Terms(kits.federation, chosen, wait, at_least, visit, most_clients, most_pairs)
         with FlareTransport(kits) as transport:
             summary = federate_experiment(
                 experiment,
@@ -76,6 +80,7 @@ def federate(
                 resume=resume,
                 callbacks=terminal(console),
                 page=public_page,
+                tell=lambda text: console.print(text, markup=False),
             )
         print_result(summary, console)
         console.print(f"report: prefed report {shlex.quote(str(path))}", markup=False, soft_wrap=True)

@@ -19,9 +19,9 @@ from prefed.core import Callback, Callbacks
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job, ServerRounds
 from prefed.engines.validation import longest_answer
+from prefed.federation.claims import claim_lines, compare_versions, told_clients
 from prefed.federation.experiment import HELD, with_real_clients
 from prefed.federation.hub import FederationBackend, Sites
-from prefed.federation.site import PACKAGES, own_version
 from prefed.federation.transport import FederationError, Transport, UnreachableError
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients
 from prefed.runs.log import run_log
@@ -47,6 +47,8 @@ class Terms:
         wait: seconds to wait for all of them at the start of a run.
         at_least: so many are enough to begin, once ``wait`` is over; to go on, one is.
         visit: seconds that one visit or evaluation may take before its site counts as away.
+        most_clients: that one site may say it has.
+        most_pairs: that a site may say one client has.
     """
 
     federation: str
@@ -54,6 +56,8 @@ class Terms:
     wait: float = 120.0
     at_least: int | None = None
     visit: float = 600.0
+    most_clients: int = 10_000
+    most_pairs: int = 10_000_000
 
 
 def federate(
@@ -65,6 +69,7 @@ def federate(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     page: Callable[[Path], str] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Run an experiment over the sites of a federation, to its end.
 
@@ -73,12 +78,14 @@ def federate(
 
     Args:
         page: as :func:`prefed.run` takes it.
+        tell: is given a line for each site before round 1: how many clients and pairs it says it has.
 
     Returns:
         What ``summary.json`` holds.
 
     Raises:
-        FederationError: too few sites come, one refuses the run, or two have a client of one name.
+        FederationError: too few sites come, one refuses the run or tells of more clients or pairs than it may,
+            or two have a client of one name.
         ConfigError, StoreError, OSError, ModelError, RoundError: as :func:`prefed.run`.
     """
     _check(experiment)
@@ -90,7 +97,7 @@ def federate(
         tracked(kinds, experiment.track, out, Callbacks([*callbacks, log]), page) as telling,
     ):
         try:
-            return _run(reconcile(experiment, writer), writer, transport, terms, telling)
+            return _run(reconcile(experiment, writer), writer, transport, terms, telling, tell)
         except Exception:
             writer.discard()
             raise
@@ -110,7 +117,12 @@ def _check(experiment: Experiment) -> None:
 
 
 def _run(
-    experiment: Experiment, writer: RunWriter, transport: Transport, terms: Terms, callback: Callback
+    experiment: Experiment,
+    writer: RunWriter,
+    transport: Transport,
+    terms: Terms,
+    callback: Callback,
+    tell: Callable[[str], None],
 ) -> dict[str, Any]:
     known = _read(writer.path / FILE) if writer.round else None
     run = known["run"] if known else secrets.token_hex(8)
@@ -119,9 +131,11 @@ def _run(
     wanted = tuple(known["sites"]) if known else terms.sites
     present = _gather(sites, wanted, terms, resumed=known is not None)
     answers = _each(present, lambda site: sites.join(site, text))
-    clients = _clients(known, answers)
+    clients = told_clients(known, answers, terms.most_clients, terms.most_pairs)
     for site in present:
-        _compare(site, answers[site]["versions"], callback)
+        compare_versions(site, answers[site], callback.on_warning)
+    for line in claim_lines(clients):
+        tell(line)
     homes = {client: site for site, own in clients.items() for client in own}
     sizes = {client: ClientSizes(*own[client]) for own in clients.values() for client in own}
     dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
@@ -204,45 +218,6 @@ def _each(sites: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
         # The others' answers are not awaited: they may take as long as a model takes to load.
         pool.shutdown(wait=False, cancel_futures=True)
     return {site: answers[site] for site in sites}
-
-
-def _clients(
-    known: Mapping[str, Any] | None, answers: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, list[int]]]:
-    """Site → its clients, each with its numbers of pairs.
-
-    Raises:
-        FederationError: two sites have a client of one name, or a site's are others than at the start.
-    """
-    if known is not None:
-        for site, answer in answers.items():
-            if answer["clients"] != known["sites"][site]:
-                raise FederationError(f"the clients of site {site!r} changed since the run began")
-        return dict(known["sites"])
-    homes = dict[str, str]()
-    for site, answer in answers.items():
-        for client, counts in answer["clients"].items():
-            if len(counts) != 3 or not all(isinstance(n, int) and n >= 0 for n in counts):
-                raise FederationError(f"site {site!r} tells no numbers of pairs of {client!r}")
-            if client in homes:
-                raise FederationError(
-                    f"sites {homes[client]!r} and {site!r} both have a client {client!r}: rename it at one "
-                    "of them, or set [tell] names = false"
-                )
-            homes[client] = site
-    return {site: dict(answer["clients"]) for site, answer in answers.items()}
-
-
-def _compare(site: str, versions: Mapping[str, str], callback: Callback) -> None:
-    """Refuse another version of prefed, and tell of other versions of libraries."""
-    for name in PACKAGES:
-        here, there = own_version(name), versions.get(name)
-        if here == there:
-            continue
-        text = f"site {site!r} has {name} {there}, and the hub has {here}"
-        if name == "prefed":
-            raise FederationError(f"{text}: install the same version")
-        callback.on_warning(f"{text}: last digits may differ")
 
 
 def _begin(experiment: Experiment, job: Job, clients: Mapping[str, Any], writer: RunWriter) -> None:

@@ -7,19 +7,27 @@ all machines at once, when this machine commits it.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from prefed.core.text import printable
 from prefed.engines import ClientStates, Task, TaskResult
 from prefed.federation.relay import HEADER, MOST, pack, unpack
 from prefed.federation.site import FORMAT, order_digest
 from prefed.federation.transport import FederationError, TooLongError, Transport, UnreachableError
+from prefed.federation.vault import is_receipt
 from prefed.store.receipts import receipt_in, receipt_state
+
+_log = logging.getLogger("prefed")
 
 HELLO = 10.0
 """Seconds in which a site that was away must answer to be asked again."""
+
+LONGEST = 2000
+"""Characters of a site's reason that are read."""
 
 
 class SiteError(FederationError):
@@ -77,7 +85,10 @@ class Sites:
         self._members, self._unseen, self._model = list(members), list(unseen), model
         self._order = order_digest(self._experiment, self._members, self._unseen)
         answer = self._agreed(site, timeout, kind="start", members=self._members, unseen=self._unseen)
-        if answer["fingerprint"]["model"] != model:
+        told = answer.get("fingerprint")
+        if not isinstance(told, dict) or not isinstance(told.get("model"), str):
+            raise SiteError(f"site {site!r} does not say which base model it has: install the same prefed there")
+        if told["model"] != model:
             raise SiteError(
                 f"site {site!r} has another base model, or another version of it: put the same one there"
             )
@@ -119,7 +130,7 @@ class Sites:
         for how in ("refused", "failed"):
             if how in answer:
                 verb = "refuses" if how == "refused" else "cannot take part"
-                raise SiteError(f"site {site!r} {verb}: {answer[how]}")
+                raise SiteError(f"site {site!r} {verb}: {_reason(answer[how])}")
         return answer
 
     def _ask(
@@ -218,11 +229,19 @@ class FederationBackend:
 
     def _do(self, site: str, task: Task, stored: bytes | None) -> tuple[TaskResult, bytes | None]:
         receipt = None if stored is None else receipt_in(stored)
-        answer, message = self._sites.do(site, task, receipt, self._timeout)
-        reason = next((str(answer[how]) for how in ("refused", "failed") if how in answer), "")
-        reason = f"its site says: {reason}" if reason else str(answer.get("withheld", ""))
+        try:
+            answer, message = self._sites.do(site, task, receipt, self._timeout)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Whatever a site sends, the others go on.
+            _log.exception("the answer of site %r cannot be read", site)
+            answer, message = {"failed": f"its answer cannot be read: {error!r}", "broken": True}, b""
         new = answer.get("receipt")
-        kept = receipt_state(site, new) if isinstance(new, str) else None
+        if new is not None and not (isinstance(new, str) and is_receipt(new)):
+            answer, message = {"failed": "it names a private state by what is no receipt", "broken": True}, b""
+            new = None
+        reason = next((_reason(answer[how]) for how in ("refused", "failed") if how in answer), "")
+        reason = f"its site says: {reason}" if reason else _reason(answer.get("withheld", ""))
+        kept = None if new is None else receipt_state(site, new)
         broken = answer.get("broken") is True
         result = TaskResult(task.client, b"" if reason else message, reason, task.asked, broken=broken)
         return result, None if reason else kept
@@ -242,3 +261,8 @@ class FederationBackend:
 
     def _greet(self, site: str) -> bool:
         return site in self._sites.connected() and self._sites.hello(site)
+
+
+def _reason(value: object) -> str:
+    """What a site says of why it sends nothing."""
+    return printable(value[:LONGEST]) if isinstance(value, str) else "what is no text"

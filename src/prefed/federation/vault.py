@@ -19,7 +19,7 @@ from prefed import files
 from prefed.store import StoreError
 from prefed.store.commit import client_file
 
-_RECEIPT = re.compile(r"(\d{6,9})-([0-9a-f]{32})")
+_RECEIPT = re.compile(r"([0-9]{6,9})-([0-9a-f]{32})")
 _SECRET = "secret"
 
 
@@ -65,8 +65,9 @@ class Vault:
     def tidy(self, client: str, receipt: str | None, number: int) -> None:
         """Delete the versions of a client that a visit of round ``number``, from ``receipt``, leaves behind.
 
-        A version of an earlier round than ``number`` that the hub names is committed there. What is older is
-        in no commit that can come back.
+        A version of an earlier round than ``number`` that the hub names is committed there. What is older than
+        it is in no commit that can come back. A hub that names none may have lost its receipts, so nothing is
+        deleted then.
         """
         base = _number(receipt) if receipt else -1
         if base >= number:
@@ -75,11 +76,11 @@ class Vault:
         for path in self._folder.glob("*.safetensors"):
             stem, _, version = path.name.removesuffix(".safetensors").rpartition("@")
             match = _RECEIPT.fullmatch(version)
-            if stem == name and match and version != receipt and int(match[1]) < number:
+            if stem == name and match and int(match[1]) < base:
                 files.remove(path)
 
     def _path(self, client: str, receipt: str) -> Path:
-        if not _RECEIPT.fullmatch(receipt):
+        if not is_receipt(receipt):
             raise StoreError("the hub names a private state by what is no receipt")
         return self._folder / f"{client_file(client)}@{receipt}.safetensors"
 
@@ -100,3 +101,12 @@ def site_secret(folder: Path) -> bytes:
 
 def _number(receipt: str) -> int:
     return int(receipt.partition("-")[0])
+
+
+def is_receipt(text: str) -> bool:
+    """Whether a text has the form of a receipt.
+
+    >>> is_receipt("000003-" + "c6" * 16), is_receipt("../../secret")
+    (True, False)
+    """
+    return _RECEIPT.fullmatch(text) is not None
