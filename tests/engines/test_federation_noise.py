@@ -151,7 +151,9 @@ def asks(tmp_path, monkeypatch):
 
 def joined(site, run, header):
     site._write_order(
-        run, {"data": "", "round": 0, "experiment": header["experiment"], "names": {"w0": "told"}}
+        run,
+        {"data": "", "round": 0, "experiment": header["experiment"], "names": {"w0": "told"}}
+        | {"pairs": {"told": [8, 0, 2]}},
     )
     return pack()
 

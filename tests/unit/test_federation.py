@@ -152,14 +152,15 @@ def test_an_administrator_limits_cohorts_exchanges_and_evaluations(tmp_path):
     with pytest.raises(RefusalError, match="2 clients, and must have 3"):
         check_members(half, config, 4)
     check_members(half, config, 6)
-    check_task(Task("visit", "w0", 1, "train", b""), half, config)
+    check_task(Task("visit", "w0", 1, "train", b""), half, config, [8, 0, 2])
     for task, message in (
         (Task("visit", "w0", 1, "score", b""), "'score' is none of train"),
         (Task("visit", "w0", 4, "train", b""), "round 4 of 3"),
+        (Task("visit", "w0", 2, "train", b"", asked=10**6), "asked for in round 1000000"),
         (Task("evaluate", "w0", 1, "", b""), "no figures"),
     ):
         with pytest.raises(RefusalError, match=message):
-            check_task(task, half, config)
+            check_task(task, half, config, [8, 0, 2])
 
 
 def test_sites_read_nothing_that_the_hub_names(tmp_path):

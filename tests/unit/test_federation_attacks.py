@@ -6,14 +6,17 @@ from types import SimpleNamespace
 import pytest
 
 from federating import Within, experiment, site_config
+from prefed.config import Experiment, to_toml
 from prefed.engines import Task, WorkerError
 from prefed.federation import site as site_module
 from prefed.federation.claims import compare_versions, told_clients
 from prefed.federation.federate import told_experiment
 from prefed.federation.hub import FederationBackend, Sites
+from prefed.federation.own import own_experiment
 from prefed.federation.relay import pack, unpack
-from prefed.federation.releases import Releases
-from prefed.federation.site import FORMAT, Site, order_digest
+from prefed.federation.releases import Releases, epsilon_of
+from prefed.federation.sent import SentLog, line_of
+from prefed.federation.site import FORMAT, WITHHELD, Site, order_digest
 from prefed.federation.transport import FederationError
 from prefed.federation.vault import Vault
 
@@ -231,3 +234,96 @@ def test_a_hub_that_names_no_state_deletes_none(opens, tmp_path):
     assert vault.read("w0", two)
     assert vault.read("w0", three)
     assert not list((folder(tmp_path) / "clients").glob("w0@000001*"))
+
+
+def test_what_is_withheld_is_counted_and_says_nothing(opens, tmp_path):
+    """That an upload is withheld, or that a visit fails, also says something of the pairs. Both are counted
+    before the work: three visits of three kinds and one of them again, which has the answer that it had. A
+    fourth would spend more than the client may. The reason, which quotes numbers, is in the site's log alone."""
+    say = opens(asked(tmp_path), epsilon=(epsilon_of(3e-6, 1e-5) + epsilon_of(4e-6, 1e-5)) / 2)
+    answer = say("visit", "withhold", round=1)
+    assert answer["withheld"] == WITHHELD
+    assert "NaN" not in json.dumps(answer)
+    assert say("visit", "withhold", round=1) == answer
+    assert [entry["withheld"] for entry in say.site.log.entries() if "withheld" in entry] == [
+        "lora/0/A holds NaN"
+    ]
+    assert "died or failed" in say("visit", 5, round=1)["failed"]
+    assert "receipt" in say("visit", 8, round=1)
+    assert Releases(tmp_path / "site-w0").spent() == {"w0": pytest.approx(3 * 1000.0**-2)}
+    assert "[limits] epsilon" in say("visit", 8, round=2)["refused"]
+
+
+@pytest.mark.parametrize("least", [3, 4])
+def test_figures_over_few_pairs_do_not_leave_a_site(opens, tmp_path, least):
+    """The client has 3 pairs to be judged on: figures over them are told where 3 are enough, not where 4 are.
+    How many these are follows from settings that the hub makes, so the run's own check is not enough."""
+    say = opens(asked(tmp_path, minimum_pairs=least), minimum_pairs=least)
+    answer = say("evaluate", 8, round=1)
+    told = "minimum_pairs = 4: the client has 3 pairs to be judged on" in answer.get("refused", "")
+    assert told == (least == 4)
+    assert "receipt" in say("visit", 8, round=1)
+
+
+def test_a_site_does_not_print_what_a_hub_writes(opens, tmp_path):
+    """An evaluation has no exchange, whose name could hold what a terminal obeys."""
+    say = opens(asked(tmp_path))
+    assert "name of an exchange" in say("evaluate", 8, round=1, exchange="\x1b[2J train")["refused"]
+    say.site._say("\x1b[2J")
+    assert say.told[-1] == "\\x1b[2J"
+    assert not any("\x1b" in text for text in say.told)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pack(kind="join", format=FORMAT, federation="wards", run="\ud800"),
+        pack(kind="\ud800", format=FORMAT, federation="wards", run=RUN, client="\ud800\n"),
+        pack(kind="foreign", caller="\ud800"),
+    ],
+)
+def test_every_refusal_is_answered_and_logged(opens, tmp_path, request_):
+    """Half of a surrogate pair has no bytes in UTF-8."""
+    say = opens(asked(tmp_path))
+    before = len(list(say.site.log.entries()))
+    assert "refused" in unpack(say.site.answer(request_))[0]
+    *_, last = say.site.log.entries()
+    assert len(list(say.site.log.entries())) == before + 1
+    assert "refused" in last
+    line_of(last).encode()
+
+
+def test_a_refusal_of_a_request_that_is_nested_is_logged(opens, tmp_path):
+    """Deep enough for JSON to be read, and too deep to be written again further down."""
+    say = opens(asked(tmp_path))
+    for depth in range(900, 1000, 9):
+        head = b'{"format":1,"kind":"nothing","federation":"wards","run":"' + RUN.encode() + b'","round":'
+        text = head + b"[" * depth + b"]" * depth + b"}"
+        before = len(list(say.site.log.entries()))
+        answer = unpack(say.site.answer(len(text).to_bytes(8, "little") + text))[0]
+        assert answer.keys() & {"refused", "failed"}
+        assert len(list(say.site.log.entries())) == before + 1
+
+
+def test_the_log_keeps_letters(tmp_path):
+    log = SentLog(tmp_path / "log")
+    log.add("train", client="Zoë \ud800")
+    assert [entry["client"] for entry in log.entries()] == ["Zoë \ud800"]
+    (path,) = (tmp_path / "log").iterdir()
+    assert "Zoë" in path.read_text("utf-8")
+
+
+def test_the_revision_of_a_model_is_the_sites(tmp_path):
+    """For a hub name too, where the experiment's would choose what a site loads."""
+    hub = experiment(tmp_path).tables()
+    text = to_toml(Experiment.from_tables({**hub, "model": {**hub["model"], "revision": "refs/pr/7"}}, "t"))
+    for own in (None, "v1"):
+        model = {"name": "org/model", **({"revision": own} if own else {})}
+        config = site_config(tmp_path, tmp_path, "w0", model=model)
+        assert own_experiment(text, config).model.revision == own
+
+
+def test_a_visit_is_asked_for_in_no_later_round(opens, tmp_path):
+    say = opens(asked(tmp_path))
+    assert "asked for in round 1000000" in say("visit", 8, round=1, asked=10**6)["refused"]
+    assert "asked for in round -1" in say("visit", 8, round=1, asked=-1)["refused"]

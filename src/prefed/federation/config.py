@@ -31,6 +31,7 @@ class SiteModel(StrictModel):
     """Where this site has the model that the experiment names."""
 
     name: str = Field(min_length=1, description="folder or hub name of the base model, as on this machine")
+    revision: str | None = Field(None, description="hub revision of it; the experiment's is not read")
     device: str | None = Field(None, description="as [model] device; left out: as the experiment says")
     reward_model: str | None = Field(
         None, description="folder of the model that scores responses, for offline PPO"

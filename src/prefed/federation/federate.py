@@ -167,6 +167,7 @@ def told_experiment(experiment: Experiment) -> str:
     for key in ("validation", "test"):
         tables["data"].pop(key, None)
     tables["model"]["name"] = "the site's own"
+    tables["model"].pop("revision", None)
     tables["method"].pop("reward_model", None)
     tables.pop("track", None)
     import tomli_w

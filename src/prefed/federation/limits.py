@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefed.config import Experiment
 from prefed.core import Privacy
 from prefed.engines.diagnostics import DIAGNOSE
@@ -71,8 +73,11 @@ def check_members(experiment: Experiment, config: SiteConfig, members: int) -> N
         raise RefusalError(f"[limits] minimum_cohort: a round has {size} clients, and must have {least}")
 
 
-def check_task(task: Task, experiment: Experiment, config: SiteConfig) -> None:
+def check_task(task: Task, experiment: Experiment, config: SiteConfig, pairs: Sequence[int]) -> None:
     """Refuse a task that the limits do not allow.
+
+    Args:
+        pairs: how many the client has: of training, of validation, of test.
 
     Raises:
         RefusalError: they do not.
@@ -80,8 +85,16 @@ def check_task(task: Task, experiment: Experiment, config: SiteConfig) -> None:
     limits = config.limits
     if not 1 <= task.round <= experiment.rounds:
         raise RefusalError(f"round {task.round} of {experiment.rounds}")
+    if not 0 <= task.asked <= task.round:
+        raise RefusalError(f"round {task.round} with a visit that was asked for in round {task.asked}")
     if task.kind == "evaluate" and not limits.evaluate:
         raise RefusalError("[limits] evaluate = false: no figures over held-out pairs leave this site")
+    judged = pairs[2] if experiment.evaluate.split == "test" else pairs[1]
+    if task.kind == "evaluate" and not experiment.privacy.may_report(judged):
+        raise RefusalError(
+            f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has {judged} pairs to be "
+            "judged on, and figures over so few do not leave this site"
+        )
     if task.kind == "visit" and limits.exchanges and task.exchange not in limits.exchanges:
         named = "a diagnosis" if task.exchange == DIAGNOSE else repr(task.exchange)
         raise RefusalError(f"[limits] exchanges: {named} is none of {', '.join(limits.exchanges)}")

@@ -37,8 +37,9 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     model = {**_table(tables, "model"), "name": config.model.name}
     if config.model.device is not None:
         model["device"] = config.model.device
-    if Path(config.model.name).exists():
-        model.pop("revision", None)
+    model.pop("revision", None)
+    if config.model.revision is not None:
+        model["revision"] = config.model.revision
     method = _table(tables, "method")
     method.pop("reward_model", None)
     if method.get("objective") == "ppo":

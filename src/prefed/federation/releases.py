@@ -43,19 +43,27 @@ class Releases:
         path = self._path(run, number, key)
         return path.read_bytes() if path.exists() else None
 
-    def keep(self, run: str, number: int, key: str, answer: bytes, client: str, privacy: Privacy) -> None:
-        """Enter a release of a client into the account, and keep the answer; then it may leave.
+    def count(self, client: str, privacy: Privacy) -> None:
+        """Enter a release of a client into the account, before its visit.
 
-        Whoever is killed in between has counted a release that never left.
+        So one whose upload is withheld, or whose process dies, is counted too: that also says something of
+        the pairs.
+
+        Raises:
+            WriteError: the visit must not be.
+            StoreError: as :meth:`spent`.
+        """
+        spent = {**self.spent(), client: self._after(client, privacy)}
+        files.write(self._folder / _SPENT, files.dumps_with_digest({"spent": spent}), mode=0o600)
+
+    def keep(self, run: str, number: int, key: str, answer: bytes) -> None:
+        """Keep the answer of a release that was counted; then it may leave.
 
         Raises:
             WriteError: it must not leave.
-            StoreError: as :meth:`spent`.
         """
         path = self._path(run, number, key)
         files.private_folder(path.parent)
-        spent = {**self.spent(), client: self._after(client, privacy)}
-        files.write(self._folder / _SPENT, files.dumps_with_digest({"spent": spent}), mode=0o600)
         files.write(path, answer, mode=0o600)
         for other in path.parent.iterdir():
             if other.name < f"{number:06d}":

@@ -30,7 +30,8 @@ class SentLog:
         now = datetime.now(UTC)
         entry = {"time": now.isoformat(timespec="seconds"), "what": what}
         entry |= {name: value for name, value in fields.items() if value not in (None, "", 0, {}, [])}
-        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+        # Half of a surrogate pair, which the hub may send, is written as JSON's own escape.
+        line = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         path = self._folder / f"{now:%Y-%m}.jsonl"
         # On a full disk a line may have been cut off: the next one begins after it.
         files.append(path, line if _is_whole(path) else b"\n" + line)

@@ -38,6 +38,7 @@ REMEMBERED = 4
 """Answers that are kept for a request that comes again."""
 LARGE = 1 << 26
 """Bytes of the answers that are kept; of the last one any number."""
+WITHHELD = "the upload was withheld: the site's log says more"
 CHANGED = "this site's data changed since the run began: put back what they were"
 PACKAGES = ("prefed", "torch", "transformers")
 
@@ -84,7 +85,8 @@ class Site:
                 header, body = unpack(request)
             except ValueError as error:
                 raise RefusalError(str(error)) from error
-            what = {name: header[name] for name in ("run", "round", "client") if name in header}
+            told = {name: header.get(name) for name in ("run", "round", "client")}
+            what = {name: value for name, value in told.items() if isinstance(value, str | int)}
             return self._answer(header, body)
         except RefusalError as refusal:
             reason = printable(str(refusal))
@@ -101,11 +103,14 @@ class Site:
             return pack(failed=f"{type(error).__name__}: the site's log says more")
 
     def _note(self, what: str, **fields: Any) -> None:
-        # A full disk must not keep the hub from being told.
-        with suppress(OSError):
-            self._tell(": ".join(str(fields[key]) for key in ("refused", "failed") if key in fields))
-        with suppress(OSError):
+        self._say(": ".join(str(fields[key]) for key in ("refused", "failed") if key in fields))
+        # A full disk must not keep the hub from being told, and neither must anything else.
+        with suppress(Exception):
             self.log.add(what, **{name: value for name, value in fields.items() if _is_short(value)})
+
+    def _say(self, text: str) -> None:
+        with suppress(Exception):
+            self._tell(printable(text))
 
     def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
         kind = header.get("kind")
@@ -152,7 +157,7 @@ class Site:
             raise RefusalError(CHANGED)
         clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
         order = known or {"data": dataset.fingerprint, "round": 0}
-        self._write_order(run, {**order, "experiment": text, "names": names})
+        self._write_order(run, {**order, "experiment": text, "names": names, "pairs": clients})
         self.log.add("join", run=run, told=", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items()))
         return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
 
@@ -189,7 +194,7 @@ class Site:
             raise
         self._run, self._order, self._experiment, self._worker = run, told, experiment, worker
         self._fingerprint = fields["fingerprint"]["model"]
-        self._tell(f"run {run[:8]}: {experiment.method.name}, {experiment.rounds} rounds")
+        self._say(f"run {run[:8]}: {experiment.method.name}, {experiment.rounds} rounds")
 
     def _do(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
         """A visit or an evaluation of one of the site's clients."""
@@ -197,7 +202,7 @@ class Site:
         if key in self._answers:
             return self._answers[key]
         order = self._read_order(run) or {}
-        if not order.get("order") or _told(order) != header.get("order"):
+        if not ("order" in order and "pairs" in order) or _told(order) != header.get("order"):
             return pack(unknown=True)
         receipt, task = header.get("receipt"), task_in(header, body)
         if task.round < order["round"]:
@@ -212,13 +217,16 @@ class Site:
             return released
         self._begin(run, order)
         assert self._experiment is not None
-        check_task(task, self._experiment, self.config)
+        check_task(task, self._experiment, self.config, order["pairs"][task.client])
         privacy = self._experiment.privacy
         noisy = task.kind == "visit" and privacy.kind == "local" and privacy.noise > 0
         if noisy:
             self._releases.check(own, privacy, self.config.limits)
         vault = Vault(self._state / "runs" / run / "clients", self._secret)
-        fields = self._work(run, order, task, vault.read(task.client, receipt))
+        before = vault.read(task.client, receipt)
+        if noisy:
+            self._releases.count(own, privacy)
+        fields = self._work(run, order, task, before)
         state: bytes | None = fields["state"]
         kept = receipt if state is None else vault.keep(task.client, task.round, state)
         if task.kind == "visit":
@@ -230,12 +238,13 @@ class Site:
         told = contents(task.kind, message)
         sent = {"bytes": len(message), **told, "withheld": fields["withheld"]}
         self.log.add(what, run=run, round=task.round, client=task.client, **sent)
-        with suppress(OSError):
-            self._tell(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
+        self._say(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
         new = kept if kept != receipt else None
-        answer = pack(message, client=task.client, withheld=fields["withheld"], asked=task.asked, receipt=new)
-        if noisy and message:
-            self._releases.keep(run, task.round, key, answer, own, privacy)
+        # No noise is on the reason, which may quote what was trained.
+        withheld = WITHHELD if noisy and fields["withheld"] else fields["withheld"]
+        answer = pack(message, client=task.client, withheld=withheld, asked=task.asked, receipt=new)
+        if noisy:
+            self._releases.keep(run, task.round, key, answer)
         self._answers[key] = answer
         while len(self._answers) > REMEMBERED or (
             len(self._answers) > 1 and sum(map(len, self._answers.values())) > LARGE
