@@ -65,7 +65,7 @@ class Stub:
 
 @pytest.fixture
 def opens(tmp_path, monkeypatch):
-    """Open a site of one client with 10 pairs that train and 3 held out, and a way to ask it as a hub does."""
+    """Open a site of one client with 10 pairs that train and 3 held out, and ask it as a hub does."""
     sizes = SimpleNamespace(fingerprint="d", sizes={"w0": (10, 0, 3)}, clients={"w0": None})
     monkeypatch.setattr(site_module, "own_dataset", lambda asked, folder: sizes)
     monkeypatch.setattr(
@@ -81,10 +81,11 @@ def opens(tmp_path, monkeypatch):
         told = []
         opened.append(Site(site_config(tmp_path, tmp_path, "w0", limits=limits), told.append))
 
-        def say(kind, what=None, order=order_digest(text, MEMBERS, []), **header):
+        def say(kind, what=None, order=None, **header):
             body = b"" if what is None else json.dumps(what).encode()
             if what is not None:
                 task = {"client": "w0", "exchange": "train" if kind == "visit" else "", "asked": 0}
+                order = order or order_digest(text, MEMBERS, [])
                 header = {**task, "order": order, "receipt": None, **header}
             common = {"format": FORMAT, "federation": "wards", "run": RUN, "kind": kind}
             return unpack(opened[-1].answer(pack(body, **{**common, **header})))[0]
@@ -153,8 +154,7 @@ class Lies:
         self.lie = lie
 
     def answer(self, request):
-        header, body = unpack(request)
-        return self.lie(header)
+        return self.lie(unpack(request)[0])
 
 
 def nested(depth):
@@ -239,7 +239,7 @@ def test_a_hub_that_names_no_state_deletes_none(opens, tmp_path):
 def test_what_is_withheld_is_counted_and_says_nothing(opens, tmp_path):
     """That an upload is withheld, or that a visit fails, also says something of the pairs. Both are counted
     before the work: three visits of three kinds and one of them again, which has the answer that it had. A
-    fourth would spend more than the client may. The reason, which quotes numbers, is in the site's log alone."""
+    fourth would spend more than the client may. The reason is in the site's log alone."""
     say = opens(asked(tmp_path), epsilon=(epsilon_of(3e-6, 1e-5) + epsilon_of(4e-6, 1e-5)) / 2)
     answer = say("visit", "withhold", round=1)
     assert answer["withheld"] == WITHHELD

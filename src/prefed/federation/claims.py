@@ -60,8 +60,8 @@ def _checked(site: str, told: object, most_clients: int, most_pairs: int) -> dic
         raise FederationError(f"site {site!r} does not tell its clients: install the same prefed there")
     if len(told) > most_clients:
         raise FederationError(
-            f"site {site!r} tells of {len(told):,} clients, and --most-clients = {most_clients:,}: if that is "
-            "right, raise it"
+            f"site {site!r} tells of {len(told):,} clients, and --most-clients = {most_clients:,}: raise it "
+            "if that is right"
         )
     for client, counts in told.items():
         if not 0 < len(client) <= LONGEST or control_character(client):
@@ -70,12 +70,13 @@ def _checked(site: str, told: object, most_clients: int, most_pairs: int) -> dic
                 "characters, and no control characters"
             )
         # True is an int, but no number of pairs.
-        if not isinstance(counts, list) or [type(count) for count in counts] != [int] * 3 or min(counts) < 0:
+        whole = isinstance(counts, list) and [type(count) for count in counts] == [int] * 3
+        if not whole or min(counts) < 0:
             raise FederationError(f"site {site!r} tells no numbers of pairs of {client!r}")
         if max(counts) > most_pairs:
             raise FederationError(
-                f"site {site!r} tells of more pairs of {client!r} than --most-pairs = {most_pairs:,}: if that "
-                "is right, raise it"
+                f"site {site!r} tells of more pairs of {client!r} than --most-pairs = {most_pairs:,}: raise "
+                "it if that is right"
             )
     return told
 
@@ -83,8 +84,10 @@ def _checked(site: str, told: object, most_clients: int, most_pairs: int) -> dic
 def claim_lines(clients: Mapping[str, Mapping[str, list[int]]]) -> list[str]:
     """What each site claims, and its weight in a merge by pairs, for a person.
 
-    >>> claim_lines({"north": {"ada": [30, 0, 4]}, "south": {"ben": [5, 0, 1], "cy": [5, 0, 1]}})
-    ['north says: 1 client, 30 training pairs (75% of all)', 'south says: 2 clients, 10 training pairs (25% of all)']
+    >>> for line in claim_lines({"north": {"ada": [30, 0, 4]}, "south": {"ben": [5, 0, 1], "cy": [5, 0, 1]}}):
+    ...     print(line)
+    north says: 1 client, 30 training pairs (75% of all)
+    south says: 2 clients, 10 training pairs (25% of all)
     """
     pairs = {site: sum(counts[0] for counts in own.values()) for site, own in clients.items()}
     total = sum(pairs.values()) or 1

@@ -84,8 +84,8 @@ def federate(
         What ``summary.json`` holds.
 
     Raises:
-        FederationError: too few sites come, one refuses the run or tells of more clients or pairs than it may,
-            or two have a client of one name.
+        FederationError: too few sites come, one refuses the run or tells of more clients or pairs than it
+            may, or two have a client of one name.
         ConfigError, StoreError, OSError, ModelError, RoundError: as :func:`prefed.run`.
     """
     _check(experiment)

@@ -87,7 +87,9 @@ class Sites:
         answer = self._agreed(site, timeout, kind="start", members=self._members, unseen=self._unseen)
         told = answer.get("fingerprint")
         if not isinstance(told, dict) or not isinstance(told.get("model"), str):
-            raise SiteError(f"site {site!r} does not say which base model it has: install the same prefed there")
+            raise SiteError(
+                f"site {site!r} does not say which base model it has: install the same prefed there"
+            )
         if told["model"] != model:
             raise SiteError(
                 f"site {site!r} has another base model, or another version of it: put the same one there"
@@ -237,7 +239,10 @@ class FederationBackend:
             answer, message = {"failed": f"its answer cannot be read: {error!r}", "broken": True}, b""
         new = answer.get("receipt")
         if new is not None and not (isinstance(new, str) and is_receipt(new)):
-            answer, message = {"failed": "it names a private state by what is no receipt", "broken": True}, b""
+            answer, message = (
+                {"failed": "it names a private state by what is no receipt", "broken": True},
+                b"",
+            )
             new = None
         reason = next((_reason(answer[how]) for how in ("refused", "failed") if how in answer), "")
         reason = f"its site says: {reason}" if reason else _reason(answer.get("withheld", ""))

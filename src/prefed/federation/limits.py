@@ -92,8 +92,8 @@ def check_task(task: Task, experiment: Experiment, config: SiteConfig, pairs: Se
     judged = pairs[2] if experiment.evaluate.split == "test" else pairs[1]
     if task.kind == "evaluate" and not experiment.privacy.may_report(judged):
         raise RefusalError(
-            f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has {judged} pairs to be "
-            "judged on, and figures over so few do not leave this site"
+            f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has {judged} pairs to "
+            "be judged on, and figures over so few do not leave this site"
         )
     if task.kind == "visit" and limits.exchanges and task.exchange not in limits.exchanges:
         named = "a diagnosis" if task.exchange == DIAGNOSE else repr(task.exchange)

@@ -46,8 +46,8 @@ def texts_in(header: dict[str, Any], name: str) -> list[str]:
 def check_same(run: str, before: str, experiment: Experiment, config: SiteConfig) -> None:
     """Refuse another experiment under the name of a run that this site knows.
 
-    Private states of a run are what its experiment says: another one could have them shared, or give them away
-    with less noise. A run that goes on may have more rounds, and whatever else a resumed run may change.
+    Private states of a run are what its experiment says: another one could have them shared, or give them
+    away with less noise. A run that goes on may have more rounds, and whatever else a resumed run may change.
 
     Args:
         before: the text of the experiment that the run has here.

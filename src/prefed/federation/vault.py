@@ -65,9 +65,9 @@ class Vault:
     def tidy(self, client: str, receipt: str | None, number: int) -> None:
         """Delete the versions of a client that a visit of round ``number``, from ``receipt``, leaves behind.
 
-        A version of an earlier round than ``number`` that the hub names is committed there. What is older than
-        it is in no commit that can come back. A hub that names none may have lost its receipts, so nothing is
-        deleted then.
+        A version of an earlier round than ``number`` that the hub names is committed there. What is older
+        than it is in no commit that can come back. A hub that names none may have lost its receipts, so
+        nothing is deleted then.
         """
         base = _number(receipt) if receipt else -1
         if base >= number:

@@ -80,7 +80,7 @@ class Project(StrictModel):
     name: str = Field(description="the federation's name")
     hub: str = Field(min_length=1, description="host name at which sites reach the hub")
     port: int = Field(8002, ge=1, le=65535, description="the one port that sites must reach there")
-    bind: str = Field("", description="address at which the hub listens; left out: that of its host name")
+    bind: str = Field("", description="not read: FLARE has no such setting; see Firewalls")
     sites: list[str] = Field(min_length=1, description="names of the sites")
     valid_days: int = Field(360, ge=1, description="days for which the authority's certificate is valid")
     message_mb: int = Field(4096, ge=1, description="MiB of the longest message that the hub takes in")
