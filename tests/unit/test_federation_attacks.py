@@ -137,6 +137,13 @@ def test_a_run_may_have_more_rounds_and_its_site_is_told_again(opens, tmp_path):
     assert "receipt" in say("visit", 8, round=9, order=order_digest(longer, MEMBERS, []))
 
 
+def test_a_name_that_is_told_often_is_one_client(opens, tmp_path):
+    """The cohort must have two clients, and the hub names one of them many times."""
+    say = opens(asked(tmp_path), minimum_cohort=2)
+    refused = say("start", members=["w0"] * 50, unseen=[])["refused"]
+    assert "a round has 1 clients, and must have 2" in refused
+
+
 class Receipts:
     """Nothing is kept yet; what is staged must have the length of a receipt."""
 

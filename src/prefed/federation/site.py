@@ -181,7 +181,7 @@ class Site:
         unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
         experiment = experiment.model_copy(update=unseen)
         check_experiment(experiment, self.config)
-        check_members(experiment, self.config, len(order["members"]) - len(order["unseen"]))
+        check_members(experiment, self.config, len({*order["members"]} - {*order["unseen"]}))
         factory = site_factory(experiment, self._state / "cache", order["names"], order["members"])
         worker = Worker()
         try:
