@@ -288,6 +288,7 @@ def test_a_site_does_not_print_what_a_hub_writes(opens, tmp_path):
         pack(kind="\ud800", format=FORMAT, federation="wards", run=RUN, client="\ud800\n"),
         pack(kind="foreign", caller="\ud800"),
     ],
+    ids=["run", "kind", "caller"],
 )
 def test_every_refusal_is_answered_and_logged(opens, tmp_path, request_):
     """Half of a surrogate pair has no bytes in UTF-8."""
