@@ -170,7 +170,7 @@ def test_without_peers_the_prior_is_standard_and_the_weights_rest():
         asked = phase(model, constants=constants, beside=trust)
         prior = LatentPrior({**settings, **changes}, model.device, asked)
         assert torch.equal(prior.kl(q, Key(0)), standard_kl(q))
-        prior.step()
+        prior.step(1.0)
         assert prior.beside() is trust
         assert prior.mean(2).tolist() == [0.0, 0.0]
     mixture = LatentPrior(
