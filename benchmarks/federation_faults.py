@@ -57,7 +57,7 @@ every = 0
 threads = 1
 {more}
 """
-ROUNDS = 120
+ROUNDS = 60
 """Rounds of the run that everything happens to."""
 PATIENCE = 600.0
 """Seconds after which this script itself gives up."""
