@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from prefed import Experiment
-from prefed.core import Callback, Key
+from prefed.core import Key
 from prefed.federation.config import SiteConfig
 from prefed.federation.site import Site
 from prefed.federation.transport import UnreachableError
@@ -62,18 +62,6 @@ def site_config(place, folder, client, **changes):
             **changes,
         }
     )
-
-
-class Dies(Callback):
-    """The hub's process ends after so many answers."""
-
-    def __init__(self, left):
-        self.left = left
-
-    def on_task_end(self, what, done, of):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 class Within:

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from federating import Dies, Within, experiment, make_place, site_config
+import toy
+from federating import Within, experiment, make_place, site_config
 from prefed import run
 from prefed.engines.backends.worker import Worker
 from prefed.federation.federate import Terms, federate
@@ -62,7 +63,7 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
     run(asked, tmp_path / "alone")
     transport = Within(sites)
     with pytest.raises(KeyboardInterrupt):
-        federate(asked, tmp_path / "over", transport, TERMS, callbacks=[Dies(3 + 3 + 2)])
+        federate(asked, tmp_path / "over", transport, TERMS, callbacks=[toy.InterruptAt(3 + 3 + 2)])
     assert len((tmp_path / "over" / "rounds.jsonl").read_text().splitlines()) == 1
     killed = []
     give = Worker.give

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from federating import CLIENTS, Dies, Within, experiment, make_place, site_config
+import toy
+from federating import CLIENTS, Within, experiment, make_place, site_config
 from prefed import run
 from prefed.core import Privacy
 from prefed.engines import JobFactory
@@ -90,7 +91,7 @@ def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, place, tm
             site.close()
 
     with pytest.raises(KeyboardInterrupt):
-        goes_on(callbacks=[Dies(3 + 3 + 2)])
+        goes_on(callbacks=[toy.InterruptAt(3 + 3 + 2)])
     summary = goes_on(resume=True)
     assert len(draws) == 2 * once
     server = "checkpoint/server@000002.safetensors"

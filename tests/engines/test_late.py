@@ -133,19 +133,10 @@ def test_a_round_that_was_left_is_done_anew(tmp_path):
     whole = job(BUFFERED, rounds=3)
     toy.run_job(tmp_path / "whole", whole)
 
-    class Impatient(toy.Callback):
-        def __init__(self, number):
-            self.left = number
-
-        def on_task_end(self, what, done, of):
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
     for number in (1, 10, 18):
         path = tmp_path / str(number)
         with pytest.raises(KeyboardInterrupt):
-            toy.run_job(path, whole, callback=Impatient(number))
+            toy.run_job(path, whole, callback=toy.InterruptAt(number))
         toy.run_job(path, whole, resume=True)
         assert toy.outcome(path) == toy.outcome(tmp_path / "whole")
 

@@ -180,19 +180,10 @@ def test_a_round_that_was_left_is_done_anew(tmp_path):
     whole = job({"name": "ring", "order": "mix_train"}, rounds=2)
     run(tmp_path / "whole", whole)
 
-    class Impatient(toy.Callback):
-        def __init__(self, number):
-            self.left = number
-
-        def on_task_end(self, what, done, of):
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
     for number in (1, 9, 14, 20):
         path = tmp_path / str(number)
         with pytest.raises(KeyboardInterrupt):
-            run(path, whole, callback=Impatient(number))
+            run(path, whole, callback=toy.InterruptAt(number))
         run(path, whole, resume=True)
         assert toy.outcome(path) == toy.outcome(tmp_path / "whole")
 
