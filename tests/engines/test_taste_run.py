@@ -96,6 +96,18 @@ def test_only_some_of_many_clients_are_told_of(finished):
     assert found.accuracies.shape == (1, 1)
 
 
+def test_pairs_that_another_client_trains_on_are_counted(finished, monkeypatch):
+    """One judged pair of w0 among w1's training pairs, whichever response is the chosen one there."""
+    opened = load_run(finished, data=True)
+    dataset = opened.trainers.dataset
+    clients = {name: dataset.clients[name] for name in ("w0", "w1")}
+    judged = sum(len(data.test) for data in clients.values())
+    assert read_tastes(opened).met == 0
+    clients["w1"] = replace(clients["w1"], train=clients["w0"].test[:1])
+    monkeypatch.setattr(opened.trainers, "dataset", replace(dataset, clients=clients))
+    assert read_tastes(opened).met == pytest.approx(1 / judged)
+
+
 def test_clients_are_judged_by_other_tastes(finished):
     """A cell of the table of tastes, the published taste, and what a method's ``infer`` gives."""
     opened = load_run(finished, data=True)

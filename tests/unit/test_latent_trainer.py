@@ -86,6 +86,15 @@ def test_contexts_are_disjoint_from_the_batch_and_of_all_lengths():
     assert len(draw_context(batch, batch, Key(0))) == 0
 
 
+def test_a_repeat_of_a_judged_pair_is_in_no_context():
+    """Rows 8 to 11 repeat rows 0 to 3 of the batch (`duplicates = "keep"`), so 12 to 39 alone are left."""
+    rows, batch = np.arange(40), np.arange(8)
+    pairs = rows.astype(np.uint64)
+    pairs[8:12] = pairs[:4]
+    drawn = np.concatenate([draw_context(rows, batch, Key(0).at("step", at), pairs) for at in range(200)])
+    assert set(drawn.tolist()) == set(range(12, 40))
+
+
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_a_step_is_that_of_a_plain_loop(pairs, monkeypatch, scale):
     """Two steps of SGD, each from its draws by name: loss, prototypes' terms, base dropout, mixture prior.

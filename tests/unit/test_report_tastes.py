@@ -68,6 +68,14 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
     assert "|bob||0.750||0.500||0|||" in page
 
 
+def test_the_page_says_what_would_flatter_another_clients_z(tmp_path: Path) -> None:
+    """Judged pairs that it trains on, and the share of numbers that train; older files have neither."""
+    facts = dict(tastes.tastes_facts({**TOLD, "met": 0.125, "trainable_share": 0.00185}))
+    assert facts["pairs that others train on"].startswith("12.5% of the judged ones")
+    assert facts["trained numbers"] == "0.18% of the frozen model's"
+    assert not {"pairs that others train on", "trained numbers"} & dict(tastes.tastes_facts(TOLD)).keys()
+
+
 def test_without_tastes_there_is_no_section(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     assert run.tastes is None

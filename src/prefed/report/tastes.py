@@ -42,6 +42,14 @@ def tastes_facts(tastes: Tastes) -> Facts:
         facts.append(("with another client's z", f"{another:.1%}, averaged over all others"))
     facts.append(("with the population's z", f"{tastes['population']:.1%}"))
     facts.append(("do tastes say anything", verdict(tastes)))
+    if met := tastes.get("met"):
+        facts.append(
+            (
+                "pairs that others train on",
+                f"{met:.1%} of the judged ones; another client's z knows their labels, so read the "
+                "figure with another's z with care",
+            )
+        )
     facts.append(
         (
             "active units",
@@ -50,6 +58,8 @@ def tastes_facts(tastes: Tastes) -> Facts:
         )
     )
     facts.append(("KL to N(0, I)", f"{sum(tastes['kl_per_dimension']):.2f} nats, mean over clients"))
+    if share := tastes.get("trainable_share"):
+        facts.append(("trained numbers", f"{share:.2%} of the frozen model's"))
     return facts
 
 

@@ -136,6 +136,8 @@ class _Tastes(_Schema):
     map: _Map
     prototypes: dict[str, int]
     trust: dict[str, dict[str, float]]
+    trainable_share: float | None = None
+    met: float = 0.0
 
 
 class Verdict(_Schema):

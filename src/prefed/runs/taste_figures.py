@@ -43,6 +43,8 @@ class Tastes:
         trust: client → how much it trusts each other one of ``clients`` whose posterior is in its prior, 1 in
             sum over them; empty where there is no mixture.
         trainable_share: numbers that train over those of the frozen model.
+        met: share of judged pairs that are among the training pairs of another one of ``clients``, whose z
+            knows their label.
     """
 
     clients: tuple[str, ...]
@@ -54,6 +56,7 @@ class Tastes:
     prototypes: Array
     trust: dict[str, dict[str, float]]
     trainable_share: float
+    met: float
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it: the figures that tell whether z says anything, and a map of the μ̄ on a plane.
@@ -80,6 +83,7 @@ class Tastes:
             "prototypes": self.labels,
             "trust": self.trust,
             "trainable_share": self.trainable_share,
+            "met": self.met,
         }
 
 
@@ -144,6 +148,7 @@ def measure_tastes(
         prototypes=prototypes,
         trust=_trust(job, server, private, clients),
         trainable_share=_share(job, backbone),
+        met=_met(job, clients, split),
     )
 
 
@@ -185,6 +190,19 @@ def _share(job: Job, backbone: Backbone) -> float:
     weights = backbone.causal.named_parameters()
     frozen = sum(weight.numel() for name, weight in weights if ".lora_" not in name)
     return trainable_share((entry for entry in owned if entry.part != POSTERIOR), frozen)
+
+
+def _met(job: Job, clients: Sequence[str], split: str) -> float:
+    """The share of the pairs of ``split`` that another one of ``clients`` trains on."""
+    dataset = cast(PairTrainerFactory, job.trainers).dataset
+    pairs, owned = dataset.tokens.pairs, {client: dataset.clients[client] for client in clients}
+    train = {client: pairs[data.train] for client, data in owned.items()}
+    met = [
+        np.isin(pairs[getattr(data, split)], np.concatenate([pairs[:0], *others]))
+        for client, data in owned.items()
+        for others in [[train[other] for other in clients if other != client]]
+    ]
+    return float(np.concatenate(met).mean())
 
 
 def _trust(
