@@ -253,3 +253,11 @@ def test_runs_of_earlier_versions_keep_their_digest():
     private = experiment(privacy=CENTRAL, cohort={"size": 2, "sampling": "poisson"})
     assert Experiment.parse(to_toml(private)) == private
     assert settings_digest(private.tables()) != settings_digest(tables)
+
+
+def test_a_cell_of_a_table_is_told_before_its_run():
+    """The bound of this row in the README of ``experiments/privacy``; a table without a name is refused."""
+    path = str(Path(__file__).resolve().parents[2] / "experiments" / "privacy" / "noise.toml")
+    told = CliRunner().invoke(app, ["privacy", path, "--cell", "central-2", "--json"])
+    assert json.loads(told.stdout)["epsilon"] == pytest.approx(5.42, abs=0.005)
+    assert CliRunner().invoke(app, ["privacy", path]).exit_code != 0

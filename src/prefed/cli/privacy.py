@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from prefed.cli.arguments import CellName
 from prefed.cli.errors import UsageError
 
 
@@ -17,6 +18,7 @@ def privacy(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Put VALUE in the place of a setting."),
     ] = None,
+    cell: CellName = None,
     clients: Annotated[
         int | None,
         typer.Option(
@@ -45,7 +47,7 @@ def privacy(
 
     if epsilon is not None and epsilon <= 0:
         raise UsageError("--epsilon is a number above 0")
-    experiment = load_federated(file, None, overrides or ())
+    experiment = load_federated(file, cell, overrides or ())
     if clients is None and getattr(experiment.data.train, "path", None) == HELD:
         raise ConfigError(f"{file}: the sites have the data, and their clients: say it with --clients")
     planned = plan(experiment, clients)

@@ -93,7 +93,7 @@ class ClientTrainer(Protocol):
 
         Args:
             objective: ``"latent"``; it says how the posterior is bounded.
-            pairs: only so many, as one context; ``None`` for all.
+            pairs: only so many, drawn at the client's key and cut like all; ``None`` for all.
 
         Returns:
             μ and log σ² after each of m contexts, each ``[m, d_z]``. m is 0 for a client without pairs.

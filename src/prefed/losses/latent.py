@@ -2,11 +2,11 @@
 
 A step's loss is, in the notation of the paper::
 
-    mean −log σ(r_w − r_l) + β KL(q ‖ p_i) + λ mean_d (z − p_y*)² + γ ‖P Pᵀ − s² I‖²_F
+    mean −log σ(b + r_w − r_l) + β KL(q ‖ p_i) + λ mean_d (z − p_y*)² + γ ‖P Pᵀ − s² I‖²_F
 
-q = N(μ, diag σ²) is the posterior of z after a set of context pairs. p_i is N(0, I), or a mixture of the
-other clients' last posteriors with weights of the client's own. Random numbers are arguments, so that the
-caller names their draws.
+b is the frozen model's own log-odds of the chosen response. q = N(μ, diag σ²) is the posterior of z after a
+set of context pairs. p_i is N(0, I), or a mixture of the other clients' last posteriors with weights of the
+client's own. Random numbers are arguments, so that the caller names their draws.
 """
 
 from __future__ import annotations

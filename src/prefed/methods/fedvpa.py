@@ -5,12 +5,13 @@ gives each client a prior of its peers' posteriors, and pulls tastes towards pro
 
     server   samples a cohort S; sends i ∈ S: φ, the others' last posteriors N_j = N(μ̄_j, σ̄_j²), its label y*
     client   φ_i ← φ; K local steps on contexts apart from their batches, z ~ q(z | context) = N(μ, σ²), on
-                 −log σ(r_w − r_l) + β KL(q ‖ Σ_{j≠i} w_j N_j) + λ mean_d (z − p_y*)² + γ ‖P Pᵀ − s² I‖²
+                 −log σ(b + r_w − r_l) + β KL(q ‖ Σ_{j≠i} w_j N_j) + λ mean_d (z − p_y*)² + γ ‖P Pᵀ − s² I‖²
              w = softmax((log π_i + g) / τ), g Gumbel noise, τ falling over the rounds; log π_i stays with i
              sends φ_i, which has P in it, and its posterior over contexts of all its pairs, as in FedVPL
     server   φ ← Σ_{i∈S} p_i φ_i;  y* ← balanced k-means of the μ̄_i, its clusters matched with prototypes
 
-log σ² has a cap, and the base model's log-odds are dropped for half of the pairs of a step.
+b is what the frozen model gives: its log-odds of the chosen response. It is dropped for half of the pairs of
+a step, and log σ² has a cap.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Settings(TasteSettings):
     prior: Literal["mixture", "standard", "bound"] = Field(
         "mixture",
         description="prior of z: mixture of the other clients' posteriors; standard, N(0, I); bound, the "
-        "mixture with a closed bound on its KL, which pulls between separated peers",
+        "mixture with the convex bound on its KL, which pulls between separated peers",
     )
     prior_from: Literal["all", "last_round"] = Field(
         "all",

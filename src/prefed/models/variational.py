@@ -48,7 +48,7 @@ Weights = Mapping[str, torch.Tensor]
 class VariationalSelector:
     """The variational selector's tensors and its functions of them.
 
-    In all of them n is a number of pairs, d the width of the model, e the last of ``settings.widths``.
+    In all of them n is a number of pairs, d the width of the model, k the last of ``settings.widths``.
 
     Attributes:
         dim: d.
@@ -89,7 +89,7 @@ class VariationalSelector:
     def embed(
         self, weights: Weights, hidden: torch.Tensor, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        """MLP(h): ``[..., d]`` hidden states → ``[..., e]``.
+        """MLP(h): ``[..., d]`` hidden states → ``[..., k]``.
 
         Args:
             generator: dropout's randomness; ``None`` for no dropout.
@@ -104,7 +104,7 @@ class VariationalSelector:
         signs: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """``[n, e]`` features of context pairs.
+        """``[n, k]`` features of context pairs.
 
         They are antisymmetric in the label, but with ``feature = "difference"``: MLP(h_w − h_l), as the paper
         prints it, is not, since the MLP has biases.
@@ -125,7 +125,7 @@ class VariationalSelector:
         """μ and log σ², each ``[d_z]``, of the posterior after one context of at least one pair.
 
         Args:
-            features: ``[n, e]`` from :meth:`pair_features`; their order makes no difference.
+            features: ``[n, k]`` from :meth:`pair_features`; their order makes no difference.
             cap: the highest log σ²; ``None`` for no cap.
             soft: approach the cap by a softplus. Then the gradient fades, but does not end, at the cap.
 

@@ -14,7 +14,7 @@ from prefed.report.parts import Facts, Plot, Table, number, plot
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Tastes = Mapping[str, Any]
+TasteRecord = Mapping[str, Any]
 """What ``tastes.json`` of a run holds."""
 
 READERS = (
@@ -23,7 +23,7 @@ READERS = (
 )
 
 
-def section(tastes: Tastes) -> dict[str, Any]:
+def section(tastes: TasteRecord) -> dict[str, Any]:
     """What the page's section on tastes shows."""
     plots = (gains_plot(tastes), map_plot(tastes), trust_plot(tastes), kl_plot(tastes))
     return {
@@ -34,7 +34,7 @@ def section(tastes: Tastes) -> dict[str, Any]:
     }
 
 
-def tastes_facts(tastes: Tastes) -> Facts:
+def tastes_facts(tastes: TasteRecord) -> Facts:
     """Accuracy with own z beside others', and figures that prove nothing without it."""
     another, units = tastes["another"], len(tastes["kl_per_dimension"])
     facts = [("accuracy with own z", f"{tastes['own']:.1%}")]
@@ -63,7 +63,7 @@ def tastes_facts(tastes: Tastes) -> Facts:
     return facts
 
 
-def verdict(tastes: Tastes) -> str:
+def verdict(tastes: TasteRecord) -> str:
     """Whether z says anything of its client, in words."""
     if tastes["another"] is None:
         return "unknown: there is one client"
@@ -73,7 +73,7 @@ def verdict(tastes: Tastes) -> str:
     return f"yes: own z is worth {gain:.1f} points over another's"
 
 
-def gains(tastes: Tastes) -> dict[str, float]:
+def gains(tastes: TasteRecord) -> dict[str, float]:
     """Client → accuracy with its own z less the mean with the others'; empty where there is one client."""
     table = np.array(tastes["accuracies"], dtype=np.float64)
     n = len(table)
@@ -83,7 +83,7 @@ def gains(tastes: Tastes) -> dict[str, float]:
     return dict(zip(tastes["clients"], (table.diagonal() - others).tolist(), strict=True))
 
 
-def gains_plot(tastes: Tastes) -> Plot | None:
+def gains_plot(tastes: TasteRecord) -> Plot | None:
     """What own z is worth to each client; ``None`` where there is one client."""
     if not (each := gains(tastes)):
         return None
@@ -110,7 +110,7 @@ def _draw_gains(each: Mapping[str, float], theme: Theme) -> Figure:
     return figure
 
 
-def map_plot(tastes: Tastes) -> Plot | None:
+def map_plot(tastes: TasteRecord) -> Plot | None:
     """The clients' tastes on the plane of most variance; ``None`` where there is one client."""
     if len(tastes["clients"]) < 2:
         return None
@@ -129,7 +129,7 @@ def map_plot(tastes: Tastes) -> Plot | None:
     return plot(partial(_draw_map, tastes), f"{text}.", caption)
 
 
-def _by_prototype(tastes: Tastes) -> dict[str, list[int]]:
+def _by_prototype(tastes: TasteRecord) -> dict[str, list[int]]:
     """Name of a prototype → the places of its clients."""
     groups: dict[str, list[int]] = {}
     numbers = sorted(set(tastes["prototypes"].values()))
@@ -140,7 +140,7 @@ def _by_prototype(tastes: Tastes) -> dict[str, list[int]]:
     return groups | ({"without one": rest} if rest else {})
 
 
-def _draw_map(tastes: Tastes, theme: Theme) -> Figure:
+def _draw_map(tastes: TasteRecord, theme: Theme) -> Figure:
     figure, (axes,) = canvas(7.2, 4.2)
     points, groups = np.array(tastes["map"]["clients"], dtype=np.float64), _by_prototype(tastes)
     for index, (name, places) in enumerate(groups.items()):
@@ -161,7 +161,7 @@ def _draw_map(tastes: Tastes, theme: Theme) -> Figure:
     return figure
 
 
-def kl_plot(tastes: Tastes) -> Plot:
+def kl_plot(tastes: TasteRecord) -> Plot:
     """How far posteriors are from N(0, 1) in each dimension of z."""
     values = tastes["kl_per_dimension"]
     top = int(np.argmax(values))
@@ -181,7 +181,7 @@ def _draw_kl(values: list[float], theme: Theme) -> Figure:
     return figure
 
 
-def trust_plot(tastes: Tastes) -> Plot | None:
+def trust_plot(tastes: TasteRecord) -> Plot | None:
     """Whom each client trusts; ``None`` where the prior is no mixture of the others' posteriors."""
     if not tastes["trust"]:
         return None
@@ -198,7 +198,7 @@ def most_trusted(weights: Mapping[str, float]) -> str:
     return max(sorted(weights), key=lambda client: weights[client])
 
 
-def _draw_trust(tastes: Tastes, theme: Theme) -> Figure:
+def _draw_trust(tastes: TasteRecord, theme: Theme) -> Figure:
     from matplotlib import colormaps
 
     rows, columns = [c for c in tastes["clients"] if c in tastes["trust"]], tastes["clients"]
@@ -218,7 +218,7 @@ def _draw_trust(tastes: Tastes, theme: Theme) -> Figure:
     return figure
 
 
-def tastes_table(tastes: Tastes) -> Table:
+def tastes_table(tastes: TasteRecord) -> Table:
     """Each client's accuracies, prototype, and whom it trusts most."""
     each, rows = gains(tastes), []
     for at, client in enumerate(tastes["clients"]):
@@ -238,7 +238,7 @@ def tastes_table(tastes: Tastes) -> Table:
     return Table("Every client's z.", ["client", "own z", "another's", "prototype", "trusts most"], rows)
 
 
-def tastes_line(tastes: Tastes) -> str:
+def tastes_line(tastes: TasteRecord) -> str:
     """The same for the terminal, in one line."""
     another = "" if tastes["another"] is None else f", with another client's {tastes['another']:.3f}"
     end = "; the tastes have collapsed" if tastes["collapsed"] else ""

@@ -16,7 +16,7 @@ from prefed.core import Key, Objective, Owner, State, Tensors
 from prefed.engines import ClientStates, Job
 from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import summarize
-from prefed.methods.base.tastes import Z
+from prefed.methods.base.tastes import POPULATION, Z
 from prefed.metrics.latent import Array, active_units, kl_per_dimension, latent_map, transfer
 from prefed.models import Backbone
 from prefed.models.variational import POSTERIOR, PROTOTYPES, trainable_share
@@ -30,7 +30,7 @@ MOST = 40
 
 
 @dataclass(frozen=True)
-class Tastes:
+class TasteFigures:
     """The tastes of n clients, in the order of ``clients``, in d dimensions.
 
     Attributes:
@@ -95,7 +95,7 @@ def measure_tastes(
     private: Callable[[str], State],
     split: Literal["train", "validation", "test"],
     most: int | None = None,
-) -> Tastes | None:
+) -> TasteFigures | None:
     """Infer clients' tastes from their training pairs, and judge all their pairs of ``split`` with each.
 
     Clients with fewer pairs than ``[privacy] minimum_pairs``, in either split, are left out.
@@ -129,7 +129,7 @@ def measure_tastes(
         models[client] = job.client_model(client, private(client), published, job.rounds)
         trainer = job.trainer(client, job.rounds, "predict")
         posteriors.append(summarize(*trainer.posteriors(models[client], goal)))
-        population.append(published.tensors["taste"][Z])
+        population.append(published.tensors[POPULATION][Z])
 
     def accuracy(client: str, z: torch.Tensor) -> float:
         scores = job.trainers.score(client, models[client].replace({Z: z}), cast(Any, split))
@@ -138,7 +138,7 @@ def measure_tastes(
     own = models[clients[0]]
     prototypes = own[PROTOTYPES].double().numpy() if PROTOTYPES in own else np.zeros((0, len(own[Z])))
     labels = cast("Mapping[str, int]", server.values.get("labels", {}))
-    return Tastes(
+    return TasteFigures(
         clients=tuple(clients),
         means=np.stack([posterior.mean.double().numpy() for posterior in posteriors]),
         log_variances=np.stack([posterior.log_variance.double().numpy() for posterior in posteriors]),
@@ -155,7 +155,7 @@ def measure_tastes(
 def tell_tastes(
     job: Job, goal: Objective, server: State, states: ClientStates | None
 ) -> dict[str, Any] | None:
-    """What a run that ends tells of its tastes, rounded: see ``plain`` of :class:`Tastes`.
+    """What a run that ends tells of its tastes, rounded: see ``plain`` of :class:`TasteFigures`.
 
     Args:
         states: clients' private states; ``None`` where they do not lie on this machine.

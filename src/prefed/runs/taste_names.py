@@ -6,7 +6,7 @@ One way to write a taste serves the experiment file and all commands:
 ``population``            the mean of what the clients told, which the server publishes
 ``ID``                    the client of this id
 ``prototype:K``           the prototype of number K, from 0
-``infer:N``               what the first N training pairs of a client tell
+``infer:N``               what N training pairs of a client tell, drawn by the seed
 ``infer:FILE``            what the pairs of a file tell, such as those of a new user; nothing trains
 ========================  ==========================================================================
 """
@@ -26,7 +26,7 @@ from prefed.align import KnownTastes
 from prefed.core import Key
 from prefed.merge.posteriors import Posterior, summarize
 from prefed.methods.base.posteriors import posteriors
-from prefed.methods.base.tastes import PROTOTYPES, Z
+from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z
 from prefed.metrics.latent import resultant
 from prefed.models.variational import DECODER
 from prefed.runs.build import response_encoder
@@ -96,7 +96,7 @@ def known_tastes(run: LoadedRun) -> KnownTastes:
         RunError: the method has no tastes.
     """
     check_tastes(run)
-    population, labels = run.server.tensors["taste"][Z], run.server.values.get("labels", {})
+    population, labels = run.server.tensors[POPULATION][Z], run.server.values.get("labels", {})
     prototypes = run.server.tensors["model"].get(PROTOTYPES)
     return KnownTastes(
         population,

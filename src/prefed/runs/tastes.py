@@ -9,7 +9,7 @@ from prefed.core import ClientTrainer, Download, Method, State, Tensors
 from prefed.methods.base.tastes import Z
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
-from prefed.runs.taste_figures import Tastes, measure_tastes
+from prefed.runs.taste_figures import TasteFigures, measure_tastes
 from prefed.runs.taste_names import check_apart, check_tastes, split_taste, taste_of_file, told_taste
 
 
@@ -19,7 +19,8 @@ def at_taste(run: LoadedRun, taste: str, judged: str | None = None) -> LoadedRun
     Args:
         run: loaded with its data.
         taste: ``"own"``, or a name of :mod:`prefed.runs.taste_names`. A client's taste is what its training
-            pairs tell; ``infer:8`` is for each client what the first 8 of its own training pairs tell.
+            pairs tell; ``infer:8`` is for each client what 8 of its own training pairs tell, drawn by the
+            seed.
         judged: the file of the pairs to be judged; ``None`` for the run's own.
 
     Raises:
@@ -59,7 +60,7 @@ def _judging(run: LoadedRun, method: Method) -> LoadedRun:
     return replace(run, job=replace(run.job, method=method))
 
 
-def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = "test") -> Tastes:
+def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = "test") -> TasteFigures:
     """Infer every client's taste from its training pairs, and judge all clients' pairs of ``split`` with it.
 
     Clients with fewer pairs than ``[privacy] minimum_pairs``, in either split, are left out.

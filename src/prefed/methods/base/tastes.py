@@ -37,6 +37,8 @@ from prefed.methods.base.selector import SelectorSettings
 POSTERIOR, TASTE, PROTOTYPES = "posterior", "latent", "prototypes"
 """The parts of a client's posterior, of the taste with which a model judges, and of the prototypes."""
 Z = f"{TASTE}/z"
+POPULATION = "taste"
+"""The group with the population's taste."""
 
 
 class TasteSettings(SelectorSettings):
@@ -71,8 +73,8 @@ def taste_parts(settings: TasteSettings, **optional: bool) -> frozenset[str]:
 class Tastes(FedAvgBase):
     """The usual moves of a round, with posteriors.
 
-    The server's state also holds the group ``"taste"``, the mean of the clients' μ̄, and after the first merge
-    what :mod:`prefed.methods.base.posteriors` keeps.
+    The server's state also holds the group :data:`POPULATION`, the mean of the clients' μ̄, and after the
+    first merge what :mod:`prefed.methods.base.posteriors` keeps.
     """
 
     @classmethod
@@ -145,10 +147,10 @@ class Tastes(FedAvgBase):
         Its prior is N(0, I), and it has no prototype.
         """
         model = super().adapt(trainer, published, steps, pull=pull, **changes)
-        return self._infer(trainer, model.replace(published.tensors["taste"]))
+        return self._infer(trainer, model.replace(published.tensors[POPULATION]))
 
     def _published(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-        return self.start(trainer, private, published).replace(published.tensors["taste"])
+        return self.start(trainer, private, published).replace(published.tensors[POPULATION])
 
     def _infer(self, trainer: ClientTrainer, model: Tensors, pairs: int | None = None) -> Tensors:
         goal = self.settings.goal()
@@ -164,7 +166,9 @@ class Tastes(FedAvgBase):
     def init_server(self, initial: Tensors) -> State:
         """φ⁰, and the mean of N(0, I) as the population's taste."""
         taste = initial.select(entry.name for entry in initial.layout.entries if entry.part == TASTE)
-        return super().init_server(initial).update({"taste": Tensors.zeros(taste.layout, taste.flat.dtype)})
+        return (
+            super().init_server(initial).update({POPULATION: Tensors.zeros(taste.layout, taste.flat.dtype)})
+        )
 
     def merge(
         self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
@@ -182,16 +186,16 @@ class Tastes(FedAvgBase):
         if not known:
             return merged
         mean = torch.stack([posterior.mean for posterior in known.values()]).double().mean(0)
-        taste = server.tensors["taste"].replace({Z: mean})
-        return keep(merged, known, told, now).update({"taste": taste})
+        taste = server.tensors[POPULATION].replace({Z: mean})
+        return keep(merged, known, told, now).update({POPULATION: taste})
 
     def exchange(self, name: str = "train", *, steps: Collection[str] = (), **changes: Any) -> Exchange:
-        """As of the base; a posterior's log σ̄² is measured from about where it lies."""
+        """As of the base. Where updates are clipped, log σ̄² counts from CENTER: the download holds none."""
         return super().exchange(name, steps=steps, origins={f"{POSTERIOR}/log_variance": CENTER}, **changes)
 
     def publish(self, server: State, client: str) -> Download:
         """φ, and the taste of the population."""
-        return Download({self.group: server.tensors[self.group], "taste": server.tensors["taste"]})
+        return Download({self.group: server.tensors[self.group], POPULATION: server.tensors[POPULATION]})
 
     def taste_method(self, name: str, source: str, *exchanges: Exchange, **changes: Any) -> Method:
         """The method of these moves, but for the fields of :class:`Method` that ``changes`` names."""
