@@ -124,6 +124,7 @@ class Federation:
     total: int = 3
     privacy: Privacy = NO_MINIMUM
     seed: int = 5
+    merge: MergeConfig = field(default_factory=MergeConfig)
     uploads: list[Upload] = field(default_factory=list)
     rounds: int = 0
 
@@ -134,7 +135,7 @@ class Federation:
         self.model = backbone(kind.needs(chosen))
         self.trainer = PairTrainer(self.model, self.tokens)
         layout = self.model.layout
-        self.method: Method = kind.build(chosen, layout, Aggregator(MergeConfig(), layout, 2.0), self.total)
+        self.method: Method = kind.build(chosen, layout, Aggregator(self.merge, layout, 2.0), self.total)
         self.server = self.method.init_server(self.model.initial)
         self.private = {client: self.method.init_client(self.model.initial, client) for client in TRAIN}
 

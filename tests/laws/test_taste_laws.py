@@ -9,6 +9,7 @@ import torch
 from prefed.core import Objective, Privacy, Tensors
 from prefed.engines.validation import validate_upload
 from prefed.losses import LATENT
+from prefed.merge import MergeConfig
 from prefed.merge.posteriors import summarize
 from prefed.methods.base import posteriors
 from prefed.metrics import choice_metrics
@@ -173,6 +174,57 @@ def test_a_hostile_posterior_among_the_first_leaves_the_others_finite(pairs, pro
     assert float(server.tensors["taste"][Z].norm()) < 10
     upload, _ = exchange.work(run.client("c", 2), run.private["c"], exchange.send(server, "c", run.now(2)))
     assert all(tensors.isfinite() for tensors in upload.tensors.values())
+
+
+def test_under_a_robust_rule_one_liar_does_not_move_the_populations_taste_out_of_the_others(pairs):
+    """Each number is the median of four: between the least and the most of the three honest ones. The plain
+    mean has the liar in it, a quarter of three times the honest length."""
+    rule = MergeConfig.model_validate({"rule": "median", "liars": 1})
+    run = Federation("fedvpa", {}, pairs, merge=rule).run(1)
+    (exchange,) = run.method.exchanges
+    honest = torch.stack([u.tensors["posterior"]["posterior/mean"] for u in run.uploads[1:]])
+    told = run.uploads[0].tensors["posterior"]
+    far = told.replace({"posterior/mean": -1e3 * honest.mean(0).sign()})
+    lying = replace(run.uploads[0], tensors={**run.uploads[0].tensors, "posterior": far})
+    server = run.method.init_server(run.model.initial)
+    taste = exchange.merge(server, [lying, *run.uploads[1:]], run.now(1)).tensors["taste"][Z]
+    assert (taste >= honest.min(0).values).all()
+    assert (taste <= honest.max(0).values).all()
+
+
+def test_prototypes_that_an_upload_brings_do_not_widen_the_bound_on_its_posterior(pairs):
+    """The prototypes that were sent have length 2; one upload alone makes them as long as it likes."""
+    run = Federation("fedvpa", {}, pairs).run(1)
+    (exchange,) = run.method.exchanges
+    upload = run.uploads[0]
+    model, told = upload.tensors["model"], upload.tensors["posterior"]
+    long = model.replace({"prototypes": 1e3 * model["prototypes"]})
+    far = told.replace({"posterior/mean": torch.full((4,), 1e4)})
+    lying = replace(upload, tensors={"model": long, "posterior": far})
+    server = exchange.merge(run.method.init_server(run.model.initial), [lying], run.now(1))
+    assert posteriors.posteriors(server)["a"].mean.norm() <= 3 * 2.0 + 1e-5
+
+
+@pytest.mark.parametrize("bias", [-1000.0, 1000.0])
+def test_a_selector_driven_to_an_end_still_tells_numbers(pairs, bias):
+    """σ = e^±500 is 0 or infinite in float32, and so would be log σ̄² over one context: no client could ever
+    send, nor train the bias back."""
+    run = Federation("fedvpl", {}, pairs)
+    name = "variational/log_variance/bias"
+    tensors = run.model.initial.replace({name: torch.full((4,), bias)})
+    found = run.client("c", 1).posteriors(tensors, Objective(LATENT.name, {}))
+    assert summarize(*found).log_variance.abs().max() == 12
+
+
+def test_a_table_of_other_clients_is_refused(pairs):
+    """One row more than this client knows members: log π would not fit, or a wrong row would be masked."""
+    run = Federation("fedvpa", {}, pairs).run(1)
+    (exchange,) = run.method.exchanges
+    now = replace(run.now(2), weights={**run.now(2).weights, "e": 1.0})
+    with pytest.raises(ValueError, match="as many clients"):
+        exchange.work(
+            replace(run.client("a", 2), round=now), run.private["a"], exchange.send(run.server, "a", now)
+        )
 
 
 def test_noise_on_a_posterior_is_named_and_changes_nothing_else(pairs):

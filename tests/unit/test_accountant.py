@@ -197,6 +197,8 @@ REFUSED = [
     ({"privacy": {"kind": "local"}}, "needs noise_multiplier"),
     ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "delta": 1e-5}}, "noise needs clip"),
     ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "clip": 1.0}}, "noise needs delta"),
+    ({"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}}, "nothing would be hidden"),
+    ({"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}}, "nothing would be hidden"),
     ({"privacy": {**LOCAL, "secret_cohorts": True}}, "sees whose upload"),
     ({"privacy": LOCAL, "merge": {}}, "set 'uniform'"),
     ({"privacy": LOCAL, "method": {"name": "feddpo", "schedule": "plateau"}}, "plateau"),

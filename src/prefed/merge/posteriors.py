@@ -37,7 +37,9 @@ class Posterior(NamedTuple):
 def summarize(means: Tensor, log_variances: Tensor) -> Posterior:
     """One Gaussian for the posteriors after a client's contexts: μ̄ = mean μ, σ̄² = mean σ² + Var μ.
 
-    These are the mean and the variance of the even mixture of the posteriors (law of total variance).
+    These are the mean and the variance of the even mixture of the posteriors (law of total variance). log σ̄²
+    is kept within ±:data:`WIDEST`: a selector that another client's upload has driven to σ = 0 still gives
+    numbers that can be sent, and so can be trained back.
 
     Args:
         means: ``[m, d_z]`` μ after each of m ≥ 1 disjoint contexts.
@@ -47,7 +49,7 @@ def summarize(means: Tensor, log_variances: Tensor) -> Posterior:
     Posterior(mean=tensor([2.]), log_variance=tensor([0.6931]))
     """
     variance = log_variances.exp().mean(0) + means.var(0, correction=0)
-    return Posterior(means.mean(0), variance.log())
+    return Posterior(means.mean(0), variance.log().clamp(-WIDEST, WIDEST))
 
 
 def privatize(posterior: Posterior, clip: float, noise: float, key: Key) -> Posterior:

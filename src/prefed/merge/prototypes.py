@@ -1,7 +1,8 @@
 """Which prototype of a taste each client belongs to (FedVPA-GP, arXiv:2605.30873).
 
 After each aggregation the server clusters the means of the clients' posteriors and matches the clusters with
-the prototypes. A client then learns the index of its prototype and nothing of the other clients'.
+the prototypes. A client is sent the index of its own prototype alone. Whoever has all means and prototypes
+can find the others' as the server does.
 """
 
 from __future__ import annotations

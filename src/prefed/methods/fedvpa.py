@@ -114,6 +114,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         if not mixture or PEERS not in download.tensors:
             objective = Objective(LATENT.name, {**settings.goal().settings, **who})
             return tastes.work(trainer, private, download, objective=objective)
+        if len(download.tensors[PEERS]["peers/present"]) != len(now.weights):
+            raise ValueError("the server's posteriors are not of as many clients as this one knows of")
         who["own"] = float(sorted(now.weights).index(trainer.client))
         who["temperature"] = temperature(
             now.number, now.rounds, settings.first_temperature, settings.last_temperature

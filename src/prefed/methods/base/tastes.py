@@ -1,8 +1,8 @@
 """The moves of a round with a variational selector: clients also tell what they infer of their own taste.
 
 Beside its visit's tensors a client sends its posterior N(μ̄, σ̄²) of the latent taste z. The server keeps the
-last posterior of each client, and publishes the mean of the μ̄ as the population's taste. The z with which a
-model judges is one tensor of it, which is filled in and never trained.
+last posterior of each client, and publishes the mean of the μ̄, or their median, as the population's taste.
+The z with which a model judges is one tensor of it, which is filled in and never trained.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class TasteSettings(SelectorSettings):
     def _bounded_noise(self) -> TasteSettings:
         if self.posterior_noise and not self.posterior_clip:
             raise ValueError("posterior_noise needs a bound on what it hides: set posterior_clip above 0")
+        noise = self.posterior_clip * self.posterior_noise
+        if self.posterior_noise and not 1e-30 <= noise <= 1e30:
+            raise ValueError(
+                f"posterior_clip times posterior_noise is {noise:g}: no float32 holds such noise"
+            )
         return self
 
 
@@ -73,7 +78,7 @@ def taste_parts(settings: TasteSettings, **optional: bool) -> frozenset[str]:
 class Tastes(FedAvgBase):
     """The usual moves of a round, with posteriors.
 
-    The server's state also holds the group :data:`POPULATION`, the mean of the clients' μ̄, and after the
+    The server's state also holds the group :data:`POPULATION`, the center of the clients' μ̄, and after the
     first merge what :mod:`prefed.methods.base.posteriors` keeps.
     """
 
@@ -173,20 +178,26 @@ class Tastes(FedAvgBase):
     def merge(
         self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
     ) -> State:
-        """φ ← the merge of the φ_i; a client's last posterior is put in the place of the one before."""
+        """φ ← the merge of the φ_i; a client's last posterior is put in the place of the one before.
+
+        The population's taste is the mean of all last μ̄, under every rule but ``mean`` their median.
+        """
         merged = super().merge(server, uploads, now, weigh)
         told = {
             upload.client: Posterior(*upload.tensors[POSTERIOR].values())
             for upload in uploads
             if POSTERIOR in upload.tensors
         }
-        prototypes = merged.tensors[self.group].get(PROTOTYPES)
+        # Of the φ that was sent: a client has no say in the bound on its own posterior.
+        prototypes = server.tensors[self.group].get(PROTOTYPES)
         longest = 0.0 if prototypes is None else float(prototypes.norm(dim=1).max())
         known = newest(merged, told, longest)
         if not known:
             return merged
-        mean = torch.stack([posterior.mean for posterior in known.values()]).double().mean(0)
-        taste = server.tensors[POPULATION].replace({Z: mean})
+        means = torch.stack([posterior.mean for posterior in known.values()]).double()
+        robust = self.aggregator.config.rule != "mean"
+        center = torch.quantile(means, 0.5, dim=0) if robust else means.mean(0)
+        taste = server.tensors[POPULATION].replace({Z: center})
         return keep(merged, known, told, now).update({POPULATION: taste})
 
     def exchange(self, name: str = "train", *, steps: Collection[str] = (), **changes: Any) -> Exchange:
