@@ -26,7 +26,7 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
         raise RefusalError(
             "[tell] pairs = false: a merge weighs clients by their pairs, which this site does not tell"
         )
-    if limits.methods and method.name not in limits.methods:
+    if limits.methods is not None and method.name not in limits.methods:
         raise RefusalError(f"[limits] methods: {method.name} is none of {', '.join(limits.methods)}")
     if experiment.whole_graph is not None or experiment.whole_fleet is not None:
         raise RefusalError(f"{method.name} with these settings is for one process: a federation has a server")
@@ -95,6 +95,7 @@ def check_task(task: Task, experiment: Experiment, config: SiteConfig, pairs: Se
             f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has {judged} pairs to "
             "be judged on, and figures over so few do not leave this site"
         )
-    if task.kind == "visit" and limits.exchanges and task.exchange not in limits.exchanges:
+    allowed = limits.exchanges
+    if task.kind == "visit" and allowed is not None and task.exchange not in allowed:
         named = "a diagnosis" if task.exchange == DIAGNOSE else repr(task.exchange)
-        raise RefusalError(f"[limits] exchanges: {named} is none of {', '.join(limits.exchanges)}")
+        raise RefusalError(f"[limits] exchanges: {named} is none of {', '.join(allowed)}")
