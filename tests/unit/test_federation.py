@@ -21,15 +21,16 @@ from prefed.data import FederatedDataset
 from prefed.engines import TaskResult
 from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
+from prefed.federation.door import Door, ask, when_gone
 from prefed.federation.experiment import HELD, load_federated
-from prefed.federation.flare.kits import Project
 from prefed.federation.federate import Terms, federate, told_experiment
+from prefed.federation.flare.kits import Project
 from prefed.federation.hub import FederationBackend, Sites
 from prefed.federation.limits import RefusalError, check_experiment, check_members, check_task
-from prefed.federation.own import own_experiment, told_names
-from prefed.federation.relay import Door, ask, pack, unpack, when_gone
+from prefed.federation.protocol import FORMAT, pack, unpack
 from prefed.federation.sent import SentLog
-from prefed.federation.site import FORMAT, Site
+from prefed.federation.site import Site
+from prefed.federation.site_job import own_experiment, told_names
 from prefed.federation.status import status_lines
 from prefed.federation.transport import UnreachableError
 from prefed.federation.vault import Vault, site_secret
@@ -468,6 +469,6 @@ def test_a_sites_file_has_its_own_part_alone(tmp_path, lines, message):
     ],
 )
 def test_status_says_what_the_hub_is_told(tmp_path, tell, line):
-    """A site that does not tell its pairs refuses each run before a name is told: see ``check_experiment``."""
+    """A site that does not tell its pairs refuses each run before it tells a name (``check_experiment``)."""
     lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", tell=tell), 0)]
     assert [each for each in lines if "told" in each or "[tell]" in each] == [line]

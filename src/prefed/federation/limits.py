@@ -9,6 +9,7 @@ from prefed.core import Privacy
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.engines.tasks import Task
 from prefed.federation.config import Limits, SiteConfig
+from prefed.runs.resume import differing, settings_digest
 
 
 class RefusalError(ValueError):
@@ -59,6 +60,31 @@ def _check_noise(privacy: Privacy, limits: Limits) -> None:
             "[limits] epsilon: this site's account is of its own noise: the run must have [privacy] kind = "
             "'local', with noise"
         )
+
+
+def check_same(run: str, known: Experiment, asked: Experiment) -> None:
+    """Refuse another experiment under the name of a run that this site knows.
+
+    Private states of a run are what its experiment says: another one could have them shared, or give them
+    away with less noise. A run that goes on may have more rounds, and whatever else a resumed run may change.
+
+    Args:
+        known: the experiment that the run has here.
+
+    Raises:
+        RefusalError: the settings differ; the message names the first.
+    """
+    before, after = known.tables(), asked.tables()
+    if settings_digest(before) == settings_digest(after):
+        return
+    changed = (
+        f"{name} = {new!r}, which was {old!r}"
+        for name, (old, new) in differing(before, after).items()
+        if settings_digest({name: old}) != settings_digest({name: new})
+    )
+    raise RefusalError(
+        f"run {run} began here with another experiment ({next(changed, 'its settings')}): begin a new run"
+    )
 
 
 def check_members(experiment: Experiment, config: SiteConfig, members: int) -> None:
