@@ -27,11 +27,11 @@ import torch
 import transformers
 from common import TOKENIZER
 
+from prefed.federation.door import Door
 from prefed.federation.flare.apps import SITE_DOOR
 from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits
 from prefed.federation.flare.process import CLIENT, FlareProcess, longest
 from prefed.federation.flare.transport import FlareTransport
-from prefed.federation.relay import Door
 
 PREFED = [sys.executable, "-m", "prefed.cli"]
 PARTIES = {

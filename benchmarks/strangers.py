@@ -22,14 +22,15 @@ from typing import Any
 from prefed import Experiment
 from prefed.core import Callback, Key
 from prefed.federation.config import SiteConfig
+from prefed.federation.door import Door
 from prefed.federation.federate import Terms, federate
 from prefed.federation.flare.apps import SITE_DOOR
 from prefed.federation.flare.job import write_job
 from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
 from prefed.federation.flare.process import CLIENT, FlareProcess, longest
 from prefed.federation.flare.transport import FlareTransport
-from prefed.federation.relay import Door, pack, unpack
-from prefed.federation.site import FORMAT, Site
+from prefed.federation.protocol import FORMAT, pack, unpack
+from prefed.federation.site import Site
 from prefed.federation.transport import TooLongError, UnreachableError
 from prefed.models.tiny import make_tiny
 

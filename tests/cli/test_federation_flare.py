@@ -19,7 +19,9 @@ from threading import Event
 
 import pytest
 
-from prefed.federation.relay import Door, pack, unpack
+from prefed.federation.config import SiteConfig
+from prefed.federation.door import Door
+from prefed.federation.protocol import pack, unpack
 from prefed.federation.transport import FederationError, TooLongError, UnreachableError
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
@@ -105,6 +107,13 @@ def test_kits_allow_our_classes_alone_and_no_code(kits):
         assert kit.stat().st_mode & 0o777 == 0o700
         (key,) = (kit / "startup").glob("*.key")
         assert key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_kits_site_file_can_be_read_as_it_is(kits):
+    """It has the site's one client, and tells its pairs, which the key's default does not."""
+    config = SiteConfig.load(kits / "north" / "site.toml")
+    assert (config.federation, config.name, config.tell.pairs) == ("wards", "north", True)
+    assert list(config.data["train"]) == ["north"]
 
 
 @pytest.mark.parametrize("name", ["hub", "server", "authority"])

@@ -12,7 +12,7 @@ from federating import Within, experiment, make_place, site_config
 from prefed import run
 from prefed.engines.backends.worker import Worker
 from prefed.federation.federate import Terms, federate
-from prefed.federation.relay import pack, unpack
+from prefed.federation.protocol import pack, unpack
 from prefed.federation.site import Site
 from prefed.federation.transport import FederationError
 from prefed.runs.loaded import load_run

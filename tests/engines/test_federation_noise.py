@@ -16,9 +16,9 @@ from prefed.federation import site as site_module
 from prefed.federation.config import Limits
 from prefed.federation.federate import Terms, federate, told_experiment
 from prefed.federation.limits import RefusalError, check_experiment
-from prefed.federation.relay import pack, unpack
+from prefed.federation.protocol import FORMAT, order_digest, pack, unpack
 from prefed.federation.releases import Releases, epsilon_of
-from prefed.federation.site import FORMAT, Site, order_digest
+from prefed.federation.site import Site
 from prefed.federation.status import status_lines
 from prefed.privacy import guarantee_of, mechanism
 from prefed.store import StoreError

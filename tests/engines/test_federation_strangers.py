@@ -13,7 +13,7 @@ from prefed.engines.backends.worker import StateOfTask
 from prefed.engines.tasks import Task, run_task
 from prefed.engines.validation import longest_answer
 from prefed.federation.hub import FederationBackend, Sites
-from prefed.federation.relay import HEADER, pack, unpack
+from prefed.federation.protocol import HEADER, pack, unpack
 from prefed.federation.transport import TooLongError
 from prefed.store import RunReader
 from prefed.wire import encode

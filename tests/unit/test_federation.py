@@ -21,14 +21,16 @@ from prefed.data import FederatedDataset
 from prefed.engines import TaskResult
 from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
+from prefed.federation.door import Door, ask, when_gone
 from prefed.federation.experiment import HELD, load_federated
 from prefed.federation.federate import Terms, federate, told_experiment
+from prefed.federation.flare.kits import Project
 from prefed.federation.hub import FederationBackend, Sites
 from prefed.federation.limits import RefusalError, check_experiment, check_members, check_task
-from prefed.federation.own import own_experiment, told_names
-from prefed.federation.relay import Door, ask, pack, unpack, when_gone
+from prefed.federation.protocol import FORMAT, pack, unpack
 from prefed.federation.sent import SentLog
-from prefed.federation.site import FORMAT, Site
+from prefed.federation.site import Site
+from prefed.federation.site_job import own_experiment, told_names
 from prefed.federation.status import status_lines
 from prefed.federation.transport import UnreachableError
 from prefed.federation.vault import Vault, site_secret
@@ -429,7 +431,44 @@ def test_a_sites_file_is_checked(tmp_path):
     with pytest.raises(ConfigError) as caught:
         SiteConfig.load(path)
     assert "limits.round: Extra inputs" in str(caught.value)
-    assert "a name has letters" in str(caught.value)
+    assert "  name: a name has letters" in str(caught.value)
+    project = tmp_path / "wards.toml"
+    project.write_text('name = "wards"\nhub = "localhost"\nsites = ["a/b"]\n')
+    with pytest.raises(ConfigError, match=f"{project}:\n  sites: a name has letters"):
+        Project.load(project)
     path.write_text('federation = "wards"\nname = "a"\n[data]\n[model]\nname = "m"\n')
     assert SiteConfig.load(path).state == str(tmp_path / "state")
     assert json.loads(SiteConfig.load(path).model_dump_json())["limits"]["minimum_cohort"] == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "[data]\ntrain = 'own.jsonl'\nmax_length = 9\nlimit = 3\n",
+            r"  data: limit is the experiment's to say: a site's \[data\] has train, validation, .*, flip",
+        ),
+        ("[data]\n[limits]\nmethods = []\n", "limits.methods: an empty list would let nothing in: name one"),
+        ("[data]\n[limits]\nexchanges = []\n", "limits.exchanges: .* leave the key out for all"),
+    ],
+)
+def test_a_sites_file_has_its_own_part_alone(tmp_path, lines, message):
+    """It may not change what all sites train with. A list that allows nothing is not taken for "all"."""
+    path = tmp_path / "site.toml"
+    path.write_text(f'federation = "wards"\nname = "a"\nmodel = {{ name = "m" }}\n{lines}')
+    with pytest.raises(ConfigError, match=message):
+        SiteConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("tell", "line"),
+    [
+        ({"pairs": False}, "  [tell] pairs = false: this site takes part in no run"),
+        ({"pairs": True}, "  the hub is told names and numbers of pairs"),
+        ({"names": False, "pairs": True}, "  the hub is told made-up names and numbers of pairs"),
+    ],
+)
+def test_status_says_what_the_hub_is_told(tmp_path, tell, line):
+    """A site that does not tell its pairs refuses each run before it tells a name (``check_experiment``)."""
+    lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", tell=tell), 0)]
+    assert [each for each in lines if "told" in each or "[tell]" in each] == [line]

@@ -12,11 +12,11 @@ from prefed.federation import site as site_module
 from prefed.federation.claims import compare_versions, told_clients
 from prefed.federation.federate import told_experiment
 from prefed.federation.hub import FederationBackend, Sites
-from prefed.federation.own import own_experiment
-from prefed.federation.relay import pack, unpack
+from prefed.federation.protocol import FORMAT, order_digest, pack, unpack
 from prefed.federation.releases import Releases, epsilon_of
 from prefed.federation.sent import SentLog, line_of
-from prefed.federation.site import FORMAT, WITHHELD, Site, order_digest
+from prefed.federation.site import WITHHELD, Site
+from prefed.federation.site_job import own_experiment
 from prefed.federation.transport import FederationError
 from prefed.federation.vault import Vault
 

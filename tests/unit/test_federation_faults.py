@@ -9,7 +9,7 @@ from federating import CLIENTS, Within, experiment, site_config
 from prefed.engines.tasks import Task
 from prefed.federation.federate import Terms, federate
 from prefed.federation.hub import FederationBackend, SiteError, Sites
-from prefed.federation.relay import pack, unpack
+from prefed.federation.protocol import pack, unpack
 from prefed.federation.sent import SentLog
 from prefed.federation.site import Site
 from prefed.federation.transport import FederationError, UnreachableError

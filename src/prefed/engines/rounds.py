@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from prefed.core import Exchange, Plain, Round, State, Upload
 from prefed.engines.aggregation import aggregate
-from prefed.engines.central import merge_noised
 from prefed.engines.course import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.noised_merge import merge_noised
 from prefed.engines.offences import offences_after, set_aside, visits_without
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from prefed.core.text import control_character, pluralize
-from prefed.federation.site import PACKAGES, own_version
+from prefed.federation.protocol import PACKAGES, own_version
 from prefed.federation.transport import FederationError
 
-LONGEST = 255
+LONGEST_NAME = 255
 """Characters of a client's name."""
 
 
@@ -64,10 +64,10 @@ def _checked(site: str, told: object, most_clients: int, most_pairs: int) -> dic
             "if that is right"
         )
     for client, counts in told.items():
-        if not 0 < len(client) <= LONGEST or control_character(client):
+        if not 0 < len(client) <= LONGEST_NAME or control_character(client):
             raise FederationError(
-                f"site {site!r} has a client of the name {client[:LONGEST]!r}: a name has 1 to {LONGEST} "
-                "characters, and no control characters"
+                f"site {site!r} has a client of the name {client[:LONGEST_NAME]!r}: a name has 1 to "
+                f"{LONGEST_NAME} characters, and no control characters"
             )
         # True is an int, but no number of pairs.
         whole = isinstance(counts, list) and [type(count) for count in counts] == [int] * 3

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from prefed.config.errors import ConfigError
+from prefed.config.errors import field_errors
 from prefed.config.file import make_absolute, read_toml
 from prefed.core.strict import StrictModel
 
@@ -51,8 +51,8 @@ class Tell(StrictModel):
 class Limits(StrictModel):
     """What the hub may ask for. Anything else is refused, and the refusal is logged."""
 
-    methods: list[str] = Field([], description="methods that may run, by name; left out: all")
-    exchanges: list[str] = Field([], description="exchanges that may be asked for; left out: all")
+    methods: list[str] | None = Field(None, description="methods that may run, by name; left out: all")
+    exchanges: list[str] | None = Field(None, description="exchanges that may be asked for; left out: all")
     rounds: int = Field(1000, ge=1, description="rounds that a run may have")
     minimum_cohort: int = Field(2, ge=1, description="clients that a round must have, of all sites together")
     minimum_pairs: int = Field(0, ge=0, description="[privacy] minimum_pairs that a run must have at least")
@@ -80,6 +80,13 @@ class Limits(StrictModel):
         0, ge=0, description="seconds that a visit may take before its process is ended; 0: any time"
     )
 
+    @field_validator("methods", "exchanges")
+    @classmethod
+    def _some(cls, value: list[str] | None) -> list[str] | None:
+        if value == []:
+            raise ValueError("an empty list would let nothing in: name one, or leave the key out for all")
+        return value
+
 
 class SiteConfig(StrictModel):
     """A site of a federation."""
@@ -88,10 +95,12 @@ class SiteConfig(StrictModel):
     name: str = Field(min_length=1, description="the site's name, as in the project file")
     kit: str = Field("kit", description="the folder of the site's kit, from `prefed federation init`")
     state: str = Field("state", description="the folder of private states, tokens and the log")
-    data: dict[str, Any] = Field(description="the site's own pairs: the keys of an experiment's [data]")
-    model: SiteModel
-    tell: Tell = Field(default_factory=lambda: Tell())
-    limits: Limits = Field(default_factory=lambda: Limits())
+    data: dict[str, Any] = Field(
+        description=f"the site's own pairs: of an experiment's [data] {', '.join(OWN_DATA)}"
+    )
+    model: SiteModel = Field(description="where this site has the base model")
+    tell: Tell = Field(default_factory=lambda: Tell(), description="what the hub is told of clients")
+    limits: Limits = Field(default_factory=lambda: Limits(), description="what the hub may ask for")
     threads: int | None = Field(
         None, ge=1, description="threads of the process that trains; left out: as the experiment says"
     )
@@ -100,6 +109,15 @@ class SiteConfig(StrictModel):
     @classmethod
     def _named(cls, value: str) -> str:
         return check_name(value)
+
+    @field_validator("data")
+    @classmethod
+    def _own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if extra := sorted(set(value) - set(OWN_DATA)):
+            raise ValueError(
+                f"{extra[0]} is the experiment's to say: a site's [data] has {', '.join(OWN_DATA)}"
+            )
+        return value
 
     @classmethod
     def load(cls, path: Path) -> SiteConfig:
@@ -116,10 +134,6 @@ class SiteConfig(StrictModel):
         try:
             config = cls.model_validate(tables)
         except ValidationError as error:
-            lines = (
-                f"  {'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
-                for each in error.errors()
-            )
-            raise ConfigError(f"{path}:\n" + "\n".join(lines)) from None
+            raise field_errors(path, error) from None
         folders = {key: str((path.parent / getattr(config, key)).resolve()) for key in ("kit", "state")}
         return config.model_copy(update=folders)

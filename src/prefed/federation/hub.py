@@ -15,8 +15,8 @@ from typing import Any
 
 from prefed.core.text import printable
 from prefed.engines import ClientStates, Task, TaskResult
-from prefed.federation.relay import HEADER, MOST, pack, unpack
-from prefed.federation.site import FORMAT, order_digest
+from prefed.federation.door import MOST
+from prefed.federation.protocol import FORMAT, HEADER, order_digest, pack, unpack
 from prefed.federation.transport import FederationError, TooLongError, Transport, UnreachableError
 from prefed.federation.vault import is_receipt
 from prefed.store.receipts import receipt_in, receipt_state
@@ -26,7 +26,7 @@ _log = logging.getLogger("prefed")
 HELLO = 10.0
 """Seconds in which a site that was away must answer to be asked again."""
 
-LONGEST = 2000
+LONGEST_REASON = 2000
 """Characters of a site's reason that are read."""
 
 
@@ -270,4 +270,4 @@ class FederationBackend:
 
 def _reason(value: object) -> str:
     """What a site says of why it sends nothing."""
-    return printable(value[:LONGEST]) if isinstance(value, str) else "what is no text"
+    return printable(value[:LONGEST_REASON]) if isinstance(value, str) else "what is no text"

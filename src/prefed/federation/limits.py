@@ -9,6 +9,7 @@ from prefed.core import Privacy
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.engines.tasks import Task
 from prefed.federation.config import Limits, SiteConfig
+from prefed.runs.resume import differing, settings_digest
 
 
 class RefusalError(ValueError):
@@ -26,7 +27,7 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
         raise RefusalError(
             "[tell] pairs = false: a merge weighs clients by their pairs, which this site does not tell"
         )
-    if limits.methods and method.name not in limits.methods:
+    if limits.methods is not None and method.name not in limits.methods:
         raise RefusalError(f"[limits] methods: {method.name} is none of {', '.join(limits.methods)}")
     if experiment.whole_graph is not None or experiment.whole_fleet is not None:
         raise RefusalError(f"{method.name} with these settings is for one process: a federation has a server")
@@ -59,6 +60,31 @@ def _check_noise(privacy: Privacy, limits: Limits) -> None:
             "[limits] epsilon: this site's account is of its own noise: the run must have [privacy] kind = "
             "'local', with noise"
         )
+
+
+def check_same(run: str, known: Experiment, asked: Experiment) -> None:
+    """Refuse another experiment under the name of a run that this site knows.
+
+    Private states of a run are what its experiment says: another one could have them shared, or give them
+    away with less noise. A run that goes on may have more rounds, and whatever else a resumed run may change.
+
+    Args:
+        known: the experiment that the run has here.
+
+    Raises:
+        RefusalError: the settings differ; the message names the first.
+    """
+    before, after = known.tables(), asked.tables()
+    if settings_digest(before) == settings_digest(after):
+        return
+    changed = (
+        f"{name} = {new!r}, which was {old!r}"
+        for name, (old, new) in differing(before, after).items()
+        if settings_digest({name: old}) != settings_digest({name: new})
+    )
+    raise RefusalError(
+        f"run {run} began here with another experiment ({next(changed, 'its settings')}): begin a new run"
+    )
 
 
 def check_members(experiment: Experiment, config: SiteConfig, members: int) -> None:
@@ -95,6 +121,7 @@ def check_task(task: Task, experiment: Experiment, config: SiteConfig, pairs: Se
             f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has {judged} pairs to "
             "be judged on, and figures over so few do not leave this site"
         )
-    if task.kind == "visit" and limits.exchanges and task.exchange not in limits.exchanges:
+    allowed = limits.exchanges
+    if task.kind == "visit" and allowed is not None and task.exchange not in allowed:
         named = "a diagnosis" if task.exchange == DIAGNOSE else repr(task.exchange)
-        raise RefusalError(f"[limits] exchanges: {named} is none of {', '.join(limits.exchanges)}")
+        raise RefusalError(f"[limits] exchanges: {named} is none of {', '.join(allowed)}")

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefed.config import Experiment
 from prefed.engines.tasks import Task
-from prefed.federation.config import SiteConfig
 from prefed.federation.limits import RefusalError
-from prefed.federation.own import own_experiment
-from prefed.runs.resume import differing, settings_digest
 
 
 def task_in(header: dict[str, Any], body: bytes) -> Task:
@@ -41,29 +37,3 @@ def texts_in(header: dict[str, Any], name: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise RefusalError("a run without the names of its members")
     return value
-
-
-def check_same(run: str, before: str, experiment: Experiment, config: SiteConfig) -> None:
-    """Refuse another experiment under the name of a run that this site knows.
-
-    Private states of a run are what its experiment says: another one could have them shared, or give them
-    away with less noise. A run that goes on may have more rounds, and whatever else a resumed run may change.
-
-    Args:
-        before: the text of the experiment that the run has here.
-
-    Raises:
-        RefusalError: the settings differ; the message names the first.
-        ConfigError: ``before`` cannot be read any longer.
-    """
-    known, asked = own_experiment(before, config).tables(), experiment.tables()
-    if settings_digest(known) == settings_digest(asked):
-        return
-    changed = (
-        f"{name} = {new!r}, which was {old!r}"
-        for name, (old, new) in differing(known, asked).items()
-        if settings_digest({name: old}) != settings_digest({name: new})
-    )
-    raise RefusalError(
-        f"run {run} began here with another experiment ({next(changed, 'its settings')}): begin a new run"
-    )

@@ -9,7 +9,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,26 +20,23 @@ from prefed.engines import WorkerError
 from prefed.engines.backends.worker import Worker
 from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
-from prefed.federation.limits import RefusalError, check_experiment, check_members, check_task
-from prefed.federation.own import own_dataset, own_experiment, site_factory, told_names
-from prefed.federation.relay import pack, unpack
+from prefed.federation.limits import RefusalError, check_experiment, check_members, check_same, check_task
+from prefed.federation.protocol import FORMAT, PACKAGES, order_digest, own_version, pack, unpack
 from prefed.federation.releases import Releases
-from prefed.federation.requests import check_same, task_in, texts_in
+from prefed.federation.requests import task_in, texts_in
 from prefed.federation.sent import SentLog, contents
+from prefed.federation.site_job import own_dataset, own_experiment, site_factory, told_names
 from prefed.federation.vault import Vault, site_secret
 from prefed.store.directory import lock
 
 _log = logging.getLogger("prefed")
 
-FORMAT = 1
-"""Of requests and answers. A hub and a site of two formats do not work together."""
 REMEMBERED = 4
 """Answers that are kept for a request that comes again."""
 LARGE = 1 << 26
 """Bytes of the answers that are kept; of the last one any number."""
 WITHHELD = "the upload was withheld: the site's log says more"
 CHANGED = "this site's data changed since the run began: put back what they were"
-PACKAGES = ("prefed", "torch", "transformers")
 
 
 class Site:
@@ -148,7 +144,7 @@ class Site:
             check_experiment(experiment, self.config)
             known = self._read_order(run)
             if known is not None:
-                check_same(run, known["experiment"], experiment, self.config)
+                check_same(run, own_experiment(known["experiment"], self.config), experiment)
         except ConfigError as error:
             raise RefusalError(str(error)) from error
         dataset = own_dataset(experiment, self._state / "cache")
@@ -285,11 +281,6 @@ class Site:
         return self._state / "runs" / run / "order.json"
 
 
-def order_digest(experiment: str, members: list[str], unseen: list[str]) -> str:
-    """A digest of what a site was told of a run: with another one it must be told again."""
-    return files.digest(json.dumps([experiment, members, unseen]).encode())
-
-
 def _told(order: dict[str, Any]) -> str:
     """The digest of what the site itself keeps of a run: that of another join does not count."""
     return order_digest(order["experiment"], order["members"], order["unseen"])
@@ -297,8 +288,3 @@ def _told(order: dict[str, Any]) -> str:
 
 def _is_short(value: object) -> bool:
     return len(json.dumps(value, default=str)) < 2000
-
-
-def own_version(name: str) -> str:
-    """The version of a package here, without what says how it was built."""
-    return version(name).partition("+")[0]

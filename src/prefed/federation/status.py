@@ -22,7 +22,7 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     """
     limits, tell = config.limits, config.tell
     yield f"site {config.name} of {config.federation}, state in {config.state}"
-    methods, exchanges = (", ".join(names) or "all" for names in (limits.methods, limits.exchanges))
+    methods, exchanges = (", ".join(names or ["all"]) for names in (limits.methods, limits.exchanges))
     yield f"  methods: {methods}; exchanges: {exchanges}"
     yield (
         f"  rounds: {limits.rounds} at most; cohort: {limits.minimum_cohort} at least; minimum_pairs: "
@@ -33,8 +33,10 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     asked += [f"epsilon {limits.epsilon:g} at most at delta {limits.delta:g}"] if limits.epsilon else []
     yield f"  noise: {', '.join(asked) or 'any, or none'}"
     yield from _spent(config)
-    names = "names" if tell.names else "made-up names"
-    yield f"  the hub is told {names}{' and numbers of pairs' if tell.pairs else ', and so nothing else'}"
+    if tell.pairs:
+        yield f"  the hub is told {'names' if tell.names else 'made-up names'} and numbers of pairs"
+    else:
+        yield "  [tell] pairs = false: this site takes part in no run"
     entries = list(SentLog(Path(config.state) / "log").entries())
     messages, sent, rounds = Counter[str](), Counter[str](), dict[str, int]()
     for entry in entries:

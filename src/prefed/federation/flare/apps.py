@@ -16,7 +16,8 @@ from typing import Any
 
 from nvflare.collab import collab
 
-from prefed.federation.relay import Door, ask, end, pack, unpack, when_gone
+from prefed.federation.door import Door, ask, end, when_gone
+from prefed.federation.protocol import pack, unpack
 
 # Bytes alone pass here. Without this module of its own FLARE leaves PyTorch out of these processes.
 sys.modules.setdefault("nvflare.app_opt.pt.decomposers", None)  # type: ignore[arg-type]

@@ -19,10 +19,10 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from prefed import files
-from prefed.config.errors import ConfigError
+from prefed.config.errors import field_errors
 from prefed.config.file import read_toml
 from prefed.core.strict import StrictModel
-from prefed.federation.config import check_name
+from prefed.federation.config import OWN_DATA, check_name
 from prefed.federation.flare.job import ALLOWED
 
 AUTHORITY = "authority"
@@ -52,7 +52,8 @@ SITE_FILE = """\
 federation = {federation}
 name = {name}
 
-[data]                      # your own pairs: the keys of an experiment's [data]
+# Your own pairs: of an experiment's [data] {own}.
+[data]
 train = {{ {client} = "pairs.jsonl" }}     # one client of this name
 # partition = {{ by = "column", column = "ward" }} # several clients: train = "pairs.jsonl" and this
 
@@ -80,9 +81,13 @@ class Project(StrictModel):
     name: str = Field(description="the federation's name")
     hub: str = Field(min_length=1, description="host name at which sites reach the hub")
     port: int = Field(8002, ge=1, le=65535, description="the one port that sites must reach there")
-    bind: str = Field("", description="not read: FLARE has no such setting; see Firewalls")
     sites: list[str] = Field(min_length=1, description="names of the sites")
-    valid_days: int = Field(360, ge=1, description="days for which the authority's certificate is valid")
+    valid_days: int = Field(
+        360,
+        ge=1,
+        description="days for which the authority's certificate is valid; the hub's and the sites' are for "
+        "360, and for no longer than that one",
+    )
     message_mb: int = Field(4096, ge=1, description="MiB of the longest message that the hub takes in")
 
     @field_validator("name")
@@ -110,8 +115,7 @@ class Project(StrictModel):
         try:
             return cls.model_validate(read_toml(path))
         except ValidationError as error:
-            lines = (f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"{path}:\n" + "\n".join(lines)) from None
+            raise field_errors(path, error) from None
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,8 @@ def make_kits(project: Project, out: Path) -> None:
         path = out / name / "site.toml"
         if not path.exists():
             words = {"federation": json.dumps(project.name), "name": json.dumps(name)}
-            path.write_text(SITE_FILE.format(client=json.dumps(name), **words), "utf-8")
+            words |= {"client": json.dumps(name), "own": ", ".join(OWN_DATA)}
+            path.write_text(SITE_FILE.format(**words), "utf-8")
     shutil.rmtree(made)
 
 

@@ -25,7 +25,7 @@ SERVER = "nvflare.private.fed.app.server.server_train"
 CLIENT = "nvflare.private.fed.app.client.client_train"
 
 
-LONGEST = "NVFLARE_STREAMING_MAX_BLOB_SIZE"
+LENGTH_VARIABLE = "NVFLARE_STREAMING_MAX_BLOB_SIZE"
 """Variable with the bytes of the longest message that a process of FLARE takes in.
 
 The length that a message's first part tells counts, and then what has come: a longer one is refused before it
@@ -43,7 +43,7 @@ none there it would take that of a job, which may name a folder of code to load.
 
 def longest(mebibytes: int) -> dict[str, str]:
     """What has a process of FLARE, and those that it starts, take in no message beyond so many MiB."""
-    return {LONGEST: str((mebibytes << 20) + ROOM)}
+    return {LENGTH_VARIABLE: str((mebibytes << 20) + ROOM)}
 
 
 class FlareProcess:

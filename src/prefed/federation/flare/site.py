@@ -9,13 +9,13 @@ from pathlib import Path
 
 from prefed.config import ConfigError
 from prefed.federation.config import SiteConfig
+from prefed.federation.door import Door
 from prefed.federation.flare.apps import SITE_DOOR
 from prefed.federation.flare.kits import HEARTBEAT, organisation_of
 from prefed.federation.flare.process import CLIENT, FlareProcess, longest
-from prefed.federation.relay import Door
 from prefed.federation.site import Site
 
-LONGEST = 30.0
+LONGEST_PAUSE = 30.0
 """Seconds between two starts at most."""
 
 
@@ -42,7 +42,7 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
                 while process.alive:
                     time.sleep(0.5)
                 # A hub that is away ends it after a while; one that runs for long has met its hub.
-                pause = 1.0 if time.monotonic() - begun > LONGEST else min(2 * pause, LONGEST)
+                pause = 1.0 if time.monotonic() - begun > LONGEST_PAUSE else min(2 * pause, LONGEST_PAUSE)
                 time.sleep(pause)
         finally:
             if process is not None:

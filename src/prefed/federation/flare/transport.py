@@ -18,11 +18,12 @@ from pathlib import Path
 from threading import Condition, Lock
 from typing import Any
 
+from prefed.federation.door import Door, ask, when_gone
 from prefed.federation.flare.apps import HUB_DOOR
 from prefed.federation.flare.job import write_job
 from prefed.federation.flare.kits import HEARTBEAT, Kits, settle
 from prefed.federation.flare.process import SERVER, FlareProcess, longest
-from prefed.federation.relay import Door, ask, pack, unpack, when_gone
+from prefed.federation.protocol import pack, unpack
 from prefed.federation.transport import FederationError, TooLongError, UnreachableError
 
 _log = logging.getLogger("prefed")

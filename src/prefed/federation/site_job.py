@@ -117,7 +117,7 @@ def site_factory(
         "names": dict(names),
         "members": list(members),
     }
-    return JobFactory("prefed.federation.own:build_site_job", json.dumps(order))
+    return JobFactory("prefed.federation.site_job:build_site_job", json.dumps(order))
 
 
 def build_site_job(arguments: str) -> Job:
