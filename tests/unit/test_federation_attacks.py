@@ -204,6 +204,7 @@ def test_one_site_does_not_end_the_run(lie):
         ({"clients": {"x": [1, 2]}}, "no numbers of pairs of 'x'"),
         ({"clients": {"x": [True, 0, 1]}}, "no numbers of pairs of 'x'"),
         ({"clients": {"x": [1, -1, 1]}}, "no numbers of pairs of 'x'"),
+        ({"clients": {"x": [0, 0, 4]}}, "'x' without training pairs"),
         ({"clients": {"x": [10**300, 0, 0]}}, "more pairs of 'x' than --most-pairs = 1,000"),
         ({"clients": {"": [1, 1, 1]}}, "a client of the name ''"),
         ({"clients": {"\ud800": [1, 1, 1]}}, "a client of the name"),

@@ -73,6 +73,9 @@ def _checked(site: str, told: object, most_clients: int, most_pairs: int) -> dic
         whole = isinstance(counts, list) and [type(count) for count in counts] == [int] * 3
         if not whole or min(counts) < 0:
             raise FederationError(f"site {site!r} tells no numbers of pairs of {client!r}")
+        if counts[0] == 0:
+            # A split leaves each client a training pair. Hub and sites would count such a one differently.
+            raise FederationError(f"site {site!r} tells of a client {client!r} without training pairs")
         if max(counts) > most_pairs:
             raise FederationError(
                 f"site {site!r} tells of more pairs of {client!r} than --most-pairs = {most_pairs:,}: raise "
