@@ -123,6 +123,19 @@ def test_an_upload_has_two_latents_more_and_nothing_else(pairs):
         assert not any(secret in message for secret in secrets for message in sent)
 
 
+def test_a_client_tells_its_taste_under_the_model_that_all_got(pairs):
+    """Not under its own after the visit's steps, by which two clients of one taste may come to lie apart."""
+    run = Federation("fedvpl", {}, pairs)
+    start = run.model.initial
+    run.run(1)
+    for upload in run.uploads:
+        client = run.client(upload.client, 1)
+        told = upload.tensors["posterior"]
+        for tensors, same in ((start, True), (start.replace(upload.tensors["model"]), False)):
+            found = summarize(*client.posteriors(tensors, Objective(LATENT.name, {})))
+            assert torch.equal(told["posterior/mean"], found.mean) is same
+
+
 def test_a_small_client_sends_no_posterior_and_none_is_taken_from_it(pairs):
     """Clients c and d have 10 pairs, and 12 are the least."""
     run = Federation("fedvpa", {}, pairs, privacy=Privacy(minimum_pairs=12)).run(1)

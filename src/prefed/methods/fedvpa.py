@@ -7,7 +7,7 @@ gives each client a prior of its peers' posteriors, and pulls tastes towards pro
     client   φ_i ← φ; K local steps on contexts apart from their batches, z ~ q(z | context) = N(μ, σ²), on
                  −log σ(b + r_w − r_l) + β KL(q ‖ Σ_{j≠i} w_j N_j) + λ mean_d (z − p_y*)² + γ ‖P Pᵀ − s² I‖²
              w = softmax((log π_i + g) / τ), g Gumbel noise, τ falling over the rounds; log π_i stays with i
-             sends φ_i, which has P in it, and its posterior over contexts of all its pairs, as in FedVPL
+             sends φ_i, which has P in it, and its posterior under φ over contexts of all its pairs
     server   φ ← Σ_{i∈S} p_i φ_i;  y* ← balanced k-means of the μ̄_i, its clusters matched with prototypes
 
 b is what the frozen model gives: its log-odds of the chosen response. It is dropped for half of the pairs of

@@ -6,7 +6,8 @@ In a round::
     server   samples a cohort S and broadcasts φ
     client   φ_i ← φ; K local steps. A step draws a batch and a context, which have no pair in common:
                  z ~ q(z | context) = N(μ, σ²);  loss = −log σ(b + r(y_w, z) − r(y_l, z)) + β KL(q ‖ N(0, I))
-             sends φ_i, and its posterior over contexts of all its pairs, μ̄ = mean μ, σ̄² = mean σ² + Var μ
+             sends φ_i, and its posterior under φ over contexts of all its pairs,
+                 μ̄ = mean μ, σ̄² = mean σ² + Var μ
     server   φ ← Σ_{i∈S} p_i φ_i
 
 b is what the frozen model gives: its log-odds of the chosen response.

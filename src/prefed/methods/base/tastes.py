@@ -96,12 +96,16 @@ class Tastes(FedAvgBase):
     def visit(
         self, trainer: ClientTrainer, private: State, download: Download, **changes: Any
     ) -> tuple[Upload, PhaseResult]:
-        """Train φ_i ← φ; send φ_i, and the posterior under φ_i unless it is one over too few pairs."""
+        """Train φ_i ← φ; send φ_i, and the posterior under φ unless it is one over too few pairs.
+
+        Under φ, which all clients got, their posteriors can be compared. A client's own steps may turn z its
+        own way: under φ_i two clients of one taste can lie far apart.
+        """
         start = self.start(trainer, private, download)
         result = trainer.train(start, self.phase(trainer, download, **changes))
         groups = {self.group: self.share(result.tensors, trainer.round)}
         if self.tells(trainer.client, trainer.round):
-            groups[POSTERIOR] = self.posterior(trainer, result.tensors)
+            groups[POSTERIOR] = self.posterior(trainer, start)
         return trainer.upload(groups, {"loss": result.loss}), result
 
     def work(
