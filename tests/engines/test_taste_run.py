@@ -14,6 +14,7 @@ import toy
 from prefed import Experiment, run
 from prefed.cli import app
 from prefed.data import Message, Record, write_choices
+from prefed.methods.base.posteriors import posteriors
 from prefed.models import load_client, save_client
 from prefed.runs.build import response_encoder
 from prefed.runs.evaluate import evaluate
@@ -44,6 +45,13 @@ def finished(place):
     return path
 
 
+def at_z(opened, z):
+    """The run, with z for every client."""
+    predict = opened.method.predict
+    method = replace(opened.method, predict=lambda *given: predict(*given).replace({"latent/z": z}))
+    return replace(opened, job=replace(opened.job, method=method))
+
+
 def test_a_run_leaves_tastes_and_no_adapter(finished):
     """6 rounds' messages: two visits of three clients; trust in private states alone."""
     opened = load_run(finished, data=True)
@@ -64,6 +72,14 @@ def test_a_run_leaves_tastes_and_no_adapter(finished):
     assert tastes.accuracies.diagonal().tolist() == pytest.approx(own)
     population = [summary["shared_accuracy"]["per_client"][client] for client in tastes.clients]
     assert tastes.population.tolist() == pytest.approx(population)
+    known = posteriors(opened.server)
+    assert tastes.told == {
+        client: evaluate(at_z(opened, known[client].mean)).figures["preference_accuracy"]["per_client"][
+            client
+        ]
+        for client in tastes.clients
+        if client in known
+    }
     plain = json.loads(json.dumps(tastes.plain()))
     assert np.array(plain["map"]["clients"]).shape == np.array(plain["map"]["prototypes"]).shape == (2, 2)
     for client, others in plain["trust"].items():

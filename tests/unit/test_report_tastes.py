@@ -68,6 +68,19 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
     assert "|bob||0.750||0.500||0|||" in page
 
 
+def test_what_clients_told_is_shown_and_warned_of_where_it_is_not_their_taste() -> None:
+    """0.75 with own z: 0.625 is 0.125 below it, 0.7 is near."""
+    far, near = ({**TOLD, "told": told} for told in (0.625, 0.7))
+    assert "62.5%" in dict(tastes.tastes_facts(far))["with the z that it told the server"]
+    assert "with what clients told the server 0.625" in tastes.tastes_line(far)
+    assert "fewer local_steps" in tastes.tastes_line(far)
+    assert (
+        "fewer"
+        not in tastes.tastes_line(near)
+        + dict(tastes.tastes_facts(near))["with the z that it told the server"]
+    )
+
+
 def test_the_page_says_what_would_flatter_another_clients_z(tmp_path: Path) -> None:
     """Judged pairs that it trains on, and the share of numbers that train; older files have neither."""
     facts = dict(tastes.tastes_facts({**TOLD, "met": 0.125, "trainable_share": 0.00185}))
@@ -86,10 +99,10 @@ def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
     told = {**TOLD, "another": 0.745, "collapsed": True, "active_units": 3}
     another = "with another client's 0.745"
     assert tastes.tastes_line(told) == (
-        f"tastes: accuracy with own z 0.750, {another}; the tastes have collapsed"
+        f"tastes: accuracy with own z 0.750, {another}; the tastes have collapsed: {tastes.REMEDY}"
     )
     assert (
-        "no, they have collapsed: own z is worth 0.5 points over another's"
+        f"no, they have collapsed: own z is worth 0.5 points over another's; {tastes.REMEDY}"
         in dict(tastes.tastes_facts(told)).values()
     )
 

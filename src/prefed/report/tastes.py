@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 TasteRecord = Mapping[str, Any]
 """What ``tastes.json`` of a run holds."""
 
+TOLD_APART = 0.1
+"""Where accuracy with own z is this much above that with the z that clients told the server, these differ."""
+REMEDY = "try fewer local_steps and more rounds"
+"""What most often helps tastes that collapse: a client's own steps learn its taste without z."""
 READERS = (
     "This section is made of clients' pairs and private states; no message has it. Whoever reads it learns "
     "what each client named here prefers, and whom it trusts. So only the owner of this file can read it."
@@ -41,6 +45,13 @@ def tastes_facts(tastes: TasteRecord) -> Facts:
     if another is not None:
         facts.append(("with another client's z", f"{another:.1%}, averaged over all others"))
     facts.append(("with the population's z", f"{tastes['population']:.1%}"))
+    if (told := tastes.get("told")) is not None:
+        facts.append(
+            (
+                "with the z that it told the server",
+                f"{told:.1%}; an alignment takes this one{_astray(tastes)}",
+            )
+        )
     facts.append(("do tastes say anything", verdict(tastes)))
     if met := tastes.get("met"):
         facts.append(
@@ -54,7 +65,7 @@ def tastes_facts(tastes: TasteRecord) -> Facts:
         (
             "active units",
             f"{tastes['active_units']} of {units}; they prove nothing alone, for a pull to prototypes makes "
-            "units active too",
+            "units active too, and tastes may differ by less than counts",
         )
     )
     facts.append(("KL to N(0, I)", f"{sum(tastes['kl_per_dimension']):.2f} nats, mean over clients"))
@@ -63,13 +74,21 @@ def tastes_facts(tastes: TasteRecord) -> Facts:
     return facts
 
 
+def _astray(tastes: TasteRecord) -> str:
+    """A warning where what clients told judges much worse than their own z, else nothing."""
+    told = tastes.get("told")
+    if told is None or tastes["own"] - told < TOLD_APART:
+        return ""
+    return ", and it is not their own: take fewer local_steps, or schedule = 'cosine'"
+
+
 def verdict(tastes: TasteRecord) -> str:
     """Whether z says anything of its client, in words."""
     if tastes["another"] is None:
         return "unknown: there is one client"
     gain = 100 * (tastes["own"] - tastes["another"])
     if tastes["collapsed"]:
-        return f"no, they have collapsed: own z is worth {gain:.1f} points over another's"
+        return f"no, they have collapsed: own z is worth {gain:.1f} points over another's; {REMEDY}"
     return f"yes: own z is worth {gain:.1f} points over another's"
 
 
@@ -241,5 +260,7 @@ def tastes_table(tastes: TasteRecord) -> Table:
 def tastes_line(tastes: TasteRecord) -> str:
     """The same for the terminal, in one line."""
     another = "" if tastes["another"] is None else f", with another client's {tastes['another']:.3f}"
-    end = "; the tastes have collapsed" if tastes["collapsed"] else ""
+    end = f"; the tastes have collapsed: {REMEDY}" if tastes["collapsed"] else ""
+    if apart := _astray(tastes):
+        end += f"; with what clients told the server {tastes['told']:.3f}{apart}"
     return f"tastes: accuracy with own z {tastes['own']:.3f}{another}{end}"

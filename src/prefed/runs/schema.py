@@ -136,6 +136,7 @@ class _Tastes(_Schema):
     map: _Map
     prototypes: dict[str, int]
     trust: dict[str, dict[str, float]]
+    told: float | None = None
     trainable_share: float | None = None
     met: float = 0.0
 

@@ -16,6 +16,7 @@ from prefed.core import Key, Objective, Owner, State, Tensors
 from prefed.engines import ClientStates, Job
 from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import summarize
+from prefed.methods.base.posteriors import posteriors as kept_posteriors
 from prefed.methods.base.tastes import POPULATION, Z
 from prefed.metrics.latent import Array, active_units, kl_per_dimension, latent_map, transfer
 from prefed.models import Backbone
@@ -38,6 +39,8 @@ class TasteFigures:
         log_variances: ``[n, d]`` log σ̄².
         accuracies: ``[n, n]`` preference accuracy; row i has client i's pairs, column j client j's μ̄.
         population: ``[n]`` accuracy of each client's pairs with the taste that the server publishes.
+        told: client → accuracy of its pairs with the μ̄ that the server has of it, for those that told one. It
+            is of the last round's model or an earlier one. Alignments and ``--taste ID`` of policies take it.
         labels: client → its prototype; empty where there are none.
         prototypes: ``[M, d]``, or ``[0, d]``.
         trust: client → how much it trusts each other one of ``clients`` whose posterior is in its prior, 1 in
@@ -52,6 +55,7 @@ class TasteFigures:
     log_variances: Array
     accuracies: Array
     population: Array
+    told: dict[str, float]
     labels: dict[str, int]
     prototypes: Array
     trust: dict[str, dict[str, float]]
@@ -71,6 +75,7 @@ class TasteFigures:
             "own": over.own,
             "another": over.another,
             "population": float(self.population.mean()),
+            "told": float(np.mean([*self.told.values()])) if self.told else None,
             "collapsed": over.another is not None and over.own - over.another < NO_TASTE,
             "accuracies": self.accuracies.tolist(),
             "active_units": active_units(self.means),
@@ -138,12 +143,14 @@ def measure_tastes(
     own = models[clients[0]]
     prototypes = own[PROTOTYPES].double().numpy() if PROTOTYPES in own else np.zeros((0, len(own[Z])))
     labels = cast("Mapping[str, int]", server.values.get("labels", {}))
+    known = kept_posteriors(server)
     return TasteFigures(
         clients=tuple(clients),
         means=np.stack([posterior.mean.double().numpy() for posterior in posteriors]),
         log_variances=np.stack([posterior.log_variance.double().numpy() for posterior in posteriors]),
         accuracies=np.array([[accuracy(client, p.mean) for p in posteriors] for client in clients]),
         population=np.array([accuracy(client, z) for client, z in zip(clients, population, strict=True)]),
+        told={client: accuracy(client, known[client].mean) for client in clients if client in known},
         labels={client: labels[client] for client in clients if client in labels},
         prototypes=prototypes,
         trust=_trust(job, server, private, clients),
