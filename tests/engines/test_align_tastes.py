@@ -1,8 +1,10 @@
 """Alignment with selectors that have a latent taste: whose taste labels, and a policy that takes tastes."""
 
+import contextlib
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,20 +20,22 @@ from prefed import run
 from prefed.align import AlignError
 from prefed.cli import app
 from prefed.config import AlignConfig
-from prefed.core import Callback, Key
+from prefed.core import Callback, Key, Privacy
 from prefed.data import Record
 from prefed.judge import Question
 from prefed.judge.registry import JudgeOptions
 from prefed.methods.base.posteriors import posteriors
 from prefed.methods.base.tastes import Z
 from prefed.runs.align import align as align_run
+from prefed.runs.align import check_named_tastes
+from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate
 from prefed.runs.judges import make_judge
 from prefed.runs.loaded import load_run
-from prefed.runs.outcomes import alignment_of
+from prefed.runs.outcomes import alignment_of, judged_of
 from prefed.runs.record import RunError
 from prefed.runs.selectors import selectors_of
-from prefed.runs.taste_names import common_taste, taste_of_file, told_taste
+from prefed.runs.taste_names import common_taste, known_tastes, taste_of_file, told_taste
 from prefed.runs.tastes import at_taste
 from prefed.runs.texts import Models
 from prefed.train.completions import complete_batch
@@ -58,6 +62,20 @@ def opened(finished):
 def config(place, **changes):
     values = {"completions": 2, "max_new_tokens": 4, "temperature": 1.5, "lr": 1e-3, "epochs": 1}
     return AlignConfig(prompts=str(place / "prompts.jsonl"), **values | changes)
+
+
+class Watch(Callback):
+    def __init__(self):
+        self.warned = []
+
+    def on_warning(self, message):
+        self.warned.append(message)
+
+
+def tell(path, **changes):
+    """Put figures into the run's tastes.json."""
+    file = path / "tastes.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def test_a_named_taste_labels(opened):
@@ -129,6 +147,7 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     assert labels[0] != labels[1]
     with pytest.raises(RunError, match="no client is called 'w9'"):
         align_run(finished, config(place, taste="w9"), stage="labels")
+    assert (finished / "align/scores.jsonl").read_bytes() == labels[1]
     with pytest.raises(ValueError, match="the server has no pairs"):
         config(place, taste="infer:8")
     with pytest.raises(ValueError, match=r"leave out taste = 'w1'"):
@@ -139,18 +158,88 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
         config(place, taste="w1", labels="judge:utility")
     with pytest.raises(ValueError, match="fedbis has no latent taste"):
         tasty(place, method={**METHOD, "name": "fedbis"}, align=config(place, taste="w1").model_dump())
-    warned = []
-
-    class Watch(Callback):
-        def on_warning(self, message):
-            warned.append(message)
-
     monkeypatch.setattr("prefed.runs.align.common_taste", lambda run: 0.25)
-    align_run(finished, config(place), stage="labels", callbacks=[Watch()])
-    align_run(finished, config(place, taste="w1"), stage="labels", callbacks=[Watch()])
-    (message,) = warned
+    tell(finished, collapsed=False)
+    watch = Watch()
+    align_run(finished, config(place), stage="labels", callbacks=[watch])
+    align_run(finished, config(place, taste="w1"), stage="labels", callbacks=[watch])
+    (message,) = watch.warned
     assert "the taste of the population, which is nobody's" in message
     assert "0.25" in message
+
+
+def test_collapsed_tastes_are_warned_of_before_the_first_stage(finished, place, monkeypatch):
+    """By tastes.json, if it is there, where selectors label, whosever taste; a judge's labels have none. That
+    their mean is nobody's is then not said."""
+    monkeypatch.setattr("prefed.runs.align.common_taste", lambda run: 0.25)
+    monkeypatch.setattr("prefed.runs.align.run_stages", lambda alignment, stage: alignment.selectors())
+    told = (finished / "tastes.json").read_bytes()
+
+    def warned(**changes):
+        watch = Watch()
+        align_run(finished, config(place, **changes), stage="prompts", callbacks=[watch])
+        return watch.warned
+
+    tell(finished, collapsed=True, own=0.5, another=0.49)
+    for changes in ({}, {"taste": "w1"}, {"tastes": "posteriors"}, {"tastes": "prototypes"}):
+        (message,) = warned(**changes)
+        assert "have collapsed: 0.500 of their pairs" in message
+        assert f"prefed report {finished}" in message
+    assert not any("collapsed" in message for message in warned(labels=f"judge:selector:{finished}"))
+    (finished / "tastes.json").unlink()
+    assert warned(taste="w1") == []
+    (finished / "tastes.json").write_bytes(told)
+
+
+def test_a_taste_that_nobody_told_is_refused_before_the_first_stage(finished, place, tmp_path, monkeypatch):
+    """A finished run asks its server's state: nothing is begun, and no stage that is done is forgotten."""
+    path = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("align"))
+    path.joinpath("align").mkdir()
+    for taste, message in (("w9", "no client is called 'w9'"), ("prototype:2", "numbered from 0")):
+        with pytest.raises(RunError, match=message):
+            align_run(path, config(place, taste=taste))
+    known = known_tastes(load_run(path))
+    for changes, tastes in (({"labels": {}}, "prototypes"), ({"posteriors": {}}, "posteriors")):
+        monkeypatch.setattr("prefed.runs.align.known_tastes", lambda run, c=changes: replace(known, **c))
+        with pytest.raises(AlignError, match=f"tastes = '{tastes}': "):
+            align_run(path, config(place, tastes=tastes))
+    assert not list(path.joinpath("align").iterdir())
+
+
+def test_a_taste_that_nobody_will_tell_is_refused_before_clients_train(opened, place, tmp_path):
+    """By the data's clients, those among them that train and have pairs enough, and the method's
+    prototypes; a dry run and a run ask alike."""
+
+    def asked(job=opened.job, method=METHOD, **changes):
+        check_named_tastes(tasty(place, method=method, align=config(place, **changes).model_dump()), job)
+
+    for changes in ({}, {"taste": "w1"}, {"taste": "prototype:1"}, {"tastes": "prototypes"}):
+        asked(**changes)
+    asked(method={**METHOD, "name": "fedvpl"}, tastes="posteriors")
+    small = {client: 3.0 if client == "w1" else weight for client, weight in opened.job.weights.items()}
+    few = SimpleNamespace(**{n: getattr(opened.job, n) for n in ("members", "trainers")}, weights=small)
+    few.privacy = Privacy(minimum_pairs=4)
+    never = replace(opened.job, unseen=("w1",))
+    for message, changes in (
+        ("taste = 'ghost': no client of the data; there are 'w0'", {"taste": "ghost"}),
+        ("'w1': this client will tell nothing of its taste", {"taste": "w1", "job": never}),
+        ("'w1': this client will tell nothing of its taste", {"taste": "w1", "job": few}),
+        ("fedvpa has 2 prototypes here, numbered from 0", {"taste": "prototype:2"}),
+        ("after the colon comes a prototype's number", {"taste": "prototype:x"}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asked(**changes)
+    for name, own in (("fedvpl", {}), ("fedvpa", {"prototypes": False})):
+        method = {**METHOD, "name": name, **own}
+        with pytest.raises(AlignError, match=f"{name} has 0 prototypes"):
+            asked(method=method, taste="prototype:0")
+        with pytest.raises(AlignError, match="a run of fedvpa with prototypes = true"):
+            asked(method=method, tastes="prototypes")
+    ghost = tasty(place, align=config(place, taste="ghost").model_dump())
+    for begin in (run, dry_run):
+        with pytest.raises(AlignError, match="taste = 'ghost': no client of the data"):
+            begin(ghost, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_new_users_pairs_tell_a_taste(finished, opened, place, tmp_path):
@@ -283,8 +372,16 @@ def test_the_summary_knows_generations(tasting, place):
     assert [row["generation"] for row in summary["train"]["epochs"]] == [1, 2]
     assert summary["tastes"]["prototypes"] == 2
     assert oct((tasting / "align/tastes.json").stat().st_mode)[-3:] == "600"
+    tell(tasting, collapsed=True)
     code, output = command("align", tasting, "--resume")
-    assert (code, "of 2" in output) == (0, True), output
+    assert (code, "of 2" in output, "have collapsed" in output) == (0, True, True), output
+    (kept, pairs) = (summary["train"][name] for name in ("kept", "held_out"))
+    figures = summary["train"]["epochs"][kept - 1]
+    assert pairs == 1
+    assert (
+        f"generation {figures['generation']}, agreement {figures['agreement']:.3f} on 1 held-out pair\n"
+        in output
+    )
 
 
 def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
@@ -314,3 +411,35 @@ def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
     assert (code, "no model of it takes a taste" in output) == (1, True), output
     code, output = command("judge", tasting, *words, "--criterion", "helpful")
     assert (code, "only a language model decides by it" in output) == (2, True), output
+
+
+def test_a_judges_taste_is_in_the_default_name(tasting, place):
+    """So a cross table needs no --name. A folder of an earlier version, which left the taste out, goes on."""
+    words = ("--judge", "selector:.", "--prompts", place / "prompts.jsonl", "--max-new-tokens", 4, "--json")
+    words = (*words, "--policy-taste", "w1")
+    sides, names = "tasting-aligned-taste-w1-against-base", {}
+    with contextlib.chdir(tasting):
+        for taste in ("w0", "w1", "mean"):
+            code, output = command("judge", tasting, *words, "--taste", taste)
+            assert code == 0, output
+            summary = json.loads(output)
+            names[taste] = summary["name"], summary["taste"]
+        assert names == {
+            "w0": (f"selector-.-taste-w0-{sides}", "w0"),
+            "w1": (f"selector-.-taste-w1-{sides}", "w1"),
+            "mean": (f"selector-.-{sides}", None),
+        }
+        other = ("--taste", "w1", "--name", names["w0"][0])
+        code, output = command("judge", tasting, *words, *other)
+        assert (code, "  taste: 'w0' → 'w1'" in output) == (1, True), output
+        old = tasting / "judge" / names["mean"][0]
+        shutil.rmtree(old)
+        (tasting / "judge" / names["w0"][0]).rename(old)
+        settings = json.loads((old / "settings.json").read_text())
+        assert settings.pop("taste") == "w0"
+        (old / "settings.json").write_text(json.dumps(settings))
+        code, output = command("judge", tasting, *words[:-3], *words[-2:], "--taste", "w0")
+    assert (code, "judged by selector:., taste w0" in output) == (0, True), output
+    assert f"verdicts: {old}" in output
+    (judged,) = [each.summary for each in judged_of(tasting) if each.summary["name"] == old.name]
+    assert judged["taste"] == "w0"

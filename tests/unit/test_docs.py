@@ -286,6 +286,17 @@ def test_the_commands_page_knows_every_command_and_option() -> None:
         assert set(re.findall(r"^\| `(--[a-z-]+)[ `]", rows, re.MULTILINE)) == shown - everywhere
 
 
+def test_the_example_of_a_policy_with_tastes_has_the_rates_that_taught_one() -> None:
+    """Those of the experiment that the page names; with the defaults no policy learned a taste."""
+    (shown,) = (
+        table
+        for _, text in blocks(DOCS / "align.md", "toml")
+        if "tastes" in (table := tomllib.loads(text)["align"])
+    )
+    measured = tomllib.loads((ROOT / "experiments/synthetic/opposed.toml").read_text("utf-8"))
+    assert measured["sets"]["near"]["align"] == {name: shown[name] for name in ("lr", "beta")}
+
+
 @pytest.mark.parametrize("page", READ, ids=name_of)
 def test_experiment_files_in_pages_are_valid(page: Path) -> None:
     for _, text in blocks(page, "toml"):

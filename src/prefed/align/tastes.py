@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,29 @@ def parse_drawn(row: Mapping[str, Any]) -> Drawn:
     return Drawn(torch.tensor(row["z"]), {name: row[name] for name in ("client", "prototype") if name in row})
 
 
+def check_told(tastes: str, clients: Collection[str], labelled: Collection[str]) -> None:
+    """Refuse tastes to draw from of which there are none.
+
+    Args:
+        tastes: as :func:`draw` takes it.
+        clients: those that tell the server a posterior.
+        labelled: those that have a prototype.
+
+    Raises:
+        AlignError: no client told a posterior, or none has a prototype.
+    """
+    if tastes == "prototypes" and not labelled:
+        raise AlignError(
+            "[align] tastes = 'prototypes': the run has none; take 'posteriors', or a run of fedvpa with "
+            "prototypes = true"
+        )
+    if tastes == "posteriors" and not clients:
+        raise AlignError(
+            "[align] tastes = 'posteriors': no client told the server of its taste; each has fewer "
+            "pairs than [privacy] minimum_pairs"
+        )
+
+
 def draw(known: KnownTastes, tastes: str, key: Key) -> Drawn:
     """A taste for a prompt.
 
@@ -50,24 +73,15 @@ def draw(known: KnownTastes, tastes: str, key: Key) -> Drawn:
         key: the randomness of the prompt.
 
     Raises:
-        AlignError: no client told a posterior, or none has a prototype.
+        AlignError: see :func:`check_told`.
     """
+    check_told(tastes, known.posteriors, known.labels)
     generator = key.numpy()
     if tastes == "prototypes":
         numbers = [known.labels[client] for client in sorted(known.labels)]
-        if not numbers:
-            raise AlignError(
-                "[align] tastes = 'prototypes': the run has none; take 'posteriors', or a run of fedvpa with "
-                "prototypes = true"
-            )
         number = numbers[int(generator.integers(len(numbers)))]
         return Drawn(known.prototypes[number], {"prototype": number})
     clients = sorted(known.posteriors)
-    if not clients:
-        raise AlignError(
-            "[align] tastes = 'posteriors': no client told the server of its taste; each has fewer "
-            "pairs than [privacy] minimum_pairs"
-        )
     client = clients[int(generator.integers(len(clients)))]
     mean, log_variance = known.posteriors[client]
     noise = torch.from_numpy(generator.standard_normal(len(mean))).to(mean.dtype)

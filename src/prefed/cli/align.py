@@ -39,8 +39,8 @@ def align(
 
         record = read_run(run)
         from prefed.align.run import begun
-        from prefed.config.align import align_settings
-        from prefed.runs.align import FOLDER, stored_settings
+        from prefed.core.text import pluralize
+        from prefed.runs.align import FOLDER, read_settings
         from prefed.runs.align import align as align_run
         from prefed.runs.log import run_log
         from prefed.runs.selectors import check_selectors
@@ -53,7 +53,7 @@ def align(
                 f"{folder} holds an alignment: go on with it with --resume, or do a stage and those after it "
                 "again with --stage NAME (--stage prompts: all of it)"
             )
-        config = align_settings(stored_settings(record, anew=anew), overrides, record.path)
+        config = read_settings(record, overrides, anew=anew)
         from prefed.models.notices import silence_transformers
 
         silence_transformers()
@@ -63,7 +63,10 @@ def align(
             training = align_run(run, config, stage=stage, callbacks=[*terminal(console), log])["train"]
         kept = training["epochs"][training["kept"] - 1]
         generation = f", generation {kept['generation']}" if "generation" in kept else ""
-        agreement = "" if kept["agreement"] is None else f", agreement {kept['agreement']:.3f}"
+        agreement = ""
+        if kept["agreement"] is not None:
+            pairs = pluralize(training["held_out"], "held-out pair", "held-out pairs")
+            agreement = f", agreement {kept['agreement']:.3f} on {pairs}"
         for line in (
             f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{generation}{agreement}",
             f"adapter: {folder / 'adapter'}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,22 +182,47 @@ class _Tables(StrictModel):
     align: AlignConfig
 
 
-def align_settings(stored: Mapping[str, Any] | None, overrides: Sequence[str], folder: Path) -> AlignConfig:
+def align_settings(
+    stored: Mapping[str, Any] | None, overrides: Sequence[str], folder: Path, file: Path | None = None
+) -> AlignConfig:
     """The ``[align]`` table with overrides laid over it.
+
+    An override without a value takes a key back to its default. One of two keys that exclude each other
+    takes the other one's place: ``taste``, ``tastes`` and a judge in ``labels``.
 
     Args:
         stored: the table as it is; ``None`` if there is none.
         overrides: ``"align.KEY=VALUE"`` each.
         folder: relative paths are looked for in the working folder, and then here.
+        file: that holds ``stored``, for messages; left out: ``folder``.
 
     Raises:
         ConfigError: there are no prompts, an unknown key, or a value that is not allowed.
     """
     tables: dict[str, Any] = {"align": dict(stored or {})}
     origins = override(tables, overrides, folder)
+    _lay_aside(tables["align"], {keys[1] for keys in origins if keys[0] == "align" and len(keys) > 1})
     if "prompts" not in tables["align"]:
         raise ConfigError(f"{folder}: there is no [align] table: name the server's prompts, --prompts FILE")
     try:
         return _Tables.model_validate(tables).align
     except ValidationError as error:
-        raise ConfigError(explain(error, _Tables, tables, f"[align] of {folder}", origins)) from None
+        raise ConfigError(explain(error, _Tables, tables, f"[align] of {file or folder}", origins)) from None
+
+
+def _lay_aside(table: dict[str, Any], given: Set[str]) -> None:
+    """Drop stored keys that cannot go with those that overrides give, and keys that they empty."""
+    for key in given & AlignConfig.model_fields.keys():
+        if table.get(key) == "":
+            del table[key]
+    judged = str(table.get("labels", "")).startswith("judge:")
+    labelling, tasting = {"labels"} if judged else set[str](), {"tastes", "generations", "regenerate"}
+    aside = set[str]()
+    if "tastes" in given:
+        aside |= {"taste"} | labelling if "tastes" in table else tasting
+    if "taste" in given and table.get("taste", "population") != "population":
+        aside |= tasting | labelling
+    if judged and "labels" in given:
+        aside |= {"taste"} | tasting
+    for key in aside - given:
+        table.pop(key, None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prefed.core.text import duration, size
 from prefed.report.differences import case_names, differences, disagreements, labels, letters
-from prefed.report.judged import interval, sides
+from prefed.report.judged import interval, judge_of, sides
 from prefed.report.seeds import few_seeds, seeds_tables
 from prefed.report.tables import LISTED, literal, new_table
 from prefed.runs.cases import cases
@@ -157,7 +157,7 @@ def judged_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table 
         table.add_row(
             literal(name),
             literal(sides(summary)),
-            literal(summary["judge"]),
+            literal(judge_of(summary)),
             f"{rate['mean']:.1%}",
             interval(rate),
             f"{summary['wins']:.1%}",

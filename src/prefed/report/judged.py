@@ -17,6 +17,16 @@ def sides(summary: Mapping[str, Any]) -> str:
     return f"{summary['model']} against {summary['against']}"
 
 
+def judge_of(summary: Mapping[str, Any]) -> str:
+    """The judge of a comparison, and the taste by which it judged if one was named.
+
+    >>> judge_of({"judge": "utility", "taste": "ward-7"}), judge_of({"judge": "utility"})
+    ('utility, taste ward-7', 'utility')
+    """
+    taste = summary.get("taste")
+    return str(summary["judge"]) if taste is None else f"{summary['judge']}, taste {taste}"
+
+
 def interval(rate: Mapping[str, float]) -> str:
     """The 95% interval of a win rate.
 
@@ -31,7 +41,7 @@ def print_judged(summary: Mapping[str, Any], run: Path, console: Console) -> Non
     from rich.table import Table
 
     rate, controlled = summary["win_rate"], summary["length_controlled"]
-    title = literal(f"{sides(summary)}, judged by {summary['judge']}")
+    title = literal(f"{sides(summary)}, judged by {judge_of(summary)}")
     table = Table(title=title, title_justify="left")
     for name in ("win rate", "95% interval", "wins", "at equal lengths", "ties", "judged", "failed"):
         table.add_column(name, justify="right")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefed.report.drawing import Theme, canvas, percent_axis, short_name, tell_points
-from prefed.report.judged import interval, sides
+from prefed.report.judged import interval, judge_of, sides
 from prefed.report.parts import Facts, Plot, Table, number, plot
 from prefed.runs.outcomes import Example, Outcome
 
@@ -46,7 +46,7 @@ def judged_table(judged: Sequence[Outcome]) -> Table | None:
     rows = []
     for each in judged:
         summary, rate = each.summary, each.summary["win_rate"]
-        cells = [summary["judge"], f"{rate['mean']:.1%}", interval(rate)]
+        cells = [judge_of(summary), f"{rate['mean']:.1%}", interval(rate)]
         cells += [f"{summary['wins']:.1%}", number(summary["length_controlled"], ".1%")]
         cells += [f"{summary['ties']:,}", f"{summary['judged']:,}"]
         rows.append((sides(summary), cells))

@@ -16,18 +16,20 @@ import torch
 from prefed import files
 from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors
 from prefed.align import align as run_stages
-from prefed.align.run import SETTINGS
+from prefed.align.run import SETTINGS, SUMMARY
+from prefed.align.tastes import check_told
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks
-from prefed.core.text import pluralize
+from prefed.core.text import did_you_mean, pluralize
+from prefed.engines import Job
 from prefed.judge.registry import JudgeOptions, split_name
 from prefed.models import ModelConfig
 from prefed.runs.judges import JudgeLabels, make_judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunRecord, read_run
 from prefed.runs.selectors import check_selectors, selectors_of, untrained
-from prefed.runs.taste_names import OPPOSED, common_taste, known_tastes
+from prefed.runs.taste_names import OPPOSED, common_taste, known_tastes, split_taste, told_taste
 from prefed.runs.track import tracked_alignment
 from prefed.store import RunReader
 from prefed.store.directory import lock
@@ -45,7 +47,7 @@ def align(
     """Align a model with the selectors of the finished run in ``path``, or go on with an alignment there.
 
     Args:
-        config: the ``[align]`` table; left out: :func:`stored_settings`.
+        config: the ``[align]`` table; left out: :func:`read_settings`.
         stage: a stage to do again, with all stages after it.
         callbacks: are told how the stages go on.
 
@@ -53,7 +55,8 @@ def align(
         What ``align/summary.json`` holds; see :func:`prefed.align.align`.
 
     Raises:
-        RunError: there is no finished run, or its method trains no selectors.
+        RunError: there is no finished run, its method trains no selectors, or its server was told no such
+            taste.
         AlignError: a stage was done with other settings; or as :func:`prefed.align.align`.
         ConfigError: there are no settings.
         StoreError: another process works in the directory.
@@ -62,14 +65,19 @@ def align(
     record = read_run(path)
     check_selectors(record)
     if config is None:
-        config = align_settings(stored_settings(record), [], record.path)
+        config = read_settings(record)
     folder = record.path / FOLDER
     with (
         _locked(record.path),
         _threads(record),
         tracked_alignment(record.config, folder, Callbacks(callbacks)) as telling,
     ):
-        return run_stages(_alignment(record, config, telling), stage)
+        source = _Source(record.path, config, telling)
+        alignment = _alignment(record, config, source)
+        if stage is not None or not (folder / SUMMARY).exists():
+            source.check_tastes()
+        _warn_of_collapse(record, config, telling)
+        return run_stages(alignment, stage)
 
 
 def check_judge(config: AlignConfig) -> None:
@@ -85,21 +93,84 @@ def check_judge(config: AlignConfig) -> None:
             raise AlignError(f"[align] labels = {config.labels!r}: {error}") from error
 
 
+def check_named_tastes(experiment: Experiment, job: Job) -> None:
+    """Refuse tastes in ``[align]`` of which no server will be told, before clients train.
+
+    Raises:
+        AlignError: no client of that name will tell its taste, or the method has no such prototype.
+        ValueError: see :func:`~prefed.runs.taste_names.split_taste`.
+    """
+    config = experiment.align
+    if config is None or (config.taste is None and config.tastes is None):
+        return
+    telling = [client for client in job.members if job.privacy.may_report(job.weights[client])]
+    count = experiment.model.variational.prototypes if "prototypes" in experiment.parts else 0
+    if config.tastes is not None:
+        check_told(config.tastes, telling, telling if count else ())
+    if config.taste is None:
+        return
+    (kind, which), wrong = split_taste(config.taste), ""
+    if kind == "client" and which not in job.trainers.clients:
+        some = f"; there are {', '.join(map(repr, job.members[:8]))}"
+        wrong = f"no client of the data{did_you_mean(which, job.members) or some}"
+    elif kind == "client" and which not in telling:
+        wrong = (
+            "this client will tell nothing of its taste: it never trains, or has fewer pairs than [privacy] "
+            "minimum_pairs; name another one"
+        )
+    elif kind == "prototype" and int(which) >= count:
+        there = pluralize(count, "prototype", "prototypes")
+        wrong = f"{experiment.method.name} has {there} here, numbered from 0; name another taste"
+    if wrong:
+        raise AlignError(f"[align] taste = {config.taste!r}: {wrong}")
+
+
+def read_settings(record: RunRecord, overrides: Sequence[str] = (), *, anew: bool = False) -> AlignConfig:
+    """What :func:`stored_settings` finds, with overrides laid over it.
+
+    Args:
+        overrides, anew: as :func:`~prefed.config.align.align_settings` and :func:`stored_settings` take them.
+
+    Raises:
+        ConfigError: as :func:`~prefed.config.align.align_settings`.
+    """
+    stored = stored_settings(record, anew=anew)
+    file = None if stored is None else _settings_file(record, anew)
+    return align_settings(stored, overrides, record.path, file)
+
+
 def stored_settings(record: RunRecord, *, anew: bool = False) -> dict[str, Any] | None:
     """The settings of the run's last alignment, else its ``[align]`` table; ``None`` if it has neither.
 
     Args:
         anew: pass over the last alignment, which failed before it left anything.
     """
-    path = record.path / FOLDER / SETTINGS
-    if path.exists() and not anew:
+    path = _settings_file(record, anew)
+    if path.name == SETTINGS:
         stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
         return stored
     table = record.config.get("align")
     return None if table is None else dict(table)
 
 
-def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Alignment:
+def _settings_file(record: RunRecord, anew: bool) -> Path:
+    last = record.path / FOLDER / SETTINGS
+    return last if last.exists() and not anew else record.path / "config.toml"
+
+
+def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback) -> None:
+    tastes = record.tastes
+    if config.judge is not None or tastes is None or not tastes["collapsed"]:
+        return
+    callback.on_warning(
+        f"the clients' tastes have collapsed: {tastes['own']:.3f} of their pairs are judged rightly with "
+        f"their own, {tastes['another']:.3f} with another's (tastes.json). So labels are nearly the same "
+        "whosever taste is taken, and a policy that takes tastes can learn no difference; what to try: "
+        f"prefed report {record.path}"
+    )
+
+
+def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Alignment:
     experiment = Experiment.from_tables(record.config, str(record.path / "config.toml"))
     count = getattr(experiment.method.settings, "selectors", 1)
     if isinstance(config.labels, int) and config.labels >= count:
@@ -112,7 +183,6 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
     except ValueError as error:
         raise AlignError(str(error)) from error
     check_judge(config)
-    source = _Source(record.path, config, callback)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
     judge = None if config.judge is None else source.judge(config.judge)
@@ -133,7 +203,7 @@ def _alignment(record: RunRecord, config: AlignConfig, callback: Callback) -> Al
         },
         judge=judge,
         tastes=source.tastes,
-        callback=callback,
+        callback=source.callback,
     )
 
 
@@ -174,7 +244,9 @@ class _Source:
 
     def selectors(self) -> Selectors:
         unnamed = self.config.taste is None and self.config.tastes is None
-        if unnamed and (share := common_taste(self.run)) < OPPOSED:
+        # Where tastes have collapsed, no other one is better than their mean.
+        collapsed = (self.run.record.tastes or {}).get("collapsed", False)
+        if unnamed and not collapsed and (share := common_taste(self.run)) < OPPOSED:
             self.callback.on_warning(
                 "labels come from the taste of the population, which is nobody's: what the clients' tastes "
                 f"add up to is {share:.2f} of what it would be if they agreed. Label with one taste "
@@ -182,6 +254,14 @@ class _Source:
                 "align.tastes=posteriors)"
             )
         return selectors_of(self.run, self.config.taste)
+
+    def check_tastes(self) -> None:
+        """Refuse a taste that the server was not told."""
+        if self.config.taste is not None:
+            told_taste(self.run, self.config.taste)
+        if self.config.tastes is not None:
+            known = self.tastes()
+            check_told(self.config.tastes, known.posteriors, known.labels)
 
     def tastes(self) -> KnownTastes:
         return known_tastes(self.run)

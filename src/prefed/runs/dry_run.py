@@ -19,7 +19,7 @@ from prefed.engines.backend import peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import matrix_graph
-from prefed.runs.align import check_judge
+from prefed.runs.align import check_judge, check_named_tastes
 from prefed.runs.build import build_job
 from prefed.runs.resume import fitted, with_threads
 from prefed.runs.summary import mean_models, trainable
@@ -83,7 +83,9 @@ def dry_run(experiment: Experiment, out: Path) -> DryRun:
     place = _place(out)
     with TemporaryDirectory(prefix="prefed-dry-run-") as name:
         cache = Path(name) / "cache"
-        return _tried(experiment, build_job(experiment, cache), cache, place)
+        job = build_job(experiment, cache)
+        check_named_tastes(experiment, job)
+        return _tried(experiment, job, cache, place)
 
 
 def _place(out: Path) -> Path:

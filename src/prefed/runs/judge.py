@@ -23,6 +23,7 @@ from prefed.data.prompts import plain_prompt
 from prefed.judge import Judge, Question, Verdict, outcome
 from prefed.judge.prompts import NumberedPrompt, numbered_prompts, references
 from prefed.judge.registry import JudgeOptions, split_name
+from prefed.judge.utility import MEAN
 from prefed.metrics.winrate import NothingJudgedError, length_controlled, win_rate
 from prefed.runs.journal import Journal
 from prefed.runs.judges import make_judge
@@ -57,7 +58,7 @@ class Comparison:
         sampling: of the responses.
         seed: of the responses and of the interval.
         options: of the judge.
-        name: of the folder; left out: made of the judge and of what is compared.
+        name: of the folder; left out: made of the judge, its taste and what is compared.
 
     Raises:
         ValueError: the attributes do not go together, or there is no such judge.
@@ -120,9 +121,11 @@ def judge(
     judge = make_judge(how.judge, how.options, run)
     base = run.record.path / "judge"
     texts = base / "texts"
-    folder = base / (how.name or slug(f"{how.judge} {own.name} against {other.name}"))
+    # A judge without tastes makes nothing of one.
+    taste = None if how.options.taste == MEAN or "taste" not in judge.identity else how.options.taste
     settings = {"judge": how.judge, **judge.identity, "model": own.name, "against": other.name}
     settings |= {"client": how.client, "texts": None, "responses": _responses(how, prompts)}
+    folder = base / how.name if how.name else _folder(base, settings, taste)
     _check_settings(folder, settings)
     own_texts, other_texts = (side.texts(prompts, texts, progress) for side in (own, other))
     pairs = [
@@ -141,7 +144,7 @@ def judge(
             progress("verdicts", len(journal.rows), len(pairs))
         verdicts = [journal.rows[row.row] for row, _ in pairs]
     summary = summarize(verdicts, len(prompts) - len(pairs), how)
-    about = {"judge": how.judge, "model": own.name, "against": other.name}
+    about = {"judge": how.judge, "taste": taste, "model": own.name, "against": other.name}
     summary = {"name": folder.name, **about, **summary}
     files.write(
         folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False).encode(), mode=0o600
@@ -269,19 +272,34 @@ def _responses(how: Comparison, prompts: Sequence[NumberedPrompt]) -> dict[str, 
     return {**sampling, **drawn, "raw": how.raw, "prompts": asked}
 
 
-def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with a comparison of other settings, before texts are made and after it."""
+def _folder(base: Path, settings: Mapping[str, Any], taste: str | None) -> Path:
+    """The folder of a comparison that is given no name."""
+    judge, sides = settings["judge"], f"{settings['model']} against {settings['against']}"
+    plain = base / slug(f"{judge} {sides}")
+    # Earlier versions left the taste out of the name.
+    if taste is None or ((plain / SETTINGS).exists() and not _changes(plain, settings)):
+        return plain
+    return base / slug(f"{judge}, taste {taste} {sides}")
+
+
+def _changes(folder: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings in which a comparison in ``folder``, if there is one, differs from ``settings``."""
     path = folder / SETTINGS
     if not path.exists():
-        return
+        return {}
     try:
-        # Earlier versions wrote nothing of the responses but the digest of the texts.
-        stored = {"responses": settings["responses"], **json.loads(path.read_text("utf-8"))}
+        # Earlier versions wrote no taste of selectors, and of the responses the digest of the texts alone.
+        left_out = {name: settings[name] for name in ("responses", "taste") if name in settings}
+        stored = {**left_out, **json.loads(path.read_text("utf-8"))}
         texts = settings["texts"] or stored.get("texts")
-        changed = differing(stored, {**settings, "texts": texts})
+        return differing(stored, {**settings, "texts": texts})
     except (ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is damaged ({error}); delete the folder, or give another --name") from error
-    if changed:
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with a comparison of other settings, before texts are made and after it."""
+    if changed := _changes(folder, settings):
         lines = [f"  {name}: {before!r} → {after!r}" for name, (before, after) in changed.items()]
         raise RunError(
             f"{folder} holds verdicts of another comparison (there → asked for):\n"

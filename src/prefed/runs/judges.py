@@ -62,6 +62,7 @@ def _selector(path: Path, taste: str, judged: LoadedRun) -> Judge:
         "selectors": models,
         **selectors.config.model_dump(),
         "max_length": selectors.max_length,
+        **({"taste": taste} if named else {}),
     }
     return SelectorJudge(selectors, identity)
 

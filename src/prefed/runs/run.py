@@ -31,7 +31,7 @@ from prefed.engines import (
 )
 from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
-from prefed.runs.align import align, check_judge
+from prefed.runs.align import align, check_judge, check_named_tastes
 from prefed.runs.build import build_job
 from prefed.runs.log import run_log
 from prefed.runs.origin import describe_data, describe_origin
@@ -213,6 +213,7 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
             raise
         reset_run(writer)
         job = build_job(experiment, cache)
+    check_named_tastes(experiment, job)
     server = encode(job.method.init_server(job.trainers.initial))
     digests = {**job.trainers.fingerprint, **file_digests(experiment)}
     writer.begin(server, digests, settings_digest(experiment.tables()))

@@ -104,6 +104,7 @@ class _Rate(_Schema):
 class _Judged(_Schema):
     name: str
     judge: str
+    taste: str | None = None
     model: str
     against: str
     win_rate: _Rate

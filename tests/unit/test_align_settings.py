@@ -1,0 +1,52 @@
+"""What an alignment takes from earlier settings, and what overrides make of them."""
+
+import pytest
+
+from finished import write_run
+from prefed.config import ConfigError
+from prefed.config.align import align_settings
+from prefed.runs.align import read_settings
+from prefed.runs.record import read_run
+
+
+def test_a_key_that_is_given_takes_the_place_of_another_one(tmp_path):
+    """Of keys that exclude each other, and with it go keys that need it; both given are refused as ever.
+    Without a value a key is back at its default. A message names the file of a stored key."""
+
+    def settled(stored, *given):
+        overrides = [f"align.{text}" for text in given]
+        found = align_settings({"prompts": "x", **stored}, overrides, tmp_path, tmp_path / "a.json")
+        return found.model_dump(exclude_unset=True, exclude={"prompts"})
+
+    tasting, judged = {"tastes": "posteriors", "generations": 2, "regenerate": 4}, {"labels": "judge:utility"}
+    assert settled({"taste": "ghost", "limit": 3}, "tastes=prototypes") == {
+        "tastes": "prototypes",
+        "limit": 3,
+    }
+    assert settled(tasting, "taste=w1") == {"taste": "w1"}
+    assert settled(judged, "taste=w1") == {"taste": "w1"}
+    assert settled(judged, "tastes=posteriors", "generations=2") == {"tastes": "posteriors", "generations": 2}
+    assert settled({**tasting, "lr": 0.1}, "labels=judge:utility") == {**judged, "lr": 0.1}
+    assert settled({"taste": "w1"}, "labels=0") == {"taste": "w1", "labels": 0}
+    assert settled(tasting, "taste=population") == {**tasting, "taste": None}
+    assert settled({"taste": "ghost", "limit": 3}, "taste=", "limit=", "lr=0.1") == {"lr": 0.1}
+    assert settled(tasting, "tastes=") == {}
+    with pytest.raises(ConfigError, match=r"leave out taste = 'w1'"):
+        settled({}, "taste=w1", "tastes=posteriors")
+    with pytest.raises(ConfigError, match=r"tase: no such key"):
+        settled({}, "tase=")
+    with pytest.raises(ConfigError, match=r"\[align\] of .*a\.json with --set align\.lr=0\.1: .*tastes too"):
+        settled({"generations": 2}, "lr=0.1")
+
+
+def test_a_message_names_the_file_that_holds_the_key(tmp_path):
+    """The last alignment's settings, else the run's own."""
+    path = tmp_path / "run"
+    record = read_run(write_run(path, settings={"align": {"prompts": "x", "generations": 2}}))
+    with pytest.raises(ConfigError, match=r"\[align\] of .*run/config\.toml: "):
+        read_settings(record)
+    path.joinpath("align").mkdir()
+    path.joinpath("align/settings.json").write_text('{"prompts": {"path": "y"}, "generations": 2}')
+    with pytest.raises(ConfigError, match=r"\[align\] of .*run/align/settings\.json: "):
+        read_settings(record)
+    assert read_settings(record, ["align.tastes=posteriors"]).prompts.path == "y"
