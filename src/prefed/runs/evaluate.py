@@ -105,12 +105,11 @@ def evaluate(
         progress(done, len(evaluated))
     notes = _too_few_pairs(run, evaluated)
     if split == "train" and _told_by(run, evaluated):
-        notes.append(
-            "training pairs of these clients told the taste that judges them: the figures are not of new pairs"
-        )
+        told = "training pairs of these clients told the taste that judges them"
+        notes.append(f"{told}: the figures are not of new pairs")
     if len(evaluated) < len(names):
-        without = pluralize(len(names) - len(evaluated), "client has", "clients have")
-        notes.append(f"{without} no pair in their {split} split")
+        one, several = "client has no pair in its", "clients have no pair in their"
+        notes.append(f"{pluralize(len(names) - len(evaluated), one, several)} {split} split")
     pairs = {client: getattr(run.trainers.clients[client], split) for client in evaluated}
     return _over_clients(run, f"{split} pairs", pairs, figures, unseen, notes)
 
@@ -143,10 +142,10 @@ def evaluate_file(
     names = [run.check(client) for client in clients] if clients else None
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as folder:
         new = read_pairs(run, file, Path(folder), everyone=everyone)
-        one_taste = is_one_taste(run.taste)  # beside which no client has anything of its own
-        own_models = (
-            bool(run.job.jury) or run.job.graph is not None or (run.method.personal and not one_taste)
-        )
+        # Beside its taste no client has anything of its own.
+        one_taste = is_one_taste(run.taste)
+        personal = run.method.personal and not one_taste
+        own_models = personal or bool(run.job.jury) or run.job.graph is not None
         rows, common = dict(new.rows), new.common and not (own_models or names)
         if new.common and not common:
             participants = [client for client in run.clients if client not in run.job.unseen]

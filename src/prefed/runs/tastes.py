@@ -85,10 +85,7 @@ def _judging(run: LoadedRun, taste: str, method: Method) -> LoadedRun:
 
 
 def check_apart(
-    run: LoadedRun,
-    told: Pairs,
-    judged: str | None,
-    split: Literal["train", "validation", "test"] = "test",
+    run: LoadedRun, told: Pairs, judged: str | None, split: Literal["train", "validation", "test"]
 ) -> None:
     """Refuse to judge pairs that tell the taste with which they are judged: they hold their own answer.
 
