@@ -1,6 +1,7 @@
 """FedVPA-GP and FedVPL on a real, tiny language model: whole runs, their evaluations and their tastes."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,19 +16,23 @@ from prefed import Experiment, run
 from prefed.cli import app
 from prefed.data import Message, Record, write_choices
 from prefed.methods.base.posteriors import posteriors
+from prefed.methods.base.tastes import POPULATION, Z
 from prefed.models import load_client, save_client
 from prefed.runs.build import response_encoder
-from prefed.runs.evaluate import evaluate
+from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError, read_run
 from prefed.runs.resume import settings_digest
 from prefed.runs.selectors import selectors_of
 from prefed.runs.taste_figures import measure_tastes
+from prefed.runs.taste_names import any_taste, server_taste, told_taste
 from prefed.runs.tastes import at_taste, read_tastes
 from prefed.store import RunReader
 from prefed.train import PairTrainer
 
 VARIATIONAL = {"latent": 4, "widths": [16, 8], "scale": 2.0}
+UNSEEN = {"unseen": ["w1"], "unseen_steps": [0, 1], "unseen_pairs": [2, 8]}
+NO_PAIR = "1 client has no pair in its test split"
 METHOD = {"name": "fedvpa", "lr": 0.01, "local_steps": 2, "batch_size": 8}
 
 
@@ -209,21 +214,151 @@ def test_an_exported_client_is_the_model(finished, tmp_path):
     assert not (tmp_path / "w0/adapter_model.safetensors").exists()
 
 
-def test_newcomers_are_evaluated_by_pairs(place, tmp_path):
-    """``unseen_pairs`` of a method without tastes change nothing."""
-    unseen = {"unseen": ["w1"], "unseen_steps": [0, 1], "unseen_pairs": [2, 8]}
+@pytest.fixture(scope="module")
+def met(place, tmp_path_factory):
+    """A run whose client w1 never takes part: its figures are by steps and by pairs."""
+    path = tmp_path_factory.mktemp("met") / "run"
     method = {**METHOD, "name": "fedvpl", "lora": True}
-    result = run(tasty(place, rounds=1, method=method, evaluate=unseen), tmp_path / "run")
-    assert list(result.summary["unseen_accuracy"]) == ["0", "1", "pairs/2", "pairs/8"]
-    opened = load_run(tmp_path / "run", data=True)
-    published = opened.method.publish(opened.server, "w1")
-    model = opened.method.infer(opened.job.trainer("w1", 1, "predict"), published, 8)
-    orders = opened.trainers.score("w1", model, "test").orders.mean(1)
-    assert result.summary["unseen_accuracy"]["pairs/8"]["per_client"] == {"w1": float((orders > 0).mean())}
-    bis = experiment(place, "fedbis", evaluate=unseen)
-    job = replace(opened.job, method=replace(opened.method, infer=None))
+    run(tasty(place, rounds=1, method=method, evaluate=UNSEEN), path)
+    return load_run(path, data=True)
+
+
+def accuracy(opened, client, model, split="test"):
+    """Of a model on a client's pairs, from the scores of both orders."""
+    orders = opened.trainers.score(client, model, split).orders.mean(1)
+    return float((orders > 0).mean())
+
+
+def test_newcomers_are_evaluated_by_pairs(place, met):
+    """``unseen_pairs`` of a method without tastes change nothing."""
+    summary = json.loads((met.record.path / "summary.json").read_text())
+    assert list(summary["unseen_accuracy"]) == ["0", "1", "pairs/2", "pairs/8"]
+    published = met.method.publish(met.server, "w1")
+    model = met.method.infer(met.job.trainer("w1", 1, "predict"), published, 8)
+    assert summary["unseen_accuracy"]["pairs/8"]["per_client"] == {"w1": accuracy(met, "w1", model)}
+    bis = experiment(place, "fedbis", evaluate=UNSEEN)
+    job = replace(met.job, method=replace(met.method, infer=None))
     assert list(job.newcomer_figures) == ["0", "1"]
     assert "variational" not in bis.tables()["model"]
+
+
+def test_newcomers_judge_by_a_taste_that_is_asked_for(met, monkeypatch):
+    """One row, of the published selector with that z in it: what all or three of w1's training pairs tell,
+    another client's, the mean. The model that scores w1's pairs is this one, and the row has its accuracy."""
+    published = met.published("w1")
+    trainer = met.job.trainer("w1", 1, "predict")
+    models = {
+        "own": met.method.infer(trainer, published, trainer.size),
+        "infer:3": met.method.infer(trainer, published, 3),
+        "w0": met.model("w1").replace({Z: met.model("w0")[Z]}),
+        "population": met.model("w1").replace(published.tensors[POPULATION]),
+    }
+    score, scored = met.trainers.score, []
+    monkeypatch.setattr(met.trainers, "score", lambda *given: scored.append(given) or score(*given))
+    for taste, model in models.items():
+        scored.clear()
+        evaluation = evaluate(at_taste(met, taste))
+        own, shared = (tensors for client, tensors, _ in scored if client == "w1")
+        assert own.equal(model)
+        assert shared.equal(met.published_model)
+        found = {name: of["per_client"] for name, of in evaluation.unseen.items()}
+        assert found == {taste: {"w1": accuracy(met, "w1", model)}}
+        assert evaluation.taste == taste
+        assert list(evaluation.figures["preference_accuracy"]["per_client"]) == ["w0"]
+        assert evaluation.notes == (NO_PAIR,)
+    assert len({tuple(model[Z].tolist()) for model in models.values()}) == 4
+
+
+def test_an_evaluation_names_the_taste_that_judged(met):
+    """In the title, in the column and in JSON; without ``--taste`` JSON has no such key."""
+    path = str(met.record.path)
+    shown = CliRunner().invoke(app, ["evaluate", path, "--taste", "population"], env={"COLUMNS": "200"})
+    assert "run, taste population: share of test pairs" in shown.output
+    assert "own" not in shown.output
+    assert re.search(r"population +1 +\d", shown.output)
+    shown = CliRunner().invoke(app, ["evaluate", path, "--taste", "population", "--client", "w1", "--json"])
+    told = json.loads(shown.output)
+    assert told["taste"] == "population"
+    assert list(told["unseen_accuracy"]) == ["population"]
+    plain = evaluate(met).plain()
+    assert "taste" not in plain
+    assert list(plain["unseen_accuracy"]) == ["0", "1", "pairs/2", "pairs/8"]
+
+
+def test_what_is_to_know_of_a_taste_is_a_note(met):
+    """w0 and w1 have 20 training pairs each. On training pairs z knows the answers: of its own client, or in
+    the population of all that took part, which w1 did not."""
+    short = "taste infer:99: 99 pairs asked, client 'w0' has 20, and so it is with 1 more"
+    assert evaluate(at_taste(met, "infer:99")).notes == (short, NO_PAIR)
+    assert evaluate(at_taste(met, "infer:20")).notes == (NO_PAIR,)
+
+    def notes(taste, client):
+        return evaluate(at_taste(met, taste) if taste else met, "train", [client]).notes
+
+    for taste, client in ((None, "w0"), (None, "w1"), ("own", "w1"), ("infer:2", "w0"), ("w0", "w0")):
+        (note,) = notes(taste, client)
+        assert "the figures are not of new pairs" in note
+    assert len(notes("population", "w0")) == 1
+    assert notes("population", "w1") == notes("w0", "w1") == ()
+
+
+def test_pairs_of_a_file_that_tell_a_taste_are_no_judged_training_pairs(met, place):
+    file = str(place / "train.jsonl")
+    at_taste(met, f"infer:{file}")
+    with pytest.raises(RunError, match="60 of the 60 pairs that tell the taste are among those"):
+        at_taste(met, f"infer:{file}", split="train")
+
+
+def test_at_one_taste_everybody_has_one_model(met, place):
+    """Of a named taste there is one row, with the figures that each client had; by own tastes one each."""
+    file = str(place / "test.jsonl")
+    together = evaluate_file(at_taste(met, "w0"), file, everyone=True)
+    assert together.pairs == {"everybody": 12}
+    alone = evaluate_file(at_taste(met, "w0"), file, ["w0"], everyone=True)
+    assert {name: of["mean"] for name, of in together.figures.items()} == {
+        name: of["mean"] for name, of in alone.figures.items()
+    }
+    for taste in ("own", "infer:2"):
+        assert list(evaluate_file(at_taste(met, taste), file, everyone=True).pairs) == ["w0", "w2"]
+
+
+def test_who_can_be_asked_for_is_said(met):
+    """Commands that know what the server was told name these clients; an evaluation has everybody's pairs."""
+    with pytest.raises(RunError) as refused:
+        any_taste(met, "nobody")
+    assert str(refused.value).endswith(
+        "no client is called 'nobody'; the clients with a taste are 'w0', 'w2'. A taste is a client's id, "
+        "population, prototype:K, infer:FILE, infer:N with --client ID"
+    )
+    with pytest.raises(RunError, match=r"did you mean 'population'\? A taste is a client's id, population, "):
+        told_taste(met, "populaton")
+    with pytest.raises(RunError, match=r"'w0', 'w1', 'w2'\. A taste is .* own, prototype:K, infer:N, infer:"):
+        at_taste(met, "nobody")
+    with pytest.raises(RunError, match=r"told nothing .*: infer:FILE, or infer:8 with --client 'w1'"):
+        any_taste(met, "w1")
+    with pytest.raises(RunError, match=r"told nothing .*; the clients with a taste are 'w0', 'w2'"):
+        told_taste(met, "w1")
+
+
+def test_a_client_with_the_name_of_another_taste_is_warned_of(met, caplog, monkeypatch):
+    """The taste of that name is what it always is; where only a client can be meant it is this client."""
+    sizes = met.trainers.dataset.sizes
+    names = dict.fromkeys(("population", "own", "infer:2"), sizes["w0"])
+    monkeypatch.setattr(met.trainers, "dataset", replace(met.trainers.dataset, sizes={**sizes, **names}))
+    assert torch.equal(told_taste(met, "population"), met.server.tensors[POPULATION][Z])
+    for taste in ("own", "infer:2"):
+        at_taste(met, taste)
+    at_taste(met, "w0")
+    any_taste(met, "infer:2", "w0")
+    messages = [record.getMessage() for record in caplog.records]
+    assert [re.search("client ('.*') is shadowed", text)[1] for text in messages] == [
+        "'population'",
+        "'own'",
+        "'infer:2'",
+        "'infer:2'",
+    ]
+    with pytest.raises(RunError, match="client 'population' told nothing"):
+        server_taste(met, "client", "population")
 
 
 def test_methods_without_tastes_are_refused_and_keep_their_digest(place, tmp_path):

@@ -13,13 +13,13 @@ from rich.console import Console
 from finished import CLIENTS, write_run
 from prefed.core import Privacy
 from prefed.metrics import federated_metric, federated_metrics, spread
-from prefed.report import curves, drawing, over_rounds, plots
+from prefed.report import clients, curves, drawing, over_rounds, plots
 from prefed.report.compare_plot import comparison
 from prefed.report.comparison import comparison_table, differences_table
 from prefed.report.differences import differences, disagreements, labels
 from prefed.report.page import render
 from prefed.report.result import print_result
-from prefed.report.tables import clients_table
+from prefed.report.tables import clients_table, unseen_table
 from prefed.runs.record import RunError, read_run
 
 
@@ -241,6 +241,32 @@ def test_of_many_clients_the_lowest_are_listed(tmp_path):
     assert "c039" in text
     assert "c040" not in text
     assert "… and 60 clients that do better" in text
+
+
+def test_rows_of_clients_that_never_took_part_are_explained(tmp_path):
+    """Steps alone, or pairs too, on the terminal and on the page; at a taste that was asked for its name."""
+    one = federated_metric({"dee": 0.5})
+    words = "after some local steps from what was published"
+    for names, first, more in (
+        (("0", "5"), "steps", ""),
+        (("pairs/2",), "steps or pairs", ", or with a taste inferred from some pairs"),
+        (
+            ("0", "pairs/2"),
+            "steps or pairs",
+            ", or with a taste inferred from some pairs; 0: as published, with the population's taste",
+        ),
+    ):
+        figures = dict.fromkeys(names, one)
+        table = unseen_table(figures)
+        assert (table.title, table.columns[0].header) == (
+            f"clients that never took part, {words}{more}",
+            first,
+        )
+        record = read_run(write_run(tmp_path / "-".join(names), unseen_accuracy=figures))
+        found = clients.unseen(record)
+        assert (found.caption, found.heads[0]) == (f"Clients that never took part, {words}{more}.", first)
+    table = unseen_table({"8": one}, "8")
+    assert (table.columns[0].header, "taste that was asked for" in table.title) == ("taste", True)
 
 
 def test_a_comparison_marks_the_best_and_what_differs(tmp_path):

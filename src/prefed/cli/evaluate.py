@@ -61,7 +61,7 @@ def evaluate(
     silence_transformers()
     loaded_run = load_run(run, data=test is None or taste is not None, best=which == "best")
     if taste is not None:
-        loaded_run = at_taste(loaded_run, taste, test)
+        loaded_run = at_taste(loaded_run, taste, test, split or loaded_run.experiment.evaluate.split)
     # With the run's own number of threads its figures come out again to the digit.
     torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
     with _progress() as tell:

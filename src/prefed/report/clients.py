@@ -8,7 +8,7 @@ from prefed.metrics import spread
 from prefed.report import curves, plots
 from prefed.report.parts import ROWS, Plot, Table, number, plot
 from prefed.report.shares import error_of, error_of_mean
-from prefed.report.tables import SPREAD, UNSEEN, unseen_rows
+from prefed.report.tables import SPREAD, UNSEEN, unseen_rows, unseen_words
 from prefed.runs.figures import Profile
 from prefed.runs.record import RunRecord
 
@@ -60,8 +60,8 @@ def unseen(run: RunRecord) -> Table | None:
     accuracies = run.summary.get("unseen_accuracy")
     if not accuracies:
         return None
-    caption = "Clients that never took part, after some local steps from what was published."
-    return Table(caption, ["steps", *UNSEEN], unseen_rows(accuracies))
+    words, first = unseen_words(accuracies)
+    return Table(f"{words.capitalize()}.", [first, *UNSEEN], unseen_rows(accuracies))
 
 
 def clients_table(run: RunRecord) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import pluralize, size
@@ -161,6 +162,9 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
     """Each client's figures, those of clients that never took part, and what a reader should know."""
     if evaluation.figures:
         figures = {n: figure for n, figure in figures_of(evaluation.figures).items() if n not in MEAN_METRICS}
+        if evaluation.taste is not None:
+            name = f"{name}, taste {evaluation.taste}"
+            figures["preference_accuracy"] = replace(figures["preference_accuracy"], label="this taste")
         single = selector_figures(figures)
         usual = [figure for n, figure in figures.items() if n not in (*REWARDED, *single)]
         title = f"{name}: share of {evaluation.what} ordered rightly"
@@ -180,7 +184,7 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
             explicit = evaluation.figures["explicit_margin"]["mean"]
             console.print(f"mean margin of the reward head {explicit:.3f}")
     if evaluation.unseen:
-        console.print(unseen_table(evaluation.unseen))
+        console.print(unseen_table(evaluation.unseen, evaluation.taste))
     if evaluation.unseen_selectors:
         selectors = agreements(evaluation.unseen_selectors)
         console.print(agreement_terminal(selectors, "the pairs of clients that never took part,"))

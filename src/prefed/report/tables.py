@@ -89,8 +89,23 @@ UNSEEN = ("clients", "mean", "worst", "worst tenth")
 """Columns of :func:`unseen_rows`."""
 
 
+def unseen_words(unseen: Mapping[str, FederatedMetric], taste: str | None = None) -> tuple[str, str]:
+    """What stands above a table of :func:`unseen_rows`, and above its first column.
+
+    Args:
+        taste: the one taste by which these clients judge, if there is one.
+    """
+    if taste is not None:
+        return "clients that never took part, by the taste that was asked for", "taste"
+    words = "clients that never took part, after some local steps from what was published"
+    if all(name.isdecimal() for name in unseen):
+        return words, "steps"
+    zero = "; 0: as published, with the population's taste" if "0" in unseen else ""
+    return f"{words}, or with a taste inferred from some pairs{zero}", "steps or pairs"
+
+
 def unseen_rows(unseen: Mapping[str, FederatedMetric]) -> list[tuple[str, list[str]]]:
-    """How clients that never took part do: number of local steps → accuracy over those clients, as text."""
+    """How clients that never took part do: steps, pairs or taste → accuracy over those clients, as text."""
     rows = []
     for steps, accuracy in unseen.items():
         figures = (accuracy["mean"], accuracy["worst"], accuracy["worst_decile"])
@@ -99,12 +114,11 @@ def unseen_rows(unseen: Mapping[str, FederatedMetric]) -> list[tuple[str, list[s
     return rows
 
 
-def unseen_table(unseen: Mapping[str, FederatedMetric]) -> Table:
-    """:func:`unseen_rows` for the terminal."""
-    title = "clients that never took part, after some local steps from what was published"
-    table = new_table(title, "steps", *UNSEEN)
-    for steps, cells in unseen_rows(unseen):
-        table.add_row(steps, *cells)
+def unseen_table(unseen: Mapping[str, FederatedMetric], taste: str | None = None) -> Table:
+    """:func:`unseen_rows` for the terminal; ``taste`` as :func:`unseen_words` takes it."""
+    table = new_table(*unseen_words(unseen, taste), *UNSEEN)
+    for name, cells in unseen_rows(unseen):
+        table.add_row(literal(name), *cells)
     return table
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from prefed.core.text import pluralize
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer, pair_figures
 from prefed.metrics import (
     FederatedMetric,
@@ -20,6 +21,7 @@ from prefed.metrics import (
 from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.new_pairs import EVERYBODY, read_pairs
+from prefed.runs.taste_names import OWN, is_one_taste, split_taste
 from prefed.train import PairTrainer
 from prefed.train.trainer_factory import check_lengths
 
@@ -35,9 +37,11 @@ class Evaluation:
         what: the pairs, e.g. ``"test pairs"``.
         pairs: client → pairs it was evaluated on.
         figures: as :func:`prefed.engines.evaluation.evaluate_client` names them, over clients.
-        unseen: number of local steps → preference accuracy of the clients that never took part.
+        unseen: number of local steps → preference accuracy of the clients that never took part; ``pairs/K``
+            where their tastes were inferred from K pairs. Where ``taste`` is named it is the one key.
         unseen_selectors: accuracy of each selector and of their vote on the pairs of those clients.
         notes: what a reader should know, a sentence each.
+        taste: by whose taste clients judge, where :func:`prefed.runs.tastes.at_taste` named one.
     """
 
     what: str
@@ -46,11 +50,13 @@ class Evaluation:
     unseen: Mapping[str, FederatedMetric]
     notes: tuple[str, ...] = ()
     unseen_selectors: Mapping[str, FederatedMetric] = field(default_factory=dict)
+    taste: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it; accuracies have the shape they have in ``summary.json``."""
         return {
             "pairs": self.what,
+            **({} if self.taste is None else {"taste": self.taste}),
             **self.figures,
             **({"unseen_accuracy": self.unseen} if self.unseen else {}),
             **({"unseen_selectors": self.unseen_selectors} if self.unseen_selectors else {}),
@@ -88,14 +94,22 @@ def evaluate(
     last = run.reader.commit.round
     for done, client in enumerate(evaluated, 1):
         published = run.published(client)
-        if client in job.unseen:
+        if client in job.unseen and run.taste is None:
             unseen[client] = evaluate_newcomer(job, client, published, last)
         else:
-            figures[client] = evaluate_client(job, client, run.private_state(client), published, last)
+            own = evaluate_client(job, client, run.private_state(client), published, last)
+            if client in job.unseen:
+                unseen[client] = {str(run.taste): own["preference_accuracy"]}
+            else:
+                figures[client] = own
         progress(done, len(evaluated))
-    notes = []
+    notes = _too_few_pairs(run, evaluated)
+    if split == "train" and _told_by(run, evaluated):
+        told = "training pairs of these clients told the taste that judges them"
+        notes.append(f"{told}: the figures are not of new pairs")
     if len(evaluated) < len(names):
-        notes.append(f"{len(names) - len(evaluated):,} clients have no pair in their {split} split")
+        one, several = "client has no pair in its", "clients have no pair in their"
+        notes.append(f"{pluralize(len(names) - len(evaluated), one, several)} {split} split")
     pairs = {client: getattr(run.trainers.clients[client], split) for client in evaluated}
     return _over_clients(run, f"{split} pairs", pairs, figures, unseen, notes)
 
@@ -111,8 +125,8 @@ def evaluate_file(
     """Evaluate the run's models on the pairs of another file, read by the run's ``[data]`` settings.
 
     Where the run's clients come from a column, each client is evaluated on its own rows. Otherwise, or with
-    ``everyone``, each is evaluated on all rows. Where all clients have one model, it is evaluated once, under
-    the name ``"everybody"``.
+    ``everyone``, each is evaluated on all rows. Where all clients have one model, also as all judge by one
+    taste, it is evaluated once, under the name ``"everybody"``.
 
     Args:
         file: a file, a folder of files or a hub name.
@@ -128,7 +142,10 @@ def evaluate_file(
     names = [run.check(client) for client in clients] if clients else None
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as folder:
         new = read_pairs(run, file, Path(folder), everyone=everyone)
-        own_models = run.method.personal or bool(run.job.jury) or run.job.graph is not None
+        # Beside its taste no client has anything of its own.
+        one_taste = is_one_taste(run.taste)
+        personal = run.method.personal and not one_taste
+        own_models = personal or bool(run.job.jury) or run.job.graph is not None
         rows, common = dict(new.rows), new.common and not (own_models or names)
         if new.common and not common:
             participants = [client for client in run.clients if client not in run.job.unseen]
@@ -148,15 +165,47 @@ def evaluate_file(
         figures: dict[str, dict[str, float]] = {}
         for client, own in rows.items():
             score = partial(pair_trainer.score, rows=own)
-            if common:
+            if common and not one_taste:
                 figures[client] = pair_figures(run.job, score(run.published_model))
             else:
-                private, published = run.private_state(client), run.published(client)
+                name = run.clients[0] if common else client
+                private, published = run.private_state(name), run.published(name)
                 last = run.reader.commit.round
-                figures[client] = evaluate_client(run.job, client, private, published, last, score)
+                figures[client] = evaluate_client(run.job, name, private, published, last, score)
             progress(len(figures), len(rows))
     pairs = {client: len(own) for client, own in rows.items()}
-    return _over_clients(run, f"pairs of {file}", pairs, figures, {}, new.notes)
+    notes = [*new.notes, *_too_few_pairs(run, [] if common else [*rows])]
+    return _over_clients(run, f"pairs of {file}", pairs, figures, {}, notes)
+
+
+def _too_few_pairs(run: LoadedRun, judged: Sequence[str]) -> list[str]:
+    """A note if clients have fewer training pairs than are to tell the taste by which ``judged`` judge."""
+    if run.taste is None:
+        return []
+    kind, which = (OWN, "") if run.taste == OWN else split_taste(run.taste)
+    asked = int(which) if kind == "pairs" else 1
+    telling = {OWN: judged, "pairs": judged, "client": [which]}.get(kind, [])
+    sizes = {client: run.trainers.clients[client].train for client in telling}
+    few = {client: size for client, size in sizes.items() if size < asked}
+    if not few:
+        return []
+    first, asked_for = min(few), pluralize(asked, "pair", "pairs")
+    more = f", and so it is with {len(few) - 1:,} more" if len(few) > 1 else ""
+    none = "; of a client without any it is the population's taste" if 0 in few.values() else ""
+    return [f"taste {run.taste}: {asked_for} asked, client {first!r} has {few[first]:,}{more}{none}"]
+
+
+def _told_by(run: LoadedRun, judged: Sequence[str]) -> bool:
+    """Whether a taste by which ``judged`` judge comes from training pairs of one of them."""
+    if run.method.infer is None:
+        return False
+    members = not set(judged) <= set(run.job.unseen)
+    if run.taste is None:
+        return members or any(run.job.newcomer_figures.values())
+    if run.taste == OWN:
+        return True
+    kind, which = split_taste(run.taste)
+    return {"pairs": True, "population": members, "client": which in judged}.get(kind, False)
 
 
 def _over_clients(
@@ -173,6 +222,7 @@ def _over_clients(
     seen, newcomers = (federated_metrics(table, pairs, privacy) for table in (figures, unseen))
     small = [small_clients_note(next(iter(over.values()))) for over in (seen, newcomers) if over]
     notes = [*notes, *diverged, *filter(None, dict.fromkeys(small))]
-    steps = {name: over for name, over in newcomers.items() if name in run.job.newcomer_figures}
+    rows = run.job.newcomer_figures if run.taste is None else (run.taste,)
+    steps = {name: over for name, over in newcomers.items() if name in rows}
     selectors = {name: over for name, over in newcomers.items() if name not in steps}
-    return Evaluation(what, pairs, seen, steps, tuple(notes), selectors)
+    return Evaluation(what, pairs, seen, steps, tuple(notes), selectors, run.taste)

@@ -33,6 +33,8 @@ class LoadedRun:
         reader: reads the states that the run left.
         trainers: the model and the run's data.
         job: the run's job, over ``trainers``.
+        taste: by whose taste clients judge, as :func:`prefed.runs.tastes.at_taste` takes it; ``None``: each
+            by its own, and those that never took part as the run's own evaluations have it.
     """
 
     record: RunRecord
@@ -40,6 +42,7 @@ class LoadedRun:
     reader: RunReader
     trainers: PairTrainerFactory
     job: Job
+    taste: str | None = None
 
     @cached_property
     def server(self) -> State:

@@ -13,7 +13,9 @@ One way to write a taste serves the experiment file and all commands:
 
 from __future__ import annotations
 
+import logging
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, cast
 
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 
 from prefed.align import KnownTastes
 from prefed.core import Key
+from prefed.core.text import did_you_mean
 from prefed.merge.posteriors import Posterior, summarize
 from prefed.methods.base.posteriors import posteriors
 from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z
@@ -38,8 +41,11 @@ from prefed.train import PairTrainer
 Kind = Literal["population", "client", "prototype", "pairs", "file"]
 Pairs = npt.NDArray[np.uint64]
 
+OWN = "own"
+"""Each client's own taste: where clients judge, a taste can be called so too."""
 OPPOSED = 0.5
 """Where what the clients' tastes add up to is a smaller share than this, their mean is nobody's taste."""
+_log = logging.getLogger("prefed")
 
 
 def split_taste(name: str) -> tuple[Kind, str]:
@@ -70,6 +76,24 @@ def split_taste(name: str) -> tuple[Kind, str]:
     return "file", rest
 
 
+def read_taste(run: LoadedRun, name: str) -> tuple[Kind, str]:
+    """As :func:`split_taste`, and a warning where a client has such a name too: it is not the one meant."""
+    if name == "population" or name.startswith(("prototype:", "infer:")):
+        warn_of_namesake(run, name)
+    return split_taste(name)
+
+
+def warn_of_namesake(run: LoadedRun, name: str) -> None:
+    """Warn where a client is called as a taste is that is not its own, so that no taste's name means it."""
+    if name in run.trainers.clients:
+        _log.warning(
+            "%s: the client %r is shadowed: the taste of that name is not this client's; rename the client "
+            "to ask for its taste",
+            run.record.path,
+            name,
+        )
+
+
 def needs_pairs(name: str | None) -> bool:
     """Whether a taste of that name comes from the run's own pairs.
 
@@ -77,6 +101,15 @@ def needs_pairs(name: str | None) -> bool:
     (True, False, False)
     """
     return name is not None and split_taste(name)[0] == "pairs"
+
+
+def is_one_taste(name: str | None) -> bool:
+    """Whether all clients judge alike by a taste of that name, which is not each client's own.
+
+    >>> is_one_taste("ward-7"), is_one_taste("infer:8"), is_one_taste("own"), is_one_taste(None)
+    (True, False, False, False)
+    """
+    return name is not None and name != OWN and not needs_pairs(name)
 
 
 def check_tastes(run: LoadedRun) -> None:
@@ -117,25 +150,67 @@ def told_taste(run: LoadedRun, name: str, known: KnownTastes | None = None) -> t
             posterior; or the taste would have to be inferred from pairs.
         ValueError: see :func:`split_taste`.
     """
+    return server_taste(run, *read_taste(run, name), known)
+
+
+def server_taste(
+    run: LoadedRun, kind: Kind, which: str, known: KnownTastes | None = None, *, pairs: bool = False
+) -> torch.Tensor:
+    """``[d_z]`` a taste that the server knows, by its kind and which one; see :func:`told_taste`.
+
+    Args:
+        pairs: the caller can infer a taste from pairs too. A refusal then says how.
+
+    Raises:
+        RunError: as :func:`told_taste`.
+    """
     known = known_tastes(run) if known is None else known
-    kind, which = split_taste(name)
     where = run.record.path
     if kind == "population":
         return known.population
     if kind == "client":
-        if run.check(which) not in known.posteriors:
+        if which not in run.trainers.clients:
+            more = ("prototype:K", *(("infer:FILE", "infer:N with --client ID") if pairs else ()))
+            raise RunError(f"{where}: {no_taste(which, known.posteriors, *more)}")
+        if which not in known.posteriors:
+            instead = _clients_with_tastes(known.posteriors)
+            if pairs:
+                instead = f"infer a taste from pairs: infer:FILE, or infer:8 with --client {which!r}"
             raise RunError(
                 f"{where}: client {which!r} told nothing of its taste: it never took part, or has fewer "
-                "pairs than [privacy] minimum_pairs; infer a taste from pairs: infer:FILE"
+                f"pairs than [privacy] minimum_pairs; {instead}"
             )
         return known.posteriors[which][0]
     if kind == "prototype":
         if int(which) >= len(known.prototypes):
             count = len(known.prototypes)
             there = f"{count} prototypes, numbered from 0" if count else "no prototypes"
-            raise RunError(f"{where} has {there}: there is no taste {name!r}")
+            raise RunError(f"{where} has {there}: there is no taste 'prototype:{which}'")
         return known.prototypes[int(which)]
-    raise RunError(f"{where}: the server has no pairs to infer {name!r} from; name a taste that it was told")
+    raise RunError(
+        f"{where}: the server has no pairs to infer 'infer:{which}' from; name a taste that it was told"
+    )
+
+
+def no_taste(name: str, clients: Collection[str], *more: str) -> str:
+    """Say that no client has a name, which is no other taste either, and which ones there are.
+
+    Args:
+        clients: those whose tastes can be named.
+        more: further tastes that can.
+
+    >>> no_taste("ward7", ["ward-7", "clinic"], "infer:FILE")
+    "no client is called 'ward7'; did you mean 'ward-7'? A taste is a client's id, population, infer:FILE"
+    """
+    tastes = ["population", *more]
+    hint = did_you_mean(name, [*clients, *tastes], most=3) or f"; {_clients_with_tastes(clients)}."
+    return f"no client is called {name!r}{hint} A taste is a client's id, {', '.join(tastes)}"
+
+
+def _clients_with_tastes(clients: Collection[str]) -> str:
+    names = sorted(clients)
+    shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8:,} more" if len(names) > 8 else "")
+    return f"the clients with a taste are {shown}" if names else "no client told a taste"
 
 
 def any_taste(
@@ -152,7 +227,7 @@ def any_taste(
         ValueError: ``infer:N`` without a client, or a client with another taste.
         RunError, DataError: as :func:`told_taste` and :func:`taste_of_file`.
     """
-    kind, which = split_taste(name)
+    kind, which = read_taste(run, name)
     if (kind == "pairs") != (client is not None):
         raise ValueError(
             f"taste {name!r}: whose pairs? name a client, --client ID"
@@ -162,7 +237,7 @@ def any_taste(
     if kind == "file":
         return taste_of_file(run, which)[0].mean
     if client is None:
-        return told_taste(run, name, known)
+        return server_taste(run, kind, which, known, pairs=True)
     check_tastes(run)
     infer = run.method.infer
     assert infer is not None
@@ -194,31 +269,6 @@ def taste_of_file(run: LoadedRun, file: str) -> tuple[Posterior, Pairs]:
         found = trainer.posteriors(run.published_model, goal, new.rows[EVERYBODY], key)
         pairs = np.array(new.tokens.pairs)
     return summarize(*found), pairs
-
-
-def check_apart(run: LoadedRun, told: Pairs, judged: str | None) -> None:
-    """Refuse to judge pairs that tell the taste with which they are judged: they hold their own answer.
-
-    Args:
-        told: the hashes of the pairs that told a taste, as :attr:`prefed.data.TokenSet.pairs` has them.
-        judged: the file of the pairs to be judged; ``None`` for the clients' held-out pairs.
-
-    Raises:
-        RunError: a pair is in both.
-    """
-    if judged is None:
-        clients = run.trainers.dataset.clients.values()
-        rows = np.concatenate([np.concatenate([own.validation, own.test]) for own in clients])
-        count = int(np.isin(told, run.trainers.dataset.tokens.pairs[rows]).sum())
-    else:
-        with tempfile.TemporaryDirectory(prefix="prefed-judged-") as folder:
-            pairs = read_pairs(run, judged, Path(folder), everyone=True).tokens.pairs
-            count = int(np.isin(told, pairs).sum())
-    if count:
-        raise RunError(
-            f"{count:,} of the {len(told):,} pairs that tell the taste are among those that it judges: they "
-            "hold their own answer; take them out of one of the two"
-        )
 
 
 def common_taste(run: LoadedRun) -> float:

@@ -25,7 +25,7 @@ from prefed.runs.align import FOLDER, stored_settings
 from prefed.runs.journal import Journal
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
-from prefed.runs.taste_names import any_taste, told_taste
+from prefed.runs.taste_names import any_taste, server_taste
 from prefed.train.completions import as_text, complete_batch, length_batches
 from prefed.train.generation import Sampling, as_prompt, prompt_ids
 from prefed.train.trainer_factory import model_digest
@@ -267,7 +267,7 @@ class Models:
         known = load_tastes(folder)
         if taste is None:
             assert client is not None
-            what, z = client, told_taste(run, client, known)
+            what, z = client, server_taste(run, "client", client, known, pairs=True)
         else:
             what = taste if client is None else f"{taste} of {client}"
             z = any_taste(run, taste, client, known)
