@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from finished import write_run
+from prefed.metrics import federated_metric
 from prefed.report import tastes
 from prefed.report.page import render, write_page
 from prefed.report.result import print_result
@@ -87,6 +88,15 @@ def test_the_page_says_what_would_flatter_another_clients_z(tmp_path: Path) -> N
     assert facts["pairs that others train on"].startswith("12.5% of the judged ones")
     assert facts["trained numbers"] == "0.18% of the frozen model's"
     assert not {"pairs that others train on", "trained numbers"} & dict(tastes.tastes_facts(TOLD)).keys()
+
+
+def test_the_pages_words_are_those_of_a_selector_with_tastes(tmp_path: Path) -> None:
+    """A selector scores: no figure of it is a likelihood, though it has an own and a shared model."""
+    shared = federated_metric({"ann": 0.5, "bob": 0.75})
+    figures = read_run(write_run(tmp_path / "run", **FEDBIS, shared_accuracy=shared)).figures
+    assert figures["preference_accuracy"].meaning.endswith("by the selector with the client's own taste")
+    assert figures["shared_accuracy"].meaning.endswith("by the selector with the population's taste")
+    assert not any("likel" in figure.meaning for figure in figures.values())
 
 
 def test_without_tastes_there_is_no_section(tmp_path: Path) -> None:

@@ -36,6 +36,13 @@ CHOICE_WORDS: Mapping[str, tuple[str, str]] = {
     "majority_accuracy": ("majority", "more selectors than not"),
 }
 """Figures of selectors: their labels, and whose scores they are about."""
+TASTE_WORDS: Mapping[str, tuple[str, str]] = {
+    "baseline_accuracy": ("before", "the untouched model"),
+    "shared_accuracy": ("shared model", "the selector with the population's taste"),
+    "preference_accuracy": ("own model", "the selector with the client's own taste"),
+    "reward_accuracy": ("reward", "that too: its score is its only reward"),
+}
+"""The same of a selector with a latent taste."""
 
 REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
 """Figures that only models with an explicit reward head have."""
@@ -61,7 +68,8 @@ class Figure:
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:
     """The figures in a summary that every client has, by name, in the order in which they are shown."""
     values = {name: value for name, value in summary.items() if _per_client(value)}
-    kind = "personal" if "shared_accuracy" in values else "choice" if "choice_loss" in summary else ""
+    personal, choice = "shared_accuracy" in values, "choice_loss" in summary
+    kind = "taste" if personal and choice else "personal" if personal else "choice" if choice else ""
     order = [name for name in USUAL if name in values] + [name for name in values if name not in USUAL]
     return {name: Figure(name, *_words(name, kind), values[name]) for name in order}
 
@@ -74,7 +82,8 @@ def _words(name: str, kind: str) -> tuple[str, str]:
     """The label and the meaning of a figure.
 
     Args:
-        kind: ``"personal"`` of a method with models of clients' own, ``"choice"`` of one with selectors.
+        kind: ``"personal"`` of a method with models of clients' own, ``"choice"`` of one with selectors,
+            ``"taste"`` of one with a selector that has a latent taste.
     """
     likelier = "share of pairs whose chosen response the model finds likelier than the rejected one"
     scored = "share of pairs whose chosen response scores higher than the rejected one, by {}"
@@ -84,6 +93,9 @@ def _words(name: str, kind: str) -> tuple[str, str]:
         if name in CHOICE_WORDS:
             label, by = CHOICE_WORDS[name]
             return label, scored.format(by)
+    if kind == "taste" and name in TASTE_WORDS:
+        label, by = TASTE_WORDS[name]
+        return label, scored.format(by)
     known = {
         "baseline_accuracy": ("before", f"{likelier}, by the untouched model"),
         "shared_accuracy": (
