@@ -19,7 +19,7 @@ TasteRecord = Mapping[str, Any]
 
 TOLD_APART = 0.1
 """Where accuracy with own z is this much above that with the z that clients told the server, these differ."""
-REMEDY = "try fewer local_steps and more rounds"
+REMEDY = "if clients want different things, try fewer local_steps and more rounds"
 """What most often helps tastes that collapse: a client's own steps learn its taste without z."""
 READERS = (
     "This section is made of clients' pairs and private states; no message has it. Whoever reads it learns "
