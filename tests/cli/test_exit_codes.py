@@ -88,7 +88,9 @@ def test_all_is_well_is_0(words):
 
 def test_a_process_gives_the_code_to_its_shell():
     """Ctrl-C, an unknown option and a file that is not there, as a shell sees them."""
+    # A shell's background job has SIGINT ignored, and its children too.
     interrupt = "import os, signal, prefed.config.table as t\n" + (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "t.load_cell = lambda *words: os.kill(os.getpid(), signal.SIGINT)\n"
     )
     for words, start, code in (
