@@ -199,6 +199,10 @@ REFUSED = [
     ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "clip": 1.0}}, "noise needs delta"),
     ({"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}}, "nothing would be hidden"),
     ({"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}}, "nothing would be hidden"),
+    (
+        {"method": {"name": "fedvpl", "posterior_clip": 1e-40, "posterior_noise": 1.0}},
+        "posterior_noise is 1e-40: outside 1e-30 to 1e\\+30",
+    ),
     ({"privacy": {**LOCAL, "secret_cohorts": True}}, "sees whose upload"),
     ({"privacy": LOCAL, "merge": {}}, "set 'uniform'"),
     ({"privacy": LOCAL, "method": {"name": "feddpo", "schedule": "plateau"}}, "plateau"),

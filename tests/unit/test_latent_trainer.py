@@ -74,16 +74,20 @@ def test_a_long_response_leaves_half_of_the_room_to_the_prompt():
     assert [tokens.decode(ids) for ids in pair[1:]] == [" no 1"[:4] + "<eos>", " so <eos>"]
 
 
+EACH = np.arange(40, dtype=np.uint64)
+"""Forty pairs, none of them a repeat."""
+
+
 def test_contexts_are_disjoint_from_the_batch_and_of_all_lengths():
     """c ~ U{1 … 16}: of 200 draws each length comes; with 3 pairs left, at most 3; with none, none."""
     rows, batch = np.arange(40), np.arange(8)
-    drawn = [draw_context(rows, batch, Key(0).at("step", step)) for step in range(200)]
+    drawn = [draw_context(rows, batch, Key(0).at("step", step), EACH) for step in range(200)]
     assert {len(context) for context in drawn} == set(range(1, CONTEXT + 1))
     for context in drawn:
         assert len(set(context.tolist())) == len(context)
         assert not set(context.tolist()) & set(batch.tolist())
-    assert max(len(draw_context(rows[:11], batch, Key(step))) for step in range(50)) == 3
-    assert len(draw_context(batch, batch, Key(0))) == 0
+    assert max(len(draw_context(rows[:11], batch, Key(step), EACH)) for step in range(50)) == 3
+    assert len(draw_context(batch, batch, Key(0), EACH)) == 0
 
 
 def test_a_repeat_of_a_judged_pair_is_in_no_context():
@@ -128,7 +132,7 @@ def test_a_step_is_that_of_a_plain_loop(pairs, monkeypatch, scale):
     nlls = []
     for step in range(2):
         at, batch = key.at("step", step), order[6 * step : 6 * step + 6]
-        context = draw_context(rows, batch, at)
+        context = draw_context(rows, batch, at, pairs.pairs)
         signs = torch.ones(len(context)) * torch.from_numpy(trainer.model.signs(context))
         x = selector.pair_features(weights, features.get(context), signs)
         q = Gaussian(*selector.posterior(weights, x, cap=CAP))

@@ -12,6 +12,23 @@ _LEAST, _MOST = 1e-30, 1e30
 """Bounds of the noise: float32 holds numbers from 1e-38 to 3e38, and a sum of clients' needs room."""
 
 
+def check_noise(noise: float, product: str) -> None:
+    """Refuse noise that the numbers of a model cannot hold.
+
+    Args:
+        noise: standard deviation.
+        product: the settings whose product it is, for the error.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if not _LEAST <= noise <= _MOST:
+        raise ValueError(
+            f"{product} is {noise:g}: outside {_LEAST:g} to {_MOST:g} the numbers of a model cannot hold "
+            "such noise, so nothing would be hidden"
+        )
+
+
 class Privacy(StrictModel):
     """Which figures of one client may be sent or shown, and what hides one client among all.
 
@@ -74,11 +91,8 @@ class Privacy(StrictModel):
         elif self.noise_multiplier and (self.clip is None or self.delta is None):
             missing = "clip, the bound on what noise hides" if self.clip is None else "delta"
             raise ValueError(f"noise needs {missing}")
-        elif self.noise_multiplier and not _LEAST <= self.noise <= _MOST:
-            raise ValueError(
-                f"clip times noise_multiplier is {self.noise:g}: outside {_LEAST:g} to {_MOST:g} the numbers "
-                "of a model cannot hold such noise, so nothing would be hidden"
-            )
+        elif self.noise_multiplier:
+            check_noise(self.noise, "clip times noise_multiplier")
         if self.secret_cohorts and self.kind == "local":
             raise ValueError(
                 "secret_cohorts: the server of kind 'local' sees whose upload it gets: leave it out"

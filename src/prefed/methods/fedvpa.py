@@ -41,7 +41,8 @@ from prefed.losses.latent import CAPS, PRIORS, temperature
 from prefed.merge import Aggregator
 from prefed.merge.prototypes import assign_prototypes
 from prefed.methods.base.posteriors import PEERS, peers_of, posteriors
-from prefed.methods.base.tastes import PROTOTYPES, Tastes, TasteSettings, taste_parts
+from prefed.methods.base.taste_settings import TasteSettings
+from prefed.methods.base.tastes import PROTOTYPES, Tastes, taste_parts
 
 SOURCE = "FedVPA-GP (arXiv:2605.30873)"
 TRUST = "trust"

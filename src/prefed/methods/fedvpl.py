@@ -19,7 +19,8 @@ from __future__ import annotations
 from prefed.core import Layout, Method, Objective
 from prefed.losses import LATENT
 from prefed.merge import Aggregator
-from prefed.methods.base.tastes import Tastes, TasteSettings, taste_parts
+from prefed.methods.base.taste_settings import TasteSettings
+from prefed.methods.base.tastes import Tastes, taste_parts
 
 SOURCE = "FedVPL (arXiv:2605.30873)"
 

@@ -37,10 +37,9 @@ CHOICE_WORDS: Mapping[str, tuple[str, str]] = {
 }
 """Figures of selectors: their labels, and whose scores they are about."""
 TASTE_WORDS: Mapping[str, tuple[str, str]] = {
-    "baseline_accuracy": ("before", "the untouched model"),
+    **CHOICE_WORDS,
     "shared_accuracy": ("shared model", "the selector with the population's taste"),
     "preference_accuracy": ("own model", "the selector with the client's own taste"),
-    "reward_accuracy": ("reward", "that too: its score is its only reward"),
 }
 """The same of a selector with a latent taste."""
 
@@ -87,14 +86,11 @@ def _words(name: str, kind: str) -> tuple[str, str]:
     """
     likelier = "share of pairs whose chosen response the model finds likelier than the rejected one"
     scored = "share of pairs whose chosen response scores higher than the rejected one, by {}"
-    if kind == "choice":
-        if number := re.fullmatch(r"selector_(\d+)_accuracy", name):
-            return f"selector {number[1]}", scored.format(f"selector {number[1]} alone")
-        if name in CHOICE_WORDS:
-            label, by = CHOICE_WORDS[name]
-            return label, scored.format(by)
-    if kind == "taste" and name in TASTE_WORDS:
-        label, by = TASTE_WORDS[name]
+    if kind == "choice" and (number := re.fullmatch(r"selector_(\d+)_accuracy", name)):
+        return f"selector {number[1]}", scored.format(f"selector {number[1]} alone")
+    words = {"choice": CHOICE_WORDS, "taste": TASTE_WORDS}.get(kind, {})
+    if name in words:
+        label, by = words[name]
         return label, scored.format(by)
     known = {
         "baseline_accuracy": ("before", f"{likelier}, by the untouched model"),

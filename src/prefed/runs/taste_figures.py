@@ -204,11 +204,10 @@ def _met(job: Job, clients: Sequence[str], split: str) -> float:
     dataset = cast(PairTrainerFactory, job.trainers).dataset
     pairs, owned = dataset.tokens.pairs, {client: dataset.clients[client] for client in clients}
     train = {client: pairs[data.train] for client, data in owned.items()}
-    met = [
-        np.isin(pairs[getattr(data, split)], np.concatenate([pairs[:0], *others]))
-        for client, data in owned.items()
-        for others in [[train[other] for other in clients if other != client]]
-    ]
+    met = []
+    for client, data in owned.items():
+        others = np.concatenate([pairs[:0], *(train[other] for other in clients if other != client)])
+        met.append(np.isin(pairs[getattr(data, split)], others))
     return float(np.concatenate(met).mean())
 
 

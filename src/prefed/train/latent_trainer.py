@@ -237,22 +237,22 @@ class LatentTrainer:
         return whole, finish
 
 
-def draw_context(rows: Rows, batch: Rows, key: Key, pairs: npt.NDArray[np.uint64] | None = None) -> Rows:
-    """C ~ U{1 … 16} of ``rows`` that are not in ``batch``; fewer where fewer are left.
+def draw_context(rows: Rows, batch: Rows, key: Key, pairs: npt.NDArray[np.uint64]) -> Rows:
+    """C ~ U{1 … 16} of ``rows`` whose pairs are not in ``batch``; fewer where fewer are left.
 
     Args:
         pairs: by row, equal where prompt and both responses are equal. A repeat of a pair of the batch tells
-            its label as the pair itself does, so it is left out too.
+            its label as the pair itself does.
 
     >>> rows, batch = np.arange(9), np.arange(7)
-    >>> sorted(draw_context(rows, batch, Key(4)).tolist()), len(draw_context(rows, rows, Key(4)))
+    >>> each = rows.astype(np.uint64)
+    >>> sorted(draw_context(rows, batch, Key(4), each).tolist()), len(draw_context(rows, rows, Key(4), each))
     ([7, 8], 0)
     >>> draw_context(rows, batch, Key(4), np.array([0, 1, 2, 3, 4, 5, 6, 0, 8], np.uint64)).tolist()
     [8]
     """
-    rest = np.setdiff1d(rows, batch)
-    if pairs is not None:
-        rest = rest[~np.isin(pairs[rest], pairs[batch])]
+    rest = np.unique(rows)
+    rest = rest[~np.isin(pairs[rest], pairs[batch])]
     generator = key.at("context").numpy()
     count = min(int(generator.integers(1, CONTEXT + 1)), len(rest))
     return generator.choice(rest, count, replace=False)

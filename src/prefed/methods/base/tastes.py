@@ -11,8 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from pydantic import Field, model_validator
-
 from prefed.core import (
     ClientTrainer,
     Download,
@@ -32,38 +30,13 @@ from prefed.merge import Aggregator, WeightFunction, lora
 from prefed.merge.posteriors import CENTER, Posterior, privatize, summarize
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.posteriors import keep, newest
-from prefed.methods.base.selector import SelectorSettings
+from prefed.methods.base.taste_settings import TasteSettings
 
 POSTERIOR, TASTE, PROTOTYPES = "posterior", "latent", "prototypes"
 """The parts of a client's posterior, of the taste with which a model judges, and of the prototypes."""
 Z = f"{TASTE}/z"
 POPULATION = "taste"
 """The group with the population's taste."""
-
-
-class TasteSettings(SelectorSettings):
-    """How a client trains a variational selector."""
-
-    lr: float = Field(1e-3, gt=0, description="learning rate of the local optimiser")
-    beta: float = Field(0.1, gt=0, description="weight of the KL between a posterior and its prior")
-    lora: bool = Field(False, description="train a LoRA of the base model too, which the paper does")
-    posterior_clip: float = Field(
-        0.0, ge=0, description="bound on the length of the posterior that a client sends; 0: none"
-    )
-    posterior_noise: float = Field(
-        0.0, ge=0, description="standard deviation of the Gaussian noise on it, over posterior_clip; 0: none"
-    )
-
-    @model_validator(mode="after")
-    def _bounded_noise(self) -> TasteSettings:
-        if self.posterior_noise and not self.posterior_clip:
-            raise ValueError("posterior_noise needs a bound on what it hides: set posterior_clip above 0")
-        noise = self.posterior_clip * self.posterior_noise
-        if self.posterior_noise and not 1e-30 <= noise <= 1e30:
-            raise ValueError(
-                f"posterior_clip times posterior_noise is {noise:g}: no float32 holds such noise"
-            )
-        return self
 
 
 def taste_parts(settings: TasteSettings, **optional: bool) -> frozenset[str]:
