@@ -182,7 +182,8 @@ class FlareTransport:
             sites = self.connected()
         raise FederationError(
             f"no session of NVIDIA FLARE could be opened with {', '.join(sorted(sites)) or 'any site'}: "
-            f"{self._kits.server}/process.log and log.txt say why"
+            f"{self._kits.server}/process.log and log.txt say why. Whole rounds are kept: a run that has any "
+            "goes on with --resume"
         )
 
     def _opened(self, request: bytes) -> bytes:
