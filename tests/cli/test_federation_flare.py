@@ -16,9 +16,11 @@ from functools import partial
 from multiprocessing.connection import Listener
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
+from prefed.config.errors import ConfigError
 from prefed.federation.config import SiteConfig
 from prefed.federation.door import Door
 from prefed.federation.protocol import pack, unpack
@@ -125,13 +127,37 @@ def test_no_site_has_the_name_of_another_party(name):
 
 def test_a_site_that_joins_later_leaves_the_others_kits_alone(kits):
     before = (kits / "north" / "kit" / "startup" / "client.crt").read_bytes()
-    make_kits(Project(name="wards", hub="localhost", sites=[*SITES, "west"]), kits)
+    about = kits / "hub" / "hub.json"
+    port = json.loads(about.read_text())["lasting"]["port"]
+    make_kits(Project(name="wards", hub="localhost", port=port, sites=[*SITES, "west"]), kits)
     assert (kits / "north" / "kit" / "startup" / "client.crt").read_bytes() == before
     assert (kits / "west" / "kit" / "startup" / "client.key").exists()
     roots = {(kits / site / "kit" / "startup" / "rootCA.pem").read_bytes() for site in (*SITES, "west")}
     assert len(roots) == 1
-    about = kits / "hub" / "hub.json"
     about.write_text(json.dumps({**json.loads(about.read_text()), "sites": list(SITES)}))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"name": "other"}, {"hub": "example.org"}, {"port": 9}, {"valid_days": 500}]
+)
+def test_what_is_in_the_kits_is_not_changed_under_them(kits, changed):
+    """Kits that are there stay: sites would look for the hub at two places. The authority stays too."""
+    about = kits / "hub" / "hub.json"
+    before = about.read_bytes()
+    terms = {**json.loads(before)["lasting"], "sites": [*SITES, "far"], **changed}
+    ((key, value),) = changed.items()
+    with pytest.raises(ConfigError, match=f"{key} = {value!r}: the kits in .* were made with"):
+        make_kits(Project(**terms), kits)
+    assert about.read_bytes() == before
+    assert not (kits / "far").exists()
+
+
+def test_a_site_that_left_the_project_is_in_no_session(tmp_path):
+    """Its certificate is still valid, so FLARE's server has it among the connected clients."""
+    transport = FlareTransport(Kits("wards", ("north",), tmp_path, tmp_path, "hub@federation.local", "hub"))
+    heard = [SimpleNamespace(name=name, last_connect_time=time.time()) for name in ("north", "gone")]
+    transport._admin = SimpleNamespace(get_connected_client_list=lambda: heard)
+    assert transport.connected() == {"north"}
 
 
 def parts(path):

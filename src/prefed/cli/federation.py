@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from prefed.cli.errors import UsageError
+from prefed.config import ConfigError
 
 
 def federation(
@@ -30,7 +31,10 @@ def federation(
 
     described = Project.load(project)
     folder = out or Path(described.name)
-    make_kits(described, folder)
+    try:
+        make_kits(described, folder)
+    except ConfigError as error:
+        raise ConfigError(f"{project}: {error}") from None
     typer.echo(f"hub: {folder / 'hub'}, for `prefed federate EXPERIMENT --hub {folder / 'hub'}`")
     for name in described.sites:
         typer.echo(f"{name}: {folder / name}, for this site alone: fill in its site.toml, then `prefed site`")

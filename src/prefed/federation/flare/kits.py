@@ -19,13 +19,15 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from prefed import files
-from prefed.config.errors import field_errors
+from prefed.config.errors import ConfigError, field_errors
 from prefed.config.file import read_toml
 from prefed.core.strict import StrictModel
 from prefed.federation.config import OWN_DATA, check_name
 from prefed.federation.flare.job import ALLOWED
 
 AUTHORITY = "authority"
+LASTING = ("name", "hub", "port", "valid_days")
+"""Keys of a project file that are in certificates and kits, so that they last as long as these do."""
 HEARTBEAT = 2.0
 """Seconds between a site's signs of life."""
 NOBODY: Mapping[str, str] = {
@@ -181,6 +183,7 @@ def make_kits(project: Project, out: Path) -> None:
 
     Raises:
         FileExistsError: ``out`` holds something else.
+        ConfigError: the kits there were made with another value of one of :data:`LASTING`.
     """
     from nvflare.lighter.constants import CtxKey
     from nvflare.lighter.impl.cert import CertBuilder
@@ -192,6 +195,7 @@ def make_kits(project: Project, out: Path) -> None:
 
     if out.exists() and any(out.iterdir()) and not (out / AUTHORITY).is_dir():
         raise FileExistsError(f"{out} is not empty and holds no federation; choose another --out")
+    _check_lasting(project, out)
     authority, user = out / AUTHORITY, "hub@federation.local"
     files.private_folder(authority)
     server = {"name": project.hub, "type": "server", "org": "hub", "fed_learn_port": project.port}
@@ -216,6 +220,7 @@ def make_kits(project: Project, out: Path) -> None:
         "sites": project.sites,
         "user": user,
         "message_mb": project.message_mb,
+        "lasting": project.model_dump(include=set(LASTING)),
     }
     files.write(out / "hub" / "hub.json", json.dumps(about, indent=1).encode())
     for name in project.sites:
@@ -226,6 +231,18 @@ def make_kits(project: Project, out: Path) -> None:
             words |= {"client": json.dumps(name), "own": ", ".join(OWN_DATA)}
             path.write_text(SITE_FILE.format(**words), "utf-8")
     shutil.rmtree(made)
+
+
+def _check_lasting(project: Project, out: Path) -> None:
+    """Refuse a project that kits which stay as they are would not follow."""
+    about = out / "hub" / "hub.json"
+    made = json.loads(about.read_text("utf-8")).get("lasting", {}) if about.exists() else {}
+    for key in LASTING:
+        if key in made and made[key] != (now := getattr(project, key)):
+            raise ConfigError(
+                f"{key} = {now!r}: the kits in {out} were made with {made[key]!r}, and they stay as they "
+                "are; put it back, or make all kits anew in another --out"
+            )
 
 
 def organisation_of(site: str) -> str:

@@ -82,7 +82,7 @@ class FlareTransport:
         self._stop()
 
     def connected(self) -> Set[str]:
-        """The sites that the server has heard of lately."""
+        """The sites of the project that the server has heard of lately."""
         with self._asking:
             return self._connected()
 
@@ -214,7 +214,8 @@ class FlareTransport:
         for _ in range(STARTS):
             try:
                 clients = self._admin_session().get_connected_client_list()
-                return frozenset(each.name for each in clients if _is_fresh(each))
+                # A certificate is valid for its time; a site that left the project can still connect.
+                return frozenset(each.name for each in clients if _is_fresh(each)) & {*self._kits.sites}
             except Exception as error:  # as above
                 self._again(error)
         raise FederationError(f"the server of NVIDIA FLARE does not answer: see {self._kits.server}/log.txt")
