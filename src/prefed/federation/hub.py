@@ -236,13 +236,10 @@ class FederationBackend:
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # Whatever a site sends, the others go on.
             _log.exception("the answer of site %r cannot be read", site)
-            answer, message = {"failed": f"its answer cannot be read: {error!r}", "broken": True}, b""
+            answer, message = _broken(f"its answer cannot be read: {error!r}")
         new = answer.get("receipt")
         if new is not None and not (isinstance(new, str) and is_receipt(new)):
-            answer, message = (
-                {"failed": "it names a private state by what is no receipt", "broken": True},
-                b"",
-            )
+            answer, message = _broken("it names a private state by what is no receipt")
             new = None
         reason = next((_reason(answer[how]) for how in ("refused", "failed") if how in answer), "")
         reason = f"its site says: {reason}" if reason else _reason(answer.get("withheld", ""))
@@ -266,6 +263,11 @@ class FederationBackend:
 
     def _greet(self, site: str) -> bool:
         return site in self._sites.connected() and self._sites.hello(site)
+
+
+def _broken(reason: str) -> tuple[dict[str, Any], bytes]:
+    """What stands for an answer that no site with our code gives."""
+    return {"failed": reason, "broken": True}, b""
 
 
 def _reason(value: object) -> str:
