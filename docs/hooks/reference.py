@@ -217,7 +217,7 @@ def command(name: str) -> str:
     function: Any = next(f for named, f in functions if name == (named or getattr(f, "__name__", "")))
     words, rows = [f"prefed {name}"], []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        if parameter.name in EVERYWHERE:
+        if parameter.name in EVERYWHERE or parameter.annotation is typer.Context:
             continue
         kind, info = get_args(parameter.annotation)
         value = _value(kind, info, parameter.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import ssl
@@ -25,6 +26,7 @@ from prefed.federation.config import SiteConfig
 from prefed.federation.door import Door
 from prefed.federation.protocol import pack, unpack
 from prefed.federation.transport import FederationError, TooLongError, UnreachableError
+from prefed.store import StoreError
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
@@ -32,7 +34,7 @@ from prefed.federation.flare import apps
 from prefed.federation.flare import transport as over_flare
 from prefed.federation.flare.apps import SITE_DOOR, hand
 from prefed.federation.flare.job import ALLOWED, write_job
-from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
+from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, address, make_kits, organisation_of
 from prefed.federation.flare.process import CLIENT, FlareProcess, longest
 from prefed.federation.flare.transport import FlareTransport
 
@@ -128,7 +130,7 @@ def test_no_site_has_the_name_of_another_party(name):
 def test_a_site_that_joins_later_leaves_the_others_kits_alone(kits):
     before = (kits / "north" / "kit" / "startup" / "client.crt").read_bytes()
     about = kits / "hub" / "hub.json"
-    port = json.loads(about.read_text())["lasting"]["port"]
+    _, _, port = address(kits / "hub/server/startup")
     make_kits(Project(name="wards", hub="localhost", port=port, sites=[*SITES, "west"]), kits)
     assert (kits / "north" / "kit" / "startup" / "client.crt").read_bytes() == before
     assert (kits / "west" / "kit" / "startup" / "client.key").exists()
@@ -137,19 +139,40 @@ def test_a_site_that_joins_later_leaves_the_others_kits_alone(kits):
     about.write_text(json.dumps({**json.loads(about.read_text()), "sites": list(SITES)}))
 
 
+@pytest.mark.parametrize("kept", ["hub", "north"])
 @pytest.mark.parametrize(
     "changed", [{"name": "other"}, {"hub": "example.org"}, {"port": 9}, {"valid_days": 500}]
 )
-def test_what_is_in_the_kits_is_not_changed_under_them(kits, changed):
-    """Kits that are there stay: sites would look for the hub at two places. The authority stays too."""
-    about = kits / "hub" / "hub.json"
-    before = about.read_bytes()
-    terms = {**json.loads(before)["lasting"], "sites": [*SITES, "far"], **changed}
+def test_what_is_in_the_kits_is_not_changed_under_them(kits, tmp_path, changed, kept):
+    """Kits that are there stay: sites would look for the hub at two places. The authority stays too. Whatever
+    `hub.json` says or lacks, each kit knows what it was made with, and one is enough."""
+    shutil.copytree(kits / kept, tmp_path / kept)
+    shutil.copytree(kits / "authority", tmp_path / "authority")
+    _, _, port = address(kits / "hub/server/startup")
+    terms = {"name": "wards", "hub": "localhost", "port": port, "valid_days": 360, "sites": [*SITES, "far"]}
     ((key, value),) = changed.items()
-    with pytest.raises(ConfigError, match=f"{key} = {value!r}: the kits in .* were made with"):
-        make_kits(Project(**terms), kits)
-    assert about.read_bytes() == before
-    assert not (kits / "far").exists()
+    message = f"{key} = {value!r}: the kits in .* were made with {terms[key]!r}"
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=message):
+        make_kits(Project(**{**terms, **changed}), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_kits_say_what_they_were_made_with(tmp_path):
+    """At the hub and at a site, of a hub elsewhere."""
+    make_kits(
+        Project(name="wards-2", hub="fed.example.org", port=9, sites=["north"], valid_days=500),
+        tmp_path / "made",
+    )
+    for kit in ("hub/server", "north/kit"):
+        assert address(tmp_path / "made" / kit / "startup") == ("wards-2", "fed.example.org", 9)
+    path = tmp_path / "made/north/kit/startup/fed_client.json"
+    path.write_text('{"servers": []}')
+    with pytest.raises(ValueError, match=r"fed_client.json is damaged: .*put a copy of it back"):
+        address(path.parent)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no fed_server\.json or fed_client\.json"):
+        address(path.parent)
 
 
 def test_a_site_that_left_the_project_is_in_no_session(tmp_path):
@@ -243,6 +266,19 @@ def test_a_process_of_a_job_ends_with_its_site_from_its_start(tmp_path, monkeypa
         with site.accept():
             assert not ended.is_set()
     assert ended.wait(60)
+
+
+def test_a_hubs_folder_serves_one_process_and_its_port_one_program(transport, kits, tmp_path):
+    """A second hub is told at once who has the folder, and one with a copy of it who has the port."""
+    with pytest.raises(StoreError, match=f"hub is in use by process {os.getpid()} on .*one run at a time"):
+        FlareTransport(Kits.open(kits / "hub")).__enter__()
+    shutil.copytree(kits / "hub", tmp_path / "hub", ignore=shutil.ignore_patterns("storage", "checkpoint"))
+    _, _, port = address(kits / "hub/server/startup")
+    with pytest.raises(
+        FederationError, match=rf"port {port}, .* is in use by process \d+ \(python.*end it first"
+    ):
+        FlareTransport(Kits.open(tmp_path / "hub")).__enter__()
+    assert transport.connected() == {*SITES}
 
 
 def test_messages_arrive_as_they_are(transport):

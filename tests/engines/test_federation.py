@@ -10,11 +10,13 @@ import pytest
 import toy
 from federating import Within, experiment, make_place, site_config
 from prefed import run
+from prefed.config import ConfigError
+from prefed.core import Callback
 from prefed.engines.backends.worker import Worker
 from prefed.federation.federate import Terms, federate
 from prefed.federation.protocol import pack, unpack
 from prefed.federation.site import Site
-from prefed.federation.transport import FederationError
+from prefed.federation.transport import FederationError, UnreachableError
 from prefed.runs.loaded import load_run
 from prefed.store import StoreError
 from prefed.wire import decode_state
@@ -164,3 +166,54 @@ def test_two_sites_with_a_client_of_one_name(place, sites, tmp_path):
 
     with pytest.raises(FederationError, match="both have a client 'w0'"):
         federate(experiment(place), tmp_path / "over", Twice(sites), TERMS)
+
+
+class Warnings(Callback):
+    def __init__(self):
+        self.texts = []
+
+    def on_warning(self, text):
+        self.texts.append(text)
+
+
+def run_of(out):
+    return json.loads((out / "federation.json").read_text())["run"]
+
+
+def test_what_sites_were_asked_for_is_the_runs_from_its_first_visit_on(place, sites, tmp_path):
+    """The hub dies after one answer of round 1. With other settings nothing goes on there. With its own the
+    run goes on under its name, whoever is named now: its clients are those of the sites it began with."""
+    out, asked, heard = tmp_path / "over", experiment(place, rounds=1), Warnings()
+    with pytest.raises(KeyboardInterrupt):
+        federate(asked, out, Within(sites), TERMS, callbacks=[toy.InterruptAt(1)])
+    name = run_of(out)
+    other = experiment(place, rounds=1, local_steps=3)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"(?s)other settings .*method.local_steps: 2 → 3.* --out"):
+            federate(other, out, Within(sites), TERMS, resume=resume)
+    fewer = Terms("wards", ("two",), wait=0.0)
+    summary = federate(asked, out, Within(sites), fewer, resume=True, callbacks=[heard])
+    assert run_of(out) == name
+    assert summary["sites"] == {"one": ["w0"], "two": ["w1", "w2"]}
+    (line,) = heard.texts
+    assert line.startswith(
+        "the run goes on with the sites that it began with, one, two: others need a new run"
+    )
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_start_that_failed_binds_nobody(place, sites, tmp_path, steps):
+    """One site of two is lost when it is to build its job, so nobody was asked for a visit: the same
+    experiment, or another, begins over other sites in the same directory."""
+    out = tmp_path / "over"
+
+    def lost(site, request):
+        if (site, unpack(request)[0]["kind"]) == ("one", "start"):
+            raise UnreachableError("it is switched off")
+
+    with pytest.raises(FederationError, match="site 'one' is away"):
+        federate(experiment(place, rounds=1), out, Within(sites, lost), TERMS)
+    assert (out / "checkpoint/COMMIT.json").exists()
+    other = experiment(place, rounds=1, local_steps=steps)
+    summary = federate(other, out, Within(sites), Terms("wards", ("two",), wait=0.0))
+    assert summary["sites"] == {"two": ["w1", "w2"]}

@@ -61,13 +61,17 @@ def place(tmp_path_factory):
     return make_place(tmp_path_factory.mktemp("place"))
 
 
-@pytest.mark.parametrize("kind", ["local", "central"])
-def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, place, tmp_path, monkeypatch):
-    """FedDPO of a site with three clients, two rounds; the hub dies in round 2 after two answers of three,
-    and the site is started anew. Draws are made a fixed sequence of numbers, and counted: with it the run in
-    one process is the oracle, to the bit. Each client draws once a round. The hub, who cannot see that,
-    counts round 2 twice: ε after it is that of three releases. A central mean is drawn once, as round 2 was
-    stopped before it.
+@pytest.mark.parametrize(
+    ("kind", "answers"),
+    [("local", 2), ("local", 3 + 3 + 2), ("central", 3 + 3 + 2)],
+    ids=lambda value: f"{value}",
+)
+def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, answers, place, tmp_path, monkeypatch):
+    """FedDPO of a site with three clients, two rounds; the hub dies in round 1 or 2 after two answers of
+    three, and the site is started anew. Draws are made a fixed sequence of numbers, and counted: with it the
+    run in one process is the oracle, to the bit. Each client draws once a round. The hub, who cannot see
+    that, counts the round twice: ε in the end is that of three releases. A central mean is drawn once, as
+    round 2 was stopped before it. The site has one run.
     """
     draws = []
 
@@ -91,13 +95,14 @@ def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, place, tm
             site.close()
 
     with pytest.raises(KeyboardInterrupt):
-        goes_on(callbacks=[toy.InterruptAt(3 + 3 + 2)])
+        goes_on(callbacks=[toy.InterruptAt(answers)])
     summary = goes_on(resume=True)
     assert len(draws) == 2 * once
     server = "checkpoint/server@000002.safetensors"
     assert (tmp_path / "over" / server).read_bytes() == (tmp_path / "alone" / server).read_bytes()
     assert summary["privacy"]["epsilon"] == guarantee_of(asked.privacy, 3, 3).epsilon(3, 1e-5)
     assert (summary["privacy"]["draws"], summary["privacy"]["releases"]) == ("system", 3)
+    assert len(list((tmp_path / "site-pairs/runs").iterdir())) == 1
     spent = Releases(tmp_path / "site-pairs").spent()
     assert spent == (dict.fromkeys(CLIENTS, 2 * 2.0**-2) if kind == "local" else {})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -84,3 +84,26 @@ def set_words(overrides: Sequence[str]) -> list[str]:
     ['--set', 'seed=1', '--set', 'method.lr=1e-4']
     """
     return [word for text in overrides for word in ("--set", text)]
+
+
+def given_words(context: typer.Context, without: Collection[str]) -> list[str]:
+    """The options that a command was given, as words of a command.
+
+    Args:
+        without: names of options that are left out, as ``"out"``.
+    """
+    words = list[str]()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if name in without or parameter.param_type_name != "option":
+            continue
+        value, flag = context.params[name], parameter.opts[0]
+        if value is True:
+            words.append(flag)
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [word for each in values for word in (flag, str(each))]
+    return words

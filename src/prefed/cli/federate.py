@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from prefed.cli.arguments import CellName, File, Overrides, run_name, set_words
+from prefed.cli.arguments import CellName, File, Overrides, given_words, run_name
 from prefed.cli.interrupts import interruptible
 from prefed.cli.output import progress_console, terminal
 
 
 def federate(
+    context: typer.Context,
     file: File,
     overrides: Overrides = None,
     hub: Annotated[Path, typer.Option(help="The hub's folder, from `prefed federation init`.")] = Path("hub"),
@@ -40,8 +41,7 @@ def federate(
     cell: CellName = None,
 ) -> None:
     """Run an experiment over the sites of a federation."""
-    words = ["prefed", "federate", str(file), "--hub", str(hub), *(["--cell", cell] if cell else [])]
-    words += set_words(overrides or [])
+    words = ["prefed", "federate", str(file), *given_words(context, without=("out", "resume"))]
     with interruptible(words, out, resume) as paths:
         from prefed.federation.flare import check_installed
 

@@ -28,7 +28,7 @@ def interruptible(
         words: the command, without ``out`` and ``resume``.
         out: the run directory, if the user names one.
         resume: whether the user resumes a run.
-        kept: what an interrupted command leaves, in words.
+        kept: what an interrupted command leaves, in words, once there is a round.
         again: what is added to the command so that it goes on.
 
     Yields:
@@ -48,8 +48,10 @@ def interruptible(
     except KeyboardInterrupt:
         # Without a path the signal came early, for instance while PyTorch was imported.
         path = paths[0] if paths else out
-        begun = resume or (bool(paths) and (paths[0] / "checkpoint").is_dir())
+        begun = (paths[0] / "checkpoint" / "COMMIT.json").exists() if paths else resume
         options = [*(["--out", str(path)] if path else []), *(again if begun else [])]
+        none = bool(paths) and not (paths[0] / "rounds.jsonl").exists()
+        kept = "no round is whole yet" if none else kept
         state = f"{kept}. To go on" if begun else "nothing was begun. To start again"
         typer.echo(f"\nstopped; {state}:\n  {shlex.join([*words, *options])}", err=True)
         raise typer.Exit(exit_code(received[0])) from None

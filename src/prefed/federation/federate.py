@@ -35,6 +35,9 @@ T = TypeVar("T")
 FILE = "federation.json"
 PREPARE = 3600.0
 """Seconds in which a site must have read its data, or loaded its model."""
+QUIET = 3.0
+"""Seconds for which the hub waits for its sites before it says for whom."""
+PAUSE = 0.5
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,11 @@ def federate(
         tracked(kinds, experiment.track, out, Callbacks([*callbacks, log]), page) as telling,
     ):
         try:
-            return _run(reconcile(experiment, writer), writer, transport, terms, telling, tell)
+            known = _known(writer)
+            if known is None:
+                writer.forget()
+            experiment = reconcile(experiment, writer, begun=known is not None)
+            return _run(experiment, writer, known, transport, terms, telling, tell)
         except Exception:
             writer.discard()
             raise
@@ -119,17 +126,28 @@ def _check(experiment: Experiment) -> None:
 def _run(
     experiment: Experiment,
     writer: RunWriter,
+    known: Mapping[str, Any] | None,
     transport: Transport,
     terms: Terms,
     callback: Callback,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    known = _read(writer.path / FILE) if writer.round else None
     run = known["run"] if known else secrets.token_hex(8)
     sites = Sites(transport, terms.federation, run, PREPARE)
     text = told_experiment(experiment)
     wanted = tuple(known["sites"]) if known else terms.sites
-    present = _gather(sites, wanted, terms, resumed=known is not None)
+    if set(terms.sites) != set(wanted):
+        callback.on_warning(
+            f"the run goes on with the sites that it began with, {', '.join(wanted)}: others need a new run, "
+            "with another --out"
+        )
+    present = _gather(sites, wanted, terms, tell, resumed=known is not None)
+    if absent := ", ".join(sorted(set(wanted) - set(present))):
+        callback.on_warning(
+            f"the run goes on without {absent} until it is back"
+            if known
+            else f"the run begins without {absent}: who comes later takes part in the next run"
+        )
     answers = _each(present, lambda site: sites.join(site, text))
     clients = told_clients(known, answers, terms.most_clients, terms.most_pairs)
     for site in present:
@@ -141,13 +159,12 @@ def _run(
     dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
     job = assemble_job(experiment, build_trainers(experiment, dataset, None))
     _begin(experiment, job, clients, writer)
-    files.write(
-        writer.path / FILE,
-        json.dumps({"federation": terms.federation, "run": run, "sites": clients}, indent=1).encode(),
-    )
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]
     _each(present, lambda site: sites.start(site, members, unseen, model))
+    # From here on sites may be asked for visits: what they keep and have sent belongs to this run.
+    about = {"federation": terms.federation, "run": run, "sites": clients}
+    files.write(writer.path / FILE, json.dumps(about, indent=1).encode())
     sites.most = partial(longest_answer, job)
     backend = FederationBackend(sites, writer.states, homes, terms.visit, callback.on_warning)
     backend.away |= set(clients) - set(present)
@@ -175,26 +192,35 @@ def told_experiment(experiment: Experiment) -> str:
     return tomli_w.dumps(tables)
 
 
-def _gather(sites: Sites, wanted: Sequence[str], terms: Terms, resumed: bool) -> list[str]:
+def _gather(
+    sites: Sites, wanted: Sequence[str], terms: Terms, tell: Callable[[str], None], resumed: bool
+) -> list[str]:
     """Wait until all sites can be reached, or enough of them and the time is over.
+
+    Args:
+        tell: is given a line with those that are missing, once it takes longer than :data:`QUIET`.
 
     Raises:
         FederationError: too few come.
     """
     least = 1 if resumed else (terms.at_least or len(wanted))
-    end = time.monotonic() + terms.wait
+    begun = time.monotonic()
+    told = False
     while True:
         present = sorted(sites.connected() & set(wanted))
-        over = time.monotonic() > end
-        if len(present) == len(wanted) or (over and len(present) >= least):
+        missing = ", ".join(sorted(set(wanted) - set(present)))
+        waited = time.monotonic() - begun
+        if not missing or (waited > terms.wait and len(present) >= least):
             return present
-        if over:
-            missing = ", ".join(sorted(set(wanted) - set(present)))
+        if waited > terms.wait:
             raise FederationError(
                 f"{len(present)} of {len(wanted)} sites came within {terms.wait:g} seconds; missing: "
                 f"{missing} (`prefed site CONFIG` on each; --wait for more time, --at-least for fewer sites)"
             )
-        time.sleep(0.5)
+        if waited >= QUIET and not told:
+            tell(f"waiting for {missing}, {terms.wait:g} seconds in all")
+            told = True
+        time.sleep(PAUSE)
 
 
 def _each(sites: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
@@ -231,7 +257,15 @@ def _begin(experiment: Experiment, job: Job, clients: Mapping[str, Any], writer:
     writer.reopen()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _known(writer: RunWriter) -> dict[str, Any] | None:
+    """What :data:`FILE` holds of a run whose sites may have been asked for visits; ``None`` before that.
+
+    Raises:
+        FederationError: there are rounds, and the file is gone, or it is damaged.
+    """
+    path = writer.path / FILE
+    if writer.round == 0 and not path.exists():
+        return None
     try:
         known: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -28,10 +28,13 @@ _CHANGEABLE = {
 _REMEDY = "put a copy of it back, or start a new run with another --out"
 
 
-def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
+def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False) -> Experiment:
     """Check an experiment against the run in a directory, and write ``config.toml`` if there is none.
 
     Before the first round, another experiment replaces the one in the directory.
+
+    Args:
+        begun: the run has begun, even if it has no round: no other experiment replaces it.
 
     Returns:
         The experiment with its number of threads, and what follows the number of rounds, filled in.
@@ -41,7 +44,8 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
         StoreError: ``config.toml`` changed since the run began.
     """
     config = writer.config()
-    if writer.round == 0:
+    begun = begun or writer.round > 0
+    if not begun:
         changed = differing(config or {}, fitted(experiment).tables())
         if any(name != "engine.threads" and not _changes_nothing(name) for name in changed):
             reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= NOT_CACHED)
@@ -51,7 +55,8 @@ def reconcile(experiment: Experiment, writer: RunWriter) -> Experiment:
     except ConfigError as error:
         raise StoreError(f"{error}\n{_REMEDY}") from error
     experiment = with_threads(fitted(experiment, stored), stored)
-    _check_digest(config, experiment, writer)
+    if begun:
+        _check_digest(config, experiment, writer)
     if config is None or stored is None:
         writer.write_config(to_toml(experiment))
         return experiment
@@ -139,7 +144,7 @@ def with_threads(experiment: Experiment, stored: Experiment | None) -> Experimen
 
 def _check_digest(config: Mapping[str, Any] | None, experiment: Experiment, writer: RunWriter) -> None:
     """Refuse a changed ``config.toml``, and other settings where the file is missing."""
-    digest = writer.commit.settings if writer.commit and writer.round else None
+    digest = writer.commit.settings if writer.commit else None
     if digest is None or settings_digest(experiment.tables() if config is None else config) == digest:
         return
     if config is None:

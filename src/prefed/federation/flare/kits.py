@@ -220,7 +220,6 @@ def make_kits(project: Project, out: Path) -> None:
         "sites": project.sites,
         "user": user,
         "message_mb": project.message_mb,
-        "lasting": project.model_dump(include=set(LASTING)),
     }
     files.write(out / "hub" / "hub.json", json.dumps(about, indent=1).encode())
     for name in project.sites:
@@ -233,16 +232,51 @@ def make_kits(project: Project, out: Path) -> None:
     shutil.rmtree(made)
 
 
+def address(startup: Path) -> tuple[str, str, int]:
+    """The federation's name, and the host name and the port of its hub, as a kit has them.
+
+    Args:
+        startup: the kit's folder of that name, of the server or of a site.
+
+    Raises:
+        OSError, ValueError: it has none that can be read.
+    """
+    path = next(
+        (path for path in (startup / "fed_server.json", startup / "fed_client.json") if path.exists()), None
+    )
+    if path is None:
+        raise FileNotFoundError(f"{startup} has no fed_server.json or fed_client.json: put a copy back")
+    try:
+        server = json.loads(path.read_text("utf-8"))["servers"][0]
+        host, _, port = server["service"]["target"].rpartition(":")
+        return str(server["name"]), host, int(port)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; put a copy of it back") from error
+
+
 def _check_lasting(project: Project, out: Path) -> None:
     """Refuse a project that kits which stay as they are would not follow."""
-    about = out / "hub" / "hub.json"
-    made = json.loads(about.read_text("utf-8")).get("lasting", {}) if about.exists() else {}
+    made = _made_with(out)
     for key in LASTING:
         if key in made and made[key] != (now := getattr(project, key)):
             raise ConfigError(
                 f"{key} = {now!r}: the kits in {out} were made with {made[key]!r}, and they stay as they "
                 "are; put it back, or make all kits anew in another --out"
             )
+
+
+def _made_with(out: Path) -> dict[str, Any]:
+    """What of :data:`LASTING` the kits in ``out`` were made with; nothing where there are none."""
+    from cryptography import x509
+
+    found = [out / "hub" / "server" / "startup", *sorted(out.glob("*/kit/startup"))]
+    startup = next((each for each in found if each.is_dir()), None)
+    if startup is None:
+        return {}
+    name, hub, port = address(startup)
+    authority = x509.load_pem_x509_certificate((startup / "rootCA.pem").read_bytes())
+    valid = authority.not_valid_after_utc - authority.not_valid_before_utc
+    return {"name": name, "hub": hub, "port": port, "valid_days": valid.days}
 
 
 def organisation_of(site: str) -> str:

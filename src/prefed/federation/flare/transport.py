@@ -8,6 +8,7 @@ repeated requests and answer them alike.
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Set
@@ -18,13 +19,16 @@ from pathlib import Path
 from threading import Condition, Lock
 from typing import Any
 
+from prefed import files
 from prefed.federation.door import Door, ask, when_gone
 from prefed.federation.flare.apps import HUB_DOOR
 from prefed.federation.flare.job import write_job
-from prefed.federation.flare.kits import HEARTBEAT, Kits, settle
+from prefed.federation.flare.kits import HEARTBEAT, Kits, address, settle
+from prefed.federation.flare.port import check_port
 from prefed.federation.flare.process import SERVER, FlareProcess, longest
 from prefed.federation.protocol import pack, unpack
 from prefed.federation.transport import FederationError, TooLongError, UnreachableError
+from prefed.store.directory import lock
 
 _log = logging.getLogger("prefed")
 
@@ -54,12 +58,15 @@ class FlareTransport:
         kits: those of the hub, from `prefed federation init`.
 
     Raises:
-        FederationError: (on entering, and later) the server cannot be started, or no session be opened.
+        StoreError: (on entering) another process uses the hub's folder.
+        FederationError: (on entering) another program has the hub's port; (then and later) the server cannot
+            be started, or no session be opened.
     """
 
     def __init__(self, kits: Kits) -> None:
         self._kits = kits
         self._door = Door(self._opened)
+        self._held: int | None = None
         self._server: FlareProcess | None = None
         self._admin: Any = None
         self._asking = Lock()
@@ -72,6 +79,7 @@ class FlareTransport:
 
     def __enter__(self) -> FlareTransport:
         try:
+            self._hold()
             self._start_server()
         except BaseException:
             self._stop()
@@ -243,6 +251,14 @@ class FlareTransport:
             self._start_server()
         time.sleep(PAUSE)
 
+    def _hold(self) -> None:
+        """Keep the hub's folder and its port to this process."""
+        folder = self._kits.server.parent
+        files.private_folder(folder / "checkpoint")
+        self._held = lock(folder, remedy="wait for it, or end it: a hub's folder serves one run at a time")
+        _, host, port = address(self._kits.server / "startup")
+        check_port(host, port)
+
     def _start_server(self) -> None:
         if self._stopping:
             raise FederationError("the hub is stopping")
@@ -275,6 +291,9 @@ class FlareTransport:
         if self._server is not None:
             self._server.stop()
         self._door.__exit__()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
 
 def _is_fresh(client: Any) -> bool:

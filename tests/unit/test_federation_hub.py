@@ -1,0 +1,159 @@
+"""A hub's command and its beginning, without NVIDIA FLARE: for whom it waits, what it says when stopped."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from federating import Within, experiment
+from prefed.cli import app
+from prefed.cli.interrupts import interruptible
+from prefed.core import Callback
+from prefed.federation import federate as hub
+from prefed.federation.federate import Terms, federate
+from prefed.federation.flare.port import check_port
+from prefed.federation.protocol import pack
+from prefed.federation.transport import FederationError
+
+OPTIONS = {
+    "--hub": "wards/hub",
+    "--sites": "north,south",
+    "--wait": "7.5",
+    "--at-least": "1",
+    "--visit": "60.0",
+    "--most-clients": "9",
+    "--most-pairs": "99",
+    "--cell": "a/b",
+}
+
+
+def test_the_command_that_goes_on_has_all_that_was_given(tmp_path, monkeypatch):
+    """All options of the command but those that say where and how, which follow; and no other ones."""
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefed.federation.flare.check_installed", stopped)
+    sets = ["--set", "rounds=2", "--set", "seed=1"]
+    words = ["federate", "e.toml", *(word for pair in OPTIONS.items() for word in pair), *sets]
+    (command,) = (each for each in app.registered_commands if each.callback.__name__ == "federate")
+    taken = {f"--{name.replace('_', '-')}" for name in command.callback.__annotations__}
+    others = {"--context", "--file", "--overrides", "--return", "--quiet", "--verbose"}
+    assert taken - others == {*OPTIONS, "--out", "--resume"}
+    shown = CliRunner().invoke(app, [*words, "--resume", "--out", "o"])
+    printed = shown.stderr.strip().splitlines()[-1].split()
+    assert printed[:3] == ["prefed", "federate", "e.toml"]
+    assert printed[-3:] == ["--out", "o", "--resume"]
+    middle = printed[3:-3]
+    pairs = [*zip(middle[::2], middle[1::2], strict=True)]
+    assert sorted(pairs) == sorted([*OPTIONS.items(), ("--set", "rounds=2"), ("--set", "seed=1")])
+    shown = CliRunner().invoke(app, ["federate", "e.toml", "-v"])
+    assert shown.stderr.strip().splitlines()[-1].strip() == "prefed federate e.toml --verbose"
+
+
+@pytest.mark.parametrize(
+    ("files", "resume", "said", "ends"),
+    [
+        ((), False, "nothing was begun. To start again:", "a --out run"),
+        (("checkpoint/LOCK", "config.toml"), False, "nothing was begun. To start again:", "a --out run"),
+        (("checkpoint/COMMIT.json",), False, "no round is whole yet. To go on:", "run --resume"),
+        (
+            ("checkpoint/COMMIT.json", "rounds.jsonl"),
+            False,
+            "whole rounds are kept. To go on:",
+            "run --resume",
+        ),
+    ],
+)
+def test_what_a_stopped_command_says_is_kept(tmp_path, monkeypatch, capsys, files, resume, said, ends):
+    """A run has begun with its first commit, and has rounds once one is written."""
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        Path("run", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("run", name).touch()
+
+    def stopped():
+        with interruptible(["a"], None, resume) as paths:
+            paths.append(Path("run"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit):
+        stopped()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert said in lines[0]
+    assert lines[-1].endswith(ends)
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.texts = []
+
+    def on_warning(self, text):
+        self.texts.append(text)
+
+
+class Slow(Within):
+    """North is there at once, south at the third look, and west never; each refuses what it is asked."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def connected(self):
+        self.looks += 1
+        return {"north", "south"} if self.looks > 2 else {"north"}
+
+    def call(self, site, request, timeout):
+        return pack(refused="this is a test")
+
+
+def test_the_hub_says_for_whom_it_waits_and_without_whom_it_begins(tmp_path, monkeypatch):
+    """Once, while somebody is missing; and once it begins, on the terminal and in the run's log."""
+    monkeypatch.setattr(hub, "QUIET", 0.0)
+    monkeypatch.setattr(hub, "PAUSE", 0.01)
+    (tmp_path / "run").mkdir()
+    told, heard = [], Heard()
+    terms = Terms("wards", ("north", "south", "west"), wait=0.3, at_least=2)
+    with pytest.raises(FederationError, match="refuses: this is a test"):
+        federate(experiment(tmp_path), tmp_path / "run", Slow(), terms, callbacks=[heard], tell=told.append)
+    assert told == ["waiting for south, west, 0.3 seconds in all"]
+    line = "the run begins without west: who comes later takes part in the next run"
+    assert heard.texts == [line]
+    assert f"warning: {line}" in (tmp_path / "run/run.log").read_text()
+
+
+def test_who_is_there_at_once_is_not_waited_for(tmp_path):
+    """Nothing is said."""
+    told, heard = [], Heard()
+    with pytest.raises(FederationError, match="refuses: this is a test"):
+        federate(
+            experiment(tmp_path),
+            tmp_path / "run",
+            Slow(),
+            Terms("wards", ("north",)),
+            callbacks=[heard],
+            tell=told.append,
+        )
+    assert (told, heard.texts) == ([], [])
+
+
+@pytest.mark.parametrize("host", ["localhost", "hub.invalid"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_port_that_somebody_has_is_not_shared(host, shared):
+    """Also one whose owner would share it, as a server of gRPC does. Once nobody listens it is free."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(FederationError, match=f"port {port}, .* is in use by .*; end it first") as caught:
+            check_port(host, port, 0.0)
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            listener.accept()[0].close()
+            assert caller.recv(1) == b""
+    check_port(host, port, 0.0)
+    if "another program" not in str(caught.value):
+        assert f"process {os.getpid()} (" in str(caught.value)
