@@ -64,6 +64,11 @@ class RunRecord:
         """The seed that all its draws come from."""
         return int(self.config["seed"])
 
+    @cached_property
+    def sites(self) -> Mapping[str, str]:
+        """Client → the site that has its pairs and its private state; empty where both are here."""
+        return {client: site for site, own in self.summary.get("sites", {}).items() for client in own}
+
     @property
     def split(self) -> str:
         """The split that clients were evaluated on: ``"test"`` or ``"validation"``."""
@@ -205,7 +210,8 @@ def read_run(path: str | Path) -> RunRecord:
         done, fingerprint = checkpoint.commit.round, checkpoint.commit.fingerprint
     if not (path / "summary.json").exists():
         stood = "before its first round" if not done else f"after round {done}"
-        again = shlex.join(["prefed", "run", str(config), "--out", str(path), "--resume"])
+        words = ["federate"] if (path / "federation.json").exists() else ["run"]
+        again = shlex.join(["prefed", *words, str(config), "--out", str(path), "--resume"])
         raise RunError(f"{path} is not finished: it stands {stood}; go on with it: {again}")
     try:
         settings, summary = read_config(config), read_summary(path / "summary.json")
