@@ -298,8 +298,10 @@ class FederationBackend:
                 raise UnreachableError("it is away")
             # Usually all clients are given the same.
             for message, group in groupby(clients[site], message_of):
-                stored = {client: self._receipts.read(client) for client in group}
-                receipts = {client: state and receipt_in(state) for client, state in stored.items()}
+                receipts = dict[str, str | None]()
+                for client in group:
+                    stored = self._receipts.read(client)
+                    receipts[client] = None if stored is None else receipt_in(stored)
                 self._sites.publish(site, number, receipts, message, self._timeout)
 
         giving = {self._pool.submit(give, site): site for site in clients}

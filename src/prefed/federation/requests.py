@@ -35,9 +35,8 @@ def published_in(header: dict[str, Any], body: bytes) -> tuple[int, dict[str, st
     Raises:
         RefusalError: a part of it is missing, or of another form, or the body is no download.
     """
-    number, receipts, model = (header.get(name) for name in ("round", "clients", "model"))
-    whole = type(number) is int and isinstance(model, str) and isinstance(receipts, dict)
-    if not whole:
+    number, receipts, model = header.get("round"), header.get("clients"), header.get("model")
+    if type(number) is not int or not isinstance(receipts, dict) or not isinstance(model, str):
         raise RefusalError("a model of the end that is not whole")
     if not all(each is None or (isinstance(each, str) and is_receipt(each)) for each in receipts.values()):
         raise RefusalError("a model of the end with a private state by another name than a receipt")
