@@ -65,6 +65,8 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         federate(asked, tmp_path / "over", transport, TERMS, callbacks=[toy.InterruptAt(3 + 3 + 2)])
     assert len((tmp_path / "over" / "rounds.jsonl").read_text().splitlines()) == 1
+    with pytest.raises(RunError, match=r"after round 1; go on with it: prefed federate .* --hub HUB"):
+        load_run(tmp_path / "over")
     killed = []
     give = Worker.give
 

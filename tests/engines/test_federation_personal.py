@@ -182,6 +182,20 @@ def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
     assert "here --taste population, or a client's id, judges" in says(["evaluate", over, *judged], 1)
 
 
+def test_a_hub_aligns_a_model_of_its_own(tasty, tmp_path):
+    """It has no client's prompt, and can leave none out: all six of its own are there."""
+    folder, *_ = tasty
+    shutil.copytree(folder / "over", tmp_path / "over")
+    lines = [json.dumps({"prompt": f"Question {number}?"}) + "\n" for number in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    settings = {"completions": 2, "max_new_tokens": 4, "epochs": 1, "batch_size": 4}
+    words = [word for name, value in settings.items() for word in ("--set", f"align.{name}={value}")]
+    words += ["--set", "align.taste=population"]
+    says(["align", tmp_path / "over", "--prompts", tmp_path / "prompts.jsonl", *words])
+    summary = json.loads((tmp_path / "over/align/summary.json").read_text())
+    assert (summary["prompts"]["kept"], summary["prompts"]["clients"]) == (6, 0)
+
+
 def test_a_hub_says_that_the_pairs_are_at_the_sites(finished, place):
     folder, _ = finished
     said = says(["evaluate", folder / "over"], 1)
@@ -325,6 +339,15 @@ def test_a_site_that_was_away_gets_its_models_from_a_finished_run(place, tmp_pat
     assert not (tmp_path / "early").exists()
     assert not [text for text in over_sites(asked, made, tmp_path / "over", resume=True) if "models" in text]
     export_client(made["two"], tmp_path / "model", client="w1")
+    # All clients have one model: the hub judges it on pairs of its own, and has it under each client's name.
+    run(asked, tmp_path / "alone")
+    over, alone = (
+        figures(["evaluate", tmp_path / name, "--test", place / "w0.jsonl", "--json"])
+        for name in ("over", "alone")
+    )
+    assert over["dpo_loss"] == alone["dpo_loss"]
+    write_model(tmp_path / "over", tmp_path / "hub", client="w1")
+    assert_equal(exported(tmp_path / "hub"), exported(tmp_path / "model"))
 
 
 def test_a_run_that_goes_on_takes_its_models_along(place, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from prefed import files
 from prefed.config import Experiment
@@ -47,7 +48,7 @@ def export_client(
     silence_transformers()
     state = Path(config.state)
     place = _run_folder(state, run)
-    order = files.loads_with_digest((place / "order.json").read_bytes())
+    order = _order(place)
     told = _told_name(order["names"], client)
     given, message = _given(place, told)
     private = _private(place, told, given, order["round"])
@@ -85,6 +86,14 @@ def _run_folder(state: Path, name: str) -> Path:
     if not ended:
         raise RunError(f"{state / 'runs'}: {NOT_SENT}; the runs are {shown}")
     return ended[max(ended)]
+
+
+def _order(place: Path) -> dict[str, Any]:
+    path = place / "order.json"
+    try:
+        return files.loads_with_digest(path.read_bytes())
+    except files.DamagedError as error:
+        raise StoreError(f"{path} is damaged: {error}; put a copy of it back") from error
 
 
 def _told_name(names: Mapping[str, str], client: str | None) -> str:

@@ -202,7 +202,7 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
         names = ", ".join(sorted(set(record.sites.values())))
         raise RunError(
             f"{path}: the pairs of this run are at its sites, {names}, and none is here; `prefed evaluate "
-            f"{path} --test FILE` judges on pairs of yours"
+            f"{path} --test FILE` judges a model that all clients share on pairs of yours"
         )
     silence_transformers()
     try:

@@ -210,8 +210,9 @@ def read_run(path: str | Path) -> RunRecord:
         done, fingerprint = checkpoint.commit.round, checkpoint.commit.fingerprint
     if not (path / "summary.json").exists():
         stood = "before its first round" if not done else f"after round {done}"
-        words = ["federate"] if (path / "federation.json").exists() else ["run"]
-        again = shlex.join(["prefed", *words, str(config), "--out", str(path), "--resume"])
+        over_sites = (path / "federation.json").exists()
+        where = ["--out", str(path), *(["--hub", "HUB"] if over_sites else [])]
+        again = shlex.join(["prefed", "federate" if over_sites else "run", str(config), *where, "--resume"])
         raise RunError(f"{path} is not finished: it stands {stood}; go on with it: {again}")
     try:
         settings, summary = read_config(config), read_summary(path / "summary.json")
