@@ -1,11 +1,15 @@
 """Sites and hubs for tests: three workers' pairs in a file each, and a transport within one process."""
 
 import json
+from threading import Lock
 
 import numpy as np
 
 from prefed import Experiment
 from prefed.core import Key
+from prefed.engines import JobFactory
+from prefed.engines.backends.worker import StateOfTask
+from prefed.engines.tasks import run_task
 from prefed.federation.config import SiteConfig
 from prefed.federation.site import Site
 from prefed.federation.transport import UnreachableError
@@ -88,6 +92,29 @@ class Within:
         if site not in self.sites:
             raise UnreachableError("it is switched off")
         return self.sites[site].answer(request)
+
+
+class Here:
+    """A process that trains, in this process. Models are loaded one at a time: transformers asks for that."""
+
+    turn = Lock()
+
+    def send(self, builder, text, threads):
+        with self.turn:
+            self.job = JobFactory(builder, text).build()
+        self.due = {"fingerprint": dict(self.job.trainers.fingerprint)}
+
+    def give(self, task, state, timeout):
+        states = StateOfTask(state)
+        with self.turn:
+            result = run_task(self.job, task, states)
+        self.due = {"message": result.message, "withheld": result.withheld, "state": states.next}
+
+    def receive(self):
+        return self.due
+
+    def stop(self):
+        self.due = None
 
 
 def open_sites(place, folder, clients=CLIENTS, **changes):

@@ -18,7 +18,7 @@ from prefed.federation.protocol import pack, unpack
 from prefed.federation.site import Site
 from prefed.federation.transport import FederationError, UnreachableError
 from prefed.runs.loaded import load_run
-from prefed.store import StoreError
+from prefed.runs.record import RunError
 from prefed.wire import decode_state
 from toy import outcome
 
@@ -67,6 +67,8 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         federate(asked, tmp_path / "over", transport, TERMS, callbacks=[toy.InterruptAt(3 + 3 + 2)])
     assert len((tmp_path / "over" / "rounds.jsonl").read_text().splitlines()) == 1
+    with pytest.raises(RunError, match=r"after round 1; go on with it: prefed federate .* --hub HUB"):
+        load_run(tmp_path / "over")
     killed = []
     give = Worker.give
 
@@ -96,7 +98,7 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
     check_log(sites)
     check_replay(sites)
     check_other_data(place, sites, tmp_path)
-    with pytest.raises(StoreError, match="site 'two' keeps it"):
+    with pytest.raises(RunError, match="site 'two' keeps what the model of 'w1' needs"):
         load_run(tmp_path / "over").model("w1")
 
 
@@ -120,7 +122,7 @@ def check_log(sites):
         (client, number) for client in ("w0", "w1", "w2") for number in (1, 2, 3)
     }
     assert all(entry["weight"] == 8 and entry["tensors"] == {"model": 2048} for entry in visits)
-    assert {entry["what"] for entry in entries} == {"join", "train", "evaluation", "restart"}
+    assert {entry["what"] for entry in entries} == {"join", "train", "evaluation", "restart", "published"}
 
 
 def check_replay(sites):

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import toy
-from federating import CLIENTS, Within, experiment, make_place, site_config
+from federating import CLIENTS, Here, Within, experiment, make_place, site_config
 from prefed import run
 from prefed.core import Privacy
-from prefed.engines import JobFactory
-from prefed.engines.backends.worker import StateOfTask
-from prefed.engines.tasks import run_task
 from prefed.federation import site as site_module
 from prefed.federation.config import Limits
 from prefed.federation.federate import Terms, federate, told_experiment
@@ -35,25 +32,6 @@ def private(place, rounds=2, **changes):
     return type(asked).from_tables(
         {**tables, "merge": {"weights": "uniform"}, "privacy": {**LOCAL, **changes}}, "the test"
     )
-
-
-class Here:
-    """A process that trains, in this process."""
-
-    def send(self, builder, text, threads):
-        self.job = JobFactory(builder, text).build()
-        self.due = {"fingerprint": dict(self.job.trainers.fingerprint)}
-
-    def give(self, task, state, timeout):
-        states = StateOfTask(state)
-        result = run_task(self.job, task, states)
-        self.due = {"message": result.message, "withheld": result.withheld, "state": states.next}
-
-    def receive(self):
-        return self.due
-
-    def stop(self):
-        self.due = None
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,36 @@ def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone(
     assert backend.away == set()
 
 
+def test_a_site_that_forgot_the_run_is_told_of_it_before_it_gets_models():
+    """One that was started again is told, and given them. One that does not know the run even then is named,
+    as is one that went; with a message for two clients and another for a third there are three requests."""
+
+    class Never(Forgetful):
+        told = property(lambda self: False, lambda self, value: None)
+
+    asked, warned = [], []
+
+    def notes(site, request):
+        header, body = unpack(request)
+        if header["kind"] == "published":
+            asked.append((site, header["clients"], body))
+
+    sites = {"forgot": Forgetful({}), "never": Never({})}
+    homes = {"a": "forgot", "b": "forgot", "c": "forgot", "d": "never", "e": "gone"}
+    hub = Sites(Within(sites, notes), "wards", "0" * 16, 1.0)
+    hub.start("forgot", [*homes], [], "m")
+    sites["forgot"].told = False
+    with FederationBackend(hub, Receipts(), homes, 1.0, warned.append) as backend:
+        backend.away.add("gone")
+        backend.publish(3, lambda client: b"ab" if client in "ab" else client.encode())
+    first, second = ("forgot", {"a": None, "b": None}, b"ab"), ("forgot", {"c": None}, b"c")
+    assert [each for each in asked if each[0] == "forgot"] == [first, first, second]
+    assert sorted(text.partition(")")[0] for text in warned) == [
+        "site 'gone' has not got the models of its clients (it is away",
+        "site 'never' has not got the models of its clients (site 'never' does not know the run",
+    ]
+
+
 def has_left():
     raise UnreachableError("it has left")
 

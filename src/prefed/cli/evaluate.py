@@ -54,12 +54,15 @@ def evaluate(
     from prefed.runs.evaluate import evaluate as evaluate_run
     from prefed.runs.evaluate import evaluate_file
     from prefed.runs.loaded import load_run
+    from prefed.runs.record import read_run
     from prefed.runs.tastes import at_taste
     from prefed.store import plain
     from prefed.trackers.terminal import stdout_console
 
     silence_transformers()
-    loaded_run = load_run(run, data=test is None or taste is not None, best=which == "best")
+    # At the hub of a federation no taste comes from the run's own pairs.
+    own_pairs = test is None or (taste is not None and not read_run(run).sites)
+    loaded_run = load_run(run, data=own_pairs, best=which == "best")
     if taste is not None:
         loaded_run = at_taste(loaded_run, taste, test, split or loaded_run.experiment.evaluate.split)
     # With the run's own number of threads its figures come out again to the digit.

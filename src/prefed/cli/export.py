@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from prefed.cli.arguments import Aligned, LicenseName, Merge, OwnModel, RoundName, SelectorNumber, TasteName
 from prefed.cli.errors import UsageError
-
-if TYPE_CHECKING:
-    from prefed.runs.record import RunRecord
 
 
 def export(
@@ -53,7 +51,8 @@ def export(
     path = out or run / ("merged" if merge else "adapters") / folder
     if out is None and not path.resolve().is_relative_to(run.resolve()):
         raise ValueError(f"{path} lies elsewhere: there is a link in {run}; choose an --out")
-    _check(path, record, replace=force or out is None)
+    base = Path(record.config["model"]["name"])
+    check_folder(path, {"run": record.path, "run's base model": base}, replace=force or out is None)
     from prefed.runs.export import write_model
 
     best = which == "best"
@@ -88,16 +87,23 @@ def check_choice(
         raise UsageError("--aligned: the selectors of the last round aligned it; leave out --round best")
 
 
-def _check(path: Path, record: RunRecord, *, replace: bool) -> None:
-    """Refuse a folder that an export must not replace: it replaces nothing but an earlier export."""
+def check_folder(path: Path, places: Mapping[str, Path], *, replace: bool) -> None:
+    """Refuse a folder that an export must not replace: it replaces nothing but an earlier export.
+
+    Args:
+        places: what it must not hold, by a word for it.
+
+    Raises:
+        ValueError: it must not be replaced.
+    """
     from prefed.models.adapters import unexpected_files
 
     if not path.exists():
         return
     if not path.is_dir():
         raise ValueError(f"{path} is a file, not a folder; choose another --out")
-    folder, base = path.resolve(), Path(record.config["model"]["name"])
-    for what, place in (("run", record.path), ("run's base model", base)):
+    folder = path.resolve()
+    for what, place in places.items():
         if place.is_dir() and folder in (place.resolve(), *place.resolve().parents):
             raise ValueError(f"{path} holds the {what}; choose another --out")
     foreign = unexpected_files(path)

@@ -170,9 +170,11 @@ def _run(
     backend.away |= set(clients) - set(present)
     with backend:
         server = ServerRounds(job, writer, backend, callback).run()
+        held = {site: sorted(own) for site, own in clients.items()}
+        conclude(job, writer, server, {}, callback, sites=held)
+        backend.publish(writer.round, lambda client: encode(job.method.publish(server, client)))
     for site in present:
         sites.leave(site)
-    conclude(job, writer, server, {}, callback, sites={site: sorted(own) for site, own in clients.items()})
     summary: dict[str, Any] = json.loads((writer.path / "summary.json").read_text("utf-8"))
     return summary
 

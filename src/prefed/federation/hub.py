@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from itertools import groupby
+from threading import Lock
 from typing import Any
 
 from prefed.core.text import printable
@@ -120,15 +122,41 @@ class Sites:
         answer, message = self._ask(site, timeout, task.message, **fields)
         if answer.get("unknown"):
             try:
-                self.join(site, self._experiment, timeout)
-                self.start(site, self._members, self._unseen, self._model, timeout)
+                self._tell_again(site, timeout)
             except SiteError as error:
                 return {"withheld": str(error)}, b""
             answer, message = self._ask(site, timeout, task.message, **fields)
         return answer, message
 
-    def _agreed(self, site: str, timeout: float | None = None, **header: Any) -> dict[str, Any]:
-        answer, _ = self._ask(site, self._timeout if timeout is None else timeout, **header)
+    def publish(
+        self, site: str, number: int, receipts: Mapping[str, str | None], message: bytes, timeout: float
+    ) -> None:
+        """Give a site what the server publishes to some of its clients after the last round.
+
+        Args:
+            receipts: client → the receipt of its private state that counts; ``None`` for its first.
+            message: the encoded download, the same for all of them.
+
+        Raises:
+            SiteError: it refuses, or cannot keep it.
+            UnreachableError: it does not answer.
+        """
+        fields = {"kind": "published", "round": number, "clients": dict(receipts)}
+        fields |= {"order": self._order, "model": self._model}
+        if self._agreed(site, timeout, message, **fields).get("unknown"):
+            self._tell_again(site, timeout)
+            if self._agreed(site, timeout, message, **fields).get("unknown"):
+                raise SiteError(f"site {site!r} does not know the run")
+
+    def _tell_again(self, site: str, timeout: float) -> None:
+        """Tell a site of the run that has lost its memory of it. Raises as :meth:`start`."""
+        self.join(site, self._experiment, timeout)
+        self.start(site, self._members, self._unseen, self._model, timeout)
+
+    def _agreed(
+        self, site: str, timeout: float | None = None, body: bytes = b"", **header: Any
+    ) -> dict[str, Any]:
+        answer, _ = self._ask(site, self._timeout if timeout is None else timeout, body, **header)
         for how in ("refused", "failed"):
             if how in answer:
                 verb = "refuses" if how == "refused" else "cannot take part"
@@ -247,6 +275,44 @@ class FederationBackend:
         broken = answer.get("broken") is True
         result = TaskResult(task.client, b"" if reason else message, reason, task.asked, broken=broken)
         return result, None if reason else kept
+
+    def publish(self, number: int, message_to: Callable[[str], bytes]) -> None:
+        """Give each site what its clients' models need after the last round, and which private states count.
+
+        A site that does not get it is warned of: the run is whole without it.
+
+        Args:
+            message_to: client → the encoded download.
+        """
+        clients = dict[str, list[str]]()
+        for client, site in sorted(self._homes.items()):
+            clients.setdefault(site, []).append(client)
+        one_at_a_time = Lock()
+
+        def message_of(client: str) -> bytes:
+            with one_at_a_time:
+                return message_to(client)
+
+        def give(site: str) -> None:
+            if site in self.away and not self._greet(site):
+                raise UnreachableError("it is away")
+            # Usually all clients are given the same.
+            for message, group in groupby(clients[site], message_of):
+                receipts = dict[str, str | None]()
+                for client in group:
+                    stored = self._receipts.read(client)
+                    receipts[client] = None if stored is None else receipt_in(stored)
+                self._sites.publish(site, number, receipts, message, self._timeout)
+
+        giving = {self._pool.submit(give, site): site for site in clients}
+        for future in as_completed(giving):
+            try:
+                future.result()
+            except (UnreachableError, FederationError) as error:
+                self._warn(
+                    f"site {giving[future]!r} has not got the models of its clients ({error}); the same "
+                    "command with --resume sends them again"
+                )
 
     def _welcome_back(self) -> None:
         """Ask again those sites that were away and have said hello; ask the others, while the rest work."""

@@ -1,4 +1,4 @@
-"""What a request of the hub says of a run and of a task, once its form is checked."""
+"""What a request of the hub says of a run, of a task or of its end, once its form is checked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 from prefed.engines.tasks import Task
 from prefed.federation.limits import RefusalError
+from prefed.federation.vault import is_receipt
+from prefed.wire import WireError, decode_download
 
 
 def task_in(header: dict[str, Any], body: bytes) -> Task:
@@ -25,6 +27,24 @@ def task_in(header: dict[str, Any], body: bytes) -> Task:
     if task.kind == "evaluate" and task.exchange:
         raise RefusalError("an evaluation with the name of an exchange")
     return task
+
+
+def published_in(header: dict[str, Any], body: bytes) -> tuple[int, dict[str, str | None], str]:
+    """What a hub publishes after the last round: the round, client → receipt, the base model's fingerprint.
+
+    Raises:
+        RefusalError: a part of it is missing, or of another form, or the body is no download.
+    """
+    number, receipts, model = header.get("round"), header.get("clients"), header.get("model")
+    if type(number) is not int or not isinstance(receipts, dict) or not isinstance(model, str):
+        raise RefusalError("a model of the end that is not whole")
+    if not all(each is None or (isinstance(each, str) and is_receipt(each)) for each in receipts.values()):
+        raise RefusalError("a model of the end with a private state by another name than a receipt")
+    try:
+        decode_download(body)
+    except WireError as error:
+        raise RefusalError(f"a model of the end that cannot be read: {error}") from error
+    return number, receipts, model
 
 
 def texts_in(header: dict[str, Any], name: str) -> list[str]:

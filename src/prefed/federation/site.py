@@ -22,10 +22,17 @@ from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
 from prefed.federation.limits import RefusalError, check_experiment, check_members, check_same, check_task
 from prefed.federation.protocol import FORMAT, PACKAGES, order_digest, own_version, pack, unpack
+from prefed.federation.published import take_in
 from prefed.federation.releases import Releases
 from prefed.federation.requests import task_in, texts_in
 from prefed.federation.sent import SentLog, contents
-from prefed.federation.site_job import own_dataset, own_experiment, site_factory, told_names
+from prefed.federation.site_job import (
+    begun_experiment,
+    own_dataset,
+    own_experiment,
+    site_factory,
+    told_names,
+)
 from prefed.federation.vault import Vault, site_secret
 from prefed.store.directory import lock
 
@@ -129,6 +136,8 @@ class Site:
                 return self._start(run, header)
             if kind in ("visit", "evaluate"):
                 return self._do(run, header, body)
+            if kind == "published":
+                return self._keep(run, header, body)
             if kind == "leave":
                 self._stop()
                 return pack()
@@ -173,9 +182,7 @@ class Site:
         if (self._run, self._order) == (run, told) and self._worker is not None:
             return
         self._stop()
-        experiment = own_experiment(order["experiment"], self.config)
-        unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
-        experiment = experiment.model_copy(update=unseen)
+        experiment = begun_experiment(order, self.config)
         check_experiment(experiment, self.config)
         check_members(experiment, self.config, len({*order["members"]} - {*order["unseen"]}))
         factory = site_factory(experiment, self._state / "cache", order["names"], order["members"])
@@ -247,6 +254,17 @@ class Site:
         ):
             self._answers.popitem(last=False)
         return answer
+
+    def _keep(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
+        """Keep what the hub publishes to clients of this site after the last round."""
+        order = self._read_order(run) or {}
+        if "order" not in order or _told(order) != header.get("order"):
+            return pack(unknown=True)
+        rounds = own_experiment(order["experiment"], self.config).rounds
+        number = take_in(self._state / "runs" / run, order, rounds, self._secret, header, body)
+        self.log.add("published", run=run, round=number)
+        self._say(f"run {run[:8]}: ended after round {number}; `prefed site export` writes its models")
+        return pack()
 
     def _work(self, run: str, order: dict[str, Any], task: Task, state: bytes | None) -> dict[str, Any]:
         """What the process that trains answers. If it dies it is started again, once."""

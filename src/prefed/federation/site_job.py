@@ -54,6 +54,17 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     return with_real_clients(Experiment.from_tables({**tables, **own}, WHERE))
 
 
+def begun_experiment(order: Mapping[str, Any], config: SiteConfig) -> Experiment:
+    """The experiment of a run that began, as the site keeps it: it names the clients that never train.
+
+    Raises:
+        ConfigError: as :func:`own_experiment`.
+    """
+    experiment = own_experiment(order["experiment"], config)
+    unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
+    return experiment.model_copy(update=unseen)
+
+
 def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = tables.get(name, {})
     if not isinstance(table, dict):

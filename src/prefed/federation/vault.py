@@ -24,7 +24,7 @@ _SECRET = "secret"
 
 
 class Vault:
-    """The private states of one run at a site.
+    """The private states of one run at a site. One process writes; others may read at the same time.
 
     Args:
         folder: of this run, for its owner alone.
@@ -33,9 +33,6 @@ class Vault:
 
     def __init__(self, folder: Path, secret: bytes) -> None:
         self._folder, self._secret = folder, secret
-        files.private_folder(folder)
-        for path in folder.glob(f"*{files.TEMPORARY}"):
-            files.remove(path)
 
     def read(self, client: str, receipt: str | None) -> bytes | None:
         """The version that a receipt names; ``None`` for a client's first state, which has none.
@@ -59,6 +56,7 @@ class Vault:
     def keep(self, client: str, number: int, state: bytes) -> str:
         """Write the version that a visit of round ``number`` leaves; its receipt."""
         receipt = self._receipt(client, number, state)
+        files.private_folder(self._folder)
         files.write(self._path(client, receipt), state, mode=0o600)
         return receipt
 
@@ -67,8 +65,10 @@ class Vault:
 
         A version of an earlier round than ``number`` that the hub names is committed there. What is older
         than it is in no commit that can come back. A hub that names none may have lost its receipts, so
-        nothing is deleted then.
+        nothing is deleted then. What a killed process left half written is deleted too.
         """
+        for path in self._folder.glob(f"*{files.TEMPORARY}"):
+            files.remove(path)
         base = _number(receipt) if receipt else -1
         if base >= number:
             return

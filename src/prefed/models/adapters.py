@@ -135,7 +135,9 @@ def save_adapter(
     if WEIGHTS in backbone.needs:
         raise ModelError("every weight was trained, which no adapter can hold: export a merged model instead")
     if "variational" in backbone.needs:
-        raise ModelError("an adapter cannot hold a selector with a latent taste: export a client's folder")
+        raise ModelError(
+            "an adapter cannot hold a selector with a latent taste: `prefed export` writes a folder that does"
+        )
     backbone.load(tensors)
     added = OneTaste.of(backbone, taste)
     with atomic_folder(folder) as partial:
@@ -247,7 +249,9 @@ def save_merged(
             "weights of 4 bits cannot take an adapter in: export the adapter, and load it over the model"
         )
     if "variational" in backbone.needs:
-        raise ModelError("a plain model cannot hold a selector with a latent taste: export a client's folder")
+        raise ModelError(
+            "a plain model cannot hold a selector with a latent taste: export its folder, without --merge"
+        )
     changed = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}
     if "bottleneck" in changed:
         raise ModelError(

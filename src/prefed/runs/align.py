@@ -225,7 +225,8 @@ class _Source:
 
     @cached_property
     def run(self) -> LoadedRun:
-        run = load_run(self.path, data=True)
+        # The hub of a federation has none of the clients' prompts.
+        run = load_run(self.path, data=not read_run(self.path).sites)
         labels = self.config.labels
         names = [] if self.config.judge is not None else list(untrained(run))
         if isinstance(labels, int):

@@ -21,6 +21,7 @@ from prefed.metrics import (
 from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.new_pairs import EVERYBODY, read_pairs
+from prefed.runs.record import RunError
 from prefed.runs.taste_names import OWN, is_one_taste, split_taste
 from prefed.train import PairTrainer
 from prefed.train.trainer_factory import check_lengths
@@ -145,6 +146,8 @@ def evaluate_file(
         # Beside its taste no client has anything of its own.
         one_taste = is_one_taste(run.taste)
         personal = run.method.personal and not one_taste
+        if personal and run.record.sites:
+            _check_here(run)
         own_models = personal or bool(run.job.jury) or run.job.graph is not None
         rows, common = dict(new.rows), new.common and not (own_models or names)
         if new.common and not common:
@@ -169,13 +172,29 @@ def evaluate_file(
                 figures[client] = pair_figures(run.job, score(run.published_model))
             else:
                 name = run.clients[0] if common else client
-                private, published = run.private_state(name), run.published(name)
-                last = run.reader.commit.round
+                # A site keeps its clients' private states, and to judge by one taste needs none.
+                first = one_taste and run.record.sites
+                private = run.first_state(name) if first else run.private_state(name)
+                published, last = run.published(name), run.reader.commit.round
                 figures[client] = evaluate_client(run.job, name, private, published, last, score)
             progress(len(figures), len(rows))
     pairs = {client: len(own) for client, own in rows.items()}
     notes = [*new.notes, *_too_few_pairs(run, [] if common else [*rows])]
     return _over_clients(run, f"pairs of {file}", pairs, figures, {}, notes)
+
+
+def _check_here(run: LoadedRun) -> None:
+    """Refuse to judge by models of a federation's clients, whose sites keep what they need.
+
+    Raises:
+        RunError: the message says how the shared model can be judged.
+    """
+    try:
+        run.check_whole(run.clients[0])
+    except RunError as error:
+        if run.method.infer is not None:
+            raise RunError(f"{error}; here --taste population, or a client's id, judges") from error
+        raise
 
 
 def _too_few_pairs(run: LoadedRun, judged: Sequence[str]) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefed.core import Owner
-from prefed.models import ModelConfig, save_adapter, save_client, save_merged
+from prefed.core import Owner, Tensors
+from prefed.models import Backbone, ModelConfig, save_adapter, save_client, save_merged
 from prefed.models.notices import silence_transformers
 from prefed.runs.loaded import load_run
 from prefed.runs.taste_names import needs_pairs
@@ -101,7 +102,8 @@ def write_model(
     """
     silence_transformers()
     loaded_run = load_run(run, data=needs_pairs(taste), best=best)
-    backbone, more, name = loaded_run.backbone, list[str](), None
+    backbone, name = loaded_run.backbone, None
+    more: tuple[str, ...] = ()
     if taste is not None or aligned:
         from prefed.runs.texts import Models
         from prefed.train.generation import Sampling
@@ -122,7 +124,33 @@ def write_model(
         else:
             tensors = loaded_run.published_model if name is None else loaded_run.selector(name)
         # In the model that all share, personal parts are untouched and change nothing.
-        names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else tensors.layout.names
-        more = sorted({tensors.layout[entry].part for entry in names} - IN_ADAPTER)
-        (save_merged if merge else save_client if more else save_adapter)(backbone, tensors, folder)
-    return Export(client, name, aligned or taste is not None, taste, merge, tuple(more), backbone.config)
+        names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else None
+        more = write_tensors(backbone, tensors, folder, merge=merge, names=names)
+    return Export(client, name, aligned or taste is not None, taste, merge, more, backbone.config)
+
+
+def write_tensors(
+    backbone: Backbone,
+    tensors: Tensors,
+    folder: Path,
+    *,
+    merge: bool = False,
+    names: Iterable[str] | None = None,
+) -> tuple[str, ...]:
+    """Write ``tensors`` (full layout) as an adapter, as a client's folder where no adapter holds them, or
+    merged.
+
+    Args:
+        names: the tensors that count; left out: all.
+
+    Returns:
+        The parts of them that are in no adapter.
+
+    Raises:
+        ModelError: the folder's format has no place for the model.
+    """
+    counted = tensors.layout.names if names is None else names
+    parts = {tensors.layout[name].part for name in counted}
+    more = tuple(sorted(parts - IN_ADAPTER))
+    (save_merged if merge else save_client if more else save_adapter)(backbone, tensors, folder)
+    return more

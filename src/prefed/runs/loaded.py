@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,13 +72,36 @@ class LoadedRun:
             RunError: the run has no such client; the message has the nearest names.
         """
         if client not in self.trainers.clients:
-            raise RunError(f"{self.record.path}: {_no_client(client, self.clients)}")
+            raise RunError(f"{self.record.path}: {no_client(client, self.clients)}")
         return client
 
+    def check_whole(self, client: str) -> None:
+        """Refuse a client whose own model cannot be made here.
+
+        Raises:
+            RunError: the run has no such client, or the site of a federation keeps what its model needs.
+        """
+        site = self.record.sites.get(self.check(client))
+        if site is not None and self.method.personal:
+            raise RunError(
+                f"{self.record.path}: site {site!r} keeps what the model of {client!r} needs; "
+                f"{shlex.join(['prefed', 'site', 'export', 'CONFIG', '--client', client])} writes it there"
+            )
+
     def private_state(self, client: str) -> State:
-        """The private state of ``client`` after that round; raises as :meth:`check`."""
+        """The private state of ``client`` after that round; raises as :meth:`check`.
+
+        Raises:
+            StoreError: the client's site keeps it.
+        """
+        if self.record.sites and not self.method.personal:
+            return self.first_state(client)
         state = self.reader.client(self.check(client))
-        return self.method.init_client(self.backbone.initial, client) if state is None else state
+        return self.first_state(client) if state is None else state
+
+    def first_state(self, client: str) -> State:
+        """The private state with which ``client`` begins; raises as :meth:`check`."""
+        return self.method.init_client(self.backbone.initial, self.check(client))
 
     def model(self, client: str) -> Tensors:
         """The tensors (full layout) with which ``client`` predicts after that round.
@@ -86,9 +110,10 @@ class LoadedRun:
         start.
 
         Raises:
-            RunError: the run has no such client.
+            RunError: the run has no such client, or its site keeps what its model needs.
             ValueError: the method trains before it predicts, and the run's pairs are not on this machine.
         """
+        self.check_whole(client)
         private, published = self.private_state(client), self.published(client)
         return self.job.client_model(client, private, published, self.reader.commit.round)
 
@@ -164,14 +189,20 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
         best: the states after the best round by validation pairs, and not those after the last.
 
     Raises:
-        RunError: there is no finished run, it keeps no best round, or its settings, its model or its data
-            changed.
+        RunError: there is no finished run, it keeps no best round, its settings, its model or its data
+            changed, or the sites of a federation have its data.
         ModelError, DataError: the base model or the data cannot be loaded.
     """
     record = read_run(path)
     if best and "best" not in record.summary.get("stop", {}):
         raise RunError(
             f"{path} keeps no best round: it was run without a table [stop]; leave out --round best"
+        )
+    if data and record.sites:
+        names = ", ".join(sorted(set(record.sites.values())))
+        raise RunError(
+            f"{path}: the pairs of this run are at its sites, {names}, and none is here; `prefed evaluate "
+            f"{path} --test FILE` judges a model that all clients share on pairs of yours"
         )
     silence_transformers()
     try:
@@ -208,12 +239,12 @@ def _check_fingerprint(record: RunRecord, trainers: PairTrainerFactory) -> None:
             raise RunError(f"{record.path}: {source[name]} changed since the run; put back what it was")
 
 
-def _no_client(client: str, names: Sequence[str]) -> str:
+def no_client(client: str, names: Sequence[str]) -> str:
     """Say that no client has a name, with the nearest names or the first few.
 
-    >>> _no_client("ward7", ("ward-7", "ward-8", "clinic"))
+    >>> no_client("ward7", ("ward-7", "ward-8", "clinic"))
     "no client is called 'ward7'; did you mean 'ward-7' or 'ward-8'?"
-    >>> _no_client("x", ("ward-7", "ward-8"))
+    >>> no_client("x", ("ward-7", "ward-8"))
     "no client is called 'x'; the clients are 'ward-7', 'ward-8'"
     """
     shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8:,} more" if len(names) > 8 else "")

@@ -64,6 +64,11 @@ class RunRecord:
         """The seed that all its draws come from."""
         return int(self.config["seed"])
 
+    @cached_property
+    def sites(self) -> Mapping[str, str]:
+        """Client → the site that has its pairs and its private state; empty where both are here."""
+        return {client: site for site, own in self.summary.get("sites", {}).items() for client in own}
+
     @property
     def split(self) -> str:
         """The split that clients were evaluated on: ``"test"`` or ``"validation"``."""
@@ -205,7 +210,9 @@ def read_run(path: str | Path) -> RunRecord:
         done, fingerprint = checkpoint.commit.round, checkpoint.commit.fingerprint
     if not (path / "summary.json").exists():
         stood = "before its first round" if not done else f"after round {done}"
-        again = shlex.join(["prefed", "run", str(config), "--out", str(path), "--resume"])
+        over_sites = (path / "federation.json").exists()
+        where = ["--out", str(path), *(["--hub", "HUB"] if over_sites else [])]
+        again = shlex.join(["prefed", "federate" if over_sites else "run", str(config), *where, "--resume"])
         raise RunError(f"{path} is not finished: it stands {stood}; go on with it: {again}")
     try:
         settings, summary = read_config(config), read_summary(path / "summary.json")

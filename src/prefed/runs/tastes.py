@@ -19,6 +19,7 @@ from prefed.runs.taste_names import (
     OWN,
     Pairs,
     check_tastes,
+    needs_pairs,
     no_taste,
     read_taste,
     server_taste,
@@ -38,18 +39,23 @@ def at_taste(
     Args:
         run: loaded with its data.
         taste: ``"own"``, or a name of :mod:`prefed.runs.taste_names`. A client's taste is what its training
-            pairs tell; ``infer:8`` is for each client what 8 of its own training pairs tell, drawn by the
-            seed.
+            pairs tell, or at the hub of a federation what it told last; ``infer:8`` is for each client what 8
+            of its own training pairs tell, drawn by the seed.
         judged: the file of the pairs to be judged; ``None`` for the run's own.
         split: of the run's own pairs, those to be judged.
 
     Raises:
-        RunError: the method has no tastes; there is no such client or prototype; or a file that tells the
-            taste has pairs that are judged.
+        RunError: the method has no tastes; there is no such client or prototype; a file that tells the
+            taste has pairs that are judged; or the taste comes from pairs that are at a federation's sites.
         ValueError: the number of pairs is none.
         DataError: the file of pairs cannot be used.
     """
     check_tastes(run)
+    if run.record.sites and (taste == OWN or needs_pairs(taste)):
+        raise RunError(
+            f"{run.record.path}: taste {taste!r} comes from pairs that are at the run's sites; here "
+            "population, a client's id, prototype:K and infer:FILE judge"
+        )
     if taste == OWN:
         warn_of_namesake(run, taste)
         return replace(run, taste=taste)
@@ -66,7 +72,8 @@ def at_taste(
         if which not in run.trainers.clients:
             more = (OWN, "prototype:K", "infer:N", "infer:FILE")
             raise RunError(f"{run.record.path}: {no_taste(which, run.clients, *more)}")
-        z = run.model(which)[Z]
+        # A hub has what the client told last, and not the pairs that tell it.
+        z = server_taste(run, kind, which) if run.record.sites else run.model(which)[Z]
     elif kind == "file":
         posterior, told = taste_of_file(run, which)
         check_apart(run, told, judged, split)

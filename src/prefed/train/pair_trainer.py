@@ -206,6 +206,10 @@ class PairTrainer:
         Raises:
             ValueError: the model has no latent taste.
         """
+        if self._latent is None and Z in self.backbone.layout and not len(rows):
+            # Pairs that are not on this machine are no choices either.
+            none = torch.zeros(0, self.backbone.layout[Z].size)
+            return none, none.clone()
         if self._latent is None:
             raise ValueError("this model has no latent taste: no posterior can be inferred")
         return self._latent.posteriors(tensors, objective, rows, key, pairs)

@@ -1,0 +1,452 @@
+"""What `prefed site export` writes, beside models of a run in one process, and what a hub says it lacks."""
+
+import json
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import tomli_w
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import toy
+from federating import CLIENTS, Here, Within, experiment, make_place, site_config
+from prefed import files, run
+from prefed.cli import app
+from prefed.core import Callback, Download, Key
+from prefed.federation import published as published_module
+from prefed.federation import site as site_module
+from prefed.federation.federate import Terms, federate
+from prefed.federation.personal import export_client
+from prefed.federation.protocol import pack, unpack
+from prefed.federation.published import Published
+from prefed.federation.site import Site
+from prefed.federation.transport import UnreachableError
+from prefed.models.tiny import make_tiny
+from prefed.runs.export import write_model
+from prefed.runs.record import RunError
+from prefed.wire import encode
+
+TERMS = Terms("wards", ("one", "two"), wait=0.0)
+DATA = {"one": "w0", "two": "w1w2"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = make_place(tmp_path_factory.mktemp("place"))
+    (place / "w1w2.jsonl").write_text((place / "w1.jsonl").read_text() + (place / "w2.jsonl").read_text())
+    return place
+
+
+def configs(place, folder, **changes):
+    return {name: site_config(place, folder, data, name=name, **changes) for name, data in DATA.items()}
+
+
+class Warned(Callback):
+    """Keeps warnings."""
+
+    def __init__(self):
+        self.texts = []
+
+    def on_warning(self, text):
+        self.texts.append(text)
+
+
+def over_sites(asked, made, out, transport=Within, **options):
+    """Run over sites that are opened for it and closed afterwards; gives what the hub was warned of."""
+    sites, warned = {name: Site(config) for name, config in made.items()}, Warned()
+    try:
+        callbacks = [*options.pop("callbacks", ()), warned]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(site_module, "Worker", Here)
+            federate(asked, out, transport(sites), TERMS, callbacks=callbacks, **options)
+    finally:
+        for site in sites.values():
+            site.close()
+    return warned.texts
+
+
+def exported(folder):
+    """All tensors of an exported folder: of the adapter, and of the parts that are in none."""
+    return {
+        f"{path.name} {name}": value
+        for path in folder.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert one
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype
+        assert (value == other[name]).all(), name
+
+
+@pytest.fixture(scope="module")
+def finished(place, tmp_path_factory):
+    """FedPDPO over two sites, three rounds, and the same in one process."""
+    folder = tmp_path_factory.mktemp("finished")
+    asked, made = experiment(place), configs(place, folder)
+    run(asked, folder / "alone")
+    over_sites(asked, made, folder / "over")
+    return folder, made
+
+
+def site_of(client):
+    return "one" if client == "w0" else "two"
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_clients_model_is_that_of_the_run_in_one_process(finished, tmp_path, client):
+    """FedPDPO's bottleneck, head and reward head are the client's own: to the bit."""
+    folder, made = finished
+    write_model(folder / "alone", tmp_path / "alone", client=client)
+    told = export_client(made[site_of(client)], tmp_path / "here", client=client)
+    assert_equal(exported(tmp_path / "here"), exported(tmp_path / "alone"))
+    assert "head" in told.more
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("feddpo", {}), ("fedper", {"shared_layers": 1}), ("perfedavg", {}), ("fedbiscuit", {"lr": 0.05})],
+)
+def test_other_methods_models_are_too(place, tmp_path, method, changes):
+    """One without personal parts, one with personal layers, one that trains on the client's pairs before it
+    predicts, and one whose clients have different selectors."""
+    asked, made = experiment(place, method, rounds=1, **changes), configs(place, tmp_path)
+    run(asked, tmp_path / "alone")
+    over_sites(asked, made, tmp_path / "over")
+    write_model(tmp_path / "alone", tmp_path / "one", client="w1")
+    export_client(made["two"], tmp_path / "here", client="w1")
+    assert_equal(exported(tmp_path / "here"), exported(tmp_path / "one"))
+
+
+@pytest.fixture(scope="module")
+def tasty(place, tmp_path_factory):
+    """FedVPA over two sites, and the same in one process: models infer tastes from clients' pairs."""
+    folder = tmp_path_factory.mktemp("tasty")
+    asked, made = experiment(place, "fedvpa", rounds=1), configs(place, folder)
+    run(asked, folder / "alone")
+    warned = over_sites(asked, made, folder / "over")
+    return folder, made, warned
+
+
+def test_a_taste_is_inferred_at_the_site(tasty, tmp_path):
+    folder, made, _ = tasty
+    write_model(folder / "alone", tmp_path / "alone", client="w1")
+    export_client(made["two"], tmp_path / "here", client="w1")
+    assert_equal(exported(tmp_path / "here"), exported(tmp_path / "alone"))
+
+
+def says(words, code=0):
+    """What a command prints, errors after all else, on one line."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return " ".join([*result.stdout.split(), *result.stderr.split()])
+
+
+def figures(words):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
+    """The model that all share is a folder; a client's own is at its site, which is named. The population's
+    taste, a client's as it told it and that of a file judge the pairs of a file at the hub, as they do beside
+    the run in one process, but for the client's: there it is what its pairs tell under the last model."""
+    folder, _, warned = tasty
+    assert [text for text in warned if "no adapter" in text] == [
+        "no adapter is saved: an adapter cannot hold a selector with a latent taste: `prefed export` writes "
+        "a folder that does"
+    ]
+    over, alone = folder / "over", folder / "alone"
+    says(["export", over, "--out", tmp_path / "shared"])
+    says(["export", alone, "--out", tmp_path / "shared-alone"])
+    assert_equal(exported(tmp_path / "shared"), exported(tmp_path / "shared-alone"))
+    assert "site 'two' keeps what the model of 'w1' needs; prefed site export CONFIG --client w1" in says(
+        ["export", over, "--client", "w1"], 1
+    )
+    judged = ["--test", place / "w0.jsonl", "--everyone", "--json"]
+    for taste in ("population", f"infer:{place / 'w1.jsonl'}"):
+        told = figures(["evaluate", over, *judged, "--taste", taste])
+        beside = figures(["evaluate", alone, *judged, "--taste", taste])
+        assert told["choice_loss"] == beside["choice_loss"]
+    assert figures(["evaluate", over, *judged, "--taste", "w1"])["taste"] == "w1"
+    for taste in ("own", "infer:4"):
+        assert "pairs that are at the run's sites" in says(["evaluate", over, *judged, "--taste", taste], 1)
+    assert "here --taste population, or a client's id, judges" in says(["evaluate", over, *judged], 1)
+
+
+def test_a_hub_aligns_a_model_of_its_own(tasty, tmp_path):
+    """It has no client's prompt, and can leave none out: all six of its own are there."""
+    folder, *_ = tasty
+    shutil.copytree(folder / "over", tmp_path / "over")
+    lines = [json.dumps({"prompt": f"Question {number}?"}) + "\n" for number in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    settings = {"completions": 2, "max_new_tokens": 4, "epochs": 1, "batch_size": 4}
+    words = [word for name, value in settings.items() for word in ("--set", f"align.{name}={value}")]
+    words += ["--set", "align.taste=population"]
+    says(["align", tmp_path / "over", "--prompts", tmp_path / "prompts.jsonl", *words])
+    summary = json.loads((tmp_path / "over/align/summary.json").read_text())
+    assert (summary["prompts"]["kept"], summary["prompts"]["clients"]) == (6, 0)
+
+
+def test_a_hub_says_that_the_pairs_are_at_the_sites(finished, place):
+    folder, _ = finished
+    said = says(["evaluate", folder / "over"], 1)
+    assert "the pairs of this run are at its sites, one, two, and none is here; `prefed evaluate" in said
+    assert "site 'one' keeps what the model of 'w0' needs" in says(
+        ["evaluate", folder / "over", "--test", place / "w0.jsonl", "--everyone"], 1
+    )
+
+
+# What the hub sends, and what a site keeps of it
+
+
+def state_of(made, site="two"):
+    (order,) = Path(made[site].state).glob("runs/*/order.json")
+    return order.parent
+
+
+def test_what_is_kept_is_its_owners_alone_and_once(finished):
+    """FedPDPO gives all clients the same: one file for two clients, of a federation in which nothing of it is
+    secret but whose it is."""
+    _, made = finished
+    folder = state_of(made) / "published"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert len(list(folder.glob("*.safetensors"))) == 1
+    given = Published(state_of(made)).clients()
+    assert set(given) == {"w1", "w2"}
+    assert {entry.round for entry in given.values()} == {3}
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """Site two with a copy of its state, and how the hub asks it of the run's end again."""
+    _, made = finished
+    shutil.copytree(made["two"].state, tmp_path / "two")
+    config = made["two"].model_copy(update={"state": str(tmp_path / "two")})
+    site, folder = Site(config), state_of({"two": config})
+    given, message = Published(folder).read("w1")
+    order = json.loads((folder / "order.json").read_bytes())["order"]
+
+    def asks(body=message, **changes):
+        fields = {"format": 1, "federation": "wards", "run": folder.name, "order": order, "kind": "published"}
+        fields |= {"round": 3, "clients": {"w1": given.receipt}, "model": given.model}
+        return unpack(site.answer(pack(body, **{**fields, **changes})))[0]
+
+    yield config, folder, asks
+    site.close()
+
+
+def kept(folder):
+    return {path.name: path.read_bytes() for path in (folder / "published").iterdir()}
+
+
+RECEIPT = "000003-" + "0" * 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"clients": {"w0": None}}, "a client that is not here"),
+        ({"clients": {"w1": RECEIPT}}, "a private state of 'w1' that is not here"),
+        ({"clients": {"w1": "../../secret"}}, "by another name than a receipt"),
+        ({"clients": ["w1"]}, "not whole"),
+        ({"model": 3}, "not whole"),
+        ({"round": True}, "not whole"),
+        ({"round": 2}, "round 2 is over: this site has answered in round 3"),
+        ({"round": 4}, "round 4 of 3"),
+        ({"body": b"tensors"}, "cannot be read"),
+        ({"federation": "others"}, "belongs to the federation 'wards'"),
+    ],
+)
+def test_a_site_keeps_nothing_else(copied, changes, reason):
+    """Another site's client, a private state that it has not, another round: what was kept stays."""
+    _, folder, asks = copied
+    before = kept(folder)
+    assert reason in asks(**changes)["refused"]
+    assert kept(folder) == before
+
+
+def test_a_site_that_knows_another_order_asks_to_be_told(copied):
+    _, folder, asks = copied
+    before = kept(folder)
+    assert asks(order="0" * 16) == {"unknown": True}
+    assert kept(folder) == before
+
+
+def test_a_site_that_dies_in_between_has_what_it_had(copied, monkeypatch, tmp_path):
+    """The message is written and the index is not: the model of before is there, and the next message takes
+    the half one away."""
+    config, folder, asks = copied
+    other = encode(Download({}, {"other": 1.0}))
+    write, before = files.write, kept(folder)
+
+    def dies(path, data, **options):
+        if path.name == "clients.json":
+            raise KeyboardInterrupt
+        write(path, data, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(published_module.files, "write", dies)
+        with pytest.raises(KeyboardInterrupt):
+            asks(other)
+    assert before.items() < kept(folder).items()
+    export_client(config, tmp_path / "model", client="w1")
+    assert asks(other) == {}
+    assert len(list((folder / "published").glob("*.safetensors"))) == 2
+    assert asks(other, clients={"w1": None, "w2": None}) == {}
+    assert [path.read_bytes() for path in (folder / "published").glob("*.safetensors")] == [other]
+
+
+class Away(Within):
+    """Site two is gone when the run has ended; ``refuses``: it is of a version that knows no such request."""
+
+    refuses = False
+
+    def call(self, site, request, timeout):
+        header, _ = unpack(request)
+        if site == "two" and header["kind"] == "published":
+            if self.refuses:
+                return pack(refused="a request of an unknown kind")
+            raise UnreachableError("it has left")
+        return super().call(site, request, timeout)
+
+
+class Older(Away):
+    refuses = True
+
+
+def test_a_site_that_was_away_gets_its_models_from_a_finished_run(place, tmp_path):
+    """The run ends well, and says which site has not got them; so it does for a site that refuses. Resumed,
+    it sends them again."""
+    asked, made = experiment(place, "feddpo", rounds=1), configs(place, tmp_path)
+    for transport, reason in ((Away, "it has left"), (Older, "a request of an unknown kind")):
+        warned = over_sites(asked, made, tmp_path / "over", transport, resume=transport is Older)
+        (text,) = [text for text in warned if "models" in text]
+        assert text.startswith("site 'two' has not got the models of its clients")
+        assert reason in text
+        assert "--resume sends them again" in text
+    with pytest.raises(RunError, match="has not sent its model yet: it does at the end of a run"):
+        export_client(made["two"], tmp_path / "early", client="w1")
+    assert not (tmp_path / "early").exists()
+    assert not [text for text in over_sites(asked, made, tmp_path / "over", resume=True) if "models" in text]
+    export_client(made["two"], tmp_path / "model", client="w1")
+    # All clients have one model: the hub judges it on pairs of its own, and has it under each client's name.
+    run(asked, tmp_path / "alone")
+    over, alone = (
+        figures(["evaluate", tmp_path / name, "--test", place / "w0.jsonl", "--json"])
+        for name in ("over", "alone")
+    )
+    assert over["dpo_loss"] == alone["dpo_loss"]
+    write_model(tmp_path / "over", tmp_path / "hub", client="w1")
+    assert_equal(exported(tmp_path / "hub"), exported(tmp_path / "model"))
+
+
+def test_a_run_that_goes_on_takes_its_models_along(place, tmp_path):
+    """After round 1 the hub sends the models. The run goes on to round 4, and the hub dies before its end:
+    the private states of round 1 are gone by then, and so are its models. Then there are those of round 4."""
+    made = configs(place, tmp_path)
+    over_sites(experiment(place, rounds=1), made, tmp_path / "over")
+    more = experiment(place, rounds=4)
+    with pytest.raises(KeyboardInterrupt):
+        over_sites(more, made, tmp_path / "over", resume=True, callbacks=[toy.InterruptAt(2 * 6 + 4)])
+    with pytest.raises(RunError, match="has gone on after round 1"):
+        export_client(made["one"], tmp_path / "early")
+    over_sites(more, made, tmp_path / "over", resume=True)
+    run(more, tmp_path / "alone")
+    write_model(tmp_path / "alone", tmp_path / "one", client="w0")
+    export_client(made["one"], tmp_path / "here")
+    assert_equal(exported(tmp_path / "here"), exported(tmp_path / "one"))
+
+
+# The command
+
+
+def site_file(config, path):
+    content = config.model_dump(exclude_none=True)
+    path.write_text(tomli_w.dumps(content))
+    return path
+
+
+def test_the_command_writes_a_model_that_loads(place, tmp_path):
+    """Ditto's are adapters. The site makes up names: its own serve, and those that the hub knows. While
+    `prefed site` runs, the state folder is its alone, and the command reads it."""
+    made = configs(place, tmp_path, tell={"pairs": True, "names": False})
+    over_sites(experiment(place, "ditto", rounds=1), made, tmp_path / "over")
+    config = site_file(made["two"], tmp_path / "site.toml")
+    told = next(name for name in Published(state_of(made)).clients())
+    own = next(
+        name
+        for name, known in json.loads((state_of(made) / "order.json").read_bytes())["names"].items()
+        if known == told
+    )
+    running = Site(made["two"])
+    said = says(["site", "export", config, "--client", own, "--out", tmp_path / "model"])
+    running.close()
+    assert f"adapter: {tmp_path / 'model'}" in said
+    assert f"model = PeftModel.from_pretrained(base, '{tmp_path / 'model'}')" in said
+    base = AutoModelForCausalLM.from_pretrained(place / "model", dtype="float32")
+    assert PeftModel.from_pretrained(base, tmp_path / "model").peft_config["default"].r == 2
+    name = state_of(made).name[:4]
+    words = ["site", "export", config, "--run", name, "--out", tmp_path / "again"]
+    says([*words, "--client", told])
+    assert_equal(exported(tmp_path / "again"), exported(tmp_path / "model"))
+    assert "is there already" in says([*words, "--client", told], 1)
+    says([*words, "--client", told, "--force", "--merge"])
+    assert (tmp_path / "again" / "config.json").exists()
+    assert "this site has 2 clients: name one with --client: w1, w2" in says([*words, "--force"], 1)
+    assert "did you mean 'w2'" in says([*words, "--force", "--client", "w22"], 1)
+    words[4] = "zzzz"
+    assert "no run begins with 'zzzz'; the runs are" in says([*words, "--force"], 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "site.toml"], "name a folder for the model with --out DIR"),
+        (["site.toml", "--client", "w0"], "--client belongs to `prefed site export CONFIG`"),
+        (["status", "site.toml", "--merge"], "--merge belongs to"),
+    ],
+)
+def test_words_that_do_not_go_together(words, message):
+    assert message in says(["site", *words], 2)
+
+
+def test_another_model_and_other_data_are_named(finished, place, tmp_path):
+    """Pairs that changed do not matter as long as the site has its tokens: it has those of the run."""
+    _, made = finished
+    shutil.copytree(made["one"].state, tmp_path / "one")
+    here = {"state": str(tmp_path / "one")}
+    other = made["one"].model_copy(
+        update=here | {"data": {**made["one"].data, "train": str(place / "w1.jsonl")}}
+    )
+    export_client(other, tmp_path / "model")
+    shutil.rmtree(tmp_path / "one" / "cache")
+    with pytest.raises(RunError, match="data changed since the run began"):
+        export_client(other, tmp_path / "model")
+    again = made["one"].model_copy(update=here)
+    export_client(again, tmp_path / "again")
+    assert_equal(exported(tmp_path / "again"), exported(tmp_path / "model"))
+    assert not (tmp_path / "one" / "cache").exists()
+    texts = [json.loads(line)["prompt"] for line in (place / "w0.jsonl").read_text().splitlines()]
+    make_tiny(tmp_path / "tiny", texts, Key(1), layers=2, width=32, heads=2, vocabulary=280, steps=2)
+    moved = again.model_copy(
+        update={"model": again.model.model_copy(update={"name": str(tmp_path / "tiny")})}
+    )
+    shutil.copytree(Path(made["one"].state) / "cache", tmp_path / "one" / "cache")
+    with pytest.raises(RunError, match="tiny is not the one of run"):
+        export_client(moved, tmp_path / "model")
+
+
+def test_a_site_without_a_run_says_so(place, tmp_path):
+    config = site_config(place, tmp_path, "w0")
+    with pytest.raises(RunError, match="holds no run: this site has taken part in none"):
+        export_client(config, tmp_path / "model")
