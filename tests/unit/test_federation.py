@@ -296,8 +296,10 @@ def test_a_full_disk_is_a_failed_answer(site, monkeypatch):
 
 
 def test_two_processes_do_not_share_a_state_folder(site, tmp_path):
-    with pytest.raises(StoreError, match="in use"):
+    """The remedy is one that `prefed site` has: it takes no --out."""
+    with pytest.raises(StoreError, match="in use by process .*; end it first") as caught:
         Site(site_config(tmp_path, tmp_path, "w0"))
+    assert "--out" not in str(caught.value)
 
 
 def test_made_up_names_are_the_sites_own(tmp_path):

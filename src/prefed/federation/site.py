@@ -53,7 +53,7 @@ class Site:
         self.config, self._tell = config, tell
         self._state = Path(config.state)
         files.private_folder(self._state / "checkpoint")
-        self._held: int | None = lock(self._state)
+        self._held: int | None = lock(self._state, remedy="end it first: a state folder is one site's")
         self._secret = site_secret(self._state)
         self.log = SentLog(self._state / "log")
         self._turn = Lock()

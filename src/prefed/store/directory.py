@@ -99,10 +99,13 @@ def take_back(run: Path) -> None:
             folder.rmdir()
 
 
-def lock(run: Path) -> int:
+def lock(run: Path, remedy: str = "wait for it, or choose another --out") -> int:
     """Hold the directory's lock file until the returned handle is closed.
 
     The system also releases the lock when the process ends, for whatever reason.
+
+    Args:
+        remedy: what a person may do where another process holds it, for the message.
 
     Raises:
         StoreError: another process holds it, or the file system has no locks.
@@ -114,7 +117,7 @@ def lock(run: Path) -> int:
     except BlockingIOError:
         holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
         os.close(handle)
-        raise StoreError(f"{run} is in use by {holder}; wait for it, or choose another --out") from None
+        raise StoreError(f"{run} is in use by {holder}; {remedy}") from None
     except OSError as error:
         os.close(handle)
         raise StoreError(
