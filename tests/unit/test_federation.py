@@ -318,7 +318,7 @@ def test_the_log_says_what_was_sent(tmp_path):
     lines = list(status_lines(site_config(tmp_path, tmp_path, "w0", state=str(tmp_path)), 2))
     assert lines[-2].endswith(f"round 1  train  w0  {size(2000)}: model 5 numbers, weight 8")
     assert lines[-1].endswith("refused: refused: round 4 of 3")
-    assert any("sent 1 messages, 2.0 kB" in line for line in lines)
+    assert any("sent 1 message, 2.0 kB" in line for line in lines)
 
 
 def test_the_command_shows_limits_and_log(tmp_path):

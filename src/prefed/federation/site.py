@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +21,7 @@ from prefed.engines.backends.worker import Worker
 from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
 from prefed.federation.limits import RefusalError, check_experiment, check_members, check_same, check_task
-from prefed.federation.protocol import FORMAT, PACKAGES, order_digest, own_version, pack, unpack
+from prefed.federation.protocol import FORMAT, PACKAGES, is_run, order_digest, own_version, pack, unpack
 from prefed.federation.releases import Releases
 from prefed.federation.requests import task_in, texts_in
 from prefed.federation.sent import SentLog, contents
@@ -84,8 +83,8 @@ class Site:
                 header, body = unpack(request)
             except ValueError as error:
                 raise RefusalError(str(error)) from error
-            told = {name: header.get(name) for name in ("run", "round", "client")}
-            what = {name: value for name, value in told.items() if isinstance(value, str | int)}
+            kinds = {"run": str, "round": int, "client": str}
+            what = {name: header[name] for name in kinds if isinstance(header.get(name), kinds[name])}
             return self._answer(header, body)
         except RefusalError as refusal:
             reason = printable(one_line(refusal))
@@ -125,7 +124,7 @@ class Site:
         if kind == "hello":
             return pack(site=self.config.name)
         run = header.get("run")
-        if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
+        if not isinstance(run, str) or not is_run(run):
             raise RefusalError("a request without the name of its run")
         if header.get("federation") != self.config.federation:
             raise RefusalError(f"this site belongs to the federation {self.config.federation!r}")
