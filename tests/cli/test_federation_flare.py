@@ -34,6 +34,7 @@ from prefed.federation.flare.apps import SITE_DOOR, hand
 from prefed.federation.flare.job import ALLOWED, write_job
 from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
 from prefed.federation.flare.process import CLIENT, FlareProcess, longest
+from prefed.federation.flare.site import LET_IN
 from prefed.federation.flare.transport import FlareTransport
 
 SITES = ("north", "south")
@@ -243,6 +244,12 @@ def test_a_process_of_a_job_ends_with_its_site_from_its_start(tmp_path, monkeypa
         with site.accept():
             assert not ended.is_set()
     assert ended.wait(60)
+
+
+def test_a_client_that_is_let_in_says_so_in_its_log(transport, kits):
+    """By that line a site knows whether it waits for its hub, or for ever."""
+    for site in SITES:
+        assert LET_IN in (kits / site / "kit" / "log.txt").read_bytes()
 
 
 def test_messages_arrive_as_they_are(transport):

@@ -63,40 +63,73 @@ def test_a_kits_site_file_as_it_is_lacks_data_and_model(kits):
         take_part(SiteConfig.load(kits / "south" / "site.toml"), print)
 
 
+class Clock:
+    """A clock that goes on where somebody sleeps, and ends the command after five minutes."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        if self.now > 300:
+            raise KeyboardInterrupt
+
+
+def nothing(environment, log):
+    """FLARE is not let in."""
+
+
+def logs(environment, log):
+    with log.open("ab") as stream:
+        stream.write(b"INFO - Successfully registered client:north for project wards.\n")
+
+
+def turns_over(environment, log):
+    log.rename(log.with_name("log.txt.1"))
+    logs(environment, log)
+
+
+def is_asked(environment, log):
+    ask(environment[SITE_DOOR], pack(kind="hello", format=FORMAT))
+
+
+@pytest.mark.parametrize("lives", [5, 1000])
 @pytest.mark.parametrize(
-    ("hub_is_there", "asks", "told"), [(True, (), 1), (False, (), 0), (True, (1, 2, 3), 0)]
+    ("hub_is_there", "does", "told"),
+    [(True, nothing, 1), (False, nothing, 0), (True, logs, 0), (True, turns_over, 0), (True, is_asked, 0)],
 )
-def test_a_client_of_flare_that_ends_again_and_again_is_told_of_once(
-    kits, tmp_path, monkeypatch, hub_is_there, asks, told
-):
-    """It ends four times, and after the ends in ``asks`` it starts and brings a request of the hub. Where the
-    hub is away, or asks something between two ends, nothing is wrong."""
-    lines, begun = [], []
+def test_a_site_that_is_not_let_in_says_so_once(kits, tmp_path, monkeypatch, lives, hub_is_there, does, told):
+    """FLARE's client tries on, or ends every five seconds. Its log is of earlier days, when it was let in.
+    Where the hub is away, or has let the site in, which the log or a request says, nothing is wrong."""
+    lines, clock, log = [], Clock(), kits / "north" / "kit" / "log.txt"
+    log.write_bytes(b"Successfully registered client:north\n" * 100)
 
-    class Ends:
-        alive = False
-
+    class Client:
         def __init__(self, module, kit, settings, environment):
-            begun.append(environment)
-            if len(begun) == 5:
-                raise KeyboardInterrupt
-            if len(begun) - 1 in asks:
-                ask(environment[SITE_DOOR], pack(kind="hello", format=FORMAT))
+            self.end = clock.now + lives
+            does(environment, log)
+
+        @property
+        def alive(self):
+            return clock.now < self.end
 
         def stop(self):
             pass
 
-    with socket.create_server(("127.0.0.1", 0)) as hub:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as hub:
         address = f"127.0.0.1:{hub.getsockname()[1]}"
         if not hub_is_there:
             hub.close()
-        monkeypatch.setattr(over_site, "FlareProcess", Ends)
-        monkeypatch.setattr(over_site.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(over_site, "FlareProcess", Client)
+        monkeypatch.setattr(over_site, "time", clock)
         monkeypatch.setattr(over_site, "_check_kit", lambda kit, config: address)
         config = written(kits, "north", state=str(tmp_path / "state"))
         with pytest.raises(KeyboardInterrupt):
             take_part(config, lines.append)
-    assert sum(f"{kits}/north/kit/error_log.txt says why" in line for line in lines) == told
+    assert sum("has not let this site in: log.txt and error_log.txt in" in line for line in lines) == told
 
 
 def test_a_kit_says_what_uses_it(kits):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from prefed.config import ConfigError
@@ -18,8 +20,12 @@ from prefed.federation.site import Site
 
 LONGEST_PAUSE = 30.0
 """Seconds between two starts at most."""
-OFTEN = 2
-"""Ends of FLARE's client, with the hub there and no request between them, of which a person is told."""
+EVERY = 20.0
+"""Seconds between two looks at whether FLARE has let the site in."""
+LOOKS = 3
+"""Looks in a row that find the hub there and the site not let in, after which a person is told."""
+LET_IN = b"Successfully registered client"
+"""What FLARE's client writes into its log when it is let in."""
 
 
 def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
@@ -33,12 +39,12 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
     kit = Path(config.kit)
     hub = _check_kit(kit, config)
     check_places(config)
-    site, pause, ends = Site(config, tell), 1.0, _Ends(hub, kit, tell)
+    site, pause, watch = Site(config, tell), 1.0, _Watch(hub, kit, tell)
     process: FlareProcess | None = None
     tell(f"site {config.name} of {config.federation}: waiting for the hub at {hub}; Ctrl-C ends")
 
     def answer(request: bytes) -> bytes:
-        ends.forget()
+        watch.let_in()
         return site.answer(request)
 
     with Door(answer) as door:
@@ -48,10 +54,11 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
         try:
             while True:
                 begun = time.monotonic()
+                watch.begin()
                 process = FlareProcess(CLIENT, kit, settings, environment)
                 while process.alive:
                     time.sleep(0.5)
-                ends.add()
+                    watch.look()
                 # One that ran for long had its hub, or tried by itself: it is begun again soon.
                 pause = 1.0 if time.monotonic() - begun > LONGEST_PAUSE else min(2 * pause, LONGEST_PAUSE)
                 time.sleep(pause)
@@ -61,8 +68,10 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
             site.close()
 
 
-class _Ends:
-    """Tells, once, that FLARE's client ends again and again although the hub is there.
+class _Watch:
+    """Tells, once, that FLARE does not let the site in although the hub is there.
+
+    FLARE's client tries for ever, or ends and is begun again; only its log says whether it is in.
 
     Args:
         hub: its address, ``host:port``.
@@ -70,22 +79,46 @@ class _Ends:
 
     def __init__(self, hub: str, kit: Path, tell: Callable[[str], None]) -> None:
         self._hub, self._kit, self._tell = hub, kit, tell
-        self._number = 0
+        self._log = kit / "log.txt"
+        self._outside, self._told = 0, False
+        self._next = time.monotonic() + EVERY
+        self.begin()
 
-    def forget(self) -> None:
-        """The hub asks something, so the client had a session with it."""
-        self._number = 0
+    def begin(self) -> None:
+        """A client is about to begin."""
+        before = self._log.stat() if self._log.exists() else None
+        self._file, self._end = (before.st_ino, before.st_size) if before else (0, 0)
+        self._in = False
 
-    def add(self) -> None:
-        """The client has ended."""
-        if not _answers(self._hub):
+    def let_in(self) -> None:
+        """The client is in."""
+        self._in, self._outside, self._told = True, 0, False
+
+    def look(self) -> None:
+        """Look at the log and at the hub's port, if it is time to."""
+        if self._in or time.monotonic() < self._next:
             return
-        self._number += 1
-        if self._number == OFTEN:
-            self._tell(
-                f"the hub at {self._hub} answers, but NVIDIA FLARE's client ends each time without a session "
-                f"with it: {self._kit / 'error_log.txt'} says why; trying again"
-            )
+        self._next = time.monotonic() + EVERY
+        if self._has_been_let_in():
+            self.let_in()
+        elif not self._told:
+            self._outside = self._outside + 1 if _answers(self._hub) else 0
+            if self._outside == LOOKS:
+                self._told = True
+                with suppress(OSError):  # a screen that is gone or full must not end the site
+                    self._tell(
+                        f"the hub at {self._hub} answers, but NVIDIA FLARE has not let this site in: log.txt "
+                        f"and error_log.txt in {self._kit} say more, and the hub's log.txt; trying on"
+                    )
+
+    def _has_been_let_in(self) -> bool:
+        try:
+            with self._log.open("rb") as stream:
+                if os.fstat(stream.fileno()).st_ino == self._file:  # otherwise FLARE has begun another
+                    stream.seek(self._end)
+                return LET_IN in stream.read()
+        except OSError:
+            return False
 
 
 def _answers(hub: str) -> bool:
