@@ -1,6 +1,8 @@
 """The files of a federation that a person writes: a site's, and the project's."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -129,3 +131,10 @@ def test_what_is_there_or_may_be_on_the_hugging_face_hub_is_let_be(tmp_path):
                 f"federation = 'w'\nname = 'a'\n[data]\ntrain = {train}\n[model]\nname = {model!r}\n"
             )
             check_places(SiteConfig.load(path))
+
+
+def test_a_file_is_read_without_torch():
+    """Importing it takes seconds, and an error in a file, or `prefed federation init`, needs none of it."""
+    code = "import sys, prefed.federation.config, prefed.federation.flare.kits; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

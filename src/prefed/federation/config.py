@@ -16,13 +16,12 @@ from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data.config import DataConfig
 from prefed.data.sources.hub import looks_like_hub_name
-from prefed.engines.diagnostics import DIAGNOSE
 
 OWN_DATA = ("train", "validation", "test", "partition", "format", "columns", "encoding", "flip")
 """Keys of ``[data]`` that are a site's own business: the experiment's are not read there."""
 
 
-EXCHANGES = ("train", "score", DIAGNOSE)
+EXCHANGES = ("train", "score", "diagnose")
 """Names of all exchanges that a method has, and of a diagnosis, which is asked for as one."""
 
 
