@@ -246,12 +246,6 @@ def test_a_process_of_a_job_ends_with_its_site_from_its_start(tmp_path, monkeypa
     assert ended.wait(60)
 
 
-def test_a_client_that_is_let_in_says_so_in_its_log(transport, kits):
-    """By that line a site knows whether it waits for its hub, or for ever."""
-    for site in SITES:
-        assert LET_IN in (kits / site / "kit" / "log.txt").read_bytes()
-
-
 def test_messages_arrive_as_they_are(transport):
     for site in SITES:
         request = random.Random(site).randbytes(3_000_000)
@@ -265,6 +259,12 @@ def test_a_message_that_is_too_long_is_told_at_once(transport):
         transport.call("north", bytes(10 << 20), 120)
     assert transport.call("north", bytes(8 << 20), 120) == bytes(8 << 20) + b"north"
     assert transport._session == session
+
+
+def test_a_client_that_is_let_in_says_so_in_its_log(transport, kits):
+    """By that line a site knows whether it waits for its hub, or for ever."""
+    for site in SITES:
+        assert LET_IN in (kits / site / "kit" / "log.txt").read_bytes()
 
 
 @pytest.mark.parametrize(("caller", "arrives"), [("server", b"visit"), ("south", None)])
