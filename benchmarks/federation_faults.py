@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -327,23 +328,31 @@ def liars(federation: Federation) -> None:
 
 
 def absent(federation: Federation) -> None:
-    """A site whose data or model is not where its file says."""
-    path = federation.of("north") / "site.toml"
+    """A site whose data or model are taken away while it waits: it does not begin without them."""
+    home = federation.of("north")
+    path, own = home / "site.toml", home / "own-model"
     text = path.read_text()
-    for name, broken in {
-        "a site's data are missing": text.replace("train.jsonl", "nothing.jsonl"),
-        "a site's model is missing": text.replace(str(federation.model), str(federation.folder / "nothing")),
+    shutil.copytree(federation.model, own)
+    path.write_text(text.replace(str(federation.model), str(own)))
+    for name, place in {
+        "a site's data are missing": home / "train.jsonl",
+        "a site's model is missing": own,
     }.items():
         federation.kill("north")
-        path.write_text(broken)
+        log, waits = federation.folder / "north.log", b"waiting for the hub"
+        before = log.read_bytes().count(waits)
         federation.start("north")
+        while log.read_bytes().count(waits) == before and federation.sites["north"].poll() is None:
+            time.sleep(0.2)
+        away = place.rename(home / "taken-away")
         file = write_experiment(federation, "absent", 2, "feddpo")
         begun = time.monotonic()
-        out = federation.folder / f"over-absent-{name.split()[1]}"
+        out = federation.folder / f"over-absent-{name.split()[2]}"
         course = Course(federation, file, out, "--sites", ",".join(THREE))
         status = course.end()
         said = course.log.read_text().strip().splitlines()[-1]
         say(name, f"status {status}: {said}", f"{time.monotonic() - begun:.0f} s, the opening included")
+        away.rename(place)
     federation.kill("north")
     path.write_text(text)
     federation.start("north")

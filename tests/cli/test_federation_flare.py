@@ -36,6 +36,7 @@ from prefed.federation.flare.apps import SITE_DOOR, hand
 from prefed.federation.flare.job import ALLOWED, write_job
 from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, address, make_kits, organisation_of
 from prefed.federation.flare.process import CLIENT, FlareProcess, longest
+from prefed.federation.flare.site import LET_IN
 from prefed.federation.flare.transport import FlareTransport
 
 SITES = ("north", "south")
@@ -294,6 +295,12 @@ def test_a_message_that_is_too_long_is_told_at_once(transport):
         transport.call("north", bytes(10 << 20), 120)
     assert transport.call("north", bytes(8 << 20), 120) == bytes(8 << 20) + b"north"
     assert transport._session == session
+
+
+def test_a_client_that_is_let_in_says_so_in_its_log(transport, kits):
+    """By that line a site knows whether it waits for its hub, or for ever."""
+    for site in SITES:
+        assert LET_IN in (kits / site / "kit" / "log.txt").read_bytes()
 
 
 @pytest.mark.parametrize(("caller", "arrives"), [("server", b"visit"), ("south", None)])

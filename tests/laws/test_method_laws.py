@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefed.core import Key, Method, Round, Tensors
+from prefed.engines.diagnostics import DIAGNOSE
+from prefed.federation.config import EXCHANGES
 from prefed.merge import Aggregator, MergeConfig, ServerOptimizer, lora
 from prefed.methods import METHODS
 from prefed.wire import decode_download, decode_state, decode_upload, encode, outline_upload
@@ -51,6 +53,20 @@ def run(method: Method, problem: dict, merge: MergeConfig | None = None, rounds:
     begin = start(problem, merge, method.name)
     clients = crowd(problem["size"], begin.layout.size, problem["seed"])
     return simulate(method, clients, begin, rounds, seed=problem["seed"], **more)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_site_may_allow_each_exchange_by_its_name(name):
+    """What a site's file takes in ``[limits] exchanges`` has every name that a hub can ask for."""
+    plain = {
+        "optimizer": "sgd",
+        "schedule": "constant",
+        "local_steps": 1,
+        "batch_size": 2,
+        "lr": 0.1,
+        "seed": 0,
+    }
+    assert {DIAGNOSE, *(exchange.name for exchange in make(name, plain).exchanges)} <= {*EXCHANGES}
 
 
 def same(one: Run, other: Run) -> bool:

@@ -141,7 +141,7 @@ def test_a_name_that_is_told_often_is_one_client(opens, tmp_path):
     """The cohort must have two clients, and the hub names one of them many times."""
     say = opens(asked(tmp_path), minimum_cohort=2)
     refused = say("start", members=["w0"] * 50, unseen=[])["refused"]
-    assert "a round has 1 clients, and must have 2" in refused
+    assert "a round has 1 client, and must have 2" in refused
 
 
 class Receipts:

@@ -45,6 +45,7 @@ def user_errors() -> Iterator[None]:
 
     ``PREFED_TRACEBACK=1`` in the environment shows where in the code they arose.
     """
+    from prefed.core.errors import is_ours
     from prefed.core.text import printable_lines
 
     try:
@@ -55,7 +56,7 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError, RuntimeError) as error:
         from pydantic import ValidationError
 
-        ours = not isinstance(error, RuntimeError) or type(error).__module__.startswith("prefed.")
+        ours = not isinstance(error, RuntimeError) or is_ours(error)
         if os.environ.get("PREFED_TRACEBACK") or not ours or isinstance(error, ValidationError):
             raise
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))

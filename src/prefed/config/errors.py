@@ -1,10 +1,9 @@
-"""Messages about an experiment file: they name the file, the key, the value and a remedy."""
+"""Messages about an experiment file, or another: they name the file, the key, the value and a remedy."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -15,15 +14,6 @@ from prefed.core.text import did_you_mean
 
 class ConfigError(ValueError):
     """An experiment file cannot be run. The message names the file, the key and a remedy."""
-
-
-def field_errors(path: Path, error: ValidationError) -> ConfigError:
-    """What is wrong with a file that is no experiment: a line for each key."""
-    lines = (
-        f"  {'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
-        for each in error.errors()
-    )
-    return ConfigError(f"{path}:\n" + "\n".join(lines))
 
 
 def explain(

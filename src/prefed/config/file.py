@@ -13,8 +13,12 @@ Origins: TypeAlias = Mapping[tuple[str, ...], str]
 """Path of a key → the option that set it, for keys that the file does not set."""
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, remedy: str | None = None) -> dict[str, Any]:
     """Read a TOML file.
+
+    Args:
+        remedy: where such a file comes from, for the message if there is none; left out: that of an
+            experiment.
 
     Raises:
         ConfigError: it cannot be read, is not UTF-8 or is not TOML.
@@ -22,7 +26,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `prefed init METHOD --out {path}` writes one") from None
+        remedy = remedy or f"`prefed init METHOD --out {path}` writes one"
+        raise ConfigError(f"{path}: no such file; {remedy}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
-from prefed.config.errors import field_errors
+from prefed.config.errors import ConfigError, explain
 from prefed.config.file import make_absolute, read_toml
+from prefed.config.method import method_kind
 from prefed.core.strict import StrictModel
+from prefed.core.text import did_you_mean
+from prefed.data.config import DataConfig
+from prefed.data.sources.hub import looks_like_hub_name
 
 OWN_DATA = ("train", "validation", "test", "partition", "format", "columns", "encoding", "flip")
 """Keys of ``[data]`` that are a site's own business: the experiment's are not read there."""
+
+
+EXCHANGES = ("train", "score", "diagnose")
+"""Names of all exchanges that a method has, and of a diagnosis, which is asked for as one."""
 
 
 def check_name(value: str) -> str:
@@ -87,6 +96,24 @@ class Limits(StrictModel):
             raise ValueError("an empty list would let nothing in: name one, or leave the key out for all")
         return value
 
+    @field_validator("methods")
+    @classmethod
+    def _known(cls, value: list[str] | None) -> list[str] | None:
+        for name in value or []:
+            method_kind(name)
+        return value
+
+    @field_validator("exchanges")
+    @classmethod
+    def _had(cls, value: list[str] | None) -> list[str] | None:
+        for name in value or []:
+            if name not in EXCHANGES:
+                near = did_you_mean(name, EXCHANGES)
+                raise ValueError(
+                    f"no method has an exchange {name!r}{near} (exchanges: {', '.join(EXCHANGES)})"
+                )
+        return value
+
 
 class SiteConfig(StrictModel):
     """A site of a federation."""
@@ -105,6 +132,13 @@ class SiteConfig(StrictModel):
         None, ge=1, description="threads of the process that trains; left out: as the experiment says"
     )
 
+    _where: str = PrivateAttr("site.toml")
+
+    @property
+    def where(self) -> str:
+        """The file that this was read from, for messages."""
+        return self._where
+
     @field_validator("name", "federation")
     @classmethod
     def _named(cls, value: str) -> str:
@@ -113,10 +147,10 @@ class SiteConfig(StrictModel):
     @field_validator("data")
     @classmethod
     def _own(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if extra := sorted(set(value) - set(OWN_DATA)):
-            raise ValueError(
-                f"{extra[0]} is the experiment's to say: a site's [data] has {', '.join(OWN_DATA)}"
-            )
+        for name in sorted(set(value) - set(OWN_DATA)):
+            why = "is the experiment's to say" if name in DataConfig.model_fields else "is no key"
+            near = did_you_mean(name, OWN_DATA) if why == "is no key" else ""
+            raise ValueError(f"{name} {why}: a site's [data] has {', '.join(OWN_DATA)}{near}")
         return value
 
     @classmethod
@@ -126,7 +160,7 @@ class SiteConfig(StrictModel):
         Raises:
             ConfigError: it cannot be read, or names a key or a value that is not allowed.
         """
-        tables = read_toml(path)
+        tables = read_toml(path, "`prefed federation init PROJECT` makes one for each site")
         make_absolute(tables, (path.parent,))
         model = tables.get("model")
         if isinstance(model, dict):
@@ -134,6 +168,48 @@ class SiteConfig(StrictModel):
         try:
             config = cls.model_validate(tables)
         except ValidationError as error:
-            raise field_errors(path, error) from None
+            raise ConfigError(explain(error, cls, tables, str(path), {})) from None
         folders = {key: str((path.parent / getattr(config, key)).resolve()) for key in ("kit", "state")}
-        return config.model_copy(update=folders)
+        config = config.model_copy(update=folders)
+        config._where = str(path)
+        return config
+
+
+def check_places(config: SiteConfig) -> None:
+    """Refuse data and models that can only be meant as paths and are not there.
+
+    A name that the Hugging Face hub may have is left to the run that needs it.
+
+    Raises:
+        ConfigError: one is not there, or the file names no data.
+    """
+    if "train" not in config.data:
+        raise ConfigError(f"{config.where}: data.train: missing; name this site's own pairs")
+    for key, source in _sources(config.data):
+        if not (Path(source).expanduser().exists() or looks_like_hub_name(source)):
+            raise ConfigError(
+                f"{config.where}: {key} = {source!r}: no such file or folder; put this site's pairs "
+                "there, or name the file that has them"
+            )
+    for key in ("name", "reward_model"):
+        model = getattr(config.model, key)
+        if model is None or Path(model).expanduser().is_dir():
+            continue
+        if model[:1] in ("/", ".", "~") or model.count("/") > 1:
+            raise ConfigError(
+                f"{config.where}: model.{key} = {model!r}: no such folder; put the model there that the hub "
+                "names to you, or name its folder"
+            )
+
+
+def _sources(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each source of ``[data]`` that is a text, with its key."""
+    waiting = [(f"data.{role}", data[role]) for role in ("train", "validation", "test") if role in data]
+    for key, value in waiting:
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, list):
+            waiting += [(key, each) for each in value]
+        elif isinstance(value, dict):
+            inside = ["path"] if "path" in value else list(value)
+            waiting += [(f"{key}.{name}", value[name]) for name in inside]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prefed.config import Experiment
 from prefed.core import Privacy
+from prefed.core.text import pluralize
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.engines.tasks import Task
 from prefed.federation.config import Limits, SiteConfig
@@ -96,7 +97,8 @@ def check_members(experiment: Experiment, config: SiteConfig, members: int) -> N
     least = config.limits.minimum_cohort
     size = experiment.cohort.of(members) or members
     if size < least:
-        raise RefusalError(f"[limits] minimum_cohort: a round has {size} clients, and must have {least}")
+        clients = pluralize(size, "client", "clients")
+        raise RefusalError(f"[limits] minimum_cohort: a round has {clients}, and must have {least}")
 
 
 def check_task(task: Task, experiment: Experiment, config: SiteConfig, pairs: Sequence[int]) -> None:

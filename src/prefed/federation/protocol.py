@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -44,6 +45,15 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
     if not isinstance(header, dict):
         raise ValueError("not a message: its header is no object")
     return header, data[end:]
+
+
+def is_run(text: str) -> bool:
+    """Whether a text has the form of a run's name between hub and sites.
+
+    >>> is_run("3fa9b2c4d5e6f708"), is_run("../../etc")
+    (True, False)
+    """
+    return re.fullmatch(r"[0-9a-f]{16}", text) is not None
 
 
 def order_digest(experiment: str, members: list[str], unseen: list[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,13 +14,14 @@ from typing import Any
 
 from prefed import files
 from prefed.config import ConfigError, Experiment
-from prefed.core.text import printable
+from prefed.core.errors import is_ours, one_line
+from prefed.core.text import pluralize, printable
 from prefed.engines import WorkerError
 from prefed.engines.backends.worker import Worker
 from prefed.engines.tasks import Task
 from prefed.federation.config import SiteConfig
 from prefed.federation.limits import RefusalError, check_experiment, check_members, check_same, check_task
-from prefed.federation.protocol import FORMAT, PACKAGES, order_digest, own_version, pack, unpack
+from prefed.federation.protocol import FORMAT, PACKAGES, is_run, order_digest, own_version, pack, unpack
 from prefed.federation.published import take_in
 from prefed.federation.releases import Releases
 from prefed.federation.requests import task_in, texts_in
@@ -42,6 +42,8 @@ REMEMBERED = 4
 """Answers that are kept for a request that comes again."""
 LARGE = 1 << 26
 """Bytes of the answers that are kept; of the last one any number."""
+LONGEST_REASON = 1000
+"""Characters of why a request was refused or failed that are told and logged."""
 WITHHELD = "the upload was withheld: the site's log says more"
 CHANGED = "this site's data changed since the run began: put back what they were"
 
@@ -88,25 +90,29 @@ class Site:
                 header, body = unpack(request)
             except ValueError as error:
                 raise RefusalError(str(error)) from error
-            told = {name: header.get(name) for name in ("run", "round", "client")}
-            what = {name: value for name, value in told.items() if isinstance(value, str | int)}
+            kinds = {"run": str, "round": int, "client": str}
+            what = {name: header[name] for name in kinds if isinstance(header.get(name), kinds[name])}
             return self._answer(header, body)
         except RefusalError as refusal:
-            reason = printable(str(refusal))
-            self._note("refused", refused=reason, **what)
+            reason = printable(one_line(refusal))
+            self._note("refused", reason, **what)
             return pack(refused=reason)
         except WorkerError as error:
-            self._note("failed", failed=printable(str(error)), **what)
-            _log.error("%s", error)
+            self._note("failed", _reason(error), **what)
+            if error.trace:
+                _log.error("%s", error)
             return pack(failed="the process that trains died or failed: the site's log says more")
         except Exception as error:
             # The text may quote the site's files: it stays here.
-            self._note("failed", failed=printable(f"{type(error).__name__}: {error}"), **what)
-            _log.exception("a request could not be answered")
+            self._note("failed", printable(f"{type(error).__name__}: {one_line(error)}"), **what)
+            if not (is_ours(error) or isinstance(error, OSError)) or os.environ.get("PREFED_TRACEBACK"):
+                _log.exception("a request could not be answered")
             return pack(failed=f"{type(error).__name__}: the site's log says more")
 
-    def _note(self, what: str, **fields: Any) -> None:
-        self._say(": ".join(str(fields[key]) for key in ("refused", "failed") if key in fields))
+    def _note(self, what: str, reason: str, **fields: Any) -> None:
+        """Tell a person, and the log, that a request was refused or failed."""
+        fields[what] = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} …"
+        self._say(fields[what])
         # A full disk must not keep the hub from being told, and neither must anything else.
         with suppress(Exception):
             self.log.add(what, **{name: value for name, value in fields.items() if _is_short(value)})
@@ -125,7 +131,7 @@ class Site:
         if kind == "hello":
             return pack(site=self.config.name)
         run = header.get("run")
-        if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
+        if not isinstance(run, str) or not is_run(run):
             raise RefusalError("a request without the name of its run")
         if header.get("federation") != self.config.federation:
             raise RefusalError(f"this site belongs to the federation {self.config.federation!r}")
@@ -197,7 +203,8 @@ class Site:
             raise
         self._run, self._order, self._experiment, self._worker = run, told, experiment, worker
         self._fingerprint = fields["fingerprint"]["model"]
-        self._say(f"run {run[:8]}: {experiment.method.name}, {experiment.rounds} rounds")
+        rounds = pluralize(experiment.rounds, "round", "rounds")
+        self._say(f"run {run[:8]}: {experiment.method.name}, {rounds}")
 
     def _do(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
         """A visit or an evaluation of one of the site's clients."""
@@ -279,7 +286,7 @@ class Site:
                 self._stop()
                 if last:
                     raise
-                self.log.add("restart", run=run, round=task.round, failed=printable(str(error))[:300])
+                self.log.add("restart", run=run, round=task.round, failed=_reason(error)[:300])
         raise AssertionError
 
     def _stop(self) -> None:
@@ -304,5 +311,12 @@ def _told(order: dict[str, Any]) -> str:
     return order_digest(order["experiment"], order["members"], order["unseen"])
 
 
+def _reason(error: WorkerError) -> str:
+    """Why the process that trains failed, in one line: of a trace, what was raised."""
+    if error.trace:
+        return printable(f"a worker process failed: {error.trace.strip().splitlines()[-1]}")
+    return printable(one_line(error))
+
+
 def _is_short(value: object) -> bool:
-    return len(json.dumps(value, default=str)) < 2000
+    return len(json.dumps(value, default=str, ensure_ascii=False)) <= 2 * LONGEST_REASON + 4

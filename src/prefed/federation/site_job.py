@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,12 @@ def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
 def own_dataset(experiment: Experiment, folder: Path) -> FederatedDataset:
     """The site's pairs as tokens, in a folder that keeps them for the next run too."""
     files.private_folder(folder)
-    try:
+    with suppress(DataMismatchError):
         return build_data(experiment, folder / "data")
-    except DataMismatchError:
-        # Another run's settings, or other data: each run checks the fingerprint that it began with.
-        name = files.digest(to_toml(experiment).encode())
-        files.private_folder(folder / name)
-        return build_data(experiment, folder / name / "data")
+    # Another run's settings, or other data: each run checks the fingerprint that it began with.
+    name = files.digest(to_toml(experiment).encode())
+    files.private_folder(folder / name)
+    return build_data(experiment, folder / name / "data")
 
 
 def told_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes) -> dict[str, str]:

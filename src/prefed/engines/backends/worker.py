@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from prefed.core.errors import is_ours
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import Task, run_task
@@ -41,7 +42,15 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class WorkerError(RuntimeError):
-    """A worker process died, took too long or could not do its task. The run can be resumed."""
+    """A worker process died, took too long or could not do its task. The run can be resumed.
+
+    Args:
+        trace: where in its code the process failed; empty if it died, or if the error says all.
+    """
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(f"{message}:\n{trace}" if trace else message)
+        self.trace = trace
 
 
 class Worker:
@@ -98,7 +107,7 @@ class Worker:
         if self._late:
             raise WorkerError(self._late)
         if "error" in fields:
-            raise WorkerError(f"a worker process failed:\n{fields['error']}")
+            raise WorkerError(fields["error"], fields["trace"])
         self.memory_mb = fields.pop("memory_mb")
         return fields
 
@@ -180,9 +189,12 @@ def serve(handle: int) -> None:
             states = StateOfTask(fields.pop("state"))
             result = run_task(job, Task(**fields), states)
             _send(pipe, state=states.next, **vars(result), memory_mb=peak_memory_mb())
-    except Exception:
+    except Exception as error:
+        what, trace = "a worker process failed", traceback.format_exc()
+        if is_ours(error) and not os.environ.get("PREFED_TRACEBACK"):
+            what, trace = f"{what}: {error}", ""
         with suppress(OSError):  # the parent may be gone
-            _send(pipe, error=traceback.format_exc())
+            _send(pipe, error=what, trace=trace)
 
 
 def _end_with_the_parent() -> None:

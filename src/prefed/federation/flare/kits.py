@@ -8,6 +8,7 @@ the folder ``authority``; with it sites can be added later.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -19,7 +20,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from prefed import files
-from prefed.config.errors import ConfigError, field_errors
+from prefed.config.errors import ConfigError, explain
 from prefed.config.file import read_toml
 from prefed.core.strict import StrictModel
 from prefed.federation.config import OWN_DATA, check_name
@@ -49,6 +50,14 @@ PERMISSIONS: Mapping[str, Any] = {
 }
 """Who may do what, at the hub and at each site: roles of FLARE → rights."""
 
+README = "readme.txt"
+SITE_README = """\
+A site's kit. `prefed site site.toml` uses it: run nothing in it by hand. Its key is this site's alone.
+"""
+HUB_README = """\
+Part of the hub's kit. `prefed federate` uses it: run nothing in it by hand. Its key is the hub's alone.
+"""
+
 SITE_FILE = """\
 # What this site takes part with, and what it allows. `prefed site site.toml` starts it.
 federation = {federation}
@@ -60,7 +69,7 @@ train = {{ {client} = "pairs.jsonl" }}     # one client of this name
 # partition = {{ by = "column", column = "ward" }} # several clients: train = "pairs.jsonl" and this
 
 [model]
-name = "model"              # folder of the base model that the hub names to you
+name = "./model"            # folder of the base model that the hub names to you
 
 [tell]
 names = true                # false: the hub gets made-up names of clients
@@ -77,11 +86,14 @@ evaluate = true
 """
 
 
+_HOST = re.compile(r"(?=.{1,253}$)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
+
+
 class Project(StrictModel):
     """A federation, before it has kits."""
 
     name: str = Field(description="the federation's name")
-    hub: str = Field(min_length=1, description="host name at which sites reach the hub")
+    hub: str = Field(description="host name or IPv4 address at which sites reach the hub, without a port")
     port: int = Field(8002, ge=1, le=65535, description="the one port that sites must reach there")
     sites: list[str] = Field(min_length=1, description="names of the sites")
     valid_days: int = Field(
@@ -97,9 +109,21 @@ class Project(StrictModel):
     def _named(cls, value: str) -> str:
         return check_name(value)
 
+    @field_validator("hub")
+    @classmethod
+    def _reached(cls, value: str) -> str:
+        if not _HOST.fullmatch(value):
+            raise ValueError(
+                'a host name or an IPv4 address alone, e.g. "fed.example.org": the port is a key of its own, '
+                "and a scheme or a path has no place here"
+            )
+        return value
+
     @field_validator("sites")
     @classmethod
     def _apart(cls, value: list[str]) -> list[str]:
+        if dotted := [name for name in value if "." in check_name(name)]:
+            raise ValueError(f"a site's name has no '.' in NVIDIA FLARE: call {dotted[0]!r} otherwise")
         taken = {"hub", "server", AUTHORITY}
         if len({check_name(name) for name in value} | taken) < len(value) + len(taken):
             raise ValueError(
@@ -114,10 +138,11 @@ class Project(StrictModel):
         Raises:
             ConfigError: it cannot be read, or names a key or a value that is not allowed.
         """
+        tables = read_toml(path, "write one with name, hub and sites: docs/federation.md shows it")
         try:
-            return cls.model_validate(read_toml(path))
+            return cls.model_validate(tables)
         except ValidationError as error:
-            raise field_errors(path, error) from None
+            raise ConfigError(explain(error, cls, tables, str(path), {})) from None
 
 
 @dataclass(frozen=True)
@@ -213,8 +238,8 @@ def make_kits(project: Project, out: Path) -> None:
     if context.get(CtxKey.BUILD_ERROR):
         raise OSError(f"NVIDIA FLARE could not make the kits:\n{said.getvalue()}")
     made = Path(context[CtxKey.CURRENT_PROD_DIR])
-    _place(made / project.hub, out / "hub" / "server")
-    _place(made / user, out / "hub" / "admin")
+    _place(made / project.hub, out / "hub" / "server", HUB_README)
+    _place(made / user, out / "hub" / "admin", HUB_README)
     about = {
         "federation": project.name,
         "sites": project.sites,
@@ -223,7 +248,7 @@ def make_kits(project: Project, out: Path) -> None:
     }
     files.write(out / "hub" / "hub.json", json.dumps(about, indent=1).encode())
     for name in project.sites:
-        _place(made / name, out / name / "kit")
+        _place(made / name, out / name / "kit", SITE_README)
         path = out / name / "site.toml"
         if not path.exists():
             words = {"federation": json.dumps(project.name), "name": json.dumps(name)}
@@ -284,13 +309,19 @@ def organisation_of(site: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in site)
 
 
-def _place(made: Path, kit: Path) -> None:
-    """Put a kit where its party finds it, with our settings. A kit that is there stays, with its key."""
+def _place(made: Path, kit: Path, readme: str) -> None:
+    """Put a kit where its party finds it, with our settings. A kit that is there stays, with its key.
+
+    Args:
+        readme: what the kit says of itself, in the place of FLARE's text, which tells to run FLARE's scripts.
+    """
     if kit.exists():
         return
     files.private_folder(kit.parent)
     shutil.copytree(made, kit)
     kit.chmod(0o700)
+    (kit / "startup" / README).unlink(missing_ok=True)
+    (kit / README).write_text(readme, "utf-8")
     local = kit / "local"
     resources = local / "resources.json.default"
     content = json.loads(resources.read_text("utf-8"))

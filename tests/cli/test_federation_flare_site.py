@@ -1,0 +1,144 @@
+"""What `prefed site` checks before it waits for its hub, and what it tells of NVIDIA FLARE's client."""
+
+import socket
+
+import pytest
+
+from prefed.config.errors import ConfigError
+from prefed.federation.config import SiteConfig
+from prefed.federation.door import ask
+from prefed.federation.protocol import FORMAT, pack
+
+pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
+
+from prefed.federation.flare import site as over_site
+from prefed.federation.flare.apps import SITE_DOOR
+from prefed.federation.flare.kits import Project, make_kits
+from prefed.federation.flare.site import take_part
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kits") / "wards"
+    make_kits(Project(name="wards", hub="localhost", port=9310, sites=["north", "south"]), folder)
+    return folder
+
+
+def written(kits, site, **changes):
+    """A site's file as its kit has it, with its data and its model there, and with ``changes``."""
+    folder = kits / site
+    (folder / "pairs.jsonl").touch()
+    (folder / "model").mkdir(exist_ok=True)
+    return SiteConfig.load(folder / "site.toml").model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"name": "nroth"},
+            r"name = 'nroth': the kit in .*/north/kit is that of 'north'; write name = ",
+        ),
+        (
+            {"federation": "ward"},
+            "federation = 'ward': the kit in .* is of the federation 'wards'; write",
+        ),
+        ({"kit": "nowhere"}, r"kit = 'nowhere' is no kit of a site \(.*fed_client.json"),
+    ],
+)
+def test_a_site_does_not_wait_with_a_kit_of_another(kits, changes, message):
+    """FLARE would try for ever to log in under a name that is not the certificate's."""
+    config = written(kits, "north", **changes)
+    with pytest.raises(ConfigError, match=f"{kits}/north/site.toml: {message}"):
+        take_part(config, print)
+
+
+def test_a_kits_site_file_as_it_is_lacks_data_and_model(kits):
+    """Nothing was put beside the file: the first missing place is told in the place of waiting."""
+    config = SiteConfig.load(kits / "south" / "site.toml")
+    with pytest.raises(ConfigError, match=r"site\.toml: data.train.south = 'pairs.jsonl': no such file"):
+        take_part(config, print)
+    (kits / "south" / "pairs.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"site.toml: model.name = '\./model': no such folder"):
+        take_part(SiteConfig.load(kits / "south" / "site.toml"), print)
+
+
+class Clock:
+    """A clock that goes on where somebody sleeps, and ends the command after five minutes."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        if self.now > 300:
+            raise KeyboardInterrupt
+
+
+def nothing(environment, log):
+    """FLARE is not let in."""
+
+
+def logs(environment, log):
+    with log.open("ab") as stream:
+        stream.write(b"INFO - Successfully registered client:north for project wards.\n")
+
+
+def turns_over(environment, log):
+    log.rename(log.with_name("log.txt.1"))
+    logs(environment, log)
+
+
+def is_asked(environment, log):
+    ask(environment[SITE_DOOR], pack(kind="hello", format=FORMAT))
+
+
+@pytest.mark.parametrize("lives", [5, 1000])
+@pytest.mark.parametrize(
+    ("hub_is_there", "does", "told"),
+    [(True, nothing, 1), (False, nothing, 0), (True, logs, 0), (True, turns_over, 0), (True, is_asked, 0)],
+)
+def test_a_site_that_is_not_let_in_says_so_once(kits, tmp_path, monkeypatch, lives, hub_is_there, does, told):
+    """FLARE's client tries on, or ends every five seconds. Its log is of earlier days, when it was let in.
+    Where the hub is away, or has let the site in, which the log or a request says, nothing is wrong."""
+    lines, clock, log = [], Clock(), kits / "north" / "kit" / "log.txt"
+    log.write_bytes(b"Successfully registered client:north\n" * 100)
+
+    class Client:
+        def __init__(self, module, kit, settings, environment):
+            self.end = clock.now + lives
+            does(environment, log)
+
+        @property
+        def alive(self):
+            return clock.now < self.end
+
+        def stop(self):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as hub:
+        address = f"127.0.0.1:{hub.getsockname()[1]}"
+        if not hub_is_there:
+            hub.close()
+        monkeypatch.setattr(over_site, "FlareProcess", Client)
+        monkeypatch.setattr(over_site, "time", clock)
+        monkeypatch.setattr(over_site, "_check_kit", lambda kit, config: address)
+        config = written(kits, "north", state=str(tmp_path / "state"))
+        with pytest.raises(KeyboardInterrupt):
+            take_part(config, lines.append)
+    assert sum("has not let this site in: log.txt and error_log.txt in" in line for line in lines) == told
+
+
+def test_a_kit_says_what_uses_it(kits):
+    """FLARE's own text tells to run its scripts, which are not for prefed. No signature covers it."""
+    for kit, command in (
+        ("north/kit", "prefed site"),
+        ("hub/server", "prefed federate"),
+        ("hub/admin", "prefed"),
+    ):
+        assert command in (kits / kit / "readme.txt").read_text()
+        assert not any("start.sh" in path.read_text() for path in (kits / kit).rglob("readme.txt"))
+        assert not [*(kits / kit).rglob("signature.json")]

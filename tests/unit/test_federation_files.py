@@ -1,0 +1,140 @@
+"""The files of a federation that a person writes: a site's, and the project's."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from prefed.config import ConfigError
+from prefed.federation.config import SiteConfig, check_places
+from prefed.federation.flare.kits import Project
+
+
+def test_a_sites_file_is_checked(tmp_path):
+    path = tmp_path / "site.toml"
+    path.write_text('federation = "wards"\nname = "a/b"\n[data]\n[model]\nname = "m"\n[limits]\nround = 3\n')
+    with pytest.raises(ConfigError) as caught:
+        SiteConfig.load(path)
+    assert f"{path}: limits.round: no such key; did you mean 'rounds'?" in str(caught.value)
+    assert f"{path}: name = 'a/b': a name has letters" in str(caught.value)
+    path.write_text('federation = "wards"\nname = "a"\n[data]\n[model]\nname = "m"\n')
+    assert SiteConfig.load(path).state == str(tmp_path / "state")
+    assert json.loads(SiteConfig.load(path).model_dump_json())["limits"]["minimum_cohort"] == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "[data]\ntrain = 'own.jsonl'\nmax_length = 9\nlimit = 3\n",
+            r": data: limit is the experiment's to say: a site's \[data\] has train, validation, .*, flip$",
+        ),
+        ("[data]\ntran = 'own.jsonl'\n", r": data: tran is no key: .*, flip; did you mean 'train'\?"),
+        (
+            "[data]\n[limits]\nmethods = ['feddpo', 'fedpo']\n",
+            "limits.methods = .*: no method is called 'fedpo'; did you mean 'feddpo'",
+        ),
+        (
+            "[data]\n[limits]\nexchanges = ['trian']\n",
+            "limits.exchanges = .*: no method has an exchange 'trian'; did you mean 'train'",
+        ),
+        ("[data]\n[telll]\n", r"site.toml: telll: no such key; did you mean 'tell'\?"),
+        (
+            "[data]\n[limits]\nmethods = []\n",
+            r"limits.methods = \[\]: an empty list would let nothing in: name one",
+        ),
+        ("[data]\n[limits]\nexchanges = []\n", "limits.exchanges = .* leave the key out for all"),
+    ],
+)
+def test_a_sites_file_has_its_own_part_alone(tmp_path, lines, message):
+    """It may not change what all sites train with. A list that allows nothing is not taken for "all"."""
+    path = tmp_path / "site.toml"
+    path.write_text(f'federation = "wards"\nname = "a"\nmodel = {{ name = "m" }}\n{lines}')
+    with pytest.raises(ConfigError, match=message):
+        SiteConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("sites = ['a/b']", r"sites = \['a/b'\]: a name has letters"),
+        ("sites = ['a.b']", r"sites = .*: a site's name has no '\.' in NVIDIA FLARE: call 'a\.b' otherwise"),
+        ("sites = ['a']\nporte = 9", r"porte: no such key; did you mean 'port'\?"),
+        *(
+            (f"sites = ['a']\nhub = {hub!r}", "hub = .*: a host name or an IPv4 address alone, e.g. .fed.")
+            for hub in ("https://localhost:8002", "localhost:8002", "fed.example.org/x", "-a", "a..b", "")
+        ),
+    ],
+)
+def test_a_project_file_is_checked(tmp_path, lines, message):
+    """Before anything is made. FLARE has no point in a site's name, and adds scheme and port to the hub's."""
+    path = tmp_path / "wards.toml"
+    path.write_text(f"name = 'wards'\n{lines}\n" + ("" if "hub" in lines else "hub = 'localhost'\n"))
+    with pytest.raises(ConfigError, match=message) as caught:
+        Project.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("hub", ["localhost", "fed-1.example.org", "10.0.0.7", "X"])
+def test_a_hub_has_a_host_name_or_an_address(hub):
+    assert Project(name="wards", hub=hub, sites=["a"]).hub == hub
+
+
+@pytest.mark.parametrize(
+    ("load", "remedy"), [(Project.load, "name, hub and sites"), (SiteConfig.load, "federation init")]
+)
+def test_a_file_that_is_not_there_is_no_experiment(tmp_path, load, remedy):
+    """`prefed init` writes experiments."""
+    with pytest.raises(ConfigError, match=f"x.toml: no such file; .*{remedy}") as caught:
+        load(tmp_path / "x.toml")
+    assert "prefed init " not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("[data]\n", "data.train: missing"),
+        (
+            "data = { train = { a = 'pairs.jsonl' } }\n",
+            "data.train.a = 'pairs.jsonl': no such file or folder",
+        ),
+        ("data = { train = ['here.jsonl', 'b.csv'] }\n", "data.train = 'b.csv': no such"),
+        ("data = { train = 'here.jsonl', test = { path = 'b' } }\n", "data.test.path = 'b': no such"),
+        (
+            "data = { train = 'here.jsonl' }\nmodel.name = './model'\n",
+            r"model.name = '\./model': no such folder",
+        ),
+        (
+            "data = { train = 'here.jsonl' }\nmodel.reward_model = '/a/b'\n",
+            "model.reward_model = '/a/b': no such folder",
+        ),
+    ],
+)
+def test_what_is_not_there_is_told_before_the_hub_asks(tmp_path, lines, message):
+    path = tmp_path / "site.toml"
+    (tmp_path / "here.jsonl").touch()
+    model = "" if "model.name" in lines else "model.name = 'm'\n"
+    path.write_text(f"federation = 'wards'\nname = 'a'\n{model}{lines}")
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_places(SiteConfig.load(path))
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_what_is_there_or_may_be_on_the_hugging_face_hub_is_let_be(tmp_path):
+    path = tmp_path / "site.toml"
+    (tmp_path / "here.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    for train in ("'here.jsonl'", "'Anthropic/hh-rlhf'", "{ a = 'here.jsonl', b = { path = 'here.jsonl' } }"):
+        for model in ("./model", "model", "gpt2", "org/model"):
+            path.write_text(
+                f"federation = 'w'\nname = 'a'\n[data]\ntrain = {train}\n[model]\nname = {model!r}\n"
+            )
+            check_places(SiteConfig.load(path))
+
+
+def test_a_file_is_read_without_torch():
+    """Importing it takes seconds, and an error in a file, or `prefed federation init`, needs none of it."""
+    code = "import sys, prefed.federation.config, prefed.federation.flare.kits; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

@@ -1,0 +1,96 @@
+"""What `prefed site status` tells a site's administrator of runs and of made-up names."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from federating import experiment, site_config
+from prefed import files
+from prefed.federation import site as site_module
+from prefed.federation.federate import told_experiment
+from prefed.federation.protocol import FORMAT, pack, unpack
+from prefed.federation.sent import SentLog
+from prefed.federation.site import Site
+from prefed.federation.site_job import told_names
+from prefed.federation.status import status_lines
+from prefed.federation.vault import Vault, site_secret
+
+RUN, OTHER = "3fa9b2c4d5e6f708", "0123456789abcdef"
+ADA = "ada\n"
+
+
+def status(tmp_path, **changes):
+    return [*status_lines(site_config(tmp_path, tmp_path, "w0", **changes), 0)]
+
+
+def test_private_states_are_those_of_clients_alone(tmp_path):
+    """A run has its order and, with local noise, answers beside 700 + 300 bytes of two clients' states."""
+    folder = tmp_path / "site-w0" / "runs" / RUN
+    vault = Vault(folder / "clients", b"secret")
+    vault.keep("w0", 1, bytes(700))
+    vault.keep("w1", 1, bytes(300))
+    files.private_folder(folder / "answers")
+    (folder / "answers" / "000001-x").write_bytes(bytes(5000))
+    (folder / "order.json").write_bytes(files.dumps_with_digest({"experiment": "x" * 5000}))
+    SentLog(tmp_path / "site-w0" / "log").add("train", run=RUN, round=1, client="w0", bytes=2000)
+    lines = [line for line in status(tmp_path) if line.startswith("run ")]
+    assert lines == [f"run {RUN}: up to round 1; sent 1 message, 2.0 kB; private states: 1.0 kB"]
+
+
+def test_runs_in_which_nothing_was_sent_are_a_number(tmp_path):
+    """Two were joined or refused, one sent a message of a method that keeps no state."""
+    log = SentLog(tmp_path / "site-w0" / "log")
+    log.add("join", run=OTHER, told="w0 8 pairs")
+    log.add("refused", run=OTHER, round=7, refused="[limits] rounds")
+    log.add("failed", run="f" * 16, failed="no data")
+    log.add("train", run=RUN, round=2, client="w0", bytes=812)
+    files.private_folder(tmp_path / "site-w0" / "runs" / OTHER)
+    (tmp_path / "site-w0" / "runs" / OTHER / "order.json").write_text("{}")
+    assert [line for line in status(tmp_path) if not line.startswith((" ", "site"))] == [
+        f"run {RUN}: up to round 2; sent 1 message, 812 B; private states: none",
+        "2 runs in which nothing was sent",
+    ]
+
+
+@pytest.mark.parametrize("name", ["../../../etc", "x" * 5000, 5, ["a"], "\0"])
+def test_a_hub_does_not_break_the_status(tmp_path, name):
+    """What it calls a run, a round and a client may be anything: the request is refused, and logged."""
+    site = Site(site_config(tmp_path, tmp_path, "w0"))
+    request = pack(kind="visit", format=FORMAT, federation="wards", run=name, round="x", client=[3])
+    assert "refused" in unpack(site.answer(request))[0]
+    site.close()
+    lines = [*status_lines(site_config(tmp_path, tmp_path, "w0"), 9)]
+    assert lines[-1].endswith("refused: a request without the name of its run")
+    assert not any("nothing was sent" in line for line in lines)
+
+
+def test_an_administrator_is_told_whom_the_hub_knows_as_whom(tmp_path, monkeypatch):
+    """Two clients of a site that tells no names; the names are those of ``told_names``, the account of noise
+    has the clients' own."""
+    data = SimpleNamespace(fingerprint="d", clients={"w1": None, ADA: None})
+    data.sizes = dict.fromkeys(data.clients, (8, 0, 2))
+    monkeypatch.setattr(site_module, "own_dataset", lambda *arguments: data)
+    config = site_config(tmp_path, tmp_path, "w0", tell={"names": False, "pairs": True})
+    site = Site(config)
+    text = told_experiment(experiment(Path("x")))
+    request = pack(format=FORMAT, federation="wards", run=RUN, kind="join", experiment=text)
+    clients = unpack(site.answer(request))[0]["clients"]
+    site.close()
+    made_up = told_names(data, config, site_secret(tmp_path / "site-w0"))
+    assert {*clients} == {*made_up.values()}
+    damaged = tmp_path / "site-w0" / "runs" / OTHER
+    files.private_folder(damaged)
+    (damaged / "order.json").write_text("{")
+    lines = [*status_lines(config, 0)]
+    assert [line for line in lines if " is site-w0-" in line] == [
+        f"  ada\\n is {made_up[ADA]} to the hub",
+        f"  w1 is {made_up['w1']} to the hub",
+    ]
+
+
+def test_a_site_that_tells_names_has_none_to_explain(tmp_path):
+    folder = tmp_path / "site-w0" / "runs" / RUN
+    files.private_folder(folder)
+    (folder / "order.json").write_bytes(files.dumps_with_digest({"names": {"w1": "w1"}}))
+    assert not any("to the hub" in line for line in status(tmp_path))
