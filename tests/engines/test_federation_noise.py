@@ -85,6 +85,25 @@ def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, answers, 
     assert spent == (dict.fromkeys(CLIENTS, 2 * 2.0**-2) if kind == "local" else {})
 
 
+def test_more_rounds_are_no_second_draw(place, tmp_path, monkeypatch):
+    """The hub dies in round 1 of two, after two of three answers, and goes on with three rounds. Each client
+    draws once a round all the same, so it has spent 3/z² with z = 2."""
+    monkeypatch.setattr(site_module, "Worker", Here)
+    asked = private(place, kind="local")
+
+    def goes_on(experiment, **options):
+        site = Site(site_config(place, tmp_path, "pairs"))
+        try:
+            return federate(experiment, tmp_path / "over", Within({"site-pairs": site}), TERMS, **options)
+        finally:
+            site.close()
+
+    with pytest.raises(KeyboardInterrupt):
+        goes_on(asked, callbacks=[toy.InterruptAt(2)])
+    goes_on(asked.model_copy(update={"rounds": 3}), resume=True)
+    assert Releases(tmp_path / "site-pairs").spent() == dict.fromkeys(CLIENTS, 3 * 2.0**-2)
+
+
 # A site whose every visit draws anew
 
 

@@ -222,7 +222,10 @@ class Site:
         own = next((name for name, told in order["names"].items() if told == task.client), None)
         if own is None:
             raise RefusalError("a client that is not here")
-        released = self._releases.answer(run, task.round, key)
+        # What may change in a run that goes on, such as its rounds, is no reason for a second draw.
+        lasting = {name: value for name, value in header.items() if name != "order"}
+        release = files.digest(pack(**lasting)) + files.digest(body)
+        released = self._releases.answer(run, task.round, release)
         if released is not None:
             return released
         self._begin(run, order)
@@ -254,7 +257,7 @@ class Site:
         withheld = WITHHELD if noisy and fields["withheld"] else fields["withheld"]
         answer = pack(message, client=task.client, withheld=withheld, asked=task.asked, receipt=new)
         if noisy:
-            self._releases.keep(run, task.round, key, answer)
+            self._releases.keep(run, task.round, release, answer)
         self._answers[key] = answer
         while len(self._answers) > REMEMBERED or (
             len(self._answers) > 1 and sum(map(len, self._answers.values())) > LARGE
