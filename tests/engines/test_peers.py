@@ -175,8 +175,9 @@ def records(path):
 )
 def test_peers_have_the_numbers_of_one_process(place, tmp_path, method, graph, exact):
     """Twin: the run in one process. A row is summed in float64, around the first model of the neighbourhood
-    here, and around the first of all there; on the complete graph these are one, and all bits agree."""
-    made = experiment(place, method, graph)
+    here, and around the first of all there; on the complete graph these are one, and all bits agree.
+    Elsewhere SGD leaves a difference of rounding as small as it is: AdamW divides by gradients near zero."""
+    made = experiment(place, method, graph, **({} if exact else {"optimizer": "sgd", "lr": 0.5}))
     ours, theirs = whole(tmp_path / "peers", [made] * 3), in_process(tmp_path / "run", made)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other) if exact else torch.allclose(one, other, rtol=0, atol=1e-6)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from prefed.cli.errors import UsageError
-from prefed.config import ConfigError
 
 
 def federation(
@@ -27,6 +26,7 @@ def federation(
     from prefed.federation.flare import check_installed
 
     check_installed()
+    from prefed.config import ConfigError
     from prefed.federation.flare.kits import Project, make_kits
 
     described = Project.load(project)
