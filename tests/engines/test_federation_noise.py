@@ -39,6 +39,15 @@ def place(tmp_path_factory):
     return make_place(tmp_path_factory.mktemp("place"))
 
 
+def goes_on(experiment, place, folder, **options):
+    """A run over one site with three clients, which is started anew for it."""
+    site = Site(site_config(place, folder, "pairs"))
+    try:
+        return federate(experiment, folder / "over", Within({"site-pairs": site}), TERMS, **options)
+    finally:
+        site.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "answers"),
     [("local", 2), ("local", 3 + 3 + 2), ("central", 3 + 3 + 2)],
@@ -65,16 +74,9 @@ def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, answers, 
     once = 2 * 3 if kind == "local" else 2
     assert len(draws) == once
 
-    def goes_on(**options):
-        site = Site(site_config(place, tmp_path, "pairs"))
-        try:
-            return federate(asked, tmp_path / "over", Within({"site-pairs": site}), TERMS, **options)
-        finally:
-            site.close()
-
     with pytest.raises(KeyboardInterrupt):
-        goes_on(callbacks=[toy.InterruptAt(answers)])
-    summary = goes_on(resume=True)
+        goes_on(asked, place, tmp_path, callbacks=[toy.InterruptAt(answers)])
+    summary = goes_on(asked, place, tmp_path, resume=True)
     assert len(draws) == 2 * once
     server = "checkpoint/server@000002.safetensors"
     assert (tmp_path / "over" / server).read_bytes() == (tmp_path / "alone" / server).read_bytes()
@@ -91,16 +93,9 @@ def test_more_rounds_are_no_second_draw(place, tmp_path, monkeypatch):
     monkeypatch.setattr(site_module, "Worker", Here)
     asked = private(place, kind="local")
 
-    def goes_on(experiment, **options):
-        site = Site(site_config(place, tmp_path, "pairs"))
-        try:
-            return federate(experiment, tmp_path / "over", Within({"site-pairs": site}), TERMS, **options)
-        finally:
-            site.close()
-
     with pytest.raises(KeyboardInterrupt):
-        goes_on(asked, callbacks=[toy.InterruptAt(2)])
-    goes_on(asked.model_copy(update={"rounds": 3}), resume=True)
+        goes_on(asked, place, tmp_path, callbacks=[toy.InterruptAt(2)])
+    goes_on(asked.model_copy(update={"rounds": 3}), place, tmp_path, resume=True)
     assert Releases(tmp_path / "site-pairs").spent() == dict.fromkeys(CLIENTS, 3 * 2.0**-2)
 
 
