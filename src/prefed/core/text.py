@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -106,6 +106,16 @@ def pluralize(number: int, one: str, more: str) -> str:
     ('1 client has', '1,200 rounds')
     """
     return f"{number:,} {one if number == 1 else more}"
+
+
+def listed(names: Sequence[str], show: Callable[[str], str] = repr, most: int = 8) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b"]), listed(["a", "b", "c", "d"], str, 2)
+    ("'a', 'b'", 'a, b and 2 more')
+    """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(show, names[:most])) + more
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, show: Callable[[str], str] = repr) -> str:

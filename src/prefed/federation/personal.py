@@ -9,6 +9,7 @@ from typing import Any
 
 from prefed import files
 from prefed.config import Experiment
+from prefed.core.text import listed
 from prefed.data import FederatedDataset
 from prefed.data.dataset import CLIENTS, read_manifest
 from prefed.federation.config import SiteConfig
@@ -75,7 +76,7 @@ def _run_folder(state: Path, name: str) -> Path:
     runs = {path.parent.name: path.parent for path in sorted((state / "runs").glob("*/order.json"))}
     if not runs:
         raise RunError(f"{state / 'runs'} holds no run: this site has taken part in none")
-    shown = ", ".join(sorted(runs)[:8]) + (f" and {len(runs) - 8:,} more" if len(runs) > 8 else "")
+    shown = listed(sorted(runs), str)
     if name:
         found = [run for run in runs if run.startswith(name)]
         if len(found) != 1:
@@ -104,7 +105,7 @@ def _told_name(names: Mapping[str, str], client: str | None) -> str:
     """
     if client is None:
         if len(names) > 1:
-            shown = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8:,} more" if len(names) > 8 else "")
+            shown = listed(sorted(names), str)
             raise RunError(f"this site has {len(names):,} clients: name one with --client: {shown}")
         return next(iter(names.values()))
     told = names.get(client, client)

@@ -11,7 +11,7 @@ from pathlib import Path
 from prefed import files
 from prefed.config import ConfigError, Experiment
 from prefed.core import Download, Method, State, Tensors
-from prefed.core.text import did_you_mean
+from prefed.core.text import did_you_mean, listed
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job
 from prefed.models import Backbone
@@ -247,6 +247,6 @@ def no_client(client: str, names: Sequence[str]) -> str:
     >>> no_client("x", ("ward-7", "ward-8"))
     "no client is called 'x'; the clients are 'ward-7', 'ward-8'"
     """
-    shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8:,} more" if len(names) > 8 else "")
+    shown = listed(names)
     hint = did_you_mean(client, names, most=3) or f"; the clients are {shown}"
     return f"no client is called {client!r}{hint}"

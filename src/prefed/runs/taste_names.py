@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from prefed.align import KnownTastes
 from prefed.core import Key
-from prefed.core.text import did_you_mean
+from prefed.core.text import did_you_mean, listed
 from prefed.merge.posteriors import Posterior, summarize
 from prefed.methods.base.posteriors import posteriors
 from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z
@@ -209,7 +209,7 @@ def no_taste(name: str, clients: Collection[str], *more: str) -> str:
 
 def _clients_with_tastes(clients: Collection[str]) -> str:
     names = sorted(clients)
-    shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8:,} more" if len(names) > 8 else "")
+    shown = listed(names)
     return f"the clients with a taste are {shown}" if names else "no client told a taste"
 
 

@@ -14,7 +14,7 @@ from prefed.config import ConfigError
 from prefed.federation.config import SiteConfig, check_places
 from prefed.federation.door import Door
 from prefed.federation.flare.apps import SITE_DOOR
-from prefed.federation.flare.kits import HEARTBEAT, organisation_of
+from prefed.federation.flare.kits import HEARTBEAT, address, organisation_of
 from prefed.federation.flare.process import CLIENT, FlareProcess, longest
 from prefed.federation.site import Site
 
@@ -136,13 +136,10 @@ def _check_kit(kit: Path, config: SiteConfig) -> str:
     from cryptography.x509.oid import NameOID
 
     try:
-        settings = json.loads((kit / "startup" / "fed_client.json").read_text("utf-8"))
-        server = settings["servers"][0]
-        address: str = server["service"]["target"]
-        federation: str = server["name"]
+        federation, host, port = address(kit / "startup")
         certificate = x509.load_pem_x509_certificate((kit / "startup" / "client.crt").read_bytes())
         name = str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, ValueError, IndexError) as error:
         raise ConfigError(
             f"{config.where}: kit = {config.kit!r} is no kit of a site ({error}): put there what the hub's "
             "organisation gave you"
@@ -154,4 +151,4 @@ def _check_kit(kit: Path, config: SiteConfig) -> str:
                 f"{config.where}: {key} = {written!r}: the kit in {kit} is {whose}; write {key} = "
                 f"{json.dumps(own)}, or put this site's own kit there"
             )
-    return address
+    return f"{host}:{port}"
