@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 collect_ignore_glob = [
-    f"src/prefed/federation/flare/{name}.py"
+    f"src/prefed/networks/federation/flare/{name}.py"
     for name in ("apps", "site", "transport")
     if find_spec("nvflare") is None
 ]

@@ -41,16 +41,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from common import HERE, SHARED, TOKENIZER
 
-from prefed import files
 from prefed.config import Experiment
-from prefed.core import Callback, Tensors, Upload
+from prefed.core import Callback, Tensors, Upload, files
+from prefed.core.wire import decode_download, decode_upload, encode
 from prefed.engines import ClientStates, InProcess, Job, ServerRounds, Task, TaskResult
 from prefed.merge import MergeConfig
 from prefed.models.notices import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.store import RunWriter
 from prefed.train.trainer_factory import PairTrainerFactory
-from prefed.wire import decode_download, decode_upload, encode
 
 BASE = HERE.parent / "experiments" / "personas" / "base.toml"
 RULES: tuple[str, ...] = get_args(MergeConfig.model_fields["rule"].annotation)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from prefed.metrics import federated_metric
+from prefed.train.metrics import federated_metric
 
 METHODS = ("feddpo", "fedprox", "fedper", "ditto", "local")
 SHARED = ("feddpo", "fedprox")
@@ -106,7 +106,7 @@ def main() -> None:
         print(f"{args.runs} runs of {args.clients} clients and {args.rounds} rounds, {read / 1e6:.1f} MB")
         page = folder / "page.html"
         for words in (["--html", str(page)], ["--json"]):
-            command = [sys.executable, "-m", "prefed.cli", "compare", str(folder / "runs"), *words]
+            command = [sys.executable, "-m", "prefed.ui.cli", "compare", str(folder / "runs"), *words]
             before, start = os.times(), time.perf_counter()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             wall, after = time.perf_counter() - start, os.times()

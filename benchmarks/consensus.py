@@ -31,13 +31,13 @@ from common import SHARED, TOKENIZER
 
 from prefed.config import Experiment
 from prefed.core import Callback
+from prefed.core.wire import encode
 from prefed.engines import InProcess, Job, NeighbourRounds
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import ConsensusFactors, consensus_factors
 from prefed.models.notices import silence_transformers
 from prefed.runs.build import build_job
 from prefed.store import RunWriter
-from prefed.wire import encode
 
 DATA = SHARED / "data" / "personas.train.jsonl.gz"
 CLIENTS = {

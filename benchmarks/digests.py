@@ -83,7 +83,7 @@ def rounds_of(folder: Path, args: argparse.Namespace, spent: Spent) -> list[tupl
 
 def commit_of(folder: Path, clients: int, cohort: int) -> tuple[float, float, int, int]:
     """CPU milliseconds of writing ``COMMIT.json`` with digests and without, and its bytes each way."""
-    from prefed import files
+    from prefed.core import files
     from prefed.store import RunWriter
     from prefed.store.commit import write_commit
 
@@ -125,8 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    from prefed import files
-    from prefed.core import Key
+    from prefed.core import Key, files
     from prefed.data import synthetic
     from prefed.models.tiny import make_tiny
 

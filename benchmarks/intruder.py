@@ -46,7 +46,7 @@ from nvflare.private.admin_defs import Message
 from nvflare.private.fed.authenticator import Authenticator
 from nvflare.private.fed.utils.fed_utils import fobs_initialize
 
-from prefed import files
+from prefed.core import files
 
 HUB = "server"
 SECONDS = 5.0

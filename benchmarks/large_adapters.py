@@ -28,18 +28,18 @@ import torch
 import transformers
 from common import TOKENIZER
 
-from prefed.federation.door import Door
-from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits
-from prefed.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
-from prefed.federation.flare.transport import FlareTransport
-from prefed.federation.transport import LongAnswerError
+from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits
+from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
+from prefed.networks.federation.flare.transport import FlareTransport
+from prefed.networks.federation.transport import LongAnswerError
+from prefed.networks.federation.unix_socket import Door
 
-PREFED = [sys.executable, "-m", "prefed.cli"]
+PREFED = [sys.executable, "-m", "prefed.ui.cli"]
 PARTIES = {
-    "prefed.cli federate": "the hub",
+    "prefed.ui.cli federate": "the hub",
     "server_train": "the hub: FLARE's server",
     "runner_process": "the hub: FLARE's job",
-    "prefed.cli site": "a site",
+    "prefed.ui.cli site": "a site",
     "client_train": "a site: FLARE's client",
     "worker_process": "a site: FLARE's job",
     "serve(int": "a site: what trains",

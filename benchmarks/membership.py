@@ -34,11 +34,11 @@ from common import SHARED, TOKENIZER
 
 from prefed.config import Experiment
 from prefed.core import Key, Objective, Tensors
+from prefed.core.wire import decode_upload, encode
 from prefed.engines import ClientStates, Job, Task, run_task
 from prefed.models.notices import silence_transformers
 from prefed.runs.build import build_job
 from prefed.store import ClientStateFiles
-from prefed.wire import decode_upload, encode
 
 DATA = SHARED / "data" / "personas.train.jsonl.gz"
 SCORES = ("inner product", "drop")

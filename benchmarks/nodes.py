@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from prefed import Experiment, run
-from prefed.engines import course, neighbours, rounds
+from prefed.engines import base_rounds, neighbours, rounds
 from prefed.engines.diagnostics import DIAGNOSE
 
 spent = Counter()
@@ -47,9 +47,9 @@ def measured(place, name, key, clock=time.process_time):
 
 measured(neighbours, "mix", "mix")
 measured(neighbours, "mean_row", "mix")
-measured(course.Course, "diagnose", "diagnose")
-measured(course.Course, "commit", "commit")
-measured(course.Course, "commit", "disk", time.perf_counter)
+measured(base_rounds.Course, "diagnose", "diagnose")
+measured(base_rounds.Course, "commit", "commit")
+measured(base_rounds.Course, "commit", "disk", time.perf_counter)
 measured(neighbours.NeighbourRounds, "_train", "train")
 measured(rounds.ServerRounds, "_round", "server round")
 settings = json.loads(sys.argv[1])

@@ -30,8 +30,8 @@ from prefed.core import (
     Tensors,
     Upload,
 )
+from prefed.core.wire import encode
 from prefed.engines import BACKENDS, BackendSettings, Job, JobFactory, Task
-from prefed.wire import encode
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,17 @@ from attacked import agreements, channels, connects, free_port
 
 from prefed import Experiment
 from prefed.core import Callback, Key
-from prefed.federation.config import SiteConfig
-from prefed.federation.door import Door
-from prefed.federation.federate import Terms, federate
-from prefed.federation.flare.job import write_job
-from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
-from prefed.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
-from prefed.federation.flare.transport import FlareTransport
-from prefed.federation.protocol import FORMAT, pack, unpack
-from prefed.federation.site import Site
-from prefed.federation.transport import LongAnswerError, TooLongError, UnreachableError
 from prefed.models.tiny import make_tiny
+from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.flare.job import write_job
+from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
+from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
+from prefed.networks.federation.flare.transport import FlareTransport
+from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.transport import LongAnswerError, TooLongError, UnreachableError
+from prefed.networks.federation.unix_socket import Door
 
 SITES = ("north", "south")
 HUB_MB, SITE_MB = 4, 2
@@ -42,7 +42,7 @@ PATCH = """
 import sys
 if "client.worker_process" in " ".join(sys.orig_argv):
     from nvflare.collab import collab
-    from prefed.federation.flare import apps
+    from prefed.networks.federation.flare import apps
 
     class Patched(apps.SiteRelay):
         @collab.publish

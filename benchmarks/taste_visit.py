@@ -28,10 +28,10 @@ from transformers import AutoTokenizer
 
 from prefed import Experiment
 from prefed.core import State
+from prefed.core.wire import decode_upload, encode
 from prefed.engines import Job, Task, run_task
 from prefed.models.notices import silence_transformers
 from prefed.runs.build import build_job
-from prefed.wire import decode_upload, encode
 
 
 @dataclass

@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prefed.cli import app
 from prefed.core import Download, Entry, Layout, Tensors, Upload
+from prefed.core.wire import decode_download, decode_upload, encode
 from prefed.engines import Task
 from prefed.engines.backends.worker import Worker
-from prefed.federation import site as site_module
-from prefed.wire import decode_download, decode_upload, encode
+from prefed.networks.federation import site as site_module
+from prefed.ui.cli import app
 
 
 def not_a_number(before: Download, upload: Upload) -> Upload:

@@ -50,8 +50,8 @@ FORMAT = re.sub(r"@font-face \{\{.*?\}\}|<!--.*?-->", "", CONSOLE_SVG_FORMAT, fl
 
 def demo(folder: Path) -> Console:
     """Run the demo, and return the console that has recorded what it printed."""
-    from prefed.cli.demo import demo
     from prefed.trackers import terminal
+    from prefed.ui.cli.demo import demo
 
     # A terminal that can draw no bar: what a bar would leave on the screen is all that is recorded.
     os.environ["TERM"] = "dumb"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from prefed.collect.choices import Choices
-from prefed.collect.questions import Questions, RecordedPairs
-from prefed.collect.session import Session
 from prefed.core import Key
 from prefed.data import Record
 from prefed.runs.journal import Journal
+from prefed.ui.collect.choices import Choices
+from prefed.ui.collect.questions import Questions, RecordedPairs
+from prefed.ui.collect.session import Session
 
 RECORDS = [Record(f"Case {k}:", f" up {k}", f" down {k}", category="c") for k in range(8)]
 
@@ -44,7 +44,7 @@ def session(
 @contextmanager
 def serving(opened: Session, add: Callable[[str], None] | None = None) -> Iterator[list[str]]:
     """A server for the block; gives the list of its links."""
-    from prefed.collect.server import listen, serve
+    from prefed.ui.collect.server import listen, serve
 
     links: list[str] = []
     there = threading.Event()
@@ -106,7 +106,7 @@ class Browser:
 
 def start(*words: Any, cwd: Path) -> tuple[subprocess.Popen[str], str]:
     """The command as a process, and the link that it prints."""
-    command = [sys.executable, "-m", "prefed.cli", "collect", *map(str, words)]
+    command = [sys.executable, "-m", "prefed.ui.cli", "collect", *map(str, words)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd)
     assert process.stdout is not None
     lines = [process.stdout.readline().strip() for _ in range(2)]

@@ -10,10 +10,10 @@ from prefed.core import Key
 from prefed.engines import JobFactory
 from prefed.engines.backends.worker import StateOfTask
 from prefed.engines.tasks import run_task
-from prefed.federation.config import SiteConfig
-from prefed.federation.site import Site
-from prefed.federation.transport import LongAnswerError, UnreachableError
 from prefed.models.tiny import make_tiny
+from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.transport import LongAnswerError, UnreachableError
 
 CLIENTS = ("w0", "w1", "w2")
 

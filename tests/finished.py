@@ -11,8 +11,8 @@ import tomli_w
 import torch
 
 from prefed.core import Key
-from prefed.metrics import federated_metric
 from prefed.models.tiny import make_tiny
+from prefed.train.metrics import federated_metric
 
 CLIENTS = {"ann": (0.25, 0.5, 0.75), "bob": (0.5, 0.75, 1.0), "cyd": (0.0, 0.25, 0.25)}
 """Client → accuracy before, after round 1 and after round 2."""

@@ -15,9 +15,9 @@ import torch
 from prefed import Experiment, run
 from prefed.core import Callback, Key
 from prefed.models.tiny import make_tiny
-from prefed.peer.__main__ import stop
-from prefed.peer.meeting import Meeting, Place
-from prefed.peer.run import peer_folder, run_peer
+from prefed.networks.peers.__main__ import stop
+from prefed.networks.peers.rendezvous import Meeting, Place
+from prefed.networks.peers.run import peer_folder, run_peer
 from prefed.store import RunReader
 
 CLIENTS = ("w0", "w1", "w2")

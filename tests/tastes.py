@@ -26,12 +26,12 @@ from prefed.core import (
     Tensors,
     Upload,
 )
+from prefed.core.wire import decode_state, encode
 from prefed.data import Record, SelectorConfig, TokenSet, write_choices
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.models import Backbone, ModelConfig, make_backbone
 from prefed.train import ClientPairTrainer, PairTrainer
-from prefed.wire import decode_state, encode
 from preferences import tokenizer
 
 LATENT = frozenset({"variational", "posterior", "latent"})

@@ -41,12 +41,12 @@ from prefed.core import (
     Tensors,
     Upload,
 )
+from prefed.core.wire import encode
 from prefed.engines import BACKENDS, BackendSettings, InProcess, Job, JobFactory, ServerRounds
 from prefed.engines.stopping import Stopping
 from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunWriter
-from prefed.wire import encode
 from quadratic import Quadratic, QuadraticTrainer
 
 LAYOUT = Layout(

@@ -178,7 +178,7 @@ def methods() -> str:
 
 def objectives() -> str:
     """One row per objective."""
-    from prefed.losses import OBJECTIVES
+    from prefed.train.losses import OBJECTIVES
 
     rows = []
     for loss in OBJECTIVES.values():
@@ -211,7 +211,7 @@ EVERYWHERE = ("quiet", "verbose")
 
 def command(name: str) -> str:
     """The usage of a command, and its arguments and options."""
-    from prefed.cli import app
+    from prefed.ui.cli import app
 
     functions = ((each.name, each.callback) for each in app.registered_commands)
     function: Any = next(f for named, f in functions if name == (named or getattr(f, "__name__", "")))

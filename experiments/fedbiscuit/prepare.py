@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prefed import files
+from prefed.core import files
 from prefed.data import DataError, instruction
 from prefed.data.errors import ErrorCollector, RowLocation
 from prefed.data.sources import files as local

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefed import files
+from prefed.core import files
 from prefed.data.sources.pairs import TURN, split_dialogue
 
 HUB, CATEGORIES = "Anthropic/hh-rlhf", ("helpful", "harmless")

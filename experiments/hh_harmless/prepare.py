@@ -16,7 +16,7 @@ import json
 import random
 from pathlib import Path
 
-from prefed import files
+from prefed.core import files
 from prefed.data.sources.pairs import TURN, split_dialogue
 
 HUB, FILE = "Anthropic/hh-rlhf", "harmless-base/test.jsonl.gz"

@@ -18,7 +18,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from prefed import files
+from prefed.core import files
 
 HERE = Path(__file__).resolve().parent
 

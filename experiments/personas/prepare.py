@@ -20,7 +20,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from prefed import files
+from prefed.core import files
 
 HUB = "Anthropic/model-written-evals"
 PERSONAS = (

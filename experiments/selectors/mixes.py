@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefed import files
+from prefed.core import files
 
 HERE = Path(__file__).resolve().parent
 PERSONAS = HERE.parent / "personas"

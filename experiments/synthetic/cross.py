@@ -20,17 +20,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from prefed.align.judge.utility import read_taste
 from prefed.align.run import SETTINGS
-from prefed.align.tastes import load_tastes
+from prefed.align.taste_draws import load_tastes
 from prefed.data.synthetic import Taste, utility
-from prefed.judge.utility import read_taste
-from prefed.metrics import seed_interval
-from prefed.metrics.winrate import win_rate
 from prefed.runs.align import FOLDER
 from prefed.runs.judge import Comparison, judge
 from prefed.runs.loaded import LoadedRun, load_run
-from prefed.runs.texts import POLICY
+from prefed.runs.responses import POLICY
 from prefed.train.generation import Sampling
+from prefed.train.metrics import seed_interval
+from prefed.train.metrics.winrate import win_rate
 
 HERE = Path(__file__).resolve().parent
 

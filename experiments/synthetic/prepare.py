@@ -21,8 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prefed import files
-from prefed.core import Key
+from prefed.core import Key, files
 from prefed.data.synthetic import corpus, generate, write
 from prefed.models.tiny import make_tiny
 

@@ -28,20 +28,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from prefed import files
+from prefed.align.judge import Judge, Question, outcome
+from prefed.align.judge.prompts import NumberedPrompt, numbered_prompts
+from prefed.align.judge.registry import JudgeOptions
+from prefed.align.judge.utility import read_taste
 from prefed.align.policy import load_base
+from prefed.core import files
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
-from prefed.judge import Judge, Question, outcome
-from prefed.judge.prompts import NumberedPrompt, numbered_prompts
-from prefed.judge.registry import JudgeOptions
-from prefed.judge.utility import read_taste
-from prefed.metrics import seed_interval
-from prefed.metrics.winrate import win_rate
 from prefed.runs.judge import Comparison, judge
 from prefed.runs.judges import make_judge
 from prefed.runs.loaded import LoadedRun, load_run
-from prefed.runs.texts import Models, ModelSide
+from prefed.runs.responses import Models, ModelSide
 from prefed.train.generation import Sampling
+from prefed.train.metrics import seed_interval
+from prefed.train.metrics.winrate import win_rate
 from prefed.train.trainer_factory import model_digest
 
 HERE = Path(__file__).resolve().parent

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from clients import AS_IT_IS, REVERSED, read
 
-from prefed import files, load_run
+from prefed import load_run
 from prefed.config import Experiment
+from prefed.core import files
 from prefed.merge.posteriors import active_units
-from prefed.metrics.latent import kl_per_dimension, transfer
 from prefed.runs.taste_figures import NO_TASTE
 from prefed.runs.tastes import read_tastes
+from prefed.train.metrics.latent import kl_per_dimension, transfer
 
 CONTEXTS = (2, 4, 8, 16)
 ROWS = ("fedbis", "fedbiscuit-2", "fedbiscuit-3", "fedvpl", "fedvpa", "unbalanced", "prior", "prototypes")

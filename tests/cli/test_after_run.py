@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from finished import logprobs, small_experiment, small_place
 from prefed import Experiment
 from prefed import run as run_experiment
-from prefed.cli import app
 from prefed.runs.evaluate import evaluate
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError
+from prefed.ui.cli import app
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy")
 

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import prefed.core.hub
-from prefed.cli import app
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
+from prefed.ui.cli import app
 from preferences import tokenizer
 
 FILE = """\

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finished import write_run
-from prefed.cli import app
+from prefed.ui.cli import app
 
 FILE = """\
 rounds = 3

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import prefed.config
 import prefed.runs.run
 import toy
-from prefed.cli import app
-from prefed.files import WriteError
+from prefed.core.files import WriteError
 from prefed.store import RunReader
+from prefed.ui.cli import app
 
 FILE = """
 rounds = 4
@@ -258,7 +258,7 @@ def test_a_full_disk_ends_a_run_with_what_is_kept(place, monkeypatch):
     def full(path, data):
         raise WriteError(f"cannot write {path}; make room")
 
-    monkeypatch.setattr("prefed.files.append", full)
+    monkeypatch.setattr("prefed.core.files.append", full)
     assert prefed_("run", "exp.toml", "--out", "a", code=1).splitlines()[-1] == (
         "error: cannot write a/rounds.jsonl; make room "
         "(whole rounds are kept, 0 of them: then go on with --resume)"
@@ -320,7 +320,9 @@ def test_a_file_that_is_wrong_is_named_without_a_traceback(place):
 
 def test_help_is_quick_because_nothing_heavy_is_imported():
     """``prefed --help`` and ``import prefed`` load neither torch nor transformers nor pydantic."""
-    code = "import sys, prefed, prefed.cli; print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
+    code = (
+        "import sys, prefed, prefed.ui.cli; print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
     assert "Run an experiment" in prefed_("--help")

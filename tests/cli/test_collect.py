@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from collecting import Browser, start
 from prefed import Experiment
 from prefed import run as run_experiment
-from prefed.cli import app
 from prefed.core import Key
 from prefed.data import synthetic
 from prefed.models.tiny import make_tiny
 from prefed.store import RunReader
+from prefed.ui.cli import app
 
 runs = CliRunner()
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_asked_ends_with_a_reason(tmp_path, monkeypatch, words, m
 
 def test_without_the_extra_the_command_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("prefed.cli.collect.find_spec", lambda name: None)
+    monkeypatch.setattr("prefed.ui.cli.collect.find_spec", lambda name: None)
     result = runs.invoke(app, ["collect", "--model", "m"])
     assert result.exit_code == 1
     assert "needs starlette and uvicorn: pip install 'prefed[collect]'" in result.output

@@ -7,8 +7,8 @@ import pytest
 from browser import chromium as chromium
 from browser import needs_chromium
 from collecting import serving, session
-from prefed.collect.questions import DrawnPairs
 from prefed.data import Record
+from prefed.ui.collect.questions import DrawnPairs
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

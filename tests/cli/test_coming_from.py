@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from pages import blocks, commands
-from prefed.cli import app
 from prefed.config import Experiment
 from prefed.config.starting import example_pairs
 from prefed.core import Key, Round
-from prefed.losses import OBJECTIVES
 from prefed.methods import METHODS
-from prefed.methods.base.schedule import rate
+from prefed.methods.base.lr_schedule import rate
 from prefed.models.tiny import make_tiny
+from prefed.train.losses import OBJECTIVES
+from prefed.ui.cli import app
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "coming-from"
 NAMES = ("trl", "flower", "openfedllm")

@@ -7,10 +7,10 @@ import pytest
 from browser import chromium as chromium
 from browser import needs_chromium
 from finished import write_run
-from prefed.metrics import federated_metric
-from prefed.report.compare_page import write_comparison
-from prefed.report.compared import ChosenCase
 from prefed.runs.record import read_run
+from prefed.train.metrics import federated_metric
+from prefed.ui.pages.compare_page import write_comparison
+from prefed.ui.pages.compared import ChosenCase
 
 pytestmark = needs_chromium
 

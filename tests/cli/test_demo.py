@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prefed.cli import app, demo
 from prefed.config import Experiment
+from prefed.ui.cli import app, demo
 
 
 def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,28 +6,28 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from prefed.cli import app
+from prefed.ui.cli import app
 
 COMMANDS = {
     "run": (["run", "none.toml"], "prefed.config.table.load_cell"),
     "align": (["align", "none", "--prompts", "p.jsonl"], "prefed.runs.record.read_run"),
     "judge": (["judge", "none", "--judge", "utility", "--prompts", "p"], "prefed.runs.judge.judge"),
-    "collect": (["collect", "--from", "none.jsonl"], "prefed.collect.questions.recorded_pairs"),
+    "collect": (["collect", "--from", "none.jsonl"], "prefed.ui.collect.questions.recorded_pairs"),
     "sweep": (["sweep", "none.toml"], "prefed.runs.sweep.sweep_cells"),
     "init": (["init", "feddpo", "--out", "."], "prefed.config.method_kind"),
     "data": (["data", "none.toml"], "prefed.config.table.load_cell"),
     "evaluate": (["evaluate", "none"], "prefed.runs.loaded.load_run"),
     "compare": (["compare", "none", "other"], "prefed.runs.record.read_run"),
-    "figures": (["figures", "none"], "prefed.runs.cases.find_runs"),
+    "figures": (["figures", "none"], "prefed.runs.replicates.find_runs"),
     "push": (["push", "none", "ann/none"], "prefed.runs.publish.check_target"),
     "report": (["report", "none"], "prefed.runs.record.read_run"),
     "export": (["export", "none"], "prefed.runs.record.read_run"),
     "generate": (["generate", "none", "--prompt", "x"], "prefed.runs.loaded.load_run"),
-    "privacy": (["privacy", "none.toml"], "prefed.federation.experiment.load_federated"),
+    "privacy": (["privacy", "none.toml"], "prefed.networks.federation.experiment.load_federated"),
     "theory": (["theory", "none.toml"], "prefed.theory.statements"),
-    "federation": (["federation", "init", "none.toml"], "prefed.federation.flare.check_installed"),
-    "site": (["site", "none.toml"], "prefed.federation.config.SiteConfig.load"),
-    "federate": (["federate", "none.toml"], "prefed.federation.flare.check_installed"),
+    "federation": (["federation", "init", "none.toml"], "prefed.networks.federation.flare.check_installed"),
+    "site": (["site", "none.toml"], "prefed.networks.federation.config.SiteConfig.load"),
+    "federate": (["federate", "none.toml"], "prefed.networks.federation.flare.check_installed"),
     "demo": (["demo", "--out", "file"], "prefed.data.synthetic.write"),
 }
 """Command → words that name what is not there, and what it calls on its way."""
@@ -98,7 +98,9 @@ def test_a_process_gives_the_code_to_its_shell():
         (["data", "--colour"], "", 2),
         (["data", "x.toml"], "", 1),
     ):
-        program = f"{start}import sys; sys.argv = ['prefed', *{words}]\nfrom prefed.cli import main; main()"
+        program = (
+            f"{start}import sys; sys.argv = ['prefed', *{words}]\nfrom prefed.ui.cli import main; main()"
+        )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from finished import logprobs, small_experiment, small_place, write_run
 from prefed import Experiment
 from prefed import run as run_experiment
-from prefed.cli import app
 from prefed.models.adapters import atomic_folder
 from prefed.runs.loaded import load_run
+from prefed.ui.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_what_killed_exports_left_is_removed_by_the_next(tmp_path):
 
 EXPORT_IN_8_KIB = """
 import resource, signal, sys
-from prefed.cli import app
+from prefed.ui.cli import app
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))

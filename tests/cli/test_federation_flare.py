@@ -23,22 +23,34 @@ from types import SimpleNamespace
 import pytest
 
 from prefed.config.errors import ConfigError
-from prefed.federation.config import SiteConfig
-from prefed.federation.door import Door
-from prefed.federation.protocol import pack, unpack
-from prefed.federation.transport import FederationError, LongAnswerError, TooLongError, UnreachableError
+from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.protocol import pack, unpack
+from prefed.networks.federation.transport import (
+    FederationError,
+    LongAnswerError,
+    TooLongError,
+    UnreachableError,
+)
+from prefed.networks.federation.unix_socket import Door
 from prefed.store import StoreError
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
-from prefed.federation.flare import apps
-from prefed.federation.flare import transport as over_flare
-from prefed.federation.flare.apps import hand
-from prefed.federation.flare.job import ALLOWED, write_job
-from prefed.federation.flare.kits import HEARTBEAT, Kits, Project, address, make_kits, organisation_of
-from prefed.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
-from prefed.federation.flare.site import LET_IN
-from prefed.federation.flare.transport import FlareTransport
+from prefed.networks.federation.flare import apps
+from prefed.networks.federation.flare import transport as over_flare
+from prefed.networks.federation.flare.apps import hand
+from prefed.networks.federation.flare.job import ALLOWED, write_job
+from prefed.networks.federation.flare.kits import (
+    HEARTBEAT,
+    Kits,
+    Project,
+    address,
+    make_kits,
+    organisation_of,
+)
+from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
+from prefed.networks.federation.flare.site import LET_IN
+from prefed.networks.federation.flare.transport import FlareTransport
 
 SITES = ("north", "south")
 MOST = 1 << 24
@@ -204,7 +216,7 @@ def test_the_job_is_that_of_flares_own_recipe(tmp_path):
     """The components that FLARE's recipe writes for the same two objects, without the code that it adds."""
     from nvflare.collab import CollabRecipe
 
-    from prefed.federation.flare.apps import HubRelay, SiteRelay
+    from prefed.networks.federation.flare.apps import HubRelay, SiteRelay
 
     threads = {"max_call_threads_for_server": 16, "max_call_threads_for_client": 8}
     recipe = CollabRecipe("prefed", HubRelay(), SiteRelay(), sync_task_timeout=61, **threads)

@@ -9,14 +9,21 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 
-from prefed.federation.status import status_lines
+from prefed.networks.federation.status import status_lines
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
-from prefed.federation.flare import process as processes
-from prefed.federation.flare.guard import FILES, MOST, app_refusal, command_refusal, refusal, unproven
-from prefed.federation.flare.kits import Project, make_kits
-from prefed.federation.flare.process import CLIENT, FlareProcess
+from prefed.networks.federation.flare import process as processes
+from prefed.networks.federation.flare.guard import (
+    FILES,
+    MOST,
+    app_refusal,
+    command_refusal,
+    refusal,
+    unproven,
+)
+from prefed.networks.federation.flare.kits import Project, make_kits
+from prefed.networks.federation.flare.process import CLIENT, FlareProcess
 
 SPEC = importlib.util.spec_from_file_location(
     "attacked", Path(__file__).parents[2] / "benchmarks" / "attacked.py"

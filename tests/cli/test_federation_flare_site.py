@@ -6,19 +6,19 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from prefed.cli import app
 from prefed.config.errors import ConfigError
-from prefed.federation.config import SiteConfig
-from prefed.federation.door import ask
-from prefed.federation.protocol import FORMAT, pack
+from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.protocol import FORMAT, pack
+from prefed.networks.federation.unix_socket import ask
+from prefed.ui.cli import app
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
-from prefed.federation.flare import site as over_site
-from prefed.federation.flare import transport as over_hub
-from prefed.federation.flare.kits import Project, make_kits
-from prefed.federation.flare.process import SITE_DOOR
-from prefed.federation.flare.site import take_part
+from prefed.networks.federation.flare import site as over_site
+from prefed.networks.federation.flare import transport as over_hub
+from prefed.networks.federation.flare.kits import Project, make_kits
+from prefed.networks.federation.flare.process import SITE_DOOR
+from prefed.networks.federation.flare.site import take_part
 
 
 @pytest.fixture(scope="module")

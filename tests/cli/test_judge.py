@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 from endpoint import answer, failure, serving
 from prefed import Experiment
 from prefed import run as run_experiment
-from prefed.cli import app
+from prefed.align.judge import endpoint
+from prefed.align.judge.registry import JudgeOptions
 from prefed.core import Key
 from prefed.data import synthetic
-from prefed.judge import endpoint
-from prefed.judge.registry import JudgeOptions
-from prefed.metrics.winrate import NothingJudgedError
 from prefed.models.tiny import make_tiny
-from prefed.runs import texts
+from prefed.runs import responses
 from prefed.runs.judge import SAME, Comparison, summarize
 from prefed.runs.loaded import load_run
+from prefed.train.metrics.winrate import NothingJudgedError
+from prefed.ui.cli import app
 
 pytest.importorskip("openai")
 
@@ -201,7 +201,7 @@ def test_what_was_asked_is_not_asked_again(runs, place, monkeypatch):
         with (runs / "feddpo/judge/n/verdicts.jsonl").open("a") as file:
             file.write('{"row": 3, "prom')
         broken[0] = False
-        monkeypatch.setattr(texts, "complete_batch", lambda *words: pytest.fail("generated again"))
+        monkeypatch.setattr(responses, "complete_batch", lambda *words: pytest.fail("generated again"))
         resumed = judge(runs / "feddpo", place, *words)
         assert len(server.requests) == 6 + 8
         assert judge(runs / "feddpo", place, *words) == resumed
@@ -214,7 +214,7 @@ def test_what_was_asked_is_not_asked_again(runs, place, monkeypatch):
 def test_texts_go_on_where_they_stopped(runs, place, monkeypatch):
     """The third batch dies. Given again, the command makes what is missing and nothing else, and the texts
     are those of a command that was never stopped."""
-    made, real = [], texts.complete_batch
+    made, real = [], responses.complete_batch
 
     def dies(backbone, tensors, prompts, *others, **more):
         made.append(len(prompts))
@@ -222,8 +222,8 @@ def test_texts_go_on_where_they_stopped(runs, place, monkeypatch):
             raise OSError("killed")
         return real(backbone, tensors, prompts, *others, **more)
 
-    monkeypatch.setattr(texts, "complete_batch", dies)
-    monkeypatch.setattr(texts, "BATCH", 2)
+    monkeypatch.setattr(responses, "complete_batch", dies)
+    monkeypatch.setattr(responses, "BATCH", 2)
     assert "killed" in judge(runs / "feddpo", place, "--judge", "utility", "--name", "n", code=1)
     judge(runs / "feddpo", place, "--judge", "utility", "--name", "n")
     assert sum(made) - made[2] == 2 * PROMPTS
@@ -252,7 +252,7 @@ def test_other_settings_are_refused_before_a_response_is_made(runs, place, monke
     gone on with."""
     words = ("--judge", "utility", "--name", "n")
     first = judge(runs / "feddpo", place, *words)
-    monkeypatch.setattr(texts, "complete_batch", lambda *words: pytest.fail("generated"))
+    monkeypatch.setattr(responses, "complete_batch", lambda *words: pytest.fail("generated"))
     message = judge(runs / "feddpo", place, *words, code=1, tokens=9)
     assert "responses.max_new_tokens: 8 → 9" in message
     assert "responses.temperature: 0.0 → 1.0" in judge(

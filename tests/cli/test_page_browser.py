@@ -5,9 +5,9 @@ import pytest
 from browser import chromium as chromium
 from browser import needs_chromium
 from finished import write_run
-from prefed.metrics import federated_metric
-from prefed.report.page import write_page
 from prefed.runs.record import read_run
+from prefed.train.metrics import federated_metric
+from prefed.ui.pages.page import write_page
 
 READABLE = 10
 """Pixels of the smallest letters of a plot at least."""

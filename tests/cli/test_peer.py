@@ -1,4 +1,4 @@
-"""``python -m prefed.peer``, by torchrun and by hand."""
+"""``python -m prefed.networks.peers``, by torchrun and by hand."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from prefed import Experiment, run
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
-from prefed.peer.meeting import Place
+from prefed.networks.peers.rendezvous import Place
 
 FILE = """
 rounds = 1
@@ -37,7 +37,14 @@ def test_torchrun_starts_peers(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     texts = [record["prompt"] + record["chosen"] for record in records]
     make_tiny(tmp_path / "model", texts, Key(0), layers=1, width=32, heads=2, vocabulary=280, steps=1)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "prefed.peer"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "prefed.networks.peers",
+    ]
     words = [str(path), "--out", str(tmp_path / "peers"), "--resume"]
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -47,7 +54,7 @@ def test_torchrun_starts_peers(tmp_path):
     losses = [json.loads((folder / "rounds.jsonl").read_text())["loss"] for folder in folders]
     assert losses[0] == pytest.approx((losses[1] + losses[2]) / 2, abs=1e-6)
     told = json.loads((folders[1] / "summary.json").read_text())["origin"]["command"]
-    assert told.startswith(f"python -m prefed.peer {path} --out ")
+    assert told.startswith(f"python -m prefed.networks.peers {path} --out ")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from finished import small_experiment, small_place
 from hub import TOKEN, stand_in
 from prefed import Experiment
 from prefed import run as run_experiment
-from prefed.cli import app
 from prefed.runs.publish import name_base
+from prefed.ui.cli import app
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 import pages
-from prefed.cli import app
 from prefed.config import Experiment
 from prefed.config.starting import PAIRS, example_file, example_pairs
 from prefed.core import Key
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
+from prefed.ui.cli import app
 
 ROUNDS = 5
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import prefed.runs.run
 import toy
-from prefed.cli import app
 from prefed.core import Callback
 from prefed.store import RunReader
 from prefed.trackers.terminal import Terminal
+from prefed.ui.cli import app
 
 
 def told(*words, code=0):

@@ -20,15 +20,15 @@ from prefed.align import AlignError, align
 from prefed.align.pairs import write_pairs
 from prefed.align.run import STAGES, begun
 from prefed.align.stages import run_stages
-from prefed.cli import app
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
+from prefed.core.wire import decode_state
 from prefed.data import Record, Source, Template
 from prefed.runs.align import align as align_run
 from prefed.runs.record import RunError
 from prefed.runs.run import run
 from prefed.train.generation import prompt_ids
-from prefed.wire import decode_state
+from prefed.ui.cli import app
 
 
 @pytest.fixture(scope="module")

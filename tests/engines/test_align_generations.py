@@ -12,7 +12,7 @@ from alignments import align_killed, content, make_alignment, make_place, rows
 from prefed.align import AlignError, KnownTastes, Selectors, align
 from prefed.align.epochs import read_state
 from prefed.align.generation import Generation
-from prefed.align.tastes import draw, dumps, load_tastes
+from prefed.align.taste_draws import draw, dumps, load_tastes
 from prefed.core import Callback, Key
 from prefed.data import Record, SelectorConfig
 from prefed.data.writer import prompt_hash

@@ -18,12 +18,11 @@ from typer.testing import CliRunner
 
 from prefed import run
 from prefed.align import AlignError
-from prefed.cli import app
+from prefed.align.judge import Question
+from prefed.align.judge.registry import JudgeOptions
 from prefed.config import AlignConfig
 from prefed.core import Callback, Key, Privacy
 from prefed.data import Record
-from prefed.judge import Question
-from prefed.judge.registry import JudgeOptions
 from prefed.methods.base.posteriors import posteriors
 from prefed.methods.base.tastes import Z
 from prefed.runs.align import align as align_run
@@ -34,12 +33,13 @@ from prefed.runs.judges import make_judge
 from prefed.runs.loaded import load_run
 from prefed.runs.outcomes import alignment_of, judged_of
 from prefed.runs.record import RunError
+from prefed.runs.responses import Models
 from prefed.runs.selectors import selectors_of
 from prefed.runs.taste_names import common_taste, known_tastes, taste_of_file, told_taste
 from prefed.runs.tastes import at_taste
-from prefed.runs.texts import Models
 from prefed.train.completions import complete_batch
 from prefed.train.generation import Sampling
+from prefed.ui.cli import app
 
 PAIRS = [Record(f"Why {number}?", f" yes please {number}", " no thanks") for number in range(6)]
 

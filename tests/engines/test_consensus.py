@@ -13,13 +13,13 @@ import torch
 
 import toy
 from prefed.core import Entry, Key, Layout, Tensors
+from prefed.core.wire import encode
 from prefed.engines import Job, NeighbourRounds
 from prefed.merge import Aggregator, MergeConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import consensus_factors
 from prefed.methods import METHODS
 from prefed.store import RunWriter
-from prefed.wire import encode
 from quadratic import Quadratic, QuadraticTrainer
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from finished import small_experiment, small_place
 from plain_dpo import PlainDPO, flat, unflat
 from prefed import load_run
-from prefed.cli import app
 from prefed.config import Experiment
 from prefed.core import Key
 from prefed.runs import constants
 from prefed.runs.run import run
+from prefed.ui.cli import app
 
 SIZES, STEPS, LR, CLIP = [6, 4, 3, 3], 2, 0.05, 0.2
 METHOD = {"lr": LR, "clip": CLIP, "optimizer": "sgd", "weight_decay": 0.0, "batch_size": 64}

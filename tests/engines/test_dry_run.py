@@ -13,13 +13,13 @@ import prefed.runs.trial
 import toy
 from finished import small_experiment, small_place
 from prefed import Experiment, run
-from prefed.cli import app
 from prefed.core import Callback
+from prefed.core.files import WriteError
+from prefed.core.wire import encode
 from prefed.engines import RoundError, Task
-from prefed.files import WriteError
 from prefed.runs.dry_run import dry_run
 from prefed.runs.trial import Trial, first_state, steps_of
-from prefed.wire import encode
+from prefed.ui.cli import app
 from quadratic import QuadraticTrainer
 
 

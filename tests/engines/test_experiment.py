@@ -12,18 +12,18 @@ import toy
 from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core import Callback, Key
-from prefed.metrics import client_metrics
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
-from prefed.report.page import render
 from prefed.runs.build import build_data, build_job
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError, read_run
 from prefed.runs.reference import reference_folder
 from prefed.runs.run import default_out
 from prefed.store import RunReader, StoreError
+from prefed.train.metrics import client_metrics
 from prefed.train.pair_cache import PairScoreCache
 from prefed.train.references import ReferenceLogprobs
+from prefed.ui.pages.page import render
 
 
 @pytest.fixture(scope="module")

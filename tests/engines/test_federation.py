@@ -12,14 +12,14 @@ from federating import Within, experiment, make_place, site_config
 from prefed import run
 from prefed.config import ConfigError
 from prefed.core import Callback
+from prefed.core.wire import decode_state
 from prefed.engines.backends.worker import Worker
-from prefed.federation.federate import Terms, federate
-from prefed.federation.protocol import pack, unpack
-from prefed.federation.site import Site
-from prefed.federation.transport import FederationError, UnreachableError
+from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.protocol import pack, unpack
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError
-from prefed.wire import decode_state
 from toy import outcome
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)

@@ -9,17 +9,17 @@ import toy
 from federating import CLIENTS, Here, Within, experiment, make_place, site_config
 from prefed import run
 from prefed.core import Download, Privacy
-from prefed.federation import site as site_module
-from prefed.federation.config import Limits
-from prefed.federation.federate import Terms, federate, told_experiment
-from prefed.federation.limits import RefusalError, check_experiment
-from prefed.federation.protocol import FORMAT, order_digest, pack, unpack
-from prefed.federation.releases import Releases, epsilon_of
-from prefed.federation.site import Site
-from prefed.federation.status import status_lines
+from prefed.core.wire import encode
+from prefed.networks.federation import site as site_module
+from prefed.networks.federation.config import Limits
+from prefed.networks.federation.federate import Terms, federate, told_experiment
+from prefed.networks.federation.limits import RefusalError, check_experiment
+from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
+from prefed.networks.federation.protocol import FORMAT, order_digest, pack, unpack
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.status import status_lines
 from prefed.privacy import guarantee_of, mechanism
 from prefed.store import StoreError
-from prefed.wire import encode
 
 pytest.importorskip("dp_accounting")
 

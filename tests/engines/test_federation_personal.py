@@ -14,21 +14,21 @@ from typer.testing import CliRunner
 
 import toy
 from federating import CLIENTS, Here, Within, experiment, make_place, site_config
-from prefed import files, run
-from prefed.cli import app
-from prefed.core import Callback, Download, Key
-from prefed.federation import published as published_module
-from prefed.federation import site as site_module
-from prefed.federation.federate import Terms, federate
-from prefed.federation.personal import export_client
-from prefed.federation.protocol import pack, unpack
-from prefed.federation.published import Published
-from prefed.federation.site import Site
-from prefed.federation.transport import UnreachableError
+from prefed import run
+from prefed.core import Callback, Download, Key, files
+from prefed.core.wire import encode
 from prefed.models.tiny import make_tiny
+from prefed.networks.federation import final_models
+from prefed.networks.federation import site as site_module
+from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.final_models import Published
+from prefed.networks.federation.personal import export_client
+from prefed.networks.federation.protocol import pack, unpack
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.transport import UnreachableError
 from prefed.runs.export import write_model
 from prefed.runs.record import RunError
-from prefed.wire import encode
+from prefed.ui.cli import app
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
 DATA = {"one": "w0", "two": "w1w2"}
@@ -295,7 +295,7 @@ def test_a_site_that_dies_in_between_has_what_it_had(copied, monkeypatch, tmp_pa
         write(path, data, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(published_module.files, "write", dies)
+        patched.setattr(final_models.files, "write", dies)
         with pytest.raises(KeyboardInterrupt):
             asks(other)
     assert before.items() < kept(folder).items()

@@ -6,12 +6,12 @@ import pytest
 
 from federating import CLIENTS, Here, Within, experiment, make_place, open_sites
 from prefed.engines.tasks import Task
-from prefed.federation import silence
-from prefed.federation import site as site_module
-from prefed.federation.federate import Terms, federate
-from prefed.federation.hub import FederationBackend, Sites
-from prefed.federation.protocol import pack, unpack
-from prefed.federation.transport import UnreachableError
+from prefed.networks.federation import silence
+from prefed.networks.federation import site as site_module
+from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.hub import FederationBackend, Sites
+from prefed.networks.federation.protocol import pack, unpack
+from prefed.networks.federation.transport import UnreachableError
 from prefed.store import RunReader
 
 SITES = tuple(f"site-{client}" for client in CLIENTS)

@@ -8,15 +8,15 @@ import pytest
 import toy
 from federating import Within
 from prefed.core import Callback
+from prefed.core.wire import encode
 from prefed.engines import InProcess
 from prefed.engines.backends.worker import StateOfTask
 from prefed.engines.tasks import Task, run_task
 from prefed.engines.validation import longest_answer
-from prefed.federation.hub import FederationBackend, Sites
-from prefed.federation.protocol import HEADER, pack, unpack
-from prefed.federation.transport import TooLongError
+from prefed.networks.federation.hub import FederationBackend, Sites
+from prefed.networks.federation.protocol import HEADER, pack, unpack
+from prefed.networks.federation.transport import TooLongError
 from prefed.store import RunReader
-from prefed.wire import encode
 
 BAD = "Client 2/ü"
 

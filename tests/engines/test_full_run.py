@@ -6,7 +6,6 @@ from typer.testing import CliRunner
 
 import toy
 from prefed import ConfigError, Experiment, run
-from prefed.cli import app
 from prefed.config import to_toml
 from prefed.core import Key
 from prefed.methods import METHODS
@@ -14,6 +13,7 @@ from prefed.models import load_client
 from prefed.models.tiny import make_tiny
 from prefed.runs.loaded import load_run
 from prefed.store import RunReader
+from prefed.ui.cli import app
 from preferences import jsonl
 
 REFUSE = {

@@ -7,12 +7,12 @@ import torch
 
 from peering import CLIENTS, experiment, make_place
 from prefed import Experiment
+from prefed.core.wire import encode
 from prefed.engines import tasks
 from prefed.engines.tasks import Task, run_task
 from prefed.runs.build import build_job
 from prefed.train.optim import FlatOptimizer
 from prefed.train.steps import PhaseSteps
-from prefed.wire import encode
 
 VOCABULARY, WIDTH = 280, 32
 """Of the model that :func:`peering.make_place` makes; none of its other matrices is as large as its head."""

@@ -9,12 +9,12 @@ import torch
 
 import toy
 from prefed.core import Callback, Download, Layout, State, Tensors
+from prefed.core.wire import decode_upload, encode
 from prefed.engines import InProcess, Job
 from prefed.engines.tasks import Task, run_task
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunReader
-from prefed.wire import decode_upload, encode
 
 BAD = "Client 2/ü"
 

@@ -11,10 +11,10 @@ import torch
 
 import toy
 from prefed.core import POOLED, Callback, Key, Owner, State
+from prefed.core.wire import decode_upload, encode
 from prefed.engines import Job
 from prefed.engines.tasks import Task, run_task
 from prefed.store import RunReader
-from prefed.wire import decode_upload, encode
 from quadratic import Quadratic, simulate
 
 

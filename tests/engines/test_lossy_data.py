@@ -14,12 +14,12 @@ from federating import experiment as federated
 from federating import make_place, site_config
 from finished import small_experiment, small_place
 from prefed import Experiment
-from prefed.cli import app
-from prefed.federation.federate import told_experiment
-from prefed.federation.protocol import FORMAT, pack, unpack
-from prefed.federation.site import Site
-from prefed.federation.status import status_lines
+from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.status import status_lines
 from prefed.runs.dry_run import dry_run
+from prefed.ui.cli import app
 
 
 def said(*words):

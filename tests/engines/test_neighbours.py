@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import toy
 from prefed.core import Key, Owner, Tensors
+from prefed.core.wire import decode_upload, encode
 from prefed.engines import Job, NeighbourRounds, ServerRounds
 from prefed.engines.tasks import Task, run_task
 from prefed.merge import Aggregator, MergeConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, to_neighbours
 from prefed.store import RunReader, RunWriter
-from prefed.wire import decode_upload, encode
 from quadratic import QuadraticTrainer
 
 AVERAGED = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}

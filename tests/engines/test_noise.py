@@ -10,12 +10,12 @@ from tests.engines.test_privacy import Eavesdropper
 
 import toy
 from prefed.core import Key
-from prefed.engines import InProcess, accounting, course
+from prefed.core.wire import encode
+from prefed.engines import InProcess, accounting, base_rounds
 from prefed.engines.job import draw_cohort
-from prefed.peer.own import of_peer
+from prefed.networks.peers.own import of_peer
 from prefed.store import RunReader, RunWriter, StoreError
 from prefed.store.begun import BegunRounds
-from prefed.wire import encode
 
 LOCAL = {"kind": "local", "clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-5}
 CENTRAL = {**LOCAL, "kind": "central"}
@@ -25,7 +25,7 @@ UNIFORM = {"method": "feddpo", "merge": {"weights": "uniform"}, "rounds": 3}
 @pytest.fixture(autouse=True)
 def accountant(monkeypatch):
     """ε = number of releases: what the accountant makes of them is asked in its own tests."""
-    monkeypatch.setattr(course, "require", lambda: None)
+    monkeypatch.setattr(base_rounds, "require", lambda: None)
     monkeypatch.setattr(accounting.Guarantee, "epsilon", lambda self, releases, delta: float(releases))
 
 
@@ -125,8 +125,8 @@ def test_a_central_round_without_uploads_has_noise_all_the_same(tmp_path):
 
 def course_of(job, writer, backend, states):
     from prefed.core import Callback
+    from prefed.core.wire import decode_state
     from prefed.engines import ServerRounds
-    from prefed.wire import decode_state
 
     class Watch(Callback):
         def on_round_end(self, record):

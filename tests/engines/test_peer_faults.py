@@ -26,13 +26,13 @@ from peering import (
 )
 from prefed.core import Callback
 from prefed.engines import validation
-from prefed.engines.course import Course
-from prefed.peer import __main__, links, rounds
-from prefed.peer.links import Links
-from prefed.peer.meeting import Place
-from prefed.peer.rounds import PeerRounds
-from prefed.peer.run import peer_folder
-from prefed.peer.watch import STOP, Beat, PeerError, Watch, beat_key
+from prefed.engines.base_rounds import Course
+from prefed.networks.peers import __main__, links, rounds
+from prefed.networks.peers.heartbeat import STOP, Beat, PeerError, Watch, beat_key
+from prefed.networks.peers.links import Links
+from prefed.networks.peers.rendezvous import Place
+from prefed.networks.peers.rounds import PeerRounds
+from prefed.networks.peers.run import peer_folder
 from prefed.store import RunWriter
 
 

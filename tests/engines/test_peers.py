@@ -15,14 +15,14 @@ import toy
 from peering import CLIENTS, Fails, experiment, free_port, make_place, meet, models, peers, records, whole
 from prefed import run
 from prefed.core import Callback
+from prefed.core.wire import decode_upload, encode
 from prefed.engines.tasks import Task, run_task
-from prefed.peer import rounds
-from prefed.peer.meeting import Meeting, Place
-from prefed.peer.run import peer_folder
-from prefed.peer.watch import PeerError, Watch
+from prefed.networks.peers import rounds
+from prefed.networks.peers.heartbeat import PeerError, Watch
+from prefed.networks.peers.rendezvous import Meeting, Place
+from prefed.networks.peers.run import peer_folder
 from prefed.runs.build import build_job
 from prefed.store import RunReader
-from prefed.wire import decode_upload, encode
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ from rich.console import Console
 import toy
 from finished import logprobs, small_experiment, small_place
 from prefed import Experiment, run
+from prefed.core.wire import encode
 from prefed.engines import Task, run_task
-from prefed.report.page import render
-from prefed.report.result import print_result
 from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.loaded import load_run
 from prefed.runs.record import read_run
 from prefed.store import RunReader
-from prefed.wire import encode
+from prefed.ui.pages.page import render
+from prefed.ui.pages.result import print_result
 
 CLIENTS = ("left", "right")
 

@@ -8,11 +8,11 @@ from tests.engines.test_hostile import BAD, forging, job, play
 
 import toy
 from prefed.core import Privacy
+from prefed.core.wire import decode_upload, encode
 from prefed.engines import InProcess
 from prefed.engines.tasks import Task, run_task
 from prefed.methods import METHODS
 from prefed.store import RunReader
-from prefed.wire import decode_upload, encode
 
 SIZES = {name: data.size for name, data in toy.ToyTrainers(toy.options()).data.items()}
 MOST = max(SIZES.values())

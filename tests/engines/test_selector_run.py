@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 
 import toy
 from prefed import ConfigError, Experiment, run
-from prefed.cli import app
-from prefed.metrics import choice_metrics
-from prefed.report.page import render
-from prefed.report.result import print_evaluation, print_result
 from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError, read_run
 from prefed.trackers.terminal import stdout_console
+from prefed.train.metrics import choice_metrics
+from prefed.ui.cli import app
+from prefed.ui.pages.page import render
+from prefed.ui.pages.result import print_evaluation, print_result
 
 BISCUIT = {"name": "fedbiscuit", "lr": 0.01, "local_steps": 2, "batch_size": 4, "selectors": 2}
 BISCUIT |= {"warmup_rounds": 1, "regroup_every": 1, "cluster_mean": "normalised"}

@@ -10,11 +10,11 @@ from tests.engines.test_hostile import BAD, Warnings, forging, scaled
 from tests.engines.test_privacy import SMALL, Eavesdropper
 
 import toy
+from prefed.core.wire import decode_upload, encode
 from prefed.engines import BACKENDS, InProcess, ServerRounds
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
-from prefed.metrics import ChoiceScores, choice_metrics
 from prefed.store import RunReader, RunWriter
-from prefed.wire import decode_upload, encode
+from prefed.train.metrics import ChoiceScores, choice_metrics
 
 BISCUIT = {"selectors": 2, "warmup_rounds": 1, "regroup_every": 2, "cluster_mean": "normalised"}
 BISCUIT |= {"lr": 0.3, "local_steps": 8}

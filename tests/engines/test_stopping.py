@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import toy
 from prefed.config import ConfigError, Experiment
+from prefed.core.wire import encode
 from prefed.engines import BackendSettings, JobFactory, NeighbourRounds, WorkerProcesses
 from prefed.engines.stopping import Stopping
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS
 from prefed.runs.resume import settings_digest
 from prefed.store import RunReader, RunWriter
-from prefed.wire import encode
 
 JUDGED = {"rounds": 5, "stop": {"metric": "preference_accuracy"}}
 NEVER = {"rounds": 6, "stop": {"metric": "preference_accuracy", "delta": 1.0, "patience": 2}}

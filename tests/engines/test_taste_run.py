@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import toy
 from prefed import Experiment, run
-from prefed.cli import app
 from prefed.data import Message, Record, write_choices
 from prefed.methods.base.posteriors import posteriors
 from prefed.methods.base.tastes import POPULATION, Z
@@ -29,6 +28,7 @@ from prefed.runs.taste_names import any_taste, server_taste, told_taste
 from prefed.runs.tastes import at_taste, read_tastes
 from prefed.store import RunReader
 from prefed.train import PairTrainer
+from prefed.ui.cli import app
 
 VARIATIONAL = {"latent": 4, "widths": [16, 8], "scale": 2.0}
 UNSEEN = {"unseen": ["w1"], "unseen_steps": [0, 1], "unseen_pairs": [2, 8]}

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 import toy
 from finished import small_experiment, small_place, write_run
 from prefed import Experiment, run
-from prefed.cli import app
 from prefed.config import to_toml
-from prefed.report.public import public_page
 from prefed.trackers.figures import client_table, round_figures, summary_figures
 from prefed.trackers.registry import TRACKERS
+from prefed.ui.cli import app
+from prefed.ui.pages.public import public_page
 
 NEEDED = {**{name: [name] for name in TRACKERS}, "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
 INSTALLED = [name for name, packages in NEEDED.items() if all(map(importlib.util.find_spec, packages))]
@@ -242,8 +242,8 @@ def test_a_tool_that_fails_ends_no_run(place, tmp_path):
 
 def test_a_page_for_tools_has_nothing_of_the_private_folders(tmp_path):
     """The page of prefed report quotes a judge's responses and the gates, and this one does not."""
-    from prefed.report.page import render
     from prefed.runs.record import read_run
+    from prefed.ui.pages.page import render
 
     gates = {"gate": {"ann": {"0": 0.51, "1": 0.52}}}
     path = write_run(tmp_path / "run", personal=gates)

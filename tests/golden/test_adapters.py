@@ -23,7 +23,7 @@ from prefed.models import (
     save_client,
     save_merged,
 )
-from prefed.models.parameters import PART_BUILDERS
+from prefed.models.parts import PART_BUILDERS
 from prefed.models.taste_map import TASTE_MAP, tasting
 
 IDS = torch.arange(1, 13)[None]

@@ -9,7 +9,7 @@ from tests.small_models import Pairs, away, backbone
 
 from prefed.core import Key, Objective, Owner, Ownership, Tensors
 from prefed.models import ModelError
-from prefed.models.recompute import recompute_blocks
+from prefed.models.checkpointing import recompute_blocks
 from prefed.train import PairTrainer
 from prefed.train.packed import PackedForward
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.small_models import FAMILIES, Choices, Pair, Pairs, away, backbone
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
-from prefed.losses import ChoiceBatch, choice
 from prefed.train import PairTrainer, packed, pair_model
 from prefed.train.choices import PackedChoices, PaddedChoices
+from prefed.train.losses import ChoiceBatch, choice
 
 PAIRS = Choices(6)
 ROWS = np.arange(6)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefed.losses import OBJECTIVES, PairBatch
+from prefed.train.losses import OBJECTIVES, PairBatch
 
 trl = pytest.importorskip("trl", minversion="1.16")
 

@@ -8,11 +8,11 @@ import torch
 from tests.small_models import Pairs, backbone
 
 from prefed.core import Download, Entry, Key, Layout, Round, State, Tensors
+from prefed.core.wire import decode_state, encode
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.train import PairTrainer
 from prefed.train.client_trainer import ClientPairTrainer
-from prefed.wire import decode_state, encode
 
 PAIRS = Pairs(6)
 

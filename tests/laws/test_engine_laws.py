@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
+from prefed.core.wire import decode_state, encode
 from prefed.engines import BACKENDS, ServerRounds, Task
 from prefed.store import RunReader, RunWriter
-from prefed.wire import decode_state, encode
 
 FAULTS = [{}, {"Client 1/ü": "nan"}, {"Client 0/ü": "leak", "Client 2/ü": "nan"}]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from prefed.core import Key, Method, Owner, Ownership, Round
+from prefed.core.wire import encode
 from prefed.engines.validation import validate_upload, withhold_scalars
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
 from prefed.methods.base import FedAvgBase
-from prefed.wire import encode
 from quadratic import crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")

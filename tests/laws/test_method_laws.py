@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefed.core import Key, Method, Round, Tensors
+from prefed.core.wire import decode_download, decode_state, decode_upload, encode, outline_upload
 from prefed.engines.diagnostics import DIAGNOSE
-from prefed.federation.config import EXCHANGES
 from prefed.merge import Aggregator, MergeConfig, ServerOptimizer, lora
 from prefed.methods import METHODS
-from prefed.wire import decode_download, decode_state, decode_upload, encode, outline_upload
+from prefed.networks.federation.config import EXCHANGES
 from quadratic import Run, crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")

@@ -29,10 +29,10 @@ from prefed.core import (
     State,
     Tensors,
 )
+from prefed.core.wire import encode
 from prefed.engines.validation import validate_upload, withhold_scalars
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS, to_neighbours
-from prefed.wire import encode
 from quadratic import QuadraticTrainer, crowd, initial
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefed.core import Key, Method, Round, Upload
+from prefed.core.wire import encode
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from prefed.wire import encode
 from quadratic import crowd, initial, simulate
 
 START = initial()

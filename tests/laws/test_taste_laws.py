@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from prefed.core import Objective, Privacy, Tensors
+from prefed.core.wire import encode
 from prefed.engines.validation import validate_upload
-from prefed.losses import LATENT
 from prefed.merge import MergeConfig
 from prefed.merge.posteriors import summarize
 from prefed.methods.base import posteriors
-from prefed.metrics import choice_metrics
-from prefed.wire import encode
+from prefed.train.losses import LATENT
+from prefed.train.metrics import choice_metrics
 from tastes import ROWS, TESTS, TRAIN, Federation, copied, half, taught
 
 PLAIN = {"prior": "standard", "prototypes": False, "cap": "off", "logit_dropout": 0.0}

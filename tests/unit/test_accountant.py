@@ -8,16 +8,16 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from prefed.cli import app
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.table import load_table
 from prefed.core import Key, Privacy
 from prefed.engines.job import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of
 from prefed.privacy.accountant import AccountantError
-from prefed.report.result import privacy_line
 from prefed.runs.privacy import plan
 from prefed.runs.resume import settings_digest
+from prefed.ui.cli import app
+from prefed.ui.pages.result import privacy_line
 
 BASE = {
     "data": {"train": "pairs.jsonl", "partition": {"by": "iid", "clients": 20}},

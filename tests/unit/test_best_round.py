@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from crashes import Crash, Failing
-from prefed import files
-from prefed.core import State
+from prefed.core import State, files
+from prefed.core.wire import encode
 from prefed.store import RunReader, RunWriter, StoreError
-from prefed.wire import encode
 
 BEST = (1, 1, 3, 3, 3)
 """Which round is the best after each of five."""

@@ -4,9 +4,9 @@ import pytest
 
 from finished import write_run
 from prefed.models import ModelConfig
-from prefed.report.card import model_card
 from prefed.runs.export import Export
 from prefed.runs.record import read_run
+from prefed.ui.pages.card import model_card
 
 EVIL = "x\n---\n\n# Evil"
 

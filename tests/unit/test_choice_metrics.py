@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from prefed.core import Privacy
-from prefed.metrics import ChoiceScores, choice_metrics, federated_metrics, majority, selector_metrics
+from prefed.train.metrics import ChoiceScores, choice_metrics, federated_metrics, majority, selector_metrics
 
 
 def scores(orders: list[list[float]], baseline: list[list[float]] | None = None) -> ChoiceScores:

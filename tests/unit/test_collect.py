@@ -9,12 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collecting import RECORDS, session
-from prefed.collect import page
-from prefed.collect.choices import Choices
-from prefed.collect.drawing import Drawing, ModelResponder
-from prefed.collect.errors import CollectError
-from prefed.collect.questions import DrawnPairs, recorded_pairs
-from prefed.collect.session import Progress
 from prefed.core import Key
 from prefed.data import DataConfig, Message, Record
 from prefed.data.errors import ErrorCollector
@@ -25,6 +19,12 @@ from prefed.models.tiny import make_tiny
 from prefed.runs.record import RunError
 from prefed.train.completions import complete_batch
 from prefed.train.generation import Sampling
+from prefed.ui.collect import page
+from prefed.ui.collect.choices import Choices
+from prefed.ui.collect.drawing import Drawing, ModelResponder
+from prefed.ui.collect.errors import CollectError
+from prefed.ui.collect.questions import DrawnPairs, recorded_pairs
+from prefed.ui.collect.session import Progress
 
 
 def lines(folder):
@@ -141,7 +141,7 @@ def test_a_line_that_a_kill_left_unfinished_costs_no_other(tmp_path):
 
 
 def test_a_choice_that_finds_no_room_leaves_no_part_of_a_line(tmp_path, monkeypatch):
-    from prefed import files
+    from prefed.core import files
 
     with session(tmp_path) as opened:
         opened.choose(opened.current().question.number, "left")

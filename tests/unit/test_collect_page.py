@@ -14,7 +14,7 @@ from prefed.data import Message, Record
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from prefed.collect.server import HOST, listen
+from prefed.ui.collect.server import HOST, listen
 
 
 @pytest.fixture

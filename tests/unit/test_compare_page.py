@@ -16,15 +16,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from finished import config, write_run
-from prefed.cli import app
-from prefed.metrics import federated_metric
-from prefed.report import compare_page
-from prefed.report.chart import COLORS, MARKS, STROKES, Axis, Line, figure, spread_out
-from prefed.report.compare_clients import Shown, clients_of, gains_of, strips
-from prefed.report.compare_page import render_comparison
-from prefed.report.compared import ChosenCase, Compared
-from prefed.report.comparison import print_comparison
 from prefed.runs.record import read_run
+from prefed.train.metrics import federated_metric
+from prefed.ui.cli import app
+from prefed.ui.pages import compare_page
+from prefed.ui.pages.chart import COLORS, MARKS, STROKES, Axis, Line, figure, spread_out
+from prefed.ui.pages.compare_clients import Shown, clients_of, gains_of, strips
+from prefed.ui.pages.compare_page import render_comparison
+from prefed.ui.pages.compared import ChosenCase, Compared
+from prefed.ui.pages.comparison import print_comparison
 
 NAMES = ("ann", "bob", "cyd", "dee")
 

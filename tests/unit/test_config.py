@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, to_toml
 from prefed.config.starting import starting_file
-from prefed.losses import OBJECTIVES
 from prefed.methods import METHODS
+from prefed.train.losses import OBJECTIVES
 
 BASE = """
 rounds = 3

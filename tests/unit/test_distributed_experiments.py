@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from experiment_scripts import EXPERIMENTS, script
-from prefed.cli import app
 from prefed.config.table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
+from prefed.ui.cli import app
 from preferences import jsonl
 
 CELLS = {

@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from prefed import methods
-from prefed.cli import app
 from prefed.config import Experiment
 from prefed.config.table import Table
 from prefed.methods import METHODS, LocalSettings, TrainingSettings, registry
+from prefed.ui.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

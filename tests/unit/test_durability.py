@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from prefed import files
-from prefed.core import State
+from prefed.core import State, files
+from prefed.core.wire import encode
 from prefed.store import RunReader, RunWriter, StoreError
-from prefed.wire import encode
 
 ROUNDS = 2
 

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from endpoint import answer, failure, serving
-from prefed.judge import JudgeError, Question, outcome
-from prefed.judge import endpoint as module
-from prefed.judge.endpoint import EndpointJudge
+from prefed.align.judge import JudgeError, Question, outcome
+from prefed.align.judge import endpoint as module
+from prefed.align.judge.endpoint import EndpointJudge
 
 pytest.importorskip("openai")
 

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from experiment_scripts import EXPERIMENTS, rows, script
 from prefed import run
-from prefed.cli import app
 from prefed.config import Experiment
 from prefed.config.table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.runs.build import build_data
+from prefed.ui.cli import app
 from preferences import jsonl
 
 CELLS = {

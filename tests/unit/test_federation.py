@@ -12,27 +12,27 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from federating import CLIENTS, Within, experiment, site_config
-from prefed import files
-from prefed.cli import app
 from prefed.config import ConfigError, Experiment, StopConfig, TrackConfig, to_toml
+from prefed.core import files
 from prefed.core.text import size
 from prefed.data import FederatedDataset
 from prefed.engines import TaskResult
 from prefed.engines.tasks import Task
-from prefed.federation.config import SiteConfig
-from prefed.federation.door import Door, ask, when_gone
-from prefed.federation.experiment import HELD, load_federated
-from prefed.federation.federate import Terms, federate, told_experiment
-from prefed.federation.hub import FederationBackend, Sites
-from prefed.federation.limits import RefusalError, check_experiment, check_members, check_task
-from prefed.federation.protocol import FORMAT, pack, unpack
-from prefed.federation.sent import SentLog
-from prefed.federation.site import Site
-from prefed.federation.site_job import own_experiment, told_names
-from prefed.federation.status import status_lines
-from prefed.federation.transport import UnreachableError
-from prefed.federation.vault import Vault, site_secret
+from prefed.networks.federation.audit_log import SentLog
+from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.experiment import HELD, load_federated
+from prefed.networks.federation.federate import Terms, federate, told_experiment
+from prefed.networks.federation.hub import FederationBackend, Sites
+from prefed.networks.federation.limits import RefusalError, check_experiment, check_members, check_task
+from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.site_job import own_experiment, told_names
+from prefed.networks.federation.status import status_lines
+from prefed.networks.federation.transport import UnreachableError
+from prefed.networks.federation.unix_socket import Door, ask, when_gone
+from prefed.networks.federation.vault import Vault, site_secret
 from prefed.store import StoreError
+from prefed.ui.cli import app
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), max_size=12))
@@ -315,7 +315,9 @@ def test_a_full_disk_is_a_failed_answer(site, monkeypatch):
 
     monkeypatch.setattr(files, "write", full)
     monkeypatch.setattr(files, "append", full)
-    monkeypatch.setattr("prefed.federation.site.own_dataset", lambda *_: FederatedDataset.without_pairs({}))
+    monkeypatch.setattr(
+        "prefed.networks.federation.site.own_dataset", lambda *_: FederatedDataset.without_pairs({})
+    )
     answer = site.answer(request(kind="join", experiment=told_experiment(experiment(Path("x")))))
     assert unpack(answer)[0] == {"failed": "WriteError: the site's log says more"}
 
@@ -366,7 +368,7 @@ def test_the_command_shows_limits_and_log(tmp_path):
 def test_a_missing_package_is_named(words, tmp_path, monkeypatch):
     (tmp_path / "site.toml").write_text('federation = "w"\nname = "a"\n[data]\n[model]\nname = "m"\n')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("prefed.federation.flare.find_spec", lambda name: None)
+    monkeypatch.setattr("prefed.networks.federation.flare.find_spec", lambda name: None)
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 1
     assert "pip install 'prefed[nvflare]'" in shown.output

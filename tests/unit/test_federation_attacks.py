@@ -9,20 +9,20 @@ import pytest
 from federating import Within, experiment, site_config
 from prefed.config import Experiment, to_toml
 from prefed.core import Download
+from prefed.core.wire import decode_download, encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Task, WorkerError
-from prefed.federation import site as site_module
-from prefed.federation.claims import compare_versions, told_clients
-from prefed.federation.federate import told_experiment
-from prefed.federation.hub import FederationBackend, Sites
-from prefed.federation.protocol import FORMAT, order_digest, pack, unpack
-from prefed.federation.releases import Releases, epsilon_of
-from prefed.federation.sent import SentLog, line_of
-from prefed.federation.site import WITHHELD, Site
-from prefed.federation.site_job import own_experiment
-from prefed.federation.transport import FederationError
-from prefed.federation.vault import Vault
-from prefed.wire import decode_download, encode
+from prefed.networks.federation import site as site_module
+from prefed.networks.federation.audit_log import SentLog, line_of
+from prefed.networks.federation.claims import compare_versions, told_clients
+from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.hub import FederationBackend, Sites
+from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
+from prefed.networks.federation.protocol import FORMAT, order_digest, pack, unpack
+from prefed.networks.federation.site import WITHHELD, Site
+from prefed.networks.federation.site_job import own_experiment
+from prefed.networks.federation.transport import FederationError
+from prefed.networks.federation.vault import Vault
 
 RUN = "a" * 16
 MEMBERS = ["w0", "v1"]

@@ -10,13 +10,13 @@ from prefed.core.errors import is_ours
 from prefed.data import DataError, DataMismatchError
 from prefed.engines import WorkerError
 from prefed.engines.backends.worker import Worker
-from prefed.federation import site as site_module
-from prefed.federation import site_job
-from prefed.federation.federate import told_experiment
-from prefed.federation.protocol import FORMAT, pack, unpack
-from prefed.federation.site import LONGEST_REASON, Site
-from prefed.federation.site_job import own_dataset
 from prefed.models import ModelError
+from prefed.networks.federation import site as site_module
+from prefed.networks.federation import site_job
+from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.site import LONGEST_REASON, Site
+from prefed.networks.federation.site_job import own_dataset
 from prefed.store import StoreError
 
 ROWS = "w0.jsonl: 2 rows cannot be used:\n  row 3: empty\n  row 4: \x1b[31m"
@@ -101,7 +101,9 @@ def test_data_of_another_run_are_no_reason(tmp_path, monkeypatch):
 )
 def test_a_process_that_trains_tells_what_a_person_can_mend(text, known, message):
     worker = Worker()
-    worker.send(builder="prefed.federation.site_job:build_site_job", text=json.dumps(text), threads=1)
+    worker.send(
+        builder="prefed.networks.federation.site_job:build_site_job", text=json.dumps(text), threads=1
+    )
     with pytest.raises(WorkerError, match=message) as caught:
         worker.receive()
     worker.stop()

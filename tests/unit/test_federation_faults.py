@@ -7,12 +7,12 @@ import pytest
 
 from federating import CLIENTS, Within, experiment, site_config
 from prefed.engines.tasks import Task
-from prefed.federation.federate import Terms, federate
-from prefed.federation.hub import FederationBackend, SiteError, Sites
-from prefed.federation.protocol import pack, unpack
-from prefed.federation.sent import SentLog
-from prefed.federation.site import Site
-from prefed.federation.transport import FederationError, UnreachableError
+from prefed.networks.federation.audit_log import SentLog
+from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.hub import FederationBackend, SiteError, Sites
+from prefed.networks.federation.protocol import pack, unpack
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.transport import FederationError, UnreachableError
 
 
 class Receipts:

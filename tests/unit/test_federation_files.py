@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from prefed.config import ConfigError
-from prefed.federation.config import SiteConfig, check_places
-from prefed.federation.flare.kits import Project
+from prefed.networks.federation.config import SiteConfig, check_places
+from prefed.networks.federation.flare.kits import Project
 
 
 def test_a_sites_file_is_checked(tmp_path):
@@ -135,6 +135,7 @@ def test_what_is_there_or_may_be_on_the_hugging_face_hub_is_let_be(tmp_path):
 
 def test_a_file_is_read_without_torch():
     """Importing it takes seconds, and an error in a file, or `prefed federation init`, needs none of it."""
-    code = "import sys, prefed.federation.config, prefed.federation.flare.kits; print('torch' in sys.modules)"
+    modules = "prefed.networks.federation.config, prefed.networks.federation.flare.kits"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]

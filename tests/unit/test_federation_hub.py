@@ -9,14 +9,14 @@ import typer
 from typer.testing import CliRunner
 
 from federating import Within, experiment
-from prefed.cli import app
-from prefed.cli.interrupts import interruptible
 from prefed.core import Callback
-from prefed.federation import federate as hub
-from prefed.federation.federate import Terms, federate
-from prefed.federation.flare.port import check_port
-from prefed.federation.protocol import pack
-from prefed.federation.transport import FederationError
+from prefed.networks.federation import federate as hub
+from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.flare.port import check_port
+from prefed.networks.federation.protocol import pack
+from prefed.networks.federation.transport import FederationError
+from prefed.ui.cli import app
+from prefed.ui.cli.interrupts import interruptible
 
 OPTIONS = {
     "--hub": "wards/hub",
@@ -36,7 +36,7 @@ def test_the_command_that_goes_on_has_all_that_was_given(tmp_path, monkeypatch):
     def stopped():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prefed.federation.flare.check_installed", stopped)
+    monkeypatch.setattr("prefed.networks.federation.flare.check_installed", stopped)
     sets = ["--set", "rounds=2", "--set", "seed=1"]
     words = ["federate", "e.toml", *(word for pair in OPTIONS.items() for word in pair), *sets]
     (command,) = (each for each in app.registered_commands if each.callback.__name__ == "federate")

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefed.federation.protocol import pack, unpack
+from prefed.networks.federation.protocol import pack, unpack
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
-from prefed.federation.flare import apps
-from prefed.federation.flare.apps import SITE_DOOR, hand
+from prefed.networks.federation.flare import apps
+from prefed.networks.federation.flare.apps import SITE_DOOR, hand
 
 
 @pytest.mark.parametrize(

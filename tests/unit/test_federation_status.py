@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from federating import experiment, site_config
-from prefed import files
+from prefed.core import files
 from prefed.data import ClientSizes, FederatedDataset
-from prefed.federation import site as site_module
-from prefed.federation.federate import told_experiment
-from prefed.federation.protocol import FORMAT, pack, unpack
-from prefed.federation.sent import SentLog
-from prefed.federation.site import Site
-from prefed.federation.site_job import told_names
-from prefed.federation.status import status_lines
-from prefed.federation.vault import Vault, site_secret
+from prefed.networks.federation import site as site_module
+from prefed.networks.federation.audit_log import SentLog
+from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.site_job import told_names
+from prefed.networks.federation.status import status_lines
+from prefed.networks.federation.vault import Vault, site_secret
 
 RUN, OTHER = "3fa9b2c4d5e6f708", "0123456789abcdef"
 ADA = "ada\n"

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from finished import small_experiment, small_place, write_run
-from prefed.cli import app
 from prefed.config import ConfigError
 from prefed.config.grid import parse_grid, parse_seeds
-from prefed.report.grid import keep_grid, sentence
 from prefed.runs import child
 from prefed.runs.grid import GridSweep
+from prefed.ui.cli import app
+from prefed.ui.pages.grid import keep_grid, sentence
 from preferences import jsonl
 
 FILE = """\

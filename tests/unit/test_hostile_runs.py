@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from finished import write_run
-from prefed.cli import app
-from prefed.report.public import public_page
 from prefed.runs.record import RunError, read_run
 from prefed.trackers.base import Told
 from prefed.trackers.mlflow import MLflow
+from prefed.ui.cli import app
+from prefed.ui.pages.public import public_page
 
 DEEP = f"{'[' * 100_000}{']' * 100_000}"
 

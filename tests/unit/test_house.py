@@ -98,7 +98,7 @@ def imported(name: str, tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*start, *([node.module] if node.module else [])])
-            # `from prefed import files` imports the module prefed.files.
+            # `from prefed import files` imports the module prefed.core.files.
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
@@ -183,7 +183,7 @@ def test_imports_of_each_form_are_seen() -> None:
     assert sorted(imported("prefed.train.pair_trainer", ast.parse(text))) == [
         "prefed.core.Key",
         "prefed.data.record.Record",
-        "prefed.files",
+        "prefed.core.files",
         "prefed.store",
         "prefed.train.tokens",
     ]
@@ -195,7 +195,7 @@ def test_imports_of_each_form_are_seen() -> None:
 def test_methods_do_without_the_heavy_libraries() -> None:
     """A method file is read and shown without loading what a model needs; see also ``test_startup.py``."""
     code = (
-        "import sys, prefed.core, prefed.losses, prefed.merge, prefed.methods\n"
+        "import sys, prefed.core, prefed.train.losses, prefed.merge, prefed.methods\n"
         "print(*sorted({'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

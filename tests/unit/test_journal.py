@@ -6,7 +6,7 @@ import pytest
 
 from prefed.runs.journal import Journal
 from prefed.runs.record import RunError
-from prefed.runs.texts import slug
+from prefed.runs.responses import slug
 
 ROWS = [{"row": 1, "outcome": 1.0, "words": "é \x9b31m"}, {"row": 2, "outcome": None, "words": "\ud800"}]
 

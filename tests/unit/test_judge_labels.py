@@ -3,10 +3,10 @@
 import pytest
 
 from prefed.align import AlignError
+from prefed.align.judge import Verdict
+from prefed.align.judge.base import by_score
 from prefed.config import AlignConfig
 from prefed.data import Record
-from prefed.judge import Verdict
-from prefed.judge.base import by_score
 from prefed.runs.align import check_judge
 from prefed.runs.judges import JudgeLabels
 

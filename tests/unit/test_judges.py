@@ -8,16 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
+from prefed.align.judge import TEMPLATES, JudgeError, PairTemplate, Question, Verdict, outcome
+from prefed.align.judge.local import LocalJudge
+from prefed.align.judge.prompts import numbered_prompts, references
+from prefed.align.judge.registry import split_name
+from prefed.align.judge.reward import RewardJudge
+from prefed.align.judge.templates import (
+    criterion_template,
+    get_template,
+    parse_autoj,
+    parse_marks,
+    parse_plain,
+)
+from prefed.align.judge.utility import UtilityJudge, read_taste
 from prefed.core import Key
 from prefed.data import Record, synthetic
 from prefed.data.record import Message
-from prefed.judge import TEMPLATES, JudgeError, PairTemplate, Question, Verdict, outcome
-from prefed.judge.local import LocalJudge
-from prefed.judge.prompts import numbered_prompts, references
-from prefed.judge.registry import split_name
-from prefed.judge.reward import RewardJudge
-from prefed.judge.templates import criterion_template, get_template, parse_autoj, parse_marks, parse_plain
-from prefed.judge.utility import UtilityJudge, read_taste
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
 

@@ -8,11 +8,11 @@ import torch
 
 from prefed.core import Entry, Key, Layout, Objective, Optimizer, Phase, Tensors
 from prefed.data import ResponseEncoder, Template
-from prefed.losses.latent import Gaussian, gumbel, mixture_kl, mixture_log_weights, standard_kl
 from prefed.models.variational import CAP, VariationalSelector
 from prefed.train import PairTrainer, steps
 from prefed.train.latent_prior import LatentPrior
 from prefed.train.latent_trainer import CONTEXT, draw_context
+from prefed.train.losses.latent import Gaussian, gumbel, mixture_kl, mixture_log_weights, standard_kl
 from prefed.train.response_features import ResponseFeatures
 from tastes import ALL, LATENT, ROWS, backbone, half, ownership, record, taught, trained
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from prefed.losses import OBJECTIVES, PPO, PairBatch, objective, reward_figures
+from prefed.train.losses import OBJECTIVES, PPO, PairBatch, objective, reward_figures
 
 
 def pairs(

@@ -6,11 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from prefed.core import Download, Key, Method, Owner, Round, State, Tensors, Upload
-from prefed.losses import OBJECTIVES
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS, LocalSettings
-from prefed.methods.base import schedule
+from prefed.methods.base import lr_schedule
 from prefed.methods.base.fedavg import FedAvgBase
+from prefed.train.losses import OBJECTIVES
 from quadratic import Quadratic, QuadraticTrainer, crowd, initial, simulate
 
 SIZE = initial().layout.size
@@ -202,14 +202,14 @@ def test_cosine_falls_from_lr_towards_lr_min():
 
 def test_plateau_multiplies_by_four_fifths_when_the_mean_loss_rose():
     """Losses weighted by size: rounds report 2, 3 (rose), 2.5 (fell), 2.5 (equal), 2.75 (rose)."""
-    state = State({}, schedule.begin(LocalSettings(schedule="plateau")))
+    state = State({}, lr_schedule.begin(LocalSettings(schedule="plateau")))
     factors = []
     for low, high in ((2.0, 2.0), (1.5, 3.5), (1.0, 3.0), (4.0, 2.0), (2.0, 3.0)):
         uploads = [Upload("a", 1, {}, {"loss": low}), Upload("b", 3, {}, {"loss": high})]
-        state = schedule.advance(state, uploads)
-        factors.append(schedule.announce(state)["rate"])
+        state = lr_schedule.advance(state, uploads)
+        factors.append(lr_schedule.announce(state)["rate"])
     assert factors == pytest.approx([1, 0.8, 0.8, 0.8, 0.64])
-    assert schedule.advance(state, []) is state
+    assert lr_schedule.advance(state, []) is state
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("mean", 0.8**3), ("median", 1.0), ("norm_clip", 1.0)])
@@ -228,20 +228,20 @@ def test_one_client_cannot_lower_everybodys_rate_under_a_robust_rule(rule, expec
 def test_a_loss_without_a_decimal_point_is_a_loss_all_the_same():
     """JSON has whole numbers of their own. Under a robust rule as under the mean, 2 after 1 is a rise."""
     for robust in (False, True):
-        state = State({}, schedule.begin(LocalSettings(schedule="plateau")))
+        state = State({}, lr_schedule.begin(LocalSettings(schedule="plateau")))
         for loss in (1, 2):
-            state = schedule.advance(state, [Upload("a", 1, {}, {"loss": loss})], robust=robust)
-        assert schedule.announce(state)["rate"] == pytest.approx(0.8)
+            state = lr_schedule.advance(state, [Upload("a", 1, {}, {"loss": loss})], robust=robust)
+        assert lr_schedule.announce(state)["rate"] == pytest.approx(0.8)
 
 
 def test_a_plateau_takes_the_losses_that_there_are():
     """A client that may not tell its loss sends none. Means of the others: 2, 3 (rose); then nobody tells,
     and 3 stays what the next loss, 2.5, is compared with."""
-    state = State({}, schedule.begin(LocalSettings(schedule="plateau")))
+    state = State({}, lr_schedule.begin(LocalSettings(schedule="plateau")))
     silent = Upload("b", 3)
     for scalars, factor in (({"loss": 2.0}, 1), ({"loss": 3.0}, 0.8), ({}, 0.8), ({"loss": 2.5}, 0.8)):
-        state = schedule.advance(state, [Upload("a", 1, {}, scalars), silent])
-        assert schedule.announce(state)["rate"] == pytest.approx(factor)
+        state = lr_schedule.advance(state, [Upload("a", 1, {}, scalars), silent])
+        assert lr_schedule.announce(state)["rate"] == pytest.approx(factor)
         assert state.values["last_loss"] == scalars.get("loss", 3.0)
 
 

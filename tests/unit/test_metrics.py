@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.core import Privacy
-from prefed.metrics import (
+from prefed.train.metrics import (
     client_metrics,
     federated_metric,
     federated_metrics,

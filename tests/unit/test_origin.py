@@ -34,10 +34,13 @@ def test_a_system_that_names_no_processor_tells_its_kind(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (["/x/prefed/cli/__main__.py", "run", "a.toml", "--set", "seed=1"], "prefed run a.toml --set seed=1"),
         (
-            ["/x/prefed/peer/__main__.py", "a.toml", "--client", "a b"],
-            "python -m prefed.peer a.toml --client 'a b'",
+            ["/x/prefed/ui/cli/__main__.py", "run", "a.toml", "--set", "seed=1"],
+            "prefed run a.toml --set seed=1",
+        ),
+        (
+            ["/x/prefed/networks/peers/__main__.py", "a.toml", "--client", "a b"],
+            "python -m prefed.networks.peers a.toml --client 'a b'",
         ),
         (["/x/pytest/__main__.py", "--token=x"], "__main__.py"),
         (["-c"], "-c"),

@@ -12,12 +12,12 @@ import pytest
 from jinja2 import UndefinedError
 
 from finished import CLIENTS, write_run
-from prefed.metrics import federated_metric
-from prefed.report import clients, curves, drawing, origin
-from prefed.report.compare_plot import comparison
-from prefed.report.html import environment
-from prefed.report.page import render, write_page
 from prefed.runs.record import read_run
+from prefed.train.metrics import federated_metric
+from prefed.ui.pages import clients, curves, drawing, origin
+from prefed.ui.pages.compare_plot import comparison
+from prefed.ui.pages.html import environment
+from prefed.ui.pages.page import render, write_page
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_equal_runs_give_equal_pages(tmp_path, run, text):
 
 
 def test_importing_reports_loads_neither_matplotlib_nor_transformers():
-    code = "import sys, prefed.report.page; print({'matplotlib', 'transformers'} & set(sys.modules))"
+    code = "import sys, prefed.ui.pages.page; print({'matplotlib', 'transformers'} & set(sys.modules))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "set()"
 

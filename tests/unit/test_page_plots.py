@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finished import write_run
-from prefed.report import curves, drawing, plots
-from prefed.report.html import environment
-from prefed.report.inline import NARROW
-from prefed.report.page import render
-from prefed.report.parts import plot
-from prefed.report.plotted import csv_of
 from prefed.runs.record import read_run
+from prefed.ui.pages import curves, drawing, plots
+from prefed.ui.pages.html import environment
+from prefed.ui.pages.inline_svg import NARROW
+from prefed.ui.pages.page import render
+from prefed.ui.pages.parts import plot
+from prefed.ui.pages.plotted import csv_of
 
 
 @pytest.fixture(scope="module")

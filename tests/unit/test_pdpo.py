@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from prefed.losses import OBJECTIVES, PairBatch
-from prefed.losses.pdpo import outliers
+from prefed.train.losses import OBJECTIVES, PairBatch
+from prefed.train.losses.pdpo import outliers
 
 PDPO, DPO = OBJECTIVES["pdpo"], OBJECTIVES["dpo"]
 LOG3 = math.log(3)

@@ -7,9 +7,9 @@ import torch
 from pydantic import ValidationError
 
 from prefed.core import Download, Key, Method, Objective, Owner, Phase, Round, State, Tensors
-from prefed.losses import OBJECTIVES, PPO
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS, fedsdg
+from prefed.train.losses import OBJECTIVES, PPO
 from quadratic import LATER, Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
 
 BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from prefed.losses.ppo import (
+from prefed.train.losses.ppo import (
     gae,
     kl_estimate,
     pair_rewards,

@@ -12,15 +12,15 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.core import Privacy
-from prefed.metrics import federated_metric, federated_metrics, spread
-from prefed.report import clients, curves, drawing, over_rounds, plots
-from prefed.report.compare_plot import comparison
-from prefed.report.comparison import comparison_table, differences_table
-from prefed.report.differences import differences, disagreements, labels
-from prefed.report.page import render
-from prefed.report.result import print_result
-from prefed.report.tables import clients_table, unseen_table
 from prefed.runs.record import RunError, read_run
+from prefed.train.metrics import federated_metric, federated_metrics, spread
+from prefed.ui.pages import clients, curves, drawing, over_rounds, plots
+from prefed.ui.pages.compare_plot import comparison
+from prefed.ui.pages.comparison import comparison_table, differences_table
+from prefed.ui.pages.differences import differences, disagreements, labels
+from prefed.ui.pages.page import render
+from prefed.ui.pages.result import print_result
+from prefed.ui.pages.tables import clients_table, unseen_table
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 
 from finished import write_run
-from prefed.report.comparison import print_comparison
-from prefed.report.drawing import LIGHT
-from prefed.report.judged import print_judged
-from prefed.report.outcomes import alignment_facts, draw_win_rates, epochs_table, judged_table
-from prefed.report.page import render, write_page
 from prefed.runs.outcomes import EXAMPLES, Outcome, alignment_of, judged_of
 from prefed.runs.record import RunError, read_run
+from prefed.ui.pages.comparison import print_comparison
+from prefed.ui.pages.drawing import LIGHT
+from prefed.ui.pages.judged import print_judged
+from prefed.ui.pages.outcomes import alignment_facts, draw_win_rates, epochs_table, judged_table
+from prefed.ui.pages.page import render, write_page
 
 SUMMARY = {
     "name": "n",

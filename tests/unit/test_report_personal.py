@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from finished import CLIENTS, write_run
-from prefed.metrics import federated_metric
-from prefed.report import clients, curves, drawing, plots
-from prefed.report.comparison import reward_table
-from prefed.report.page import render
 from prefed.runs.record import read_run
+from prefed.train.metrics import federated_metric
+from prefed.ui.pages import clients, curves, drawing, plots
+from prefed.ui.pages.comparison import reward_table
+from prefed.ui.pages.page import render
 
 GATES = {"gate": {"ann": {"0": 0.25, "1": 0.5, "11": 1.0}, "cyd": {"0": 0.75, "1": 0.25, "11": 0.0}}}
 HEAD = {

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from finished import CLIENTS, write_run
-from prefed.metrics import federated_metric
-from prefed.report import drawing, selectors
-from prefed.report.comparison import print_comparison
-from prefed.report.page import render
-from prefed.report.result import print_evaluation, print_result
 from prefed.runs.evaluate import Evaluation
 from prefed.runs.groupings import VOTE, groupings_of
 from prefed.runs.record import RunRecord, read_run
+from prefed.train.metrics import federated_metric
+from prefed.ui.pages import drawing, selectors
+from prefed.ui.pages.comparison import print_comparison
+from prefed.ui.pages.page import render
+from prefed.ui.pages.result import print_evaluation, print_result
 
 ALONE = (
     {"ann": 1.0, "bob": 0.5, "cyd": 0.0},

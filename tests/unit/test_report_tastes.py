@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from finished import write_run
-from prefed.metrics import COLLAPSE_REMEDY, federated_metric
-from prefed.report import tastes
-from prefed.report.page import render, write_page
-from prefed.report.result import print_result
 from prefed.runs.record import RunError, read_run
+from prefed.train.metrics import COLLAPSE_REMEDY, federated_metric
+from prefed.ui.pages import tastes
+from prefed.ui.pages.page import render, write_page
+from prefed.ui.pages.result import print_result
 
 TOLD: dict[str, Any] = {
     "clients": ["ann", "bob", "cyd"],

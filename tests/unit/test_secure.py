@@ -13,7 +13,7 @@ pytest.importorskip("Crypto")
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from prefed.secure import (
+from prefed.privacy.secure import (
     Reveal,
     SecureClient,
     SecureError,

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from finished import config, write_run
-from prefed.report.differences import case_names, disagreements
-from prefed.report.seeds import few_seeds, rows_of_tests, seeds_tables
 from prefed.runs import seeds
-from prefed.runs.cases import cases
 from prefed.runs.record import read_run
+from prefed.runs.replicates import cases
+from prefed.ui.pages.differences import case_names, disagreements
+from prefed.ui.pages.seeds import few_seeds, rows_of_tests, seeds_tables
 
 
 def run(folder, method, seed, ends, *, by="column", data="x", shared=None, **summary):

@@ -60,7 +60,7 @@ def loaded(code, *arguments, cwd=None):
 def test_a_command_loads_no_heavy_library(tmp_path, command, message):
     (tmp_path / "typo.toml").write_text(TYPO)
     (tmp_path / "table.toml").write_text(TABLE)
-    last, errors = loaded("from prefed.cli import main; main()", *command.split(), cwd=tmp_path)
+    last, errors = loaded("from prefed.ui.cli import main; main()", *command.split(), cwd=tmp_path)
     assert (last, message in errors) == ("loaded", True), errors
 
 

@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crashes import Crash, Failing
-from prefed import files
-from prefed.core import State
+from prefed.core import State, files
+from prefed.core.wire import encode
 from prefed.store import NodeFile, RunReader, RunWriter, StoreError, client_file, writer
-from prefed.wire import encode
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from finished import CLIENTS, config, write_run
-from prefed.cli import app
 from prefed.merge.mixing import ConsensusFactors
-from prefed.report.page import render
-from prefed.report.studies import drawings
-from prefed.runs import cases, gaps, studies
+from prefed.runs import replicates, stationarity, studies
 from prefed.runs.record import RunError, read_run
+from prefed.ui.cli import app
+from prefed.ui.pages.page import render
+from prefed.ui.pages.studies import drawings
 
 FIVE = dict.fromkeys("abcde", (0.5, 0.6, 0.7))
 
@@ -40,7 +40,7 @@ def make(folder, name, seed=42, *, gap=0.5, norm=2.0, clients=CLIENTS, size=None
 
 
 def known(folder):
-    return cases.cases(cases.find_runs([folder]))
+    return replicates.cases(replicates.find_runs([folder]))
 
 
 def test_participation_and_its_line(tmp_path):
@@ -65,8 +65,8 @@ def test_a_final_figure_is_of_the_last_five_rounds_that_have_it(tmp_path):
         tmp_path, "run", gap=[9, 9, 1, 2, 3, None, 4, 5], clients=clients, norm=[9, 9, 9, 1, 1, 1, 2, 2]
     )
     run = read_run(path)
-    assert gaps.paper_gap(run) == 3
-    assert gaps.squared_gradient(run) == pytest.approx((1 + 1 + 1 + 4 + 4) / 5)
+    assert stationarity.paper_gap(run) == 3
+    assert stationarity.squared_gradient(run) == pytest.approx((1 + 1 + 1 + 4 + 4) / 5)
 
 
 def test_what_few_pairs_add_to_a_squared_gradient_is_taken_off(tmp_path):
@@ -78,7 +78,7 @@ def test_what_few_pairs_add_to_a_squared_gradient_is_taken_off(tmp_path):
         lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
         text = "".join(json.dumps({**line, "cohort": cohort}) + "\n" for line in lines)
         (path / "rounds.jsonl").write_text(text)
-        assert gaps.squared_gradient(read_run(path)) == pytest.approx(1 - 0.9 * 4 / pairs)
+        assert stationarity.squared_gradient(read_run(path)) == pytest.approx(1 - 0.9 * 4 / pairs)
 
 
 def test_local_steps_and_rates_of_two_data_sets(tmp_path):
@@ -117,8 +117,8 @@ def test_topologies_beside_the_curves_of_theory(tmp_path):
     for name, (before, after, rho) in factors.items():
         log = {"consensus_before": before / 10, "consensus_after": after / 10, "rho": rho}
         make(tmp_path, name, clients=FIVE, log=log, method={"name": "decdpo", "topology": name})
-    runs = cases.find_runs([tmp_path])
-    (study,) = studies.topologies(cases.cases(runs))
+    runs = replicates.find_runs([tmp_path])
+    (study,) = studies.topologies(replicates.cases(runs))
     assert [graph.name for graph in study.graphs] == ["path", "star", "complete"]
     assert isinstance(study.graphs[0].factors, ConsensusFactors)
     said = {drawing.name: drawing.lines for drawing in drawings(runs)}["topology"]
@@ -143,7 +143,7 @@ def test_the_race_of_servers(tmp_path):
     assert sorted(times for _, times in study.seconds) == [[1], [4]]
     (study,) = studies.races(both, 0.75)
     assert [times for _, times in study.seconds] == [[None], [None]]
-    assert "1 of 1 runs never" in " ".join(drawings(cases.find_runs([tmp_path]), 0.75)[-1].lines)
+    assert "1 of 1 runs never" in " ".join(drawings(replicates.find_runs([tmp_path]), 0.75)[-1].lines)
 
 
 def test_what_is_no_finished_run(tmp_path):
@@ -151,12 +151,12 @@ def test_what_is_no_finished_run(tmp_path):
     path = make(tmp_path, "run")
     half = make(tmp_path, "half")
     (half / "summary.json").unlink()
-    assert [run.path for run in cases.find_runs([tmp_path, path])] == [path]
+    assert [run.path for run in replicates.find_runs([tmp_path, path])] == [path]
     with pytest.raises(RunError, match="is not finished"):
-        cases.find_runs([half])
+        replicates.find_runs([half])
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="no finished run lies there"):
-        cases.find_runs([tmp_path / "empty"])
+        replicates.find_runs([tmp_path / "empty"])
 
 
 def test_the_command_writes_plots_and_prints_their_numbers(tmp_path):

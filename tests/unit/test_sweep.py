@@ -16,13 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 from finished import small_place
-from prefed.cli import app
 from prefed.config import ConfigError, to_toml
-from prefed.report.sweep import _rate, keep
 from prefed.runs import child as module
 from prefed.runs.child import code_version, commits, run_in_process
 from prefed.runs.sweep import Sweep, next_rate, sweep_cells
 from prefed.runs.sweep_check import check_cells
+from prefed.ui.cli import app
+from prefed.ui.pages.sweep import _rate, keep
 from preferences import jsonl
 
 ADAPTIVE = (1e-3, 3e-3, 9e-3)
@@ -326,7 +326,7 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
         import sys, types, os, time, pathlib
         def main():
             pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)
-        sys.modules["prefed.cli"] = types.SimpleNamespace(main=main)
+        sys.modules["prefed.ui.cli"] = types.SimpleNamespace(main=main)
     """
     parent = f"""
         import asyncio, pathlib
@@ -470,7 +470,7 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
     ]
     words = ["sweep", str(table), "--out", str(tmp_path / "out")]
     words += [word for each in sets for word in ("--set", each)]
-    program = [sys.executable, "-m", "prefed.cli", *words]
+    program = [sys.executable, "-m", "prefed.ui.cli", *words]
     child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run = tmp_path / "out/toy/local-lr0.001-seed1"
     until = time.monotonic() + 120

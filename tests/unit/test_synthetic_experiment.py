@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from experiment_scripts import EXPERIMENTS, script
-from prefed.cli import app
 from prefed.config.table import load_table
 from prefed.core import Key
 from prefed.data import synthetic
+from prefed.ui.cli import app
 
 TABLE = EXPERIMENTS / "synthetic/path.toml"
 SMALL = (

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prefed.cli import app
 from prefed.config import ConfigError, Experiment
 from prefed.config.table import load_cell, load_table
 from prefed.runs.sweep import sweep_cells
+from prefed.ui.cli import app
 
 HERE = Path(__file__).resolve().parents[2] / "experiments"
 ADAPTIVE, PLAIN = (1e-3, 3e-3, 9e-3), (0.3, 1.0, 3.0)

@@ -10,16 +10,16 @@ from typer.testing import CliRunner
 
 from finished import write_run
 from prefed import Callback, Experiment, run
-from prefed.cli import app
-from prefed.cli.errors import user_errors
-from prefed.cli.generate import print_responses
 from prefed.data.statistics import dataset_statistics
-from prefed.report.comparison import comparison_table, differences_table
-from prefed.report.dataset import print_dataset_statistics
-from prefed.report.result import print_result
-from prefed.report.tables import clients_table
 from prefed.runs.record import read_run
 from prefed.trackers.terminal import Terminal, stdout_console
+from prefed.ui.cli import app
+from prefed.ui.cli.errors import user_errors
+from prefed.ui.cli.generate import print_responses
+from prefed.ui.pages.comparison import comparison_table, differences_table
+from prefed.ui.pages.dataset import print_dataset_statistics
+from prefed.ui.pages.result import print_result
+from prefed.ui.pages.tables import clients_table
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from finished import write_run
-from prefed.cli import app
 from prefed.theory import SLIPS, Constants, statements
+from prefed.ui.cli import app
 
 GIVEN = Constants(
     smoothness=2,

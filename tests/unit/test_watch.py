@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from finished import CLIENTS, write_run
-from prefed.cli.app import app
-from prefed.report import watch
-from prefed.runs.going import committed, read_going
+from prefed.runs.live import committed, read_going
 from prefed.runs.record import RunError
 from prefed.store.directory import at_work
+from prefed.ui.cli.app import app
+from prefed.ui.pages import watch
 
 NOBODY = 2**22 + 1
 """No process has this number: Linux gives none above 2²²."""
@@ -61,7 +61,7 @@ def words(page: Path) -> str:
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What plots look like is nothing to a watcher."""
-    monkeypatch.setattr("prefed.report.parts.inline", lambda draw, salt: ("<svg/>", "<svg/>", Figure()))
+    monkeypatch.setattr("prefed.ui.pages.parts.inline", lambda draw, salt: ("<svg/>", "<svg/>", Figure()))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit, logit
 from scipy.stats import binom, binomtest, multinomial
 
-from prefed.metrics.winrate import (
+from prefed.train.metrics.winrate import (
     NothingJudgedError,
     effective_share,
     length_controlled,

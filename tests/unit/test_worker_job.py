@@ -21,7 +21,7 @@ def place(tmp_path_factory):
 def test_a_digest_knows_no_engine(place):
     """A run may go on with another engine. The digests of runs that were begun with ``local``, when there
     was no other, stay what they were: computed here from the settings as they were written then."""
-    from prefed import files
+    from prefed.core import files
     from prefed.core.strict import flatten
 
     tree = small_experiment(place)

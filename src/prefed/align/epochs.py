@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from prefed import files
 from prefed.align.errors import AlignError
 from prefed.core import (
     Callback,
@@ -23,10 +22,11 @@ from prefed.core import (
     Plain,
     State,
     Tensors,
+    files,
 )
+from prefed.core.wire import decode_state, encode
 from prefed.train import PairTrainer
 from prefed.train.pair_cache import Rows
-from prefed.wire import decode_state, encode
 
 _MOMENTS = "moments."
 """The prefix of the groups that are the optimiser's memory."""

@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed import files
 from prefed.align.alignment import Alignment
 from prefed.align.epochs import read_state
 from prefed.align.lines import dumps, rows_in
-from prefed.align.tastes import Drawn, draw, load_tastes, parse_drawn
-from prefed.core import Key, Tensors
+from prefed.align.taste_draws import Drawn, draw, load_tastes, parse_drawn
+from prefed.core import Key, Tensors, files
 
 TASTES, LABELS, STATE = "tastes.jsonl", "labels.jsonl", "train.state"
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefed import files
-from prefed.align import completions, labels, policy, tastes
+from prefed.align import completions, labels, policy, taste_draws
 from prefed.align.alignment import Alignment
 from prefed.align.epochs import Training, read_state, train_epochs
 from prefed.align.generation import STATE, Generation, held_out_prompts
@@ -32,14 +31,14 @@ from prefed.align.training import (
     settings,
 )
 from prefed.config.align import AlignConfig
-from prefed.core import Optimizer, Plain, Tensors
+from prefed.core import Optimizer, Plain, Tensors, files
 
 POLICY = "policy.safetensors"
 
 
 def stages_of(count: int) -> tuple[Stage, ...]:
     """The stages of so many generations, and of what is kept of them."""
-    stages = [tastes.STAGE]
+    stages = [taste_draws.STAGE]
     for number in range(1, count + 1):
         generation = Generation(number)
         stages += [completions.stage(generation), labels.stage(generation), _training(generation)]
@@ -143,7 +142,7 @@ def _keep(alignment: Alignment) -> Figures:
     best, backbone, folder = best_epoch(epochs), alignment.policy, alignment.folder
     tensors = policy.read_policy(backbone, checkpoints[best - 1])
     policy.save_policy(tensors, folder / POLICY)
-    taste = tastes.load_tastes(folder).population
+    taste = taste_draws.load_tastes(folder).population
     policy.save_over_start(backbone, tensors, folder / policy.FOLDER, folder / ADAPTER, taste=taste)
     for name in (completions.FILE, labels.FILE):
         rows = (

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from prefed import files
 from prefed.align import completions
 from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
@@ -23,9 +22,10 @@ from prefed.align.lines import append, dumps, rows_in, whole_batches
 from prefed.align.prompts import own_prompts
 from prefed.align.selectors import Scorer
 from prefed.align.stages import Figures, Stage
+from prefed.core import files
 from prefed.data import Record
 from prefed.data.prompts import PromptRow, plain_prompt
-from prefed.metrics import majority
+from prefed.train.metrics import majority
 
 FILE, SCORES = LABELS, "scores.jsonl"
 BATCH = 256

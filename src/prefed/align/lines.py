@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefed import files
 from prefed.align.errors import AlignError
+from prefed.core import files
 
 
 def dumps(rows: Iterable[Mapping[str, Any]]) -> bytes:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from prefed import files
 from prefed.align.errors import AlignError
-from prefed.core import Key, Tensors
+from prefed.core import Key, Tensors, files
 from prefed.models import Backbone, ModelConfig, load_causal, load_pretrained, make_backbone, save_adapter
 from prefed.models.adapters import atomic_folder
 from prefed.models.taste_map import TASTE_MAP

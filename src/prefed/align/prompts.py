@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from prefed import files
 from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
 from prefed.align.lines import dumps, rows_in
 from prefed.align.stages import Figures, Stage
+from prefed.core import files
 from prefed.data.prompts import PromptRow, parse_prompt, plain_prompt, prompt_digests, read_prompts
 from prefed.data.writer import prompt_hash
 from prefed.train.generation import as_prompt

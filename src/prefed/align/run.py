@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prefed import files
 from prefed.align import completions, generations, labels, prompts, start, training
 from prefed.align.alignment import Alignment
 from prefed.align.stages import Stage, check_settings, forget, left_anything, run_stages
 from prefed.config.align import AlignConfig
+from prefed.core import files
 
 SETTINGS, SUMMARY = "settings.json", "summary.json"
 STAGES = (prompts.STAGE, start.STAGE, completions.STAGE, labels.STAGE, training.STAGE)

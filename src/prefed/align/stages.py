@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefed import files
 from prefed.align.alignment import Alignment
 from prefed.align.errors import AlignError
+from prefed.core import files
 from prefed.core.strict import flatten
 from prefed.core.text import did_you_mean
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from prefed import files
 from prefed.align.alignment import Alignment
 from prefed.align.epochs import Training, train_epochs
 from prefed.align.errors import AlignError
@@ -19,7 +18,7 @@ from prefed.align.pairs import write_pairs
 from prefed.align.policy import CONFIG, FILE, FOLDER, PLAIN, WEIGHTS, adapter_settings, load_base
 from prefed.align.stages import Figures, Stage
 from prefed.config.align import AlignConfig
-from prefed.core import Objective, Optimizer
+from prefed.core import Objective, Optimizer, files
 from prefed.data import DataConfig, DataError, Prompt, Record, Source
 from prefed.data.prompts import prompt_digests, read_prompts
 from prefed.models import Backbone, save_adapter

@@ -13,8 +13,8 @@ from prefed.config.file import override
 from prefed.core import Objective
 from prefed.core.strict import StrictModel
 from prefed.data import Source
-from prefed.losses import OBJECTIVES, objective
 from prefed.models import ModelConfig
+from prefed.train.losses import OBJECTIVES, objective
 
 POLICY_OBJECTIVES = tuple(
     name for name, loss in OBJECTIVES.items() if loss.needs_rejected and not loss.needs_reward

@@ -25,7 +25,7 @@ from prefed.config.track import TrackConfig
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
 from prefed.data import DataConfig, SelectorConfig
-from prefed.fleet import FleetConfig
+from prefed.engines.fleet import FleetConfig
 from prefed.merge import MergeConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS

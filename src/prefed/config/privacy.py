@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prefed.core import Privacy
-from prefed.fleet import FleetConfig
+from prefed.engines.fleet import FleetConfig
 from prefed.merge import MergeConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import TrainingSettings

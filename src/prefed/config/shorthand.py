@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefed.core.strict import StrictModel
-from prefed.fleet import FleetConfig
+from prefed.engines.fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import TrainingSettings
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 def is_ours(error: BaseException) -> bool:
     """Whether an error is of one of prefed's own classes: its message says what to do, and where.
 
-    >>> from prefed.files import WriteError
+    >>> from prefed.core.files import WriteError
     >>> is_ours(WriteError("the disk is full")), is_ours(ValueError("not enough values to unpack"))
     (True, False)
     """

@@ -15,8 +15,8 @@ from prefed.core.tensors import Tensors
 class Objective:
     """A loss by name with its settings, e.g. ``Objective("dpo", {"beta": 0.1})``.
 
-    The names are those of :data:`prefed.losses.OBJECTIVES`, ``"ppo"``, and for selectors ``"choice"`` and
-    ``"latent"``.
+    The names are those of :data:`prefed.train.losses.OBJECTIVES`, ``"ppo"``, and for selectors
+    ``"choice"`` and ``"latent"``.
     """
 
     name: str

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed import files
+from prefed.core import files
 from prefed.core.key import Key
 from prefed.core.text import did_you_mean
 from prefed.data.assign import ROLES, Assignment, RowTable, assign_clients, client_names, natural_partition

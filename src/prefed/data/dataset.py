@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from prefed import files
+from prefed.core import files
 from prefed.core.strict import StrictModel
 from prefed.data.errors import DataError
 from prefed.data.tokens import TokenSet

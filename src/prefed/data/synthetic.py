@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from prefed import files
+from prefed.core import files
 from prefed.core.key import Key
 from prefed.data.record import Record, Split
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed import files
+from prefed.core import files
 from prefed.data.encoding import Encoded, Encoder, TooLong, puts_blank
 from prefed.data.errors import ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, Record

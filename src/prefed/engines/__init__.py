@@ -11,7 +11,7 @@ from prefed.engines.backends import (
     check_devices,
 )
 from prefed.engines.backends.worker import WorkerError
-from prefed.engines.course import RoundError
+from prefed.engines.base_rounds import RoundError
 from prefed.engines.job import Job
 from prefed.engines.job_factory import JobFactory
 from prefed.engines.neighbours import NeighbourRounds

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, cast
 
 from prefed.core import Download, State, Tensors
 from prefed.engines.job import PAIRS, Job
-from prefed.metrics import ChoiceScores, PairScores, choice_metrics, client_metrics, jury_metrics
+from prefed.train.metrics import ChoiceScores, PairScores, choice_metrics, client_metrics, jury_metrics
 
 Scores: TypeAlias = PairScores | ChoiceScores
 Score: TypeAlias = Callable[[Tensors], Scores]
@@ -20,8 +20,8 @@ def pair_figures(
     """The figures of a model, by what the models of the job's method read.
 
     Args:
-        weight: as :func:`~prefed.metrics.client_metrics` takes it.
-        jury: scores of the models that vote, as :func:`~prefed.metrics.choice_metrics` takes them.
+        weight: as :func:`~prefed.train.metrics.client_metrics` takes it.
+        jury: scores of the models that vote, as :func:`~prefed.train.metrics.choice_metrics` takes them.
     """
     if job.method.reads == "choice":
         return choice_metrics(cast("ChoiceScores", scores), cast("Sequence[ChoiceScores]", jury))
@@ -33,10 +33,10 @@ def evaluate_client(
 ) -> dict[str, float]:
     """The figures of the model with which a client predicts.
 
-    They are what :func:`~prefed.metrics.client_metrics` gives, and for a personal method also
+    They are what :func:`~prefed.train.metrics.client_metrics` gives, and for a personal method also
     ``shared_accuracy``, the preference accuracy of the published model alone. For a method whose models read
-    choices they are what :func:`~prefed.metrics.choice_metrics` gives; where it publishes several models,
-    these are the jury.
+    choices they are what :func:`~prefed.train.metrics.choice_metrics` gives; where it publishes several
+    models, these are the jury.
 
     Args:
         number: the round after which it is evaluated.
@@ -61,7 +61,7 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
     """Preference accuracy of a client that never took part, by number of local steps, or of context pairs.
 
     Where several models are published, they are the jury: its
-    :func:`~prefed.metrics.jury_metrics` follow, of the published models alone.
+    :func:`~prefed.train.metrics.jury_metrics` follow, of the published models alone.
 
     Before its first step, or without a pair to train on, the client has the published model alone: personal
     tensors that start at random are noise. Of several published models the method gives it one.

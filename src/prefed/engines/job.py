@@ -24,9 +24,9 @@ from prefed.core import (
     Tensors,
 )
 from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
+from prefed.engines.fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.engines.stopping import Stopping
 from prefed.engines.trainers import TrainerFactory
-from prefed.fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.topology import Topology
 
@@ -56,7 +56,7 @@ class Job:
         fleet: a simulated fleet, by whose clock clients are asked and reply; ``None``: a round's cohort
             replies in the round.
         work: client → the work of its visits, as a multiple of the usual; see
-            :func:`prefed.fleet.schedule`.
+            :func:`prefed.engines.fleet.schedule`.
         graph: who mixes with whom where the method has no server; ``None`` where it has one.
         diagnostics: how the rounds are diagnosed; ``None``: they are not.
         stop: how the best round is found, and when the run stops; ``None``: all rounds are run, and the last

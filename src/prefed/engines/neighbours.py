@@ -11,13 +11,13 @@ from functools import cached_property
 import torch
 
 from prefed.core import Download, Exchange, Layout, Plain, Round, State, Tensors
-from prefed.engines.course import NO_ANSWER, Course, RoundError, Tally
+from prefed.core.wire import decode_state, encode
+from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.tasks import Task, TaskResult
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import Matrix, matrix_graph, without_edges
 from prefed.merge.stacked import Mixed, mean_row, mix, row_norms
 from prefed.store import NodeFile
-from prefed.wire import decode_state, encode
 
 
 @dataclass

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefed.core import Plain
+from prefed.engines.fleet import ScheduledRound, Visit
 from prefed.engines.job import Job
-from prefed.fleet import ScheduledRound, Visit
 
 OFFENCES, ASIDE = "offences", "set_aside"
 """Keys of a round's record: client → its bad uploads so far; the clients that are asked no more."""

@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from prefed.core import Exchange, Plain, Round, State, Upload
+from prefed.core.wire import decode_state, encode
 from prefed.engines.aggregation import aggregate
-from prefed.engines.course import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.fleet import ScheduledRound, Visit
 from prefed.engines.noised_merge import merge_noised
 from prefed.engines.offences import offences_after, set_aside, visits_without
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
-from prefed.fleet import ScheduledRound, Visit
 from prefed.merge import from_newest
-from prefed.wire import decode_state, encode
 
 
 class _Asked(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prefed.metrics import FederatedMetric
-from prefed.metrics.pairs import LOWER_IS_BETTER
+from prefed.train.metrics import FederatedMetric
+from prefed.train.metrics.pairs import LOWER_IS_BETTER
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from typing import Literal, Protocol
 import torch
 
 from prefed.core import State
+from prefed.core.files import digest
+from prefed.core.wire import decode_download, decode_state, encode, stored_dtype
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer, own_pairs
 from prefed.engines.job import Job
 from prefed.engines.validation import validate_upload, withhold_scalars
-from prefed.files import digest
 from prefed.privacy import privatize
-from prefed.wire import decode_download, decode_state, encode, stored_dtype
 
 
 class ClientStates(Protocol):

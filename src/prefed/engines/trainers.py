@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from prefed.core import ClientTrainer, Key, Ownership, Round, Tensors
-from prefed.metrics import ChoiceScores, PairScores
+from prefed.train.metrics import ChoiceScores, PairScores
 
 
 class Sizes(Protocol):

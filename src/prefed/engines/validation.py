@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from prefed.core import Exchange, Layout, Owner, Ownership, Round, Tensors, Upload
 from prefed.core.text import printable
+from prefed.core.wire import WireError, decode_upload, upload_limits
 from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
 from prefed.merge.uploads import LARGEST
-from prefed.metrics import (
+from prefed.train.metrics import (
     ACCURACY_METRICS,
     CHOICE_METRICS,
     MEAN_METRICS,
@@ -21,7 +22,6 @@ from prefed.metrics import (
     REWARD_METRICS,
     selector_metrics,
 )
-from prefed.wire import WireError, decode_upload, upload_limits
 
 MAX_REASON = 300
 """Characters of a reason for which an upload is dropped."""

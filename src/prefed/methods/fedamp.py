@@ -39,7 +39,7 @@ from prefed.merge import (
     similarity_attention,
     sort_uploads,
 )
-from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, lora_parts, schedule
+from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, lora_parts, lr_schedule
 
 SOURCE = "FedAMP (arXiv:2007.03797), algorithm 1"
 CLIENT = "client/"
@@ -110,7 +110,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def send(server: State, client: str, now: Round) -> Download:
         alpha = server.values["alpha"]
         scalars = {"alpha": alpha} if isinstance(alpha, float) else {}
-        return Download({"model": mixture(server, client)}, {**schedule.announce(server), **scalars})
+        return Download({"model": mixture(server, client)}, {**lr_schedule.announce(server), **scalars})
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         start, pull = fedavg.start(trainer, private, download), None

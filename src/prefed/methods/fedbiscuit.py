@@ -39,7 +39,7 @@ from prefed.core import (
     Upload,
 )
 from prefed.merge import Aggregator, by_mass, clusters, merge_groups
-from prefed.methods.base import ClusterSettings, FedAvgBase, Selectors, lora_parts, schedule
+from prefed.methods.base import ClusterSettings, FedAvgBase, Selectors, lora_parts, lr_schedule
 
 SOURCE = "FedBiscuit (arXiv:2407.03038), algorithm 1"
 _log = logging.getLogger("prefed")
@@ -82,7 +82,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         _log.warning("fedbiscuit: warm-up takes %d rounds of %d, and %s", warmup, rounds, advice)
 
     def init_server(initial: Tensors) -> State:
-        values = {**schedule.begin(settings), "clusters": {}, "trained": [], "too_few": {}}
+        values = {**lr_schedule.begin(settings), "clusters": {}, "trained": [], "too_few": {}}
         return State(selectors.init(initial), values)
 
     def cluster(server: State, client: str, clients: Collection[str]) -> int:
@@ -113,7 +113,9 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
     def send(server: State, client: str, now: Round) -> Download:
         own = selector(server, client, now)
-        return Download({"model": server.tensors[names[own]]}, {**schedule.announce(server), "cluster": own})
+        return Download(
+            {"model": server.tensors[names[own]]}, {**lr_schedule.announce(server), "cluster": own}
+        )
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         # An upload goes where the server sent its client. What the client says of that counts for nothing.
@@ -130,7 +132,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def figures(server: State) -> dict[str, Plain]:
         trained, short = cast("list[str]", server.values["trained"]), server.values["too_few"]
         own: dict[str, Plain] = {name: {**aggregator.figures(server, name)} for name in trained}
-        return {"selectors": own, **({"too_few": short} if short else {}), **schedule.announce(server)}
+        return {"selectors": own, **({"too_few": short} if short else {}), **lr_schedule.announce(server)}
 
     def publish(server: State, client: str) -> Download:
         known, trained = _clusters(server), cast("list[str]", server.values["trained"])

@@ -17,10 +17,10 @@ A client judges at z = μ̄ of its own training pairs. A client that never took 
 from __future__ import annotations
 
 from prefed.core import Layout, Method, Objective
-from prefed.losses import LATENT
 from prefed.merge import Aggregator
 from prefed.methods.base.taste_settings import TasteSettings
 from prefed.methods.base.tastes import Tastes, taste_parts
+from prefed.train.losses import LATENT
 
 SOURCE = "FedVPL (arXiv:2605.30873)"
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from prefed.core import ClientTrainer, Download, Layout, Method, Round, State, Tensors, Upload
 from prefed.merge import Aggregator
-from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, schedule
+from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, lr_schedule
 
 SOURCE = "DPO (arXiv:2305.18290), eq. 7, on each client alone"
 
@@ -28,10 +28,10 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: True)
 
     def init_server(initial: Tensors) -> State:
-        return State({}, schedule.begin(settings))
+        return State({}, lr_schedule.begin(settings))
 
     def send(server: State, client: str, now: Round) -> Download:
-        return Download({}, schedule.announce(server))
+        return Download({}, lr_schedule.announce(server))
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         upload, state = fedavg.work(trainer, private, download)
@@ -51,7 +51,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         work=work,
         merge=merge,
         groups=nothing,
-        figures=schedule.announce,
+        figures=lr_schedule.announce,
         late=fedavg.late(averages=False),
     )
     return fedavg.method("local", SOURCE, train, init_server=init_server, publish=publish)

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from prefed import files
-from prefed.core import Key, Tensors
+from prefed.core import Key, Tensors, files
 from prefed.models.backbone import Backbone, load_backbone
 from prefed.models.config import ModelConfig
-from prefed.models.fused import lora_factors
+from prefed.models.fused_lora import lora_factors
 from prefed.models.one_taste import OneTaste
-from prefed.models.parameters import WEIGHTS, lora_layers
+from prefed.models.parts import WEIGHTS, lora_layers
 from prefed.models.pretrained import ModelError
 
 FORMAT = 1

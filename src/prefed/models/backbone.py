@@ -12,12 +12,13 @@ from torch import nn
 
 from prefed.core import Key, Layout, Tensors
 from prefed.core.tensors import Layered
+from prefed.models.checkpointing import recompute_blocks
 from prefed.models.config import ModelConfig
 from prefed.models.families import FAMILIES, Family
-from prefed.models.fused import fuse
+from prefed.models.fused_lora import fuse
 from prefed.models.language import check_language_model, head_width, stretches, text_config, window
 from prefed.models.lora_targets import with_lora
-from prefed.models.parameters import (
+from prefed.models.parts import (
     PART_BUILDERS,
     WEIGHTS,
     FinalNorm,
@@ -34,7 +35,6 @@ from prefed.models.pretrained import (
     load_causal,
     load_pretrained,
 )
-from prefed.models.recompute import recompute_blocks
 from prefed.models.taste_map import TASTE_MAP, TasteMap
 from prefed.models.variational import DECODER
 
@@ -183,7 +183,7 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     Args:
         key: randomness of the LoRA's A factors.
         needs: parts that the method and the merge rule need; see
-            :data:`prefed.models.parameters.PART_BUILDERS`.
+            :data:`prefed.models.parts.PART_BUILDERS`.
 
     Raises:
         ModelError: no model under that name, no module to adapt, or a part that the model cannot have.

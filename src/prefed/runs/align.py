@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from prefed import files
 from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors
 from prefed.align import align as run_stages
+from prefed.align.judge.registry import JudgeOptions, split_name
 from prefed.align.run import SETTINGS, SUMMARY
-from prefed.align.tastes import check_told
+from prefed.align.taste_draws import check_told
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import align_settings
-from prefed.core import Callback, Callbacks
+from prefed.core import Callback, Callbacks, files
 from prefed.core.text import did_you_mean, pluralize
 from prefed.engines import Job
-from prefed.judge.registry import JudgeOptions, split_name
 from prefed.models import ModelConfig
 from prefed.runs.judges import JudgeLabels, make_judge
 from prefed.runs.loaded import LoadedRun, load_run

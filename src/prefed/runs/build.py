@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from prefed import files
 from prefed.config import ConfigError, Experiment
-from prefed.core import Key, Owner
+from prefed.core import Key, Owner, files
 from prefed.core.timing import timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.engines import Job

@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from prefed import files
 from prefed.config import Experiment, to_toml
+from prefed.core import files
 from prefed.runs.reference import SHARED
 
 KEPT = (
@@ -38,7 +38,7 @@ def end_with_the_parent():
 
 threading.Thread(target=end_with_the_parent, daemon=True).start()
 sys.argv[0] = "prefed"
-from prefed.cli import main
+from prefed.ui.cli import main
 main()
 """
 """The program of a child process: a ``prefed`` command that ends when its standard input closes."""

@@ -11,9 +11,9 @@ from statistics import fmean
 import torch
 
 from prefed.core import Key, Owner, Tensors
-from prefed.runs.gaps import squared_gradients
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunError, read_run
+from prefed.runs.stationarity import squared_gradients
 
 CLIENTS, PAIRS, STEPS = 5, 8, 10
 """How many clients' losses are probed for L at most, on how many pairs each, and steps of power iteration."""

@@ -10,11 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from prefed import files
 from prefed.align import check_inputs
 from prefed.config import Experiment
-from prefed.core import Exchange, Owner, State
+from prefed.core import Exchange, Owner, State, files
 from prefed.core.text import size
+from prefed.core.wire import encode
 from prefed.engines import Job, RoundError, Task, check_backend
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE
@@ -28,7 +28,6 @@ from prefed.runs.summary import mean_models, trainable
 from prefed.runs.track import usable
 from prefed.runs.trial import Trial, first_state
 from prefed.train.trainer_factory import PairTrainerFactory
-from prefed.wire import encode
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ from typing import Any, Literal, cast
 
 from prefed.core.text import pluralize
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer, pair_figures
-from prefed.metrics import (
-    FederatedMetric,
-    divergence_warning,
-    federated_metrics,
-    not_finite_counts,
-    small_clients_note,
-)
 from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.runs.record import RunError
 from prefed.runs.taste_names import OWN, is_one_taste, split_taste
 from prefed.train import PairTrainer
+from prefed.train.metrics import (
+    FederatedMetric,
+    divergence_warning,
+    federated_metrics,
+    not_finite_counts,
+    small_clients_note,
+)
 from prefed.train.trainer_factory import check_lengths
 
 Progress = Callable[[int, int], None]

@@ -105,7 +105,7 @@ def write_model(
     backbone, name = loaded_run.backbone, None
     more: tuple[str, ...] = ()
     if taste is not None or aligned:
-        from prefed.runs.texts import Models
+        from prefed.runs.responses import Models
         from prefed.train.generation import Sampling
 
         models = Models(loaded_run, Sampling())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefed.metrics import FederatedMetric
+from prefed.train.metrics import FederatedMetric
 
 USUAL = (
     "baseline_accuracy",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prefed import files
+from prefed.core import files
 from prefed.runs.record import RunError
 
 

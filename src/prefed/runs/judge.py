@@ -16,23 +16,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefed import files
+from prefed.align.judge import Judge, Question, Verdict, outcome
+from prefed.align.judge.prompts import NumberedPrompt, numbered_prompts, references
+from prefed.align.judge.registry import JudgeOptions, split_name
+from prefed.align.judge.utility import MEAN
+from prefed.core import files
 from prefed.core.text import pluralize
 from prefed.data.prompts import plain_prompt
-from prefed.judge import Judge, Question, Verdict, outcome
-from prefed.judge.prompts import NumberedPrompt, numbered_prompts, references
-from prefed.judge.registry import JudgeOptions, split_name
-from prefed.judge.utility import MEAN
-from prefed.metrics.winrate import NothingJudgedError, length_controlled, win_rate
 from prefed.runs.journal import Journal
 from prefed.runs.judges import make_judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunError
+from prefed.runs.responses import Models, Progress, References, Side, slug
 from prefed.runs.resume import differing
 from prefed.runs.taste_names import needs_pairs
-from prefed.runs.texts import Models, Progress, References, Side, slug
 from prefed.runs.track import tell_judged
 from prefed.train.generation import Sampling
+from prefed.train.metrics.winrate import NothingJudgedError, length_controlled, win_rate
 
 SETTINGS = "settings.json"
 SAME = "the texts are the same, and the judge was not asked"
@@ -43,7 +43,7 @@ class Comparison:
     """What is compared, and how.
 
     Attributes:
-        judge: ``NAME`` or ``NAME:ARGUMENT``, see :data:`~prefed.judge.registry.ARGUMENTS`.
+        judge: ``NAME`` or ``NAME:ARGUMENT``, see :data:`~prefed.align.judge.registry.ARGUMENTS`.
         prompts: file of the prompts.
         other: another run, whose model is compared with; left out: the untouched model.
         reference: file with reference answers, to be compared with.

@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed import files
 from prefed.align import Selectors
+from prefed.align.judge import Judge, Question, Verdict, outcome
+from prefed.align.judge.base import blocks, by_score
+from prefed.align.judge.registry import JUDGES, JudgeOptions, split_name
+from prefed.align.judge.utility import UtilityJudge, read_taste
+from prefed.core import files
 from prefed.data import Record
-from prefed.judge import Judge, Question, Verdict, outcome
-from prefed.judge.base import blocks, by_score
-from prefed.judge.registry import JUDGES, JudgeOptions, split_name
-from prefed.judge.utility import UtilityJudge, read_taste
-from prefed.metrics import majority
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.selectors import check_selectors, selectors_of
+from prefed.train.metrics import majority
 
 BLOCK = 64
 """Questions whose tokens are in memory at a time."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from prefed import files
 from prefed.config import ConfigError, Experiment
-from prefed.core import Download, Method, State, Tensors
+from prefed.core import Download, Method, State, Tensors, files
 from prefed.core.text import did_you_mean, listed
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Job

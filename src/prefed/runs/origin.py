@@ -28,7 +28,7 @@ _DATA = (
 """Statistics of all clients together. None is about one client."""
 _PROGRAMS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("prefed", "cli", "__main__.py"): ("prefed",),
-    ("prefed", "peer", "__main__.py"): ("python", "-m", "prefed.peer"),
+    ("prefed", "peer", "__main__.py"): ("python", "-m", "prefed.networks.peers"),
 }
 """The end of a program's path → the words that start it."""
 
@@ -65,8 +65,8 @@ def command(words: Sequence[str]) -> str:
 
     >>> command(["/venv/bin/prefed", "run", "my file.toml"]), command(["train.py", "--token", "x"])
     ("prefed run 'my file.toml'", 'train.py')
-    >>> command(["/lib/prefed/peer/__main__.py", "file.toml", "--rank", "1"])
-    'python -m prefed.peer file.toml --rank 1'
+    >>> command(["/lib/prefed/networks/peers/__main__.py", "file.toml", "--rank", "1"])
+    'python -m prefed.networks.peers file.toml --rank 1'
     """
     program = Path(words[0])
     start = _PROGRAMS.get(program.parts[-3:])

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prefed import files
+from prefed.core import files
 from prefed.core.text import printable
 from prefed.models.adapters import ABOUT, EXPORTED
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core.text import did_you_mean
-from prefed.metrics import FederatedMetric, Spread, small_clients_note, spread
 from prefed.runs.figures import USUAL, Figure, Profile, figures_of, profiles_of
 from prefed.runs.groupings import Agreement, Grouping, agreements, groupings_of
 from prefed.runs.schema import read_config, read_rounds, read_summary, read_told_tastes
 from prefed.store import RunReader, StoreError
+from prefed.train.metrics import FederatedMetric, Spread, small_clients_note, spread
 
 _ROUND = ("loss", "bytes_up", "bytes_down", "seconds")
 """Numbers that every round's record has."""

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from prefed import files
 from prefed.config import Experiment
+from prefed.core import files
 from prefed.core.strict import flatten
 
 SHARED = "PREFED_REFERENCE"

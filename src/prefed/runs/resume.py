@@ -11,8 +11,8 @@ from typing import Any
 import tomli_w
 import torch
 
-from prefed import files
 from prefed.config import ConfigError, Experiment, to_toml
+from prefed.core import files
 from prefed.core.strict import flatten
 from prefed.runs.reference import NOT_CACHED
 from prefed.store import RunWriter, StoreError

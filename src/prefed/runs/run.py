@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from prefed import files
 from prefed.align import check_inputs
 from prefed.config import Experiment, RayConfig
-from prefed.core import Callback, Callbacks, State
+from prefed.core import Callback, Callbacks, State, files
 from prefed.core.text import pluralize
 from prefed.core.timing import timed
+from prefed.core.wire import decode_state, encode
 from prefed.data import DataMismatchError
 from prefed.engines import (
     BACKENDS,
@@ -30,7 +30,6 @@ from prefed.engines import (
     check_backend,
     check_devices,
 )
-from prefed.metrics import flat_loss_warning
 from prefed.models import ModelError
 from prefed.runs.align import align, check_judge, check_named_tastes
 from prefed.runs.build import build_job
@@ -43,8 +42,8 @@ from prefed.runs.taste_figures import tell_tastes
 from prefed.runs.track import tracked, usable
 from prefed.runs.worker_job import job_factory
 from prefed.store import RunReader, RunWriter
+from prefed.train.metrics import flat_loss_warning
 from prefed.train.trainer_factory import PairTrainerFactory
-from prefed.wire import decode_state, encode
 
 ADAPTERS = "adapters"
 SHARED = "shared"
@@ -107,7 +106,7 @@ def run(
         callbacks: receive the events of the run, in this order. An exception from one of them ends the run.
             Committed rounds are kept.
         page: makes the page about the run in a directory, for the tools of ``[track]``; left out: they get no
-            page. ``prefed run`` gives :func:`prefed.report.public.public_page`.
+            page. ``prefed run`` gives :func:`prefed.ui.pages.public.public_page`.
 
     Raises:
         TypeError: ``callbacks`` is no list of :class:`~prefed.core.Callback` instances.

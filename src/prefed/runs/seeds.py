@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefed.metrics import seed_interval
-from prefed.runs.cases import Case
+from prefed.runs.replicates import Case
+from prefed.train.metrics import seed_interval
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy")
 """The figures that runs are compared by: of policies or choices, and the one adjusted by the reference."""

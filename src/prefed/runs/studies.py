@@ -12,9 +12,9 @@ import numpy as np
 from prefed.core import Key
 from prefed.merge.mixing import ConsensusFactors, consensus_factors
 from prefed.merge.topology import Topology
-from prefed.runs.cases import Case, Family, families
-from prefed.runs.gaps import GAPS, LAST, measured
 from prefed.runs.record import RunRecord
+from prefed.runs.replicates import Case, Family, families
+from prefed.runs.stationarity import GAPS, LAST, measured
 
 _LATE = frozenset({"merge.late", "merge.staleness.name", "merge.staleness.exponent"})
 

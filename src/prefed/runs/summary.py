@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 import torch
 
 from prefed.core import Owner, State, Tensors
+from prefed.core.wire import decode_state
 from prefed.engines import ClientStates, Job
 from prefed.engines.accounting import told
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.offences import ASIDE, OFFENCES
 from prefed.merge import lora
-from prefed.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
 from prefed.store import RunReader, RunWriter
-from prefed.wire import decode_state
+from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
 
 Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
 """Figure → client → block → number."""

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from prefed.core import Key, Objective, Owner, State, Tensors
+from prefed.core.wire import decode_state
 from prefed.engines import ClientStates, Job
 from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import active_units, summarize
 from prefed.methods.base.posteriors import posteriors as kept_posteriors
 from prefed.methods.base.tastes import POPULATION, Z
-from prefed.metrics.latent import Array, kl_per_dimension, latent_map, transfer
 from prefed.models import Backbone
 from prefed.models.variational import POSTERIOR, PROTOTYPES, trainable_share
+from prefed.train.metrics.latent import Array, kl_per_dimension, latent_map, transfer
 from prefed.train.trainer_factory import PairTrainerFactory
-from prefed.wire import decode_state
 
 NO_TASTE = 0.02
 """Where accuracy with own z is not this much above that with another's, z says nothing of its client."""

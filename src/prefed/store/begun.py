@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from prefed import files
+from prefed.core import files
 from prefed.store.commit import StoreError
 
 

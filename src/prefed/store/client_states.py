@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from prefed import files
+from prefed.core import files
 from prefed.store.commit import Commit, client_file, keep_versions, path_of, private_versions, read_state
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefed import files
-from prefed.wire import WireError, decode_state
+from prefed.core import files
+from prefed.core.wire import WireError, decode_state
 
 FORMAT = 1
 _VERSIONED = re.compile(r"(.+)@(\d{6,})\.safetensors")
@@ -36,7 +36,7 @@ def missing_best(run: Path, number: int) -> StoreError:
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests (:func:`prefed.files.digest`) of the files that a commit names.
+    """Digests (:func:`prefed.core.files.digest`) of the files that a commit names.
 
     Attributes:
         server: of the server's state.

@@ -10,7 +10,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from prefed import files
+from prefed.core import files
 from prefed.core.text import did_you_mean
 from prefed.store.commit import StoreError
 

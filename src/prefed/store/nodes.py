@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from prefed import files
+from prefed.core import files
 from prefed.core.lazy import torch
 from prefed.store.commit import Commit, StoreError, damaged, keep_versions, path_of
 

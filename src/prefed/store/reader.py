@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefed import files
-from prefed.core import State
+from prefed.core import State, files
 from prefed.core.lazy import torch
+from prefed.core.wire import decode_state
 from prefed.store.commit import (
     Commit,
     StoreError,
@@ -25,7 +25,6 @@ from prefed.store.commit import (
 )
 from prefed.store.nodes import read_node
 from prefed.store.receipts import holder_of
-from prefed.wire import decode_state
 
 
 class RunReader:

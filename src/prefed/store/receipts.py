@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefed.core import State
-from prefed.wire import decode_state, encode
+from prefed.core.wire import decode_state, encode
 
 _SITE, _RECEIPT = "site", "receipt"
 

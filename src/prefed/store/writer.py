@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prefed import files
+from prefed.core import files
 from prefed.store import directory
 from prefed.store.begun import BegunRounds
 from prefed.store.client_states import ClientStateFiles

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefed import files
-from prefed.core import Callback
+from prefed.core import Callback, files
 from prefed.core.text import printable
 from prefed.trackers.base import Told, TrackedRun, Tracker
 from prefed.trackers.figures import client_table, round_figures, summary_figures

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from prefed.core import Objective
-from prefed.losses import CHOICE, ChoiceBatch, PairLoss
 from prefed.train.loss_trainer import LossTrainer
+from prefed.train.losses import CHOICE, ChoiceBatch, PairLoss
 from prefed.train.pair_cache import PairScoreCache, Rows
 
 
 class ChoiceTrainer(LossTrainer):
-    """Trains on :data:`prefed.losses.CHOICE`.
+    """Trains on :data:`prefed.train.losses.CHOICE`.
 
     Every other objective is refused with ``ValueError``.
     """

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from prefed.core import Key, Phase, Tensors
-from prefed.losses.latent import (
+from prefed.train.losses.latent import (
     PRIORS,
     Gaussian,
     gumbel,

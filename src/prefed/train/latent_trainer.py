@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
-from prefed.losses import CHOICE, LATENT, ChoiceBatch
-from prefed.losses.latent import CAPS, Gaussian, orthogonality, prototype_pull
 from prefed.models.variational import CAP, PROTOTYPES, VariationalSelector
 from prefed.models.variational import LATENT as TASTE
 from prefed.train.latent_prior import LatentPrior
+from prefed.train.losses import CHOICE, LATENT, ChoiceBatch
+from prefed.train.losses.latent import CAPS, Gaussian, orthogonality, prototype_pull
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import PairModel
 from prefed.train.ppo import RolloutCache

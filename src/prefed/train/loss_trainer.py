@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
-from prefed.losses import ChoiceBatch, PairBatch, PairLoss
-from prefed.losses import objective as find_loss
+from prefed.train.losses import ChoiceBatch, PairBatch, PairLoss
+from prefed.train.losses import objective as find_loss
 from prefed.train.packed import PackedForward
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 from prefed.train.pair_model import Features, PairModel
@@ -20,7 +20,7 @@ from prefed.train.steps import PhaseSteps, backward, batches, dropout, read_grad
 
 
 class LossTrainer:
-    """Trains on the objectives of :data:`prefed.losses.OBJECTIVES`."""
+    """Trains on the objectives of :data:`prefed.train.losses.OBJECTIVES`."""
 
     def __init__(self, model: PairModel, references: ReferenceLogprobs) -> None:
         self._model, self._references = model, references

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prefed import files
+from prefed.core import files
 
 Rows = npt.NDArray[np.int64]
 """``[n]`` numbers of records."""

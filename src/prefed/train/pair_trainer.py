@@ -13,12 +13,12 @@ import torch
 
 from prefed.core import Key, Objective, Owner, Ownership, Phase, PhaseResult, Tensors
 from prefed.data import ResponseEncoder, Template, TokenSet
-from prefed.losses import LATENT, PPO
-from prefed.metrics import ChoiceScores, PairScores
 from prefed.models import Backbone
 from prefed.train.choice_trainer import ChoiceTrainer
 from prefed.train.latent_trainer import LatentTrainer, Z
 from prefed.train.loss_trainer import LossTrainer
+from prefed.train.losses import LATENT, PPO
+from prefed.train.metrics import ChoiceScores, PairScores
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import PairModel
 from prefed.train.ppo import PPOTrainer, RolloutCache
@@ -49,8 +49,8 @@ class PairTrainer:
     """Trains and scores any client's tensors on a frozen backbone.
 
     Where the pairs are choices between two letters (``tokens.letters``), the tensors are a selector's, and
-    its objective is :data:`prefed.losses.CHOICE`, or :data:`prefed.losses.LATENT` if it has a latent taste.
-    Every method but :meth:`posteriors` raises ``ValueError`` if it is given no rows.
+    its objective is :data:`prefed.train.losses.CHOICE`, or :data:`prefed.train.losses.LATENT` if it has a
+    latent taste. Every method but :meth:`posteriors` raises ``ValueError`` if it is given no rows.
 
     Args:
         backbone: the model; this trainer becomes its only user.
@@ -66,7 +66,7 @@ class PairTrainer:
             it. They are constants, and change nothing for the reference.
 
     Attributes:
-        trainers: objective → its trainer, where it is no loss of :data:`prefed.losses.OBJECTIVES`.
+        trainers: objective → its trainer, where it is no loss of :data:`prefed.train.losses.OBJECTIVES`.
     """
 
     def __init__(

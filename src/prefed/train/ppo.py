@@ -1,4 +1,4 @@
-"""Phases whose objective is offline PPO on preference pairs (see :mod:`prefed.losses.ppo`)."""
+"""Phases whose objective is offline PPO on preference pairs (see :mod:`prefed.train.losses.ppo`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
-from prefed.losses import PPO
-from prefed.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.models import ModelError
+from prefed.train.losses import PPO
+from prefed.train.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.train.pair_cache import Rows, TokenLogprobCache
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards

@@ -14,11 +14,11 @@ import torch
 
 from prefed.core import POOLED, Key, Ownership, Round, Tensors
 from prefed.data import ClientData, ClientSizes, FederatedDataset, ResponseEncoder, TokenSet
-from prefed.metrics import ChoiceScores, PairScores
 from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
-from prefed.models.parameters import WEIGHTS
+from prefed.models.parts import WEIGHTS
 from prefed.train.client_trainer import ClientPairTrainer
+from prefed.train.metrics import ChoiceScores, PairScores
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import longest_sequence
 from prefed.train.pair_trainer import PairTrainer

@@ -23,7 +23,7 @@ from prefed.core import (
     Upload,
 )
 from prefed.merge import Aggregator
-from prefed.methods.base import schedule
+from prefed.methods.base import lr_schedule
 from prefed.methods.base.optimizer_state import keep_optimizer_state
 from prefed.methods.base.ppo import VALUE
 from prefed.methods.base.server import FedAvgServer
@@ -107,7 +107,7 @@ class FedAvgBase(FedAvgServer):
 
     def rate(self, trainer: ClientTrainer, download: Download, lr: float) -> float:
         """This round's learning rate, where ``lr`` is the first round's."""
-        return schedule.rate(lr, self.settings, trainer.round, self.rounds, download.scalars)
+        return lr_schedule.rate(lr, self.settings, trainer.round, self.rounds, download.scalars)
 
     def repeats(self, trainer: ClientTrainer, steps: int) -> int:
         """How often a visit repeats a loop of ``steps`` optimiser steps.

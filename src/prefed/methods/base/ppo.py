@@ -10,9 +10,9 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from prefed.core import Objective
-from prefed.losses import PPO
 from prefed.merge import lora
 from prefed.methods.base.settings import PAIRWISE, LocalSettings, TrainingSettings
+from prefed.train.losses import PPO
 
 VALUE = "value"
 """The part of a model that holds PPO's critic."""

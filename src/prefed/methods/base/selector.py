@@ -10,9 +10,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from prefed.core import ClientTrainer, Download, Objective, Owner, State, Tensors
-from prefed.losses import CHOICE
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.settings import TrainingSettings
+from prefed.train.losses import CHOICE
 
 GOAL = Objective(CHOICE.name)
 """The loss that clients minimise, and by which they are grouped."""

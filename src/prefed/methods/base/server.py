@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prefed.core import Download, Owner, Ownership, Round, State, Tensors, Upload
 from prefed.merge import Aggregator, WeightFunction, lora
-from prefed.methods.base import schedule
+from prefed.methods.base import lr_schedule
 from prefed.methods.base.settings import TrainingSettings
 
 
@@ -62,11 +62,11 @@ class FedAvgServer:
     def init_server(self, initial: Tensors) -> State:
         """The shared tensors as they start, φ⁰."""
         state = self.aggregator.init(initial.select(self.shared), self.group)
-        return state.update(values=schedule.begin(self.settings))
+        return state.update(values=lr_schedule.begin(self.settings))
 
     def send(self, server: State, client: str, now: Round) -> Download:
         """Broadcast: the shared tensors φ, and the learning-rate schedule's numbers."""
-        return Download({self.group: server.tensors[self.group]}, schedule.announce(server))
+        return Download({self.group: server.tensors[self.group]}, lr_schedule.announce(server))
 
     def merge(
         self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
@@ -78,7 +78,7 @@ class FedAvgServer:
 
     def advance(self, server: State, uploads: Sequence[Upload]) -> State:
         """The server's state with the learning-rate schedule advanced by one round."""
-        return schedule.advance(server, uploads, robust=self.aggregator.config.rule != "mean")
+        return lr_schedule.advance(server, uploads, robust=self.aggregator.config.rule != "mean")
 
     def publish(self, server: State, client: str) -> Download:
         """What predictions need of the server: φ."""
@@ -86,4 +86,4 @@ class FedAvgServer:
 
     def figures(self, server: State) -> dict[str, float]:
         """For the round log: the merge rule's own figures and, on a plateau schedule, the rate's factor."""
-        return {**self.aggregator.figures(server, self.group), **schedule.announce(server)}
+        return {**self.aggregator.figures(server, self.group), **lr_schedule.announce(server)}

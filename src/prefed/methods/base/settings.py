@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from prefed.core import Objective, Optimizer, Phase
 from prefed.core.strict import StrictModel
-from prefed.losses import OBJECTIVES, PPO, objective
+from prefed.train.losses import OBJECTIVES, PPO, objective
 
 PAIRWISE = tuple(name for name, loss in OBJECTIVES.items() if not loss.needs_reward)
 """The objectives that any model can be trained on."""

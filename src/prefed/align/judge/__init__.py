@@ -1,0 +1,18 @@
+"""Judges: which of two responses to a prompt is the better one.
+
+A judge is asked about both orders of the two responses, and :func:`outcome` makes one outcome of its two
+verdicts.
+"""
+
+from prefed.align.judge.base import Judge, JudgeError, Question, Verdict, outcome
+from prefed.align.judge.templates import TEMPLATES, PairTemplate
+
+__all__ = [
+    "TEMPLATES",
+    "Judge",
+    "JudgeError",
+    "PairTemplate",
+    "Question",
+    "Verdict",
+    "outcome",
+]

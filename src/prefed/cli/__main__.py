@@ -1,5 +1,0 @@
-"""``python -m prefed.cli``, the same as ``prefed``."""
-
-from prefed.cli.app import main
-
-main()

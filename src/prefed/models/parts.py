@@ -1,0 +1,333 @@
+"""The parts that a frozen backbone can have; each lists its tensors and puts them into the model."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from prefed.core import Entry, Key
+from prefed.models.config import ModelConfig
+from prefed.models.families import Family
+from prefed.models.fused_lora import fuse_lora
+from prefed.models.init import uniform
+from prefed.models.language import head_width
+from prefed.models.taste_map import START, TASTE_MAP, TasteMap
+from prefed.models.variational import LATENT, POSTERIOR, PROTOTYPES, VARIATIONAL, VariationalSelector
+
+WEIGHTS = "weights"
+"""The part that is the whole model: with it nothing is frozen, and there is no LoRA."""
+
+
+@dataclass
+class PartContext:
+    """The input of part builders: the model that gets a part, and its settings.
+
+    Attributes:
+        causal: the Hugging Face model, with PEFT's layers inside.
+    """
+
+    causal: Any
+    family: Family | None
+    config: ModelConfig
+    key: Key
+    needs: frozenset[str]
+
+    @property
+    def final_norm(self) -> Any:
+        """The norm after the last block.
+
+        Raises:
+            ValueError: the model's family is not known.
+        """
+        if self.family is None:
+            kind = self.causal.config.model_type
+            raise ValueError(f"it is not known where models of type {kind!r} keep their final norm")
+        return getattr(self.causal.base_model, self.family.final_norm)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One tensor of a part.
+
+    Attributes:
+        place: puts a parameter, a view of the backbone's flat buffer, into the model.
+    """
+
+    entry: Entry
+    start: torch.Tensor
+    place: Callable[[nn.Parameter], None]
+
+
+def lora_layers(causal: Any) -> Iterator[tuple[str, int | None, Any]]:
+    """``<block>/<module>``, block and PEFT layer of every adapted module, in the model's order.
+
+    A model may have several stacks of blocks. Where they share a name, the path stands for the module.
+    """
+    found = []
+    for path, module in causal.named_modules():
+        if hasattr(module, "lora_A"):
+            match = re.search(r"\.(\d+)\.(.+)$", path)
+            block, name = (int(match[1]), match[2]) if match else (None, path)
+            found.append(("-" if block is None else str(block), name, path, block, module))
+    taken = Counter((label, name) for label, name, *_ in found)
+    for label, name, path, block, module in found:
+        yield f"{label}/{name if taken[label, name] == 1 else path}", block, module
+
+
+def _set(holder: Any, name: str) -> Callable[[nn.Parameter], None]:
+    return functools.partial(setattr, holder, name)
+
+
+def _lora(context: PartContext) -> Iterator[ParameterSpec]:
+    """Factors A, from one draw that all clients share, and B = 0."""
+    for stem, block, layer in lora_layers(context.causal):
+        for factor in ("A", "B"):
+            holder = getattr(layer, f"lora_{factor}")["default"]
+            shape = tuple(holder.weight.shape)
+            name = f"lora/{stem}/{factor}"
+            start = torch.zeros(shape)
+            if factor == "A":
+                start = uniform(context.key.at("lora", name), shape, shape[1])
+            yield ParameterSpec(Entry(name, shape, "lora", block, factor), start, _set(holder, "weight"))
+
+
+def _weights(context: PartContext) -> Iterator[ParameterSpec]:
+    """Every weight from its pretrained value; one that several modules share, as tied embeddings, once."""
+    holders: dict[nn.Parameter, list[Callable[[nn.Parameter], None]]] = {}
+    for _, module in context.causal.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            holders.setdefault(weight, []).append(_set(module, name))
+    for path, weight in context.causal.named_parameters():
+
+        def place(
+            parameter: nn.Parameter, places: list[Callable[[nn.Parameter], None]] = holders[weight]
+        ) -> None:
+            for into in places:
+                into(parameter)
+
+        match = re.search(r"\.(\d+)\.", path)
+        entry = Entry(f"{WEIGHTS}/{path}", tuple(weight.shape), WEIGHTS, int(match[1]) if match else None)
+        yield ParameterSpec(entry, weight.detach().float(), place)
+
+
+class _Personal:
+    """A LoRA layer's personal branch and its block's gate logit."""
+
+    def __init__(self, factors: bool) -> None:
+        self.factors = factors
+        self.a = self.b = self.gate = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+
+def _personal_lora(context: PartContext) -> Iterator[ParameterSpec]:
+    """A second LoRA of the same shapes; B ~ N(0, 0.01²), because at B = 0 the gate has no task gradient."""
+    for stem, block, layer in lora_layers(context.causal):
+        layer.personal = _Personal("factors" in context.needs)
+        fuse_lora(layer)
+        for factor in ("A", "B"):
+            shape = tuple(getattr(layer, f"lora_{factor}")["default"].weight.shape)
+            name = f"personal_lora/{stem}/{factor}"
+            key = context.key.at("personal_lora", name)
+            if factor == "A":
+                start = uniform(key, shape, shape[1])
+            else:
+                start = 0.01 * torch.randn(shape, generator=key.torch())
+            entry = Entry(name, shape, "personal_lora", block, factor)
+            yield ParameterSpec(entry, start, _set(layer.personal, factor.lower()))
+
+
+def _gate(context: PartContext) -> Iterator[ParameterSpec]:
+    """One logit a per block, 0 at the start: m = sigmoid(a) = ½."""
+    by_block: dict[int | None, list[Any]] = {}
+    for _, block, layer in lora_layers(context.causal):
+        by_block.setdefault(block, []).append(layer.personal)
+    for block, branches in by_block.items():
+
+        def place(parameter: nn.Parameter, branches: list[Any] = branches) -> None:
+            for branch in branches:
+                branch.gate = parameter
+
+        name = f"gate/{'-' if block is None else block}"
+        yield ParameterSpec(Entry(name, (1,), "gate", block), torch.zeros(1), place)
+
+
+class FinalNorm:
+    """The forward of the final norm, or of the bottleneck M(z) = Norm(z + Decode(Dropout(GELU(Encode z)))).
+
+    FedPDPO (arXiv:2603.19741), section 4. With ``bypass`` it returns hidden states unchanged.
+
+    Args:
+        dtype: of the result; ``None`` for that of the hidden states.
+    """
+
+    def __init__(self, norm: Any, dtype: torch.dtype | None = None) -> None:
+        self.norm, self.original, self.bypass, self.dtype = norm, norm.forward, False, dtype
+        self.dropout = nn.Dropout(0.0).eval()
+        self.encode: nn.Linear | None = None
+        self.decode: nn.Linear | None = None
+        norm.forward = self
+
+    def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``[..., d]`` hidden states before the final norm → ``[..., d]`` after it.
+
+        Further arguments, such as a gate, go to the norm as they are.
+        """
+        if self.bypass:
+            return z
+        dtype = z.dtype
+        if self.encode is not None and self.decode is not None:
+            w, b = self.encode.weight.to(dtype), self.encode.bias.to(dtype)
+            inner = self.dropout(F.gelu(F.linear(z, w, b)))
+            z = z + F.linear(inner, self.decode.weight.to(dtype), self.decode.bias.to(dtype))
+        own = next((parameter.dtype for parameter in self.norm.parameters()), dtype)
+        if own != dtype:
+            z = z.to(own)
+        result: torch.Tensor = self.original(z, *args, **kwargs)
+        return result.to(self.dtype or dtype)
+
+
+def _bottleneck(context: PartContext) -> Iterator[ParameterSpec]:
+    """Encode, Decode = 0, and a copy of the final norm's parameters, which replaces them."""
+    norm, settings = context.final_norm, context.config.bottleneck
+    final: FinalNorm = norm.forward
+    width, dim = settings.width, head_width(context.causal)
+    final.encode, final.decode = nn.Linear(dim, width), nn.Linear(width, dim)
+    final.dropout = nn.Dropout(settings.dropout).eval()
+    key = context.key.at("bottleneck")
+    starts = {
+        "encode/weight": (uniform(key.at("weight"), (width, dim), dim), final.encode, "weight"),
+        "encode/bias": (uniform(key.at("bias"), (width,), dim), final.encode, "bias"),
+        "decode/weight": (torch.zeros(dim, width), final.decode, "weight"),
+        "decode/bias": (torch.zeros(dim), final.decode, "bias"),
+    }
+    for name, parameter in norm.named_parameters():
+        starts[f"norm/{name}"] = (parameter.detach().float().clone(), norm, name)
+    for name, (start, holder, attribute) in starts.items():
+        entry = Entry(f"bottleneck/{name}", tuple(start.shape), "bottleneck")
+        yield ParameterSpec(entry, start, _set(holder, attribute))
+
+
+def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    return F.linear(x, layer.weight.to(x.dtype), bias)
+
+
+def _head(context: PartContext) -> Iterator[ParameterSpec]:
+    """A copy of the LM head, untied from the input embeddings."""
+    head = context.causal.get_output_embeddings()
+    if hasattr(head, "lora_A"):
+        raise ValueError("[model.lora] targets names the head, which this method trains whole: leave it out")
+    start = head.weight.detach()
+    if head.weight.dtype != torch.float32:
+        head.forward = functools.partial(_linear, head)
+    yield ParameterSpec(Entry("head/weight", tuple(start.shape), "head"), start, _set(head, "weight"))
+
+
+class RewardHead(nn.Module):
+    """h2: mean over tokens → Linear → dropout → tanh → Linear 1 (FedPDPO, arXiv:2603.19741, section 4)."""
+
+    def __init__(self, dim: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(dim, width), nn.Linear(width, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.eval()
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        """``[n, d]`` mean hidden states → ``[n]`` scores."""
+        scores: torch.Tensor = self.out(torch.tanh(self.dropout(self.hidden(pooled.float()))))[:, 0]
+        return scores
+
+
+def _reward(context: PartContext) -> Iterator[ParameterSpec]:
+    """The reward head's two layers; the head is the model's attribute ``prefed_reward``, and no module."""
+    settings, dim = context.config.reward, head_width(context.causal)
+    head = RewardHead(dim, settings.width, settings.dropout)
+    object.__setattr__(context.causal, "prefed_reward", head)
+    for path, parameter in list(head.named_parameters()):
+        layer, name = path.split(".")
+        fan_in = dim if layer == "hidden" else settings.width
+        start = uniform(context.key.at("reward", path), tuple(parameter.shape), fan_in)
+        entry = Entry(f"reward/{layer}/{name}", tuple(parameter.shape), "reward")
+        yield ParameterSpec(entry, start, _set(getattr(head, layer), name))
+
+
+def _value(context: PartContext) -> Iterator[ParameterSpec]:
+    """A linear critic for PPO, zero at the start; PPO reads it from the backbone's parameters."""
+    dim = head_width(context.causal)
+    yield ParameterSpec(Entry("value/weight", (1, dim), "value"), torch.zeros(1, dim), lambda parameter: None)
+    yield ParameterSpec(Entry("value/bias", (1,), "value"), torch.zeros(1), lambda parameter: None)
+
+
+def _norm(context: PartContext) -> Iterator[ParameterSpec]:
+    """The affine parameters of every norm, from their pretrained values (FedBN, arXiv:2102.07623)."""
+    for path, module in context.causal.base_model.named_modules():
+        own = list(module.named_parameters(recurse=False))
+        if "norm" not in type(module).__name__.lower() or not own:
+            continue
+        match = re.search(r"\.?(\d+)\.", path)
+        if own[0][1].dtype != torch.float32 and not isinstance(module.forward, FinalNorm):
+            # Mamba 2 gives a norm its input in the weight's dtype, which is the part's, not the model's.
+            FinalNorm(module, own[0][1].dtype)
+        for name, parameter in own:
+            start = parameter.detach().float().clone()
+            entry = Entry(f"norm/{path}/{name}", tuple(start.shape), "norm", int(match[1]) if match else None)
+            yield ParameterSpec(entry, start, _set(module, name))
+
+
+def _residual(context: PartContext) -> Iterator[ParameterSpec]:
+    """A dense correction of every adapted weight, zero at the start (FedEx-LoRA, arXiv:2410.09432)."""
+    layers = [layer for _, _, layer in lora_layers(context.causal)]
+    shared = [context.causal.get_input_embeddings(), *layers]
+    if len({id(module.weight) for module in shared}) < len(shared):
+        raise ValueError(
+            "[model.lora] targets names modules that share a weight, with each other or with the input "
+            "embeddings, and the merge rule would change it for both: leave them out"
+        )
+    for stem, block, layer in lora_layers(context.causal):
+        shape = (layer.out_features, layer.in_features)
+        entry = Entry(f"residual/{stem}/W", shape, "residual", block)
+        yield ParameterSpec(entry, torch.zeros(shape), lambda parameter: None)
+
+
+def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
+    """A part of the variational selector, which is read from the backbone's parameters."""
+    selector = VariationalSelector(context.config.variational, head_width(context.causal))
+    for name, start in selector.starts(context.key, capped="cap" in context.needs)[part].items():
+        yield ParameterSpec(Entry(name, tuple(start.shape), part), start, lambda parameter: None)
+
+
+def _taste_map(context: PartContext) -> Iterator[ParameterSpec]:
+    """W ~ N(0, 1e-3²) and b = 0; the map is the model's attribute ``prefed_taste_map``, and no module."""
+    embeddings = context.causal.get_input_embeddings()
+    added = TasteMap(embeddings)
+    object.__setattr__(context.causal, "prefed_taste_map", added)
+    dim, width = embeddings.weight.shape[1], context.config.variational.latent
+    name = f"{TASTE_MAP}/weight"
+    start = START * torch.randn((dim, width), generator=context.key.at(TASTE_MAP, name).torch())
+    yield ParameterSpec(Entry(name, (dim, width), TASTE_MAP), start, _set(added, "weight"))
+    bias = Entry(f"{TASTE_MAP}/bias", (dim,), TASTE_MAP)
+    yield ParameterSpec(bias, torch.zeros(dim), _set(added, "bias"))
+
+
+PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
+    WEIGHTS: _weights,
+    "lora": _lora,
+    "residual": _residual,
+    "personal_lora": _personal_lora,
+    "gate": _gate,
+    "norm": _norm,
+    "bottleneck": _bottleneck,
+    "head": _head,
+    "reward": _reward,
+    "value": _value,
+    TASTE_MAP: _taste_map,
+    **{part: functools.partial(_taste, part) for part in (VARIATIONAL, PROTOTYPES, POSTERIOR, LATENT)},
+}
+"""Part → its builder, in the order of a layout; the parts inside the trunk come first."""

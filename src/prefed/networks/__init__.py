@@ -1,0 +1,1 @@
+"""Federations over a network: organisations around a hub, and peers without one."""

@@ -1,0 +1,308 @@
+"""A transport over NVIDIA FLARE: jobs of its Collab API, each a session that may be lost and opened again.
+
+A job of FLARE does not outlive its server, a killed process of it, or take back a site that was killed. Here
+that costs one job: another one is submitted, and requests without an answer are sent again. Sites know
+repeated requests and answer them alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Set
+from contextlib import redirect_stdout, suppress
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from threading import Condition, Lock
+from typing import Any
+
+from prefed.core import files
+from prefed.networks.federation.flare.apps import PART
+from prefed.networks.federation.flare.job import write_job
+from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, address, settle
+from prefed.networks.federation.flare.port import check_port
+from prefed.networks.federation.flare.process import ACCOUNT, HUB_DOOR, SERVER, FlareProcess, longest
+from prefed.networks.federation.protocol import pack, unpack
+from prefed.networks.federation.transport import (
+    FederationError,
+    LongAnswerError,
+    TooLongError,
+    UnreachableError,
+)
+from prefed.networks.federation.unix_socket import Door, ask, when_gone
+from prefed.store.directory import lock
+
+_log = logging.getLogger("prefed")
+
+SETUP = 60.0
+"""Seconds in which FLARE must have opened a session."""
+FRESH = 4 * HEARTBEAT
+"""Seconds without a sign of life after which a site counts as gone."""
+PATIENCE = 30.0
+"""Seconds that a site may be gone before a request is given up."""
+STARTS = 3
+"""Sessions in a row that may fail to open, and servers that may fail to start."""
+TRIES = 5
+"""Sessions that may end, one after the other, while they carry one request."""
+TOO_LONG = "streaming_max_blob_size"
+"""What is in FLARE's words of a request that a site did not take in for its length."""
+LOOK = 5.0
+"""Seconds between looks whether an answer may still come."""
+SLOW = 1 << 21
+"""Bytes a second at which long messages pass at least. Signs of life wait behind them."""
+PAUSE = 0.5
+
+
+class FlareTransport:
+    """Carries messages through FLARE; it starts the hub's server, and ends it with itself.
+
+    Args:
+        kits: those of the hub, from `prefed federation init`.
+
+    Raises:
+        StoreError: (on entering) another process uses the hub's folder.
+        FederationError: (on entering) another program has the hub's port; (then and later) the server cannot
+            be started, or no session be opened.
+    """
+
+    def __init__(self, kits: Kits) -> None:
+        self._kits = kits
+        self._door = Door(self._opened)
+        self._held: int | None = None
+        self._server: FlareProcess | None = None
+        self._admin: Any = None
+        self._asking = Lock()
+        self._opening = Lock()
+        self._changed = Condition()
+        self._session: Path | None = None
+        self._inside = frozenset[str]()
+        self._job = ""
+        self._stopping = False
+
+    def __enter__(self) -> FlareTransport:
+        try:
+            self._hold()
+            self._start_server()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def connected(self) -> Set[str]:
+        """The sites of the project that the server has heard of lately."""
+        with self._asking:
+            return self._connected()
+
+    def call(self, site: str, request: bytes, timeout: float, most: int) -> bytes:
+        """A site's answer, whatever sessions it takes."""
+        end, tries, most = time.monotonic() + timeout, 0, min(most, self._kits.message_mb << 20)
+        while (left := end - time.monotonic()) > 0:
+            session = self._session_with(site, end)
+            look = partial(self._look, session, site, [time.monotonic()], 2 * len(request) / SLOW)
+            try:
+                about = {"site": site, "timeout": left, "most": most}
+                answer = ask(session, pack(request, **about), left + LOOK, look, LOOK)
+                header, body = unpack(answer)
+            except TimeoutError:
+                break
+            except (OSError, ValueError):
+                time.sleep(PAUSE)
+                continue
+            if "long" in header:
+                raise LongAnswerError(f"its answer has {header['long']:,} bytes, and {most:,} are the most")
+            if "error" not in header:
+                return body
+            error, tries = str(header["error"]), tries + 1
+            _log.debug("site %s: %s", site, error)
+            if TOO_LONG in error:
+                size = f"{len(request):,} bytes"
+                raise TooLongError(f"a message of {size} is longer than [limits] message_mb allows")
+            self._without(session, site)
+            if tries == TRIES:
+                raise UnreachableError(f"{TRIES} sessions ended before its answer was here: {error}")
+        raise UnreachableError(f"no answer within {timeout:g} seconds")
+
+    def _look(self, session: Path, site: str, seen: list[float], slack: float) -> None:
+        """Whether an answer may still come: the session is open, and the site's process in it lives.
+
+        Args:
+            seen: when it was last seen alive; it is noted there.
+            slack: seconds that a site which is connected may stay silent beyond the usual.
+
+        Raises:
+            ConnectionResetError: another session will do.
+            UnreachableError: the site has left.
+        """
+        if self._session != session:
+            raise ConnectionResetError
+        try:
+            header, _ = unpack(ask(session, pack(site=site, timeout=LOOK), 2 * LOOK + slack))
+            if header.get("alive"):
+                seen[0] = time.monotonic()
+        except (OSError, ValueError):
+            self._lose(session)
+            raise ConnectionResetError from None
+        silent = time.monotonic() - seen[0]
+        if silent > PATIENCE / 2 and site in self.connected():
+            if silent > PATIENCE / 2 + slack:
+                # It is back, and its process in this session is gone.
+                self._without(session, site)
+                raise ConnectionResetError
+        elif silent > PATIENCE:
+            raise UnreachableError("it has left")
+
+    def _without(self, session: Path, site: str) -> None:
+        """The session goes on without a site; for its next request another one is opened."""
+        with self._changed:
+            if self._session == session:
+                self._inside -= {site}
+
+    def _session_with(self, site: str, end: float) -> Path:
+        """The socket of a session in which a site takes part; a new one if need be."""
+        end = min(end, time.monotonic() + PATIENCE)
+        while True:
+            if self._stopping:
+                raise UnreachableError("the hub is stopping")
+            with self._opening:
+                with self._changed:
+                    if self._session is not None and site in self._inside:
+                        return self._session
+                present = self.connected()
+                if site in present:
+                    self._open(present)
+                    continue
+            if time.monotonic() > end:
+                raise UnreachableError("it is not connected")
+            time.sleep(PAUSE)
+
+    def _open(self, sites: Set[str]) -> None:
+        """Submit a job for these sites, and wait until its relay stands."""
+        for _ in range(STARTS):
+            self._close()
+            with self._asking, tempfile.TemporaryDirectory(prefix="prefed-job-") as folder:
+                write_job(Path(folder, "job"), sorted(sites), SETUP)
+                try:
+                    self._job = self._admin_session().submit_job(str(Path(folder, "job")))
+                except Exception as error:  # whatever its library raises, the server is asked again
+                    self._again(error)
+                    continue
+            with self._changed:
+                if self._changed.wait_for(lambda: self._session is not None, SETUP):
+                    return
+            sites = self.connected()
+        raise FederationError(
+            f"no session of NVIDIA FLARE could be opened with {', '.join(sorted(sites)) or 'any site'}: "
+            f"{self._kits.server}/process.log and log.txt say why. Whole rounds are kept: a run that has any "
+            "goes on with --resume"
+        )
+
+    def _opened(self, request: bytes) -> bytes:
+        """A session's relay says where it stands."""
+        header, _ = unpack(request)
+        door = Path(header["door"])
+        with self._changed:
+            self._session, self._inside = door, frozenset(header["sites"])
+            self._changed.notify_all()
+        when_gone(door, lambda: self._lose(door))
+        return b""
+
+    def _lose(self, session: Path) -> None:
+        with self._changed:
+            if self._session == session:
+                self._session, self._inside = None, frozenset()
+
+    def _close(self) -> None:
+        """End the session that there is."""
+        with self._changed:
+            job, self._job = self._job, ""
+            self._session, self._inside = None, frozenset()
+        if job:
+            with self._asking, suppress(Exception):
+                self._admin_session().abort_job(job)
+
+    def _connected(self) -> frozenset[str]:
+        for _ in range(STARTS):
+            try:
+                clients = self._admin_session().get_connected_client_list()
+                # A certificate is valid for its time; a site that left the project can still connect.
+                return frozenset(each.name for each in clients if _is_fresh(each)) & {*self._kits.sites}
+            except Exception as error:  # as above
+                self._again(error)
+        raise FederationError(f"the server of NVIDIA FLARE does not answer: see {self._kits.server}/log.txt")
+
+    def _admin_session(self) -> Any:
+        if self._admin is None:
+            from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+            # What goes wrong is told by what it raises: its own lines are for its own console.
+            logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+            with redirect_stdout(StringIO()):
+                self._admin = new_secure_session(
+                    self._kits.user, str(self._kits.admin), timeout=10.0, auto_login_max_tries=1
+                )
+        return self._admin
+
+    def _again(self, error: Exception) -> None:
+        """Start the server again if it has ended, and log in again."""
+        _log.debug("the server of NVIDIA FLARE: %s", error)
+        with suppress(Exception):
+            if self._admin is not None:
+                self._admin.close()
+        self._admin = None
+        if self._server is not None and not self._server.alive:
+            self._start_server()
+        time.sleep(PAUSE)
+
+    def _hold(self) -> None:
+        """Keep the hub's folder and its port to this process."""
+        folder = self._kits.server.parent
+        files.private_folder(folder / "checkpoint")
+        self._held = lock(folder, remedy="wait for it, or end it: a hub's folder serves one run at a time")
+        _, host, port = address(self._kits.server / "startup")
+        check_port(host, port)
+
+    def _start_server(self) -> None:
+        if self._stopping:
+            raise FederationError("the hub is stopping")
+        settle(self._kits.server)
+        with self._changed:
+            self._session, self._inside = None, frozenset()
+        environment = {HUB_DOOR: str(self._door.path), ACCOUNT: self._kits.user, **longest(PART >> 20)}
+        self._server = FlareProcess(
+            SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment
+        )
+        end, last = time.monotonic() + SETUP, Exception("its process has ended")
+        while time.monotonic() < end and self._server.alive:
+            try:
+                self._admin_session()
+                return
+            except Exception as error:  # it is not up yet
+                last = error
+                time.sleep(PAUSE)
+        raise FederationError(
+            f"the server of NVIDIA FLARE does not start: see {self._kits.server}/process.log ({last})"
+        )
+
+    def _stop(self) -> None:
+        # Requests may be under way in other threads: they end, and open nothing again.
+        self._stopping = True
+        self._close()
+        with suppress(Exception):
+            if self._admin is not None:
+                self._admin.close()
+        if self._server is not None:
+            self._server.stop()
+        self._door.__exit__()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def _is_fresh(client: Any) -> bool:
+    return client.last_connect_time is not None and client.last_connect_time > time.time() - FRESH

@@ -1,0 +1,368 @@
+"""The backend that has a federation's sites do the tasks.
+
+Clients' private states lie at their sites. What lies here in their place are receipts: names of the versions
+that count. They are staged, accepted and committed as a simulation's private states are, so a round counts on
+all machines at once, when this machine commits it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from itertools import chain, groupby
+from threading import Lock
+from typing import Any
+
+from prefed.core import Plain
+from prefed.core.text import printable
+from prefed.engines import ClientStates, Task, TaskResult
+from prefed.networks.federation.protocol import FORMAT, HEADER, order_digest, pack, unpack
+from prefed.networks.federation.silence import Silence
+from prefed.networks.federation.transport import (
+    FederationError,
+    LongAnswerError,
+    TooLongError,
+    Transport,
+    UnreachableError,
+)
+from prefed.networks.federation.unix_socket import MOST
+from prefed.networks.federation.vault import is_receipt
+from prefed.store.receipts import receipt_in, receipt_state
+
+_log = logging.getLogger("prefed")
+
+HELLO = 10.0
+"""Seconds in which a site that was away must answer to be asked again."""
+
+LONGEST_REASON = 2000
+"""Characters of a site's reason that are read."""
+
+
+class SiteError(FederationError):
+    """A site refuses to take part in a run, or cannot."""
+
+
+class Sites:
+    """The sites of a run, as the hub asks them.
+
+    Args:
+        timeout: seconds for an answer that needs no training.
+
+    Attributes:
+        most: the bytes that a client's upload may have, or figures where the exchange's name is empty, by
+            client, exchange and round. A longer answer is not read.
+    """
+
+    def __init__(self, transport: Transport, federation: str, run: str, timeout: float) -> None:
+        self.most: Callable[[str, str, int], int] = lambda client, exchange, number: MOST
+        self._transport, self._timeout = transport, timeout
+        self._common = {"format": FORMAT, "federation": federation, "run": run}
+        self._experiment, self._members, self._unseen = "", list[str](), list[str]()
+        self._order, self._model = "", ""
+
+    def connected(self) -> frozenset[str]:
+        """The sites that can be reached at the moment."""
+        return frozenset(self._transport.connected())
+
+    def join(self, site: str, experiment: str, timeout: float | None = None) -> dict[str, Any]:
+        """Tell a site of the run: its clients, each with its numbers of pairs, and its versions.
+
+        Args:
+            timeout: seconds for the answer; left out: as for every answer that needs no training.
+
+        Raises:
+            SiteError: it refuses, or cannot.
+            UnreachableError: it does not answer.
+        """
+        self._experiment = experiment
+        return self._agreed(site, timeout, kind="join", experiment=experiment)
+
+    def start(
+        self,
+        site: str,
+        members: Sequence[str],
+        unseen: Sequence[str],
+        model: str,
+        timeout: float | None = None,
+    ) -> None:
+        """Have a site build its job. Raises as :meth:`join`, also for another model.
+
+        Args:
+            model: the fingerprint that its model must have.
+        """
+        self._members, self._unseen, self._model = list(members), list(unseen), model
+        self._order = order_digest(self._experiment, self._members, self._unseen)
+        answer = self._agreed(site, timeout, kind="start", members=self._members, unseen=self._unseen)
+        told = answer.get("fingerprint")
+        if not isinstance(told, dict) or not isinstance(told.get("model"), str):
+            raise SiteError(
+                f"site {site!r} does not say which base model it has: install the same prefed there"
+            )
+        if told["model"] != model:
+            raise SiteError(
+                f"site {site!r} has another base model, or another version of it: put the same one there"
+            )
+
+    def hello(self, site: str) -> bool:
+        """Whether a site answers."""
+        try:
+            self._agreed(site, timeout=HELLO, kind="hello")
+        except (UnreachableError, FederationError):
+            return False
+        return True
+
+    def leave(self, site: str) -> None:
+        """Tell a site that the run is over, if it answers."""
+        try:
+            self._agreed(site, timeout=HELLO, kind="leave")
+        except (UnreachableError, FederationError):
+            return
+
+    def do(self, site: str, task: Task, receipt: str | None, timeout: float) -> tuple[dict[str, Any], bytes]:
+        """A site's answer to a task. A site that has lost its memory of the run is told of it again.
+
+        If it cannot take part any longer, its clients miss the round, and the others go on.
+        """
+        fields = {name: value for name, value in vars(task).items() if name != "message"}
+        fields |= {"receipt": receipt, "order": self._order}
+        answer, message = self._ask(site, timeout, task.message, **fields)
+        if answer.get("unknown"):
+            try:
+                self._tell_again(site, timeout)
+            except SiteError as error:
+                return {"withheld": str(error)}, b""
+            answer, message = self._ask(site, timeout, task.message, **fields)
+        return answer, message
+
+    def publish(
+        self, site: str, number: int, receipts: Mapping[str, str | None], message: bytes, timeout: float
+    ) -> None:
+        """Give a site what the server publishes to some of its clients after the last round.
+
+        Args:
+            receipts: client → the receipt of its private state that counts; ``None`` for its first.
+            message: the encoded download, the same for all of them.
+
+        Raises:
+            SiteError: it refuses, or cannot keep it.
+            UnreachableError: it does not answer.
+        """
+        fields = {"kind": "published", "round": number, "clients": dict(receipts)}
+        fields |= {"order": self._order, "model": self._model}
+        if self._agreed(site, timeout, message, **fields).get("unknown"):
+            self._tell_again(site, timeout)
+            if self._agreed(site, timeout, message, **fields).get("unknown"):
+                raise SiteError(f"site {site!r} does not know the run")
+
+    def _tell_again(self, site: str, timeout: float) -> None:
+        """Tell a site of the run that has lost its memory of it. Raises as :meth:`start`."""
+        self.join(site, self._experiment, timeout)
+        self.start(site, self._members, self._unseen, self._model, timeout)
+
+    def _agreed(
+        self, site: str, timeout: float | None = None, body: bytes = b"", **header: Any
+    ) -> dict[str, Any]:
+        answer, _ = self._ask(site, self._timeout if timeout is None else timeout, body, **header)
+        for how in ("refused", "failed"):
+            if how in answer:
+                verb = "refuses" if how == "refused" else "cannot take part"
+                raise SiteError(f"site {site!r} {verb}: {_reason(answer[how])}")
+        return answer
+
+    def _ask(
+        self, site: str, timeout: float, body: bytes = b"", **header: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        most = HEADER
+        if "exchange" in header:
+            most += self.most(header["client"], header["exchange"], header["asked"] or header["round"])
+        try:
+            answer = self._transport.call(site, pack(body, **self._common, **header), timeout, most)
+        except TooLongError as error:
+            return {"refused": str(error)}, b""
+        except LongAnswerError as error:
+            return _broken(str(error))
+        try:
+            return unpack(answer)
+        except ValueError:
+            return _broken("its answer is no message")
+
+
+class FederationBackend:
+    """Has each client's site do its tasks. Sites work at the same time, each on one task after the other.
+
+    A site that does not answer in time is away: it is asked nothing until it says hello again, and each
+    silence leaves it out for longer; see :class:`~prefed.networks.federation.silence.Silence`.
+
+    Args:
+        receipts: names of the private states that count, in the place of the states.
+        homes: client → its site.
+        timeout: seconds that one visit or evaluation may take.
+        warn: is told of sites that go and come.
+    """
+
+    states: ClientStates | None = None
+
+    def __init__(
+        self,
+        sites: Sites,
+        receipts: ClientStates,
+        homes: Mapping[str, str],
+        timeout: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._sites, self._receipts, self._homes = sites, receipts, homes
+        self._timeout, self._warn = timeout, warn
+        self.away = set[str]()
+        self._silences = {site: Silence() for site in sorted({*homes.values()})}
+        self._returning = dict[str, Future[bool]]()
+        self._pool = ThreadPoolExecutor(2 * len(set(homes.values())) or 1, thread_name_prefix="site")
+
+    def __enter__(self) -> FederationBackend:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
+        """The results, as they come; none of a client whose site is away."""
+        source, busy = iter(tasks), dict[Future[Any], tuple[str, Task]]()
+        first = next(source, None)
+        if first is None:
+            return
+        self._welcome_back(first.round)
+        waiting: dict[str, deque[Task]] = {site: deque() for site in self._homes.values()}
+        source, more = chain([first], source), True
+        while True:
+            working = {site for site, _ in busy.values()}
+            while more and any(not waiting[s] for s in waiting if s not in working and s not in self.away):
+                task = next(source, None)
+                more = task is not None
+                if task is not None and self._homes[task.client] not in self.away:
+                    waiting[self._homes[task.client]].append(task)
+            for site, queue in waiting.items():
+                if queue and site not in working:
+                    task = queue.popleft()
+                    stored = self._receipts.read(task.client)
+                    busy[self._pool.submit(self._do, site, task, stored)] = site, task
+            if not busy:
+                return
+            for future in wait(busy, return_when=FIRST_COMPLETED).done:
+                site, task = busy.pop(future)
+                try:
+                    result, receipt = future.result()
+                except UnreachableError as error:
+                    self.away.add(site)
+                    waiting[site].clear()
+                    self._silences[site].note(task.round, str(error))
+                    self._warn(f"site {site!r} is away: {error}; {self._silences[site].what_follows()}")
+                    continue
+                self._silences[site].answer(task.round)
+                if receipt is not None:
+                    self._receipts.stage(task.client, receipt)
+                yield result
+
+    def accept(self, clients: Iterable[str]) -> None:
+        """The staged receipts of ``clients`` count."""
+        self._receipts.accept(clients)
+
+    def set_aside(self) -> frozenset[str]:
+        """The clients of sites that are asked no more."""
+        return frozenset(c for c, site in self._homes.items() if self._silences[site].again is None)
+
+    def figures(self) -> dict[str, Plain]:
+        """For the round's record: which sites left requests without an answer, and what follows."""
+        silent: dict[str, Plain] = {s: each.figures() for s, each in self._silences.items() if each.count}
+        return {"silent_sites": silent} if silent else {}
+
+    def memory_mb(self) -> float:
+        """Nothing: sites keep their figures to themselves."""
+        return 0.0
+
+    def _do(self, site: str, task: Task, stored: bytes | None) -> tuple[TaskResult, bytes | None]:
+        receipt = None if stored is None else receipt_in(stored)
+        try:
+            answer, message = self._sites.do(site, task, receipt, self._timeout)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Whatever a site sends, the others go on.
+            _log.exception("the answer of site %r cannot be read", site)
+            answer, message = _broken(f"its answer cannot be read: {error!r}")
+        new = answer.get("receipt")
+        if new is not None and not (isinstance(new, str) and is_receipt(new)):
+            answer, message = _broken("it names a private state by what is no receipt")
+            new = None
+        reason = next((_reason(answer[how]) for how in ("refused", "failed") if how in answer), "")
+        reason = f"its site says: {reason}" if reason else _reason(answer.get("withheld", ""))
+        kept = None if new is None else receipt_state(site, new)
+        broken = answer.get("broken") is True
+        result = TaskResult(task.client, b"" if reason else message, reason, task.asked, broken=broken)
+        return result, None if reason else kept
+
+    def publish(self, number: int, message_to: Callable[[str], bytes]) -> None:
+        """Give each site what its clients' models need after the last round, and which private states count.
+
+        A site that does not get it is warned of: the run is whole without it.
+
+        Args:
+            message_to: client → the encoded download.
+        """
+        clients = dict[str, list[str]]()
+        for client, site in sorted(self._homes.items()):
+            clients.setdefault(site, []).append(client)
+        one_at_a_time = Lock()
+
+        def message_of(client: str) -> bytes:
+            with one_at_a_time:
+                return message_to(client)
+
+        def give(site: str) -> None:
+            if site in self.away and (self._silences[site].again is None or not self._greet(site)):
+                raise UnreachableError("it is away")
+            # Usually all clients are given the same.
+            for message, group in groupby(clients[site], message_of):
+                receipts = dict[str, str | None]()
+                for client in group:
+                    stored = self._receipts.read(client)
+                    receipts[client] = None if stored is None else receipt_in(stored)
+                self._sites.publish(site, number, receipts, message, self._timeout)
+
+        giving = {self._pool.submit(give, site): site for site in clients}
+        for future in as_completed(giving):
+            try:
+                future.result()
+            except (UnreachableError, FederationError) as error:
+                self._warn(
+                    f"site {giving[future]!r} has not got the models of its clients ({error}); the same "
+                    "command with --resume sends them again"
+                )
+
+    def _welcome_back(self, number: int) -> None:
+        """Have those sites back that were away, have said hello and may be asked again in this round. Greet
+        the others that may be asked in the next one, while the rest work.
+        """
+        for site in sorted(self.away):
+            again, greeting = self._silences[site].again, self._returning.get(site)
+            if again is None or number < again - 1:
+                continue
+            if greeting is not None and greeting.done() and number >= again:
+                del self._returning[site]
+                if greeting.result():
+                    self.away.discard(site)
+                    self._warn(f"site {site!r} is back")
+                    continue
+            if site not in self._returning:
+                self._returning[site] = self._pool.submit(self._greet, site)
+
+    def _greet(self, site: str) -> bool:
+        return site in self._sites.connected() and self._sites.hello(site)
+
+
+def _broken(reason: str) -> tuple[dict[str, Any], bytes]:
+    """What stands for an answer that no site with our code gives."""
+    return {"failed": reason, "broken": True}, b""
+
+
+def _reason(value: object) -> str:
+    """What a site says of why it sends nothing."""
+    return printable(value[:LONGEST_REASON]) if isinstance(value, str) else "what is no text"

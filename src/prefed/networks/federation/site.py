@@ -1,0 +1,358 @@
+"""A site: it answers the hub's requests with its own data, within its administrator's limits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from prefed.config import ConfigError, Experiment
+from prefed.core import files
+from prefed.core.errors import is_ours, one_line
+from prefed.core.text import pluralize, printable
+from prefed.engines import WorkerError
+from prefed.engines.backends.worker import Worker
+from prefed.engines.tasks import Task
+from prefed.networks.federation.audit_log import SentLog, contents
+from prefed.networks.federation.config import SiteConfig, check_places
+from prefed.networks.federation.final_models import take_in
+from prefed.networks.federation.limits import (
+    RefusalError,
+    check_experiment,
+    check_members,
+    check_same,
+    check_task,
+)
+from prefed.networks.federation.privacy_ledger import Releases
+from prefed.networks.federation.protocol import (
+    FORMAT,
+    PACKAGES,
+    is_run,
+    order_digest,
+    own_version,
+    pack,
+    unpack,
+)
+from prefed.networks.federation.requests import check_download, task_in, texts_in
+from prefed.networks.federation.site_job import (
+    begun_experiment,
+    own_dataset,
+    own_experiment,
+    site_factory,
+    told_names,
+)
+from prefed.networks.federation.vault import Vault, site_secret
+from prefed.runs.data_notices import data_notices
+from prefed.store.directory import lock
+
+_log = logging.getLogger("prefed")
+
+REMEMBERED = 4
+"""Answers that are kept for a request that comes again."""
+LARGE = 1 << 26
+"""Bytes of the answers that are kept; of the last one any number."""
+LONGEST_REASON = 1000
+"""Characters of why a request was refused or failed that are told and logged."""
+WITHHELD = "the upload was withheld: the site's log says more"
+CHANGED = "this site's data changed since the run began: put back what they were"
+
+
+class Site:
+    """Answers requests. What trains is a child process, whose death is a failed answer and no more.
+
+    Args:
+        tell: is given each line that a person at the site may want to see.
+
+    Raises:
+        StoreError: another process uses the state folder.
+    """
+
+    def __init__(self, config: SiteConfig, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.config, self._tell = config, tell
+        self._state = Path(config.state)
+        files.private_folder(self._state / "checkpoint")
+        self._held: int | None = lock(self._state, remedy="end it first: a state folder is one site's")
+        self._secret = site_secret(self._state)
+        self.log = SentLog(self._state / "log")
+        self._turn = Lock()
+        self._run, self._order, self._fingerprint = "", "", ""
+        self._exchanges: list[str] = []
+        self._experiment: Experiment | None = None
+        self._worker: Worker | None = None
+        self._answers: OrderedDict[str, bytes] = OrderedDict()
+        self._releases = Releases(self._state)
+
+    def close(self) -> None:
+        """End the process that trains, and let go of the state folder."""
+        self._stop()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def answer(self, request: bytes) -> bytes:
+        """The answer to a request of the hub; nothing in a request raises an exception here."""
+        what: dict[str, Any] = {}
+        try:
+            if len(request) > self.config.limits.message_mb * 2**20:
+                size = f"{len(request):,} bytes"
+                raise RefusalError(f"a message of {size} is longer than [limits] message_mb allows")
+            try:
+                header, body = unpack(request)
+            except ValueError as error:
+                raise RefusalError(str(error)) from error
+            kinds = {"run": str, "round": int, "client": str}
+            what = {name: header[name] for name in kinds if isinstance(header.get(name), kinds[name])}
+            return self._answer(header, body)
+        except RefusalError as refusal:
+            reason = printable(one_line(refusal))
+            self._note("refused", reason, **what)
+            return pack(refused=reason)
+        except WorkerError as error:
+            self._note("failed", _reason(error), **what)
+            if error.trace:
+                _log.error("%s", error)
+            return pack(failed="the process that trains died or failed: the site's log says more")
+        except Exception as error:
+            # The text may quote the site's files: it stays here.
+            self._note("failed", printable(f"{type(error).__name__}: {one_line(error)}"), **what)
+            if not (is_ours(error) or isinstance(error, OSError)) or os.environ.get("PREFED_TRACEBACK"):
+                _log.exception("a request could not be answered")
+            return pack(failed=f"{type(error).__name__}: the site's log says more")
+
+    def _note(self, what: str, reason: str, **fields: Any) -> None:
+        """Tell a person, and the log, that a request was refused or failed."""
+        fields[what] = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} …"
+        self._say(fields[what])
+        # A full disk must not keep the hub from being told, and neither must anything else.
+        with suppress(Exception):
+            self.log.add(what, **{name: value for name, value in fields.items() if _is_short(value)})
+
+    def _say(self, text: str) -> None:
+        with suppress(Exception):
+            self._tell(printable(text))
+
+    def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
+        kind = header.get("kind")
+        if kind == "foreign":
+            raise RefusalError(f"on NVIDIA FLARE's channels, {header.get('asked')}")
+        if header.get("format") != FORMAT:
+            theirs = header.get("format")
+            raise RefusalError(f"the hub speaks format {theirs}, and this site {FORMAT}: update prefed")
+        if kind == "hello":
+            return pack(site=self.config.name)
+        run = header.get("run")
+        if not isinstance(run, str) or not is_run(run):
+            raise RefusalError("a request without the name of its run")
+        if header.get("federation") != self.config.federation:
+            raise RefusalError(f"this site belongs to the federation {self.config.federation!r}")
+        with self._turn:
+            if kind == "join":
+                return self._join(run, header)
+            if kind == "start":
+                return self._start(run, header)
+            if kind in ("visit", "evaluate"):
+                return self._do(run, header, body)
+            if kind == "published":
+                return self._keep(run, header, body)
+            if kind == "leave":
+                self._stop()
+                return pack()
+        raise RefusalError("a request of an unknown kind")
+
+    def _join(self, run: str, header: dict[str, Any]) -> bytes:
+        """Read a run's experiment, and tell of the site's clients."""
+        text = header.get("experiment")
+        if not isinstance(text, str):
+            raise RefusalError("a run without an experiment")
+        try:
+            experiment = own_experiment(text, self.config)
+            check_experiment(experiment, self.config)
+            known = self._read_order(run)
+            if known is not None:
+                check_same(run, own_experiment(known["experiment"], self.config), experiment)
+        except ConfigError as error:
+            raise RefusalError(str(error)) from error
+        dataset = own_dataset(experiment, self._state / "cache")
+        notes, warnings = data_notices(dataset)
+        for text in (*notes, *(f"warning: {warning}" for warning in warnings)):
+            self._say(text)
+            self.log.add("data", run=run, noted=printable(text)[:LONGEST_REASON])
+        names = told_names(dataset, self.config, self._secret)
+        if known is not None and known["data"] != dataset.fingerprint:
+            raise RefusalError(CHANGED)
+        clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
+        order = known or {"data": dataset.fingerprint, "round": 0}
+        self._write_order(run, {**order, "experiment": text, "names": names, "pairs": clients})
+        self.log.add("join", run=run, told=", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items()))
+        return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
+
+    def _start(self, run: str, header: dict[str, Any]) -> bytes:
+        """Begin, or go on with, a run whose members the hub knows."""
+        order = self._read_order(run)
+        if order is None:
+            raise RefusalError("a run that this site was not told of")
+        members, unseen = texts_in(header, "members"), texts_in(header, "unseen")
+        order |= {"members": members, "unseen": unseen}
+        order |= {"order": order_digest(order["experiment"], members, unseen)}
+        self._begin(run, order)
+        order |= {"exchanges": self._exchanges}
+        self._write_order(run, order)
+        return pack(fingerprint={"model": self._fingerprint})
+
+    def _experiment_of(self, run: str, order: dict[str, Any]) -> Experiment:
+        """The experiment of a run that began, if the limits allow it."""
+        if self._experiment is not None and (self._run, self._order) == (run, _told(order)):
+            return self._experiment
+        experiment = begun_experiment(order, self.config)
+        check_experiment(experiment, self.config)
+        check_members(experiment, self.config, len({*order["members"]} - {*order["unseen"]}))
+        return experiment
+
+    def _begin(self, run: str, order: dict[str, Any]) -> None:
+        """Start the process that trains, unless the run has one."""
+        told = _told(order)
+        if (self._run, self._order) == (run, told) and self._worker is not None:
+            return
+        experiment = self._experiment_of(run, order)
+        check_places(self.config)
+        self._stop()
+        factory = site_factory(experiment, self._state / "cache", order["names"], order["members"])
+        worker = Worker()
+        try:
+            worker.send(builder=factory.builder, text=factory.text, threads=experiment.engine.threads or 1)
+            fields = worker.receive()
+            if fields["fingerprint"]["data"] != order["data"]:
+                raise RefusalError(CHANGED)
+        except BaseException:
+            worker.stop()
+            raise
+        self._run, self._order, self._experiment, self._worker = run, told, experiment, worker
+        self._fingerprint, self._exchanges = fields["fingerprint"]["model"], fields["exchanges"]
+        rounds = pluralize(experiment.rounds, "round", "rounds")
+        self._say(f"run {run[:8]}: {experiment.method.name}, {rounds}")
+
+    def _do(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
+        """A visit or an evaluation of one of the site's clients."""
+        key = files.digest(pack(**header)) + files.digest(body)
+        if key in self._answers:
+            return self._answers[key]
+        order = self._read_order(run) or {}
+        if not ("exchanges" in order and "pairs" in order) or _told(order) != header.get("order"):
+            return pack(unknown=True)
+        receipt, task = header.get("receipt"), task_in(header, body)
+        if task.round < order["round"]:
+            raise RefusalError(
+                f"round {task.round} is over: this site has answered in round {order['round']}"
+            )
+        own = next((name for name, told in order["names"].items() if told == task.client), None)
+        if own is None:
+            raise RefusalError("a client that is not here")
+        # What may change in a run that goes on, such as its rounds, is no reason for a second draw.
+        lasting = {name: value for name, value in header.items() if name != "order"}
+        release = files.digest(pack(**lasting)) + files.digest(body)
+        released = self._releases.answer(run, task.round, release)
+        if released is not None:
+            return released
+        # Whatever cannot be served is refused before a process is started for it.
+        experiment = self._experiment_of(run, order)
+        check_task(task, experiment, self.config, order["pairs"][task.client], order["exchanges"])
+        check_download(body, "a task")
+        privacy = experiment.privacy
+        noisy = task.kind == "visit" and privacy.kind == "local" and privacy.noise > 0
+        if noisy:
+            self._releases.check(own, privacy, self.config.limits)
+        vault = Vault(self._state / "runs" / run / "clients", self._secret)
+        before = vault.read(task.client, receipt)
+        self._begin(run, order)
+        if noisy:
+            self._releases.count(own, privacy)
+        fields = self._work(run, order, task, before)
+        state: bytes | None = fields["state"]
+        kept = receipt if state is None else vault.keep(task.client, task.round, state)
+        if task.kind == "visit":
+            vault.tidy(task.client, receipt, task.round)
+        if task.round > order["round"]:
+            self._write_order(run, {**order, "round": task.round})
+        message: bytes = fields["message"]
+        what = task.exchange or "evaluation"
+        told = contents(task.kind, message)
+        sent = {"bytes": len(message), **told, "withheld": fields["withheld"]}
+        self.log.add(what, run=run, round=task.round, client=task.client, **sent)
+        self._say(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
+        new = kept if kept != receipt else None
+        # No noise is on the reason, which may quote what was trained.
+        withheld = WITHHELD if noisy and fields["withheld"] else fields["withheld"]
+        answer = pack(message, client=task.client, withheld=withheld, asked=task.asked, receipt=new)
+        if noisy:
+            self._releases.keep(run, task.round, release, answer)
+        self._answers[key] = answer
+        while len(self._answers) > REMEMBERED or (
+            len(self._answers) > 1 and sum(map(len, self._answers.values())) > LARGE
+        ):
+            self._answers.popitem(last=False)
+        return answer
+
+    def _keep(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
+        """Keep what the hub publishes to clients of this site after the last round."""
+        order = self._read_order(run) or {}
+        if "order" not in order or _told(order) != header.get("order"):
+            return pack(unknown=True)
+        rounds = own_experiment(order["experiment"], self.config).rounds
+        number = take_in(self._state / "runs" / run, order, rounds, self._secret, header, body)
+        self.log.add("published", run=run, round=number)
+        self._say(f"run {run[:8]}: ended after round {number}; `prefed site export` writes its models")
+        return pack()
+
+    def _work(self, run: str, order: dict[str, Any], task: Task, state: bytes | None) -> dict[str, Any]:
+        """What the process that trains answers. If it dies it is started again, once."""
+        for last in (False, True):
+            try:
+                if self._worker is None:
+                    self._begin(run, order)
+                assert self._worker is not None
+                self._worker.give(task, state, self.config.limits.visit_seconds)
+                return self._worker.receive()
+            except WorkerError as error:
+                self._stop()
+                if last:
+                    raise
+                self.log.add("restart", run=run, round=task.round, failed=_reason(error)[:300])
+        raise AssertionError
+
+    def _stop(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        self._run, self._order, self._experiment, self._worker = "", "", None, None
+
+    def _read_order(self, run: str) -> dict[str, Any] | None:
+        path = self._order_path(run)
+        return files.loads_with_digest(path.read_bytes()) if path.exists() else None
+
+    def _write_order(self, run: str, order: dict[str, Any]) -> None:
+        files.private_folder(self._order_path(run).parent)
+        files.write(self._order_path(run), files.dumps_with_digest(order), mode=0o600)
+
+    def _order_path(self, run: str) -> Path:
+        return self._state / "runs" / run / "order.json"
+
+
+def _told(order: dict[str, Any]) -> str:
+    """The digest of what the site itself keeps of a run: that of another join does not count."""
+    return order_digest(order["experiment"], order["members"], order["unseen"])
+
+
+def _reason(error: WorkerError) -> str:
+    """Why the process that trains failed, in one line: of a trace, what was raised."""
+    if error.trace:
+        return printable(f"a worker process failed: {error.trace.strip().splitlines()[-1]}")
+    return printable(one_line(error))
+
+
+def _is_short(value: object) -> bool:
+    return len(json.dumps(value, default=str, ensure_ascii=False)) <= 2 * LONGEST_REASON + 4

@@ -1,0 +1,295 @@
+"""Where peers meet: a store of ``torch.distributed``, through which they find each other and agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
+from typing import Annotated, Any, Literal
+
+import torch.distributed as dist
+from pydantic import Field, TypeAdapter
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from prefed.networks.peers.heartbeat import Beat, PeerError, Watch, beat_key
+
+_KINDS: Mapping[type, TypeAdapter[Any]] = {
+    str: TypeAdapter(str),
+    dict: TypeAdapter(dict[str, Any]),
+    list: TypeAdapter(Annotated[list[int], Field(min_length=1)]),
+}
+
+CONNECT = timedelta(seconds=60)
+"""For each of gloo's attempts to connect with a neighbour; it makes five."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which peer this process is, and where all meet.
+
+    Attributes:
+        rank: 0 for the first peer.
+        peers: how many there are.
+        host: the machine of peer 0, as all others reach it; empty under torchrun, whose store they share.
+        port: the port at which peer 0 keeps the store.
+        backend: what carries models: ``"gloo"``, or ``"nccl"`` where each peer has a GPU of its own.
+        patience: seconds without a sign of life after which a peer is given up.
+        join: seconds to wait until all peers have come.
+    """
+
+    rank: int
+    peers: int
+    host: str = ""
+    port: int = 0
+    backend: Literal["gloo", "nccl"] = "gloo"
+    patience: float = 30.0
+    join: float = 600.0
+
+    @staticmethod
+    def of(environment: Mapping[str, str], at: str | None, rank: int | None, peers: int | None) -> Place:
+        """A place as options say, and where they are left out as torchrun or a scheduler says.
+
+        Args:
+            environment: of the process: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
+            at: ``"HOST:PORT"``.
+
+        Raises:
+            ValueError: something is missing, or no number.
+
+        >>> Place.of({}, "10.0.0.1:29500", 2, 5).port
+        29500
+        """
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and at is None
+        given = {
+            "--rank": rank if rank is not None else environment.get("RANK"),
+            "--peers": peers if peers is not None else environment.get("WORLD_SIZE"),
+        }
+        address = at or ":".join(environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        host, _, port = address.rpartition(":")
+        if not agent:
+            given["--at"] = address if host and port else None
+        missing = [name for name, value in given.items() if value is None]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} are missing: start all peers with torchrun --nproc-per-node=N -m "
+                "prefed.networks.peers FILE, or each with --rank K --peers N --at HOST:PORT (HOST: peer 0's "
+                "machine)"
+            )
+        for name in ("--rank", "--peers"):
+            if not str(given[name]).removeprefix("-").isdecimal():
+                raise ValueError(f"{name} = {given[name]!r}: write a whole number")
+        place = Place(int(given["--rank"] or 0), int(given["--peers"] or 0))
+        if not 0 <= place.rank < place.peers:
+            raise ValueError(
+                f"--rank = {place.rank}: {place.peers} peers have the ranks 0 to {place.peers - 1}"
+            )
+        if agent:
+            return place
+        if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ValueError(
+                f"--at = {address!r}: write HOST:PORT, e.g. 10.0.0.1:29500; a port is 1 to 65535"
+            )
+        return Place(place.rank, place.peers, host.strip("[]"), int(port))
+
+
+class Meeting:
+    """All peers of a run, from when all have come until this one leaves.
+
+    On leaving with an error, all others learn of it, unless they know.
+
+    Attributes:
+        place: this peer's.
+        watch: sees whether the others live.
+
+    Raises:
+        PeerError: (on entering) a peer did not come; (on leaving) a peer is at fault.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def __enter__(self) -> Meeting:
+        place = self.place
+        # Connections are made with neighbours alone, when they are first needed.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        end = time.monotonic() + place.join
+        host = None if not place.host else 0
+        # In a daemon thread: the store's client waits without a time-out if peer 0 is stopped.
+        pool, limit = ThreadPool(1), place.join + place.patience
+        try:
+            names = pool.apply_async(self._come, (end,)).get(limit)
+        except TimeoutError:
+            who = "peer 0" if place.host else "the store that torchrun keeps"
+            raise PeerError(
+                f"{who} is stopped or cannot be reached: no answer in {limit:g} seconds"
+            ) from None
+        finally:
+            pool.close()
+        self.watch = Watch(self._store, place.rank, names, host, place.patience)
+        self.watch.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.watch.hush()
+        if kind is None:
+            self.watch.leave("done")
+            if self.watch.verdict:
+                raise PeerError(self.watch.verdict)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            return
+        if isinstance(error, PeerError):
+            self.watch.leave("left")
+            # Without notes: where this peer happened to be says nothing of the one at fault.
+            raise PeerError(str(error)) from None
+        ours = isinstance(error, Exception)
+        # torchrun ends a peer when another has ended, or a library's call fails: the watch soon knows why.
+        library = isinstance(error, RuntimeError) and not type(error).__module__.startswith("prefed.")
+        verdict = self.watch.wait_for_verdict(2.0 if library or not ours else 0.0)
+        if not verdict:
+            self.watch.accuse(self.place.rank, f"failed: {error}" if ours else "was ended from outside")
+            self.watch.wait_for_verdict(2.0)
+        self.watch.leave("left")
+        if verdict:
+            raise PeerError(verdict) from error
+
+    def share(self, what: str, value: Any) -> list[Any]:
+        """Tell all peers something, and get what each tells of it, by rank.
+
+        Args:
+            value: a text, a mapping, or a list of round numbers; the others must tell the like.
+
+        Raises:
+            PeerError: a peer tells something else.
+        """
+        told, kind = [], _KINDS[type(value)]
+        self._store.set(f"{what}/{self.place.rank}", json.dumps(value))
+        keys = [f"{what}/{rank}" for rank in range(self.place.peers)]
+        while not self._store.check(keys):
+            self.watch.check()
+            time.sleep(0.02)
+        for rank, text in enumerate(self._store.multi_get(keys)):
+            try:
+                told.append(kind.validate_json(text, strict=True))
+            except ValueError:
+                raise PeerError(
+                    f"{self.watch.names[rank]} tells of its {what} what cannot be read: start all peers with "
+                    "one version of prefed"
+                ) from None
+        return told
+
+    def agree(self, what: str, tables: Mapping[str, Any]) -> None:
+        """See that all peers have the same values.
+
+        Args:
+            what: the values, in words.
+            tables: name → value that JSON can hold.
+
+        Raises:
+            PeerError: a peer has others than peer 0; the message names it and the first of them.
+        """
+        first, *others = self.share(what, tables)
+        for rank, other in enumerate(others, 1):
+            odd = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
+            if odd:
+                listed = "; ".join(f"{n} is {other.get(n)!r}, not {first.get(n)!r}" for n in odd[:3])
+                raise PeerError(
+                    f"{self.watch.names[rank]} has other {what} than {self.watch.names[0]}: {listed}; "
+                    "start all peers with the same"
+                )
+
+    def connect(self) -> None:
+        """Make ready for messages between peers."""
+        place = self.place
+        dist.init_process_group(
+            place.backend,
+            store=PrefixStore("models", self._store),
+            rank=place.rank,
+            world_size=place.peers,
+            timeout=CONNECT,
+        )
+
+    def _come(self, end: float) -> list[str]:
+        self._store = self._open()
+        return self._wait_for_all(end)
+
+    def _open(self) -> Store:
+        place, wait = self.place, timedelta(seconds=self.place.join)
+        if not place.host:
+            store: Store = next(rendezvous("env://", timeout=wait))[0]
+            return store
+        try:
+            return TCPStore(
+                place.host, place.port, None, place.rank == 0, timeout=wait, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            where = f"{place.host}:{place.port}"
+            if place.rank == 0:
+                raise PeerError(
+                    f"cannot listen at {where}: {error}; choose another port in --at, or another "
+                    "--rank if peer 0 is there already"
+                ) from None
+            raise PeerError(
+                f"peer 0 does not answer at {where} for {place.join:g} seconds: start it, or correct --at"
+            ) from None
+
+    def _wait_for_all(self, end: float) -> list[str]:
+        """The names of all peers, once they have come."""
+        place, store = self.place, self._store
+        ranks = range(place.peers)
+        try:
+            if place.rank == 0:
+                store.set("peers", str(place.peers))
+            turn = store.add(f"turn/{place.rank}", 1)
+            if store.check(["begun"]):
+                raise PeerError(
+                    f"peer {place.rank} has come already, and the run goes on: give each peer a --rank of "
+                    "its own, or end all and start them again with --resume"
+                )
+            self._check_place(turn)
+            store.set(f"host/{place.rank}", socket.gethostname())
+            store.set(beat_key(place.rank), Beat().text())
+            while not store.check([beat_key(rank) for rank in ranks]):
+                if time.monotonic() > end:
+                    raise PeerError(_missing([k for k in ranks if not store.check([beat_key(k)])], place))
+                self._check_place(turn)
+                time.sleep(0.05)
+            # In this order: of two with one rank, one at least sees the other.
+            store.set("begun", "")
+            self._check_place(turn)
+            hosts = store.multi_get([f"host/{rank}" for rank in ranks])
+        except dist.DistError:
+            raise PeerError("peer 0 ended before all peers had come: see what it says") from None
+        return [f"peer {rank} (on {host.decode(errors='replace')})" for rank, host in enumerate(hosts)]
+
+    def _check_place(self, turn: int) -> None:
+        """See that peer 0 counts as many peers, and that this one is the last that came with its rank.
+
+        Raises:
+            PeerError: it is not so.
+        """
+        place, store = self.place, self._store
+        count = int(store.get("peers")) if store.check(["peers"]) else place.peers
+        if count != place.peers:
+            raise PeerError(
+                f"peer {place.rank} has --peers {place.peers}, and peer 0 has {count}: start all alike"
+            )
+        if int(store.get(f"turn/{place.rank}")) != turn:
+            raise PeerError(
+                f"another process has come as peer {place.rank}: give each peer a --rank of its own"
+            )
+
+
+def _missing(ranks: Sequence[int], place: Place) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return (
+        f"of {place.peers} peers, {listed} did not come within {place.join:g} seconds (--join): start "
+        "each with the same --at and --peers"
+    )

@@ -1,0 +1,209 @@
+"""One peer of a run, from its start to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefed.config import Experiment
+from prefed.core import Callback, Callbacks, files
+from prefed.core.strict import flatten
+from prefed.core.wire import encode
+from prefed.data import DataMismatchError, FederatedDataset
+from prefed.engines import InProcess
+from prefed.merge.topology import Topology
+from prefed.networks.peers.heartbeat import PeerError
+from prefed.networks.peers.links import Links
+from prefed.networks.peers.own import among, choose, of_peer, own_pairs
+from prefed.networks.peers.rendezvous import Meeting, Place
+from prefed.networks.peers.rounds import PeerRounds
+from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
+from prefed.runs.data_notices import announce, left_out_table
+from prefed.runs.log import run_log
+from prefed.runs.resume import is_place, reconcile, reset_run, settings_digest, update_config
+from prefed.runs.run import conclude, file_digests
+from prefed.runs.summary import read_profiles
+from prefed.runs.track import tracked, usable
+from prefed.store import RunWriter
+
+FORMAT = 1
+"""Of what peers tell each other; peers of two formats do not agree."""
+_OWN = ("engine.", "align.", "data.partition.", "graph.file", "track.", "model.checkpointing")
+"""Beginnings of settings, besides places of files, in which peers may differ."""
+
+
+def peer_folder(out: Path, rank: int) -> Path:
+    """The run directory of a peer."""
+    return out / f"peer-{rank}"
+
+
+def run_peer(
+    experiment: Experiment,
+    out: Path,
+    place: Place,
+    *,
+    client: str | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Run one peer to its end; its run directory is :func:`peer_folder`.
+
+    It runs in the main thread of a process. All peers run at the same time, with the same experiment.
+
+    Args:
+        client: whose pairs it trains on; see :func:`~prefed.networks.peers.own.choose`.
+        resume: go on from the last round that all peers have. A peer whose folder holds nothing begins.
+        callbacks: receive the events of this peer.
+
+    Returns:
+        What ``summary.json`` holds.
+
+    Raises:
+        PeerError: another peer is gone, hangs or failed, or the peers do not agree.
+        ValueError: the experiment needs a server, or the clients do not fit the peers.
+        StoreError, OSError, DataError, ModelError, RoundError: as :func:`prefed.run`.
+    """
+    _check(experiment)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    path = peer_folder(out, place.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begun, kinds = resume and (path / "checkpoint").is_dir(), usable(experiment.track)
+    with (
+        Meeting(place) as meeting,
+        RunWriter(path, resume=begun, returnable=True) as writer,
+        run_log(path) as log,
+        tracked(kinds, experiment.track, path, Callbacks([*callbacks, log]), None) as telling,
+    ):
+        try:
+            if experiment.evaluate.diagnose is not None:
+                telling.on_warning(
+                    "[evaluate] diagnose needs all clients' gradients: peers are not diagnosed"
+                )
+            return _run(reconcile(experiment, writer), writer, meeting, client, telling)
+        except Exception:
+            writer.discard()
+            raise
+
+
+def _run(
+    experiment: Experiment, writer: RunWriter, meeting: Meeting, client: str | None, callback: Callback
+) -> dict[str, Any]:
+    dataset = _data(experiment, writer)
+    unseen = unseen_clients(experiment, dataset)
+    present = [name for name in dataset.clients if name not in unseen]
+    source, name = choose(present, meeting.place.rank, meeting.place.peers, client)
+    ranks = _introduce(meeting, name, present)
+    meeting.agree("settings", {"format": FORMAT, **_shared(experiment)})
+    _go_back(meeting, writer)
+    alone = of_peer(experiment)
+    pairs = among(own_pairs(dataset, source, name), sorted(ranks))
+    job = assemble_job(alone, build_trainers(alone, pairs, writer.path / "cache" / "reference"))
+    digests = {**job.trainers.fingerprint, **file_digests(experiment)}
+    common = {what: digest for what, digest in digests.items() if what != "data"}
+    meeting.agree("models or graphs", {**common, "mixing": _mixing(job.topology, writer.round + 1)})
+    digests |= {"peer": name, "peers": files.digest(json.dumps(job.members).encode())}
+    start = encode(job.method.init_server(job.trainers.initial))
+    writer.begin(start, digests, settings_digest(experiment.tables()))
+    update_config(experiment, writer)
+    writer.reopen()
+    meeting.watch.committed(writer.round)
+    announce(alone, job, callback)
+    meeting.connect()
+    links, engine = Links(meeting.watch, ranks), experiment.engine
+    with InProcess(job, writer.states, engine.threads or 1) as backend:
+        limit = engine.visit_timeout
+        own = PeerRounds(job, writer, backend, callback, name, links, meeting.watch, limit).run()
+        profiles = read_profiles(job, backend.states)
+    sizes = {name: pairs.sizes[name]._asdict()}
+    about = {"clients": sizes, "data": left_out_table(dataset.row_counts)}
+    conclude(job, writer, own, profiles, callback, peer=name, peers=list(job.members), **about)
+    summary: dict[str, Any] = json.loads((writer.path / "summary.json").read_text("utf-8"))
+    return summary
+
+
+def _check(experiment: Experiment) -> None:
+    """Refuse an experiment that needs a server."""
+    if experiment.whole_graph is None:
+        raise ValueError(
+            f"peers have no server, and {experiment.method.name} has one: add a table [graph], or take decdpo"
+        )
+    if experiment.align is not None:
+        raise ValueError("[align] trains a server's own model, and peers have no server: leave it out")
+    if experiment.stop is not None:
+        raise ValueError("[stop] judges by all clients' figures, and a peer has its own alone: leave it out")
+
+
+def _data(experiment: Experiment, writer: RunWriter) -> FederatedDataset:
+    cache = writer.path / "cache"
+    files.private_folder(cache)
+    try:
+        return build_data(experiment, cache / "data")
+    except DataMismatchError:
+        if writer.round:
+            raise
+        reset_run(writer)
+        files.private_folder(cache)
+        return build_data(experiment, cache / "data")
+
+
+def _introduce(meeting: Meeting, name: str, present: Sequence[str]) -> dict[str, int]:
+    """Tell all peers whose pairs this one has. Gives each client's peer.
+
+    Raises:
+        PeerError: two peers have one client, or a peer has one that is not in the data.
+    """
+    ranks: dict[str, int] = {}
+    names = meeting.watch.names
+    for rank, client in enumerate(meeting.share("client", name)):
+        if client in ranks:
+            raise PeerError(
+                f"{names[ranks[client]]} and {names[rank]} both have client {client!r}: see --client"
+            )
+        if len(present) > 1 and client not in present:
+            raise PeerError(
+                f"{names[rank]} has client {client!r}, who is not in this peer's data: see --client"
+            )
+        ranks[client] = rank
+    for client, rank in ranks.items():
+        names[rank] = names[rank].replace("(", f"({client!r} ", 1)
+    return ranks
+
+
+def _shared(experiment: Experiment) -> dict[str, Any]:
+    """The settings that all peers must have alike, by dotted name."""
+    flat = flatten(experiment.tables()).items()
+    return {name: value for name, value in flat if not (is_place(name) or name.startswith(_OWN))}
+
+
+def _go_back(meeting: Meeting, writer: RunWriter) -> None:
+    """Go back to the last round that all peers have.
+
+    Raises:
+        PeerError: there is none; the message names the peer that has gone on the least.
+    """
+    own = sorted(writer.kept) if writer.commit is not None else [0]
+    all_rounds = [set(rounds) for rounds in meeting.share("rounds", own)]
+    common = set.intersection(*all_rounds)
+    if not common:
+        last = min(range(len(all_rounds)), key=lambda rank: max(all_rounds[rank]))
+        ahead = max(min(rounds) for rounds in all_rounds)
+        raise PeerError(
+            f"{meeting.watch.names[last]} has nothing after round {max(all_rounds[last])}, and others have "
+            f"nothing before round {ahead}: put its run directory back, or begin anew with another --out"
+        )
+    if writer.commit is not None and max(common) < writer.round:
+        writer.go_back(max(common))
+
+
+def _mixing(topology: Topology, number: int) -> str:
+    """A digest of the mixing matrix of a round."""
+    matrix = topology.matrix(number)
+    matrix.sort_indices()
+    parts = (matrix.indptr.astype("<i8"), matrix.indices.astype("<i8"), matrix.data.astype("<f8"))
+    return files.digest(b"".join(part.tobytes() for part in parts))

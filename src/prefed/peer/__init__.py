@@ -1,4 +1,0 @@
-"""Peers: each client of a federation without a server is a process with its own data.
-
-``python -m prefed.peer FILE`` starts one; torchrun starts several on one machine.
-"""

@@ -1,0 +1,37 @@
+"""Objectives as pure functions of log-probabilities: DPO and its variants, PDPO, SFT, PPO.
+
+The loss of selectors reads log-odds of choices.
+"""
+
+from prefed.train.losses.batch import LossOutput, PairBatch, reward_figures
+from prefed.train.losses.choices import ChoiceBatch, choice
+from prefed.train.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
+from prefed.train.losses.pdpo import pdpo
+from prefed.train.losses.reference_free import orpo, sft, simpo
+from prefed.train.losses.registry import CHOICE, LATENT, OBJECTIVES, PPO, ObjectiveSpec, PairLoss, objective
+
+__all__ = [
+    "CHOICE",
+    "LATENT",
+    "OBJECTIVES",
+    "PPO",
+    "ChoiceBatch",
+    "LossOutput",
+    "ObjectiveSpec",
+    "PairBatch",
+    "PairLoss",
+    "cdpo",
+    "choice",
+    "dpo",
+    "hinge",
+    "ipo",
+    "kto_pair",
+    "objective",
+    "odpo",
+    "orpo",
+    "pdpo",
+    "reward_figures",
+    "robust",
+    "sft",
+    "simpo",
+]

@@ -1,0 +1,131 @@
+"""The input and the output of a loss on preference pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypeAlias
+
+from prefed.core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+LossOutput: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
+"""Losses per pair ``[B]`` with gradient, and scalar figures by name without."""
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """The log-probabilities of B preference pairs under a policy and its frozen reference.
+
+    A log-probability is in nats. It is the sum over the completion's tokens: the end-of-text token is
+    included, the prompt is not. Tensors that an objective does not need may be ``None``; see the attributes
+    ``needs_…`` of :class:`prefed.train.losses.PairLoss`.
+
+    Attributes:
+        policy_chosen: ``[B]`` log π_θ(y_w|x).
+        chosen_length: ``[B]`` completion tokens of y_w.
+        policy_rejected: ``[B]`` log π_θ(y_l|x).
+        rejected_length: ``[B]`` completion tokens of y_l.
+        reference_chosen: ``[B]`` log π_ref(y_w|x).
+        reference_rejected: ``[B]`` log π_ref(y_l|x).
+        margin: ``[B]`` how much better y_w is, on the data's own scale; NaN for a record without a margin.
+        reward_chosen: ``[B]`` score of y_w by an explicit reward head.
+        reward_rejected: ``[B]`` score of y_l by an explicit reward head.
+
+    Raises:
+        ValueError: a tensor is not 1-D, or not all have one length.
+
+    >>> import torch
+    >>> batch = PairBatch(torch.tensor([-4.0]), torch.tensor([3]), torch.tensor([-6.0]), torch.tensor([2]))
+    >>> len(batch), batch.average_chosen
+    (1, tensor([-1.3333]))
+    """
+
+    policy_chosen: Tensor
+    chosen_length: Tensor
+    policy_rejected: Tensor | None = None
+    rejected_length: Tensor | None = None
+    reference_chosen: Tensor | None = None
+    reference_rejected: Tensor | None = None
+    margin: Tensor | None = None
+    reward_chosen: Tensor | None = None
+    reward_rejected: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value.shape != (len(self),):
+                shape = tuple(value.shape)
+                raise ValueError(f"{field.name} has shape {shape}; expected ({len(self)},)")
+
+    def __len__(self) -> int:
+        return self.policy_chosen.numel()
+
+    def need(self, name: str) -> Tensor:
+        """The tensor of that name.
+
+        Raises:
+            ValueError: the batch has no such tensor.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"this objective needs {name}, which the batch does not have")
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    @property
+    def chosen_ratio(self) -> Tensor:
+        """``[B]`` log π_θ(y_w|x) − log π_ref(y_w|x)."""
+        return self.policy_chosen - self.need("reference_chosen")
+
+    @property
+    def rejected_ratio(self) -> Tensor:
+        """``[B]`` log π_θ(y_l|x) − log π_ref(y_l|x)."""
+        return self.need("policy_rejected") - self.need("reference_rejected")
+
+    @property
+    def delta(self) -> Tensor:
+        """``[B]`` Δ_ir: the chosen log-ratio minus the rejected one."""
+        return self.chosen_ratio - self.rejected_ratio
+
+    @property
+    def average_chosen(self) -> Tensor:
+        """``[B]`` log π_θ(y_w|x) per completion token."""
+        return self.policy_chosen / self.chosen_length.clamp(min=1)
+
+    @property
+    def average_rejected(self) -> Tensor:
+        """``[B]`` log π_θ(y_l|x) per completion token."""
+        return self.need("policy_rejected") / self.need("rejected_length").clamp(min=1)
+
+
+def implicit_reward_figures(batch: PairBatch, beta: float) -> dict[str, Tensor]:
+    """:func:`reward_figures` of DPO's implicit rewards: β times the log-ratios."""
+    return reward_figures(beta * batch.chosen_ratio, beta * batch.rejected_ratio)
+
+
+def reward_figures(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Figures to log about the rewards of a batch.
+
+    Args:
+        chosen: ``[B]`` rewards of the chosen responses.
+        rejected: ``[B]`` rewards of the rejected ones.
+
+    Returns:
+        ``accuracy``: share of pairs with the chosen reward above the rejected one (a tie counts as wrong);
+        ``margin``: mean difference; ``reward_chosen`` and ``reward_rejected``: means.
+
+    >>> import torch
+    >>> figures = reward_figures(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]))
+    >>> figures["accuracy"].item(), figures["margin"].item()
+    (0.5, 0.5)
+    """
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "accuracy": (chosen > rejected).to(chosen.dtype).mean(),
+        "margin": (chosen - rejected).mean(),
+        "reward_chosen": chosen.mean(),
+        "reward_rejected": rejected.mean(),
+    }

@@ -1,0 +1,235 @@
+"""The objectives by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from prefed.core.text import did_you_mean
+from prefed.train.losses.batch import LossOutput, PairBatch
+from prefed.train.losses.choices import ChoiceBatch, choice
+from prefed.train.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
+from prefed.train.losses.latent import CAPS, PRIORS
+from prefed.train.losses.pdpo import pdpo
+from prefed.train.losses.reference_free import orpo, sft, simpo
+
+
+@dataclass(frozen=True)
+class _Range:
+    text: str
+    contains: Callable[[float], bool]
+
+
+_POSITIVE = _Range("above 0", lambda value: value > 0)
+_FRACTION = _Range("from 0 to 1", lambda value: 0 <= value <= 1)
+_SWITCH = _Range("0 or 1", lambda value: value in (0, 1))
+_NOT_NEGATIVE = _Range("at least 0", lambda value: value >= 0)
+_RANGES: Mapping[str, _Range] = {
+    "label_smoothing": _Range("at least 0 and below 0.5", lambda value: 0 <= value < 0.5),
+    "most": _Range("at least 0 and below 1", lambda value: 0 <= value < 1),
+    **dict.fromkeys(("beta", "k", "clip", "temperature"), _POSITIVE),
+    **dict.fromkeys(("discount", "trace"), _FRACTION),
+    **dict.fromkeys(("log_margin", "exclude", "scaled", "sums"), _SWITCH),
+    "prior": _Range("0, 1 or 2", lambda value: value in range(len(PRIORS))),
+    "capped": _Range("0, 1 or 2", lambda value: value in range(len(CAPS))),
+    "logit_dropout": _Range("at least 0 and below 1", lambda value: 0 <= value < 1),
+    "samples": _Range("a whole number above 0", lambda value: value >= 1 and value == int(value)),
+    **dict.fromkeys(
+        ("label", "own"),
+        _Range("−1 or a whole number above", lambda value: value >= -1 and value == int(value)),
+    ),
+}
+"""Setting → its range. Every other setting is at least 0."""
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """An objective's name, source and settings.
+
+    Attributes:
+        name: as in an experiment file.
+        source: paper and equation.
+        defaults: every setting with its default.
+
+    >>> plain = ObjectiveSpec("plain", "a paper", {"beta": 0.1})
+    >>> plain.resolve({"beta": 0.2})
+    {'beta': 0.2}
+    >>> plain.resolve({"bta": 0.2})
+    Traceback (most recent call last):
+    ...
+    ValueError: objective 'plain' has no setting 'bta'; did you mean 'beta'?
+    """
+
+    name: str
+    source: str
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "defaults", MappingProxyType(dict(self.defaults)))
+
+    def resolve(self, settings: Mapping[str, float] | None = None) -> dict[str, float]:
+        """All settings: the defaults, replaced by ``settings`` where these name them.
+
+        Raises:
+            ValueError: a setting is unknown or outside its range.
+        """
+        for name, value in (settings or {}).items():
+            if name not in self.defaults:
+                known = ", ".join(self.defaults) or "none"
+                hint = did_you_mean(name, self.defaults) or f"; it has: {known}"
+                raise ValueError(f"objective {self.name!r} has no setting {name!r}{hint}")
+            allowed = _RANGES.get(name, _NOT_NEGATIVE)
+            if not (isinstance(value, int | float) and math.isfinite(value) and allowed.contains(value)):
+                raise ValueError(f"objective {self.name!r}: {name} must be {allowed.text}, not {value!r}")
+        return {**self.defaults, **(settings or {})}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss(ObjectiveSpec):
+    """An objective on preference pairs: a pure function of log-probabilities, and the inputs it needs.
+
+    A call checks the settings and fills in the defaults. The pure functions do neither.
+
+    Attributes:
+        function: ``(batch, **settings, **memory) -> (loss per pair [B], figures)``.
+        needs_reference: it reads the reference's log-probabilities.
+        needs_rejected: it reads the rejected responses.
+        needs_margin: it reads the data's margin column.
+        needs_reward: it reads the scores of an explicit reward head.
+        batch_statistics: a pair's loss depends on the other pairs of its batch, so splitting a batch changes
+            the loss.
+        by_batch: where several batches make one optimiser step, each batch has its own statistics.
+        memory: values that it carries from step to step, with their starts. The function takes each as an
+            argument and returns its next value as a figure of the same name.
+    """
+
+    function: Callable[..., LossOutput]
+    needs_reference: bool = True
+    needs_rejected: bool = True
+    needs_margin: bool = False
+    needs_reward: bool = False
+    batch_statistics: bool = False
+    by_batch: bool = False
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
+
+    def __call__(
+        self, batch: PairBatch | ChoiceBatch, settings: Mapping[str, float] | None = None
+    ) -> LossOutput:
+        """Losses per pair ``[B]`` and detached scalar figures.
+
+        Args:
+            settings: the settings that differ from the defaults, and the memory after the last step.
+
+        Raises:
+            ValueError: a setting is unknown or outside its range, or the batch lacks a tensor that the
+                objective needs.
+        """
+        values = {**self.memory, **(settings or {})}
+        memory = {name: values.pop(name) for name in self.memory}
+        return self.function(batch, **self.resolve(values), **memory)
+
+
+def _entry(function: Callable[..., LossOutput], source: str, **options: Any) -> PairLoss:
+    return PairLoss(function.__name__, source, function=function, **options)
+
+
+_LOSSES = (
+    _entry(dpo, "DPO, arXiv:2305.18290, eq. 7", defaults={"beta": 0.1}),
+    _entry(hinge, "SLiC, arXiv:2305.10425, and RSO, arXiv:2309.06657", defaults={"beta": 0.1}),
+    _entry(ipo, "IPO, arXiv:2310.12036, eq. 17", defaults={"beta": 0.1}),
+    _entry(cdpo, "cDPO, Mitchell 2023, eq. 3", defaults={"beta": 0.1, "label_smoothing": 0.1}),
+    _entry(robust, "robust DPO, arXiv:2403.00409", defaults={"beta": 0.1, "label_smoothing": 0.1}),
+    _entry(
+        odpo,
+        "ODPO, arXiv:2402.10571",
+        defaults={"beta": 0.1, "alpha": 1.0, "log_margin": 1.0},
+        needs_margin=True,
+    ),
+    _entry(
+        kto_pair,
+        "KTO, arXiv:2402.01306, eq. 7",
+        defaults={"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
+        batch_statistics=True,
+        by_batch=True,
+    ),
+    _entry(
+        simpo, "SimPO, arXiv:2405.14734, eq. 6", defaults={"beta": 2.0, "gamma": 1.0}, needs_reference=False
+    ),
+    _entry(orpo, "ORPO, arXiv:2403.07691, eqs. 6 and 7", defaults={"beta": 0.1}, needs_reference=False),
+    _entry(
+        sft,
+        "next-token loss on the chosen response",
+        needs_reference=False,
+        needs_rejected=False,
+        batch_statistics=True,
+    ),
+    _entry(
+        pdpo,
+        "FedPDPO, arXiv:2603.19741, eqs. 4 to 8",
+        defaults={"beta": 0.1, "weight": 0.8, "exclude": 1.0, "k": 2.0, "most": 0.5}
+        | {"scale_least": 0.1, "scale_most": 10.0},
+        needs_reward=True,
+        batch_statistics=True,
+        by_batch=True,
+        memory={"scale": 1.0},
+    ),
+)
+
+OBJECTIVES: Mapping[str, PairLoss] = MappingProxyType({loss.name: loss for loss in _LOSSES})
+"""Name → objective. The default β is 0.1, DPO's usual value. SimPO's is 2, as it uses averages per token."""
+
+PPO = ObjectiveSpec(
+    "ppo",
+    "PPO, arXiv:1707.06347, offline on preference pairs: FedPDPO, arXiv:2603.19741, D.3.1",
+    {"kl": 0.1, "clip": 0.2, "value": 0.5, "entropy": 0.01, "discount": 1.0, "trace": 0.95}
+    | {"target_kl": 0.01, "scaled": 1.0, "sums": 0.0},
+)
+"""Offline PPO. It is not in :data:`OBJECTIVES`: its loss needs more than a batch of pairs.
+
+See :mod:`prefed.train.losses.ppo`. Its settings: ``kl``, the weight of log π_old − log π_ref in the token
+rewards; ``clip``, ε of both clipped losses; ``value`` and ``entropy``, the coefficients of these two terms;
+``discount``, γ of GAE; ``trace``, λ of GAE; ``target_kl``: a phase stops at 1.5 times this value (0: never);
+``scaled``: 1 divides advantages by their standard deviation over the visit; ``sums``: 0 is the mean over a
+batch's tokens, 1 the sum over a pair's tokens, averaged over pairs.
+"""
+
+LATENT = ObjectiveSpec(
+    "latent",
+    "FedVPL and FedVPA-GP, arXiv:2605.30873",
+    {"beta": 0.1, "pull": 1.0, "orthogonality": 0.1, "capped": 0.0, "logit_dropout": 0.0}
+    | {"prior": 0.0, "samples": 4.0, "temperature": 1.0, "label": -1.0, "own": -1.0},
+)
+"""The objective of selectors with a latent taste z. It is not in :data:`OBJECTIVES`: it reads contexts too.
+
+See :mod:`prefed.train.losses.latent`. Its settings: ``beta``, ``pull`` and ``orthogonality``, the weights β,
+λ and γ of the terms; ``capped``, a place in :data:`~prefed.train.losses.latent.CAPS`, and ``prior``, one in
+:data:`~prefed.train.losses.latent.PRIORS`; ``logit_dropout``, the share of pairs whose base log-odds are
+left out in a step; ``samples``, K of the estimate of a mixture's KL; ``temperature``, τ of the mixture's
+weights;
+``label``, the number of the client's prototype, and ``own``, of the client among its peers, −1 for none.
+"""
+
+CHOICE = _entry(choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False)
+"""The objective of selectors. It is not in :data:`OBJECTIVES`: it reads choices, not log-probabilities."""
+
+
+def objective(name: str) -> PairLoss:
+    """The objective of that name.
+
+    Raises:
+        ValueError: there is no such objective; the message has the nearest name.
+
+    >>> objective("dpo").needs_reference, objective("sft").needs_rejected
+    (True, False)
+    """
+    if name not in OBJECTIVES:
+        hint = did_you_mean(name, OBJECTIVES) or f"; there are: {', '.join(OBJECTIVES)}"
+        raise ValueError(f"no objective {name!r}{hint}")
+    return OBJECTIVES[name]

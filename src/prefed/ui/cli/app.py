@@ -1,0 +1,87 @@
+"""The ``prefed`` command: its subcommands, in the order in which ``--help`` lists them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from prefed.ui.cli.align import align
+from prefed.ui.cli.collect import collect
+from prefed.ui.cli.compare import compare
+from prefed.ui.cli.data import data
+from prefed.ui.cli.demo import demo
+from prefed.ui.cli.errors import user_errors
+from prefed.ui.cli.evaluate import evaluate
+from prefed.ui.cli.export import export
+from prefed.ui.cli.federate import federate
+from prefed.ui.cli.federation import federation
+from prefed.ui.cli.figures import figures
+from prefed.ui.cli.generate import generate
+from prefed.ui.cli.init import init
+from prefed.ui.cli.judge import judge
+from prefed.ui.cli.methods import methods
+from prefed.ui.cli.privacy import privacy
+from prefed.ui.cli.push import push
+from prefed.ui.cli.report import report
+from prefed.ui.cli.run import run
+from prefed.ui.cli.site import site
+from prefed.ui.cli.sweep import sweep
+from prefed.ui.cli.theory import theory
+from prefed.ui.cli.volume import Quiet, Verbose, command, set_volume
+
+app = typer.Typer(
+    name="prefed",
+    help="Federated alignment of language models on preferences that never leave their owners.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",  # in "rich" a word in brackets, such as [stop], is taken for markup and lost
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for _command in (
+    run,
+    align,
+    judge,
+    collect,
+    sweep,
+    init,
+    methods,
+    data,
+    demo,
+    evaluate,
+    compare,
+    figures,
+    report,
+    export,
+    push,
+    generate,
+    theory,
+    privacy,
+    federation,
+    site,
+    federate,
+):
+    app.command()(command(_command))
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and end.", is_eager=True)
+    ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    with user_errors():
+        set_volume(quiet, verbose)
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"prefed {installed('prefed')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The ``prefed`` command."""
+    app()

@@ -1,0 +1,158 @@
+"""``prefed collect PROMPTS --model NAME``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from prefed.ui.cli.errors import UsageError
+from prefed.ui.cli.interrupts import interruptible
+
+if TYPE_CHECKING:
+    from prefed.ui.collect.drawing import Drawing
+    from prefed.ui.collect.session import Session
+
+
+def collect(
+    prompts: Annotated[
+        str | None,
+        typer.Argument(help="A file, folder or hub set of prompts; left out: typed on the page."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What responds: a folder or a hub name.")
+    ] = None,
+    pairs: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FILE", help="Judge the pairs of FILE, blind; no model is needed."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where chosen pairs go; left out: pairs.jsonl, with --from judged.jsonl."
+        ),
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Who chooses; left out: the page asks.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take so many prompts, or pairs, from the file's beginning.")
+    ] = None,
+    prompt_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of the prompts; left out: prompt, or that of preference pairs."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take typed prompts as they are, also where others are dialogues.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Of responses; above 0.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the model's weights.")
+    ] = "float32",
+    ahead: Annotated[int, typer.Option(min=1, help="Pairs that are drawn before they are asked.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of responses, and of which one is on the left.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 takes a free one.")] = 0,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Ask a person which of two responses is better, on a page of this machine, and keep the pairs."""
+    with interruptible(["prefed", *sys.argv[1:]], None, True, kept="every choice is kept", again=()):
+        if (pairs is None) == (model is None) or (pairs is not None and prompts is not None):
+            raise UsageError("give --model NAME, with or without PROMPTS; or --from FILE and neither of them")
+        if not (temperature > 0 and 0 < top_p <= 1):
+            raise UsageError("--temperature is above 0, and --top-p above 0 and at most 1")
+        path = out or Path("pairs.jsonl" if pairs is None else "judged.jsonl")
+        if pairs is not None and path.exists() and Path(pairs).exists() and path.samefile(pairs):
+            raise UsageError(f"--out {path} is the file of --from; choose another")
+        if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+            raise ValueError(f"prefed collect needs {' and '.join(missing)}: pip install 'prefed[collect]'")
+        from prefed.core import Key
+        from prefed.runs.journal import Journal
+        from prefed.ui.collect.choices import Choices
+        from prefed.ui.collect.questions import DrawnPairs, file_prompts, recorded_pairs
+        from prefed.ui.collect.server import listen, serve
+        from prefed.ui.collect.session import Session
+
+        key = Key(seed).at("collect")
+        with listen(port) as listening, Journal(journal_of(path)) as journal:
+            choices, add = Choices(path), None
+            drawing: Drawing | nullcontext[None] = nullcontext()
+            if model is None:
+                assert pairs is not None
+                session = Session(recorded_pairs(pairs, limit), choices, journal, key)
+            else:
+                from prefed.models import ModelConfig, load_backbone
+                from prefed.models.notices import silence_transformers
+                from prefed.train.generation import Sampling
+                from prefed.ui.collect.drawing import Drawing, ModelResponder
+
+                silence_transformers()
+                asked = [] if prompts is None else file_prompts(prompts, prompt_column, limit)
+                how = Sampling(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+                backbone = load_backbone(ModelConfig(name=model, dtype=dtype), key.at("model"))
+                responder = ModelResponder(backbone, how, key, asked[0] if asked else None, raw=raw)
+                drawn = DrawnPairs(asked, journal, responder.identity)
+                session = Session(drawn, choices, journal, key)
+                drawing = Drawing(session, drawn, responder, ahead=ahead, told=_note)
+                add = drawing.add
+            if client is not None:
+                session.name(client)
+            try:
+                with drawing:
+                    serve(session, listening, add=add, told=_teller(show))
+            finally:
+                _print_end(session)
+
+
+def journal_of(out: Path) -> Path:
+    """Where responses and further answers are kept beside the file of pairs.
+
+    The folder is hidden, so that a folder of pairs can be read as data.
+    """
+    return out.parent / f".{out.name}.collect" / "journal.jsonl"
+
+
+def _note(text: str) -> None:
+    from prefed.core.text import printable
+
+    typer.echo(printable(text))
+
+
+def _teller(show: bool) -> Callable[[str], None]:
+    """Prints links: the first opens the page, each further one opens it in another browser."""
+    first = True
+
+    def tell(link: str) -> None:
+        nonlocal first
+        typer.echo(f"{'the page; Ctrl-C ends it' if first else 'the page in another browser'}:\n  {link}")
+        if show and first:
+            import webbrowser
+
+            webbrowser.open(link)
+        first = False
+
+    return tell
+
+
+def _print_end(session: Session) -> None:
+    from prefed.core.text import pluralize
+
+    path, progress, agreement = session.choices.path, session.progress(), session.agreement()
+    chosen = pluralize(progress.chosen, "pair", "pairs")
+    neither = f", {progress.neither:,} with neither" if progress.neither else ""
+    typer.echo(f"{chosen} of {session.client or 'nobody'} in {path}{neither}")
+    if agreement is not None:
+        kappa = "none" if agreement.kappa is None else f"{agreement.kappa:.2f}"
+        typer.echo(
+            f"agreement with the recorded choices: {agreement.share:.1%} of {agreement.judged:,} "
+            f"(95% interval {agreement.low:.1%} to {agreement.high:.1%}), Cohen's kappa {kappa}"
+        )
+    typer.echo(f"in an experiment file, [data]: train = {json.dumps(str(path), ensure_ascii=False)}")

@@ -1,0 +1,164 @@
+"""Responses that are drawn ahead, in a thread beside the page, so that nobody waits for the model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from prefed.core import Key, files
+from prefed.data import Message, Prompt, Template
+from prefed.data.encoding import continuation_text
+from prefed.data.errors import RowError
+from prefed.data.prompts import plain_prompt
+from prefed.data.writer import prompt_hash
+from prefed.models import Backbone
+from prefed.train.completions import complete_batch
+from prefed.train.generation import Sampling, as_prompt, prompt_ids
+from prefed.train.trainer_factory import model_digest
+from prefed.ui.collect.errors import CollectError
+from prefed.ui.collect.questions import DrawnPairs
+from prefed.ui.collect.session import Session
+
+ATTEMPTS = 4
+"""How often two responses are drawn before a prompt is left out, because they are equal or blank."""
+
+
+class Responder(Protocol):
+    """What responds to prompts.
+
+    Attributes:
+        identity: says what the responses depend on.
+    """
+
+    identity: str
+
+    def as_prompt(self, text: str) -> Prompt:
+        """A typed text in the form of the other prompts."""
+
+    def draw(self, prompt: Prompt) -> tuple[str, str] | str:
+        """Two different responses, or why there are none."""
+
+
+class ModelResponder:
+    """A language model that responds.
+
+    Args:
+        backbone: the model.
+        how: the sampling.
+        key: the randomness. What a prompt gets depends on it and on the prompt alone.
+        like: a prompt of the file, whose form typed prompts take; ``None`` if there is none.
+        raw: typed prompts are taken unchanged.
+    """
+
+    def __init__(
+        self, backbone: Backbone, how: Sampling, key: Key, like: Prompt | None, *, raw: bool = False
+    ) -> None:
+        self._backbone, self._how, self._key, self._raw = backbone, how, key, raw
+        self._template = Template(backbone.tokenizer)
+        chat = (Message("user", ""),) if self._template.chat else None
+        self._like = chat if like is None else like
+        about = {"model": model_digest(backbone), "seed": key.path, **how.model_dump()}
+        self.identity = files.digest(json.dumps([key.seed, about], sort_keys=True).encode())
+
+    def as_prompt(self, text: str) -> Prompt:
+        """A typed text in the form of the other prompts."""
+        return as_prompt(text, self._like, raw=self._raw)
+
+    def draw(self, prompt: Prompt) -> tuple[str, str] | str:
+        """Two different responses; a prompt that fills the window or that the template refuses gets none."""
+        backbone, window = self._backbone, self._backbone.window
+        try:
+            ids = prompt_ids(backbone.tokenizer, self._template, prompt)
+        except RowError as error:
+            return str(error)
+        if window is not None and len(ids) >= window:
+            return f"the prompt has {len(ids)} tokens and the model's window {window}"
+        key, different = self._key.at("prompt", prompt_hash(prompt)), dict[str, str]()
+        for attempt in range(ATTEMPTS):
+            keys = [key.at("sample", 2 * attempt + place) for place in (0, 1)]
+            for tokens in complete_batch(backbone, backbone.reference, [ids, ids], self._how, keys):
+                text = continuation_text(backbone.tokenizer, ids, tokens)
+                if text.strip():
+                    different.setdefault(text.strip(), text)
+            if len(different) >= 2:
+                first, second, *_ = different.values()
+                return first, second
+        return f"the model gives no two different responses to it in {2 * ATTEMPTS} draws"
+
+
+class Drawing:
+    """Draws responses until ``ahead`` questions are ready that the person has not answered.
+
+    Args:
+        told: is called with a prompt that is left out, and why.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        pairs: DrawnPairs,
+        responder: Responder,
+        *,
+        ahead: int,
+        told: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._session, self._pairs, self._responder = session, pairs, responder
+        self._ahead, self._told, self._ended = ahead, told, False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="responses", daemon=True)
+
+    def __enter__(self) -> Drawing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        """End after the response under way; what ended the drawing is raised here."""
+        with self._session.changed:
+            self._ended = True
+            self._session.changed.notify_all()
+        self._thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def add(self, text: str) -> None:
+        """Take in a prompt that the person typed; it is asked next.
+
+        Raises:
+            CollectError: the text is blank, or the person answered this prompt already.
+        """
+        if not text.strip():
+            raise CollectError("the prompt is blank")
+        with self._session.changed:
+            number = self._pairs.add(self._responder.as_prompt(text))
+            if number in self._session.judged():
+                raise CollectError("you answered this prompt already")
+            self._session.changed.notify_all()
+
+    def _run(self) -> None:
+        changed = self._session.changed
+        try:
+            while (number := self._next()) is not None:
+                drawn = self._responder.draw(self._pairs.prompt(number))
+                with changed:
+                    self._pairs.keep(number, drawn)
+                    changed.notify_all()
+                if isinstance(drawn, str):
+                    prompt = json.dumps(plain_prompt(self._pairs.prompt(number)), ensure_ascii=False)
+                    self._told(f"left out: {prompt[:200]}: {drawn}")
+        except Exception as error:
+            with changed:
+                self._error = error
+                self._session.failure = str(error) or type(error).__name__
+                changed.notify_all()
+
+    def _next(self) -> int | None:
+        """The next prompt to draw for; waits until there is one. ``None`` at the end."""
+        with self._session.changed:
+            while not self._ended:
+                number = self._pairs.missing(self._session.judged(), self._ahead)
+                if number is not None:
+                    return number
+                self._session.changed.wait()
+        return None

@@ -1,0 +1,142 @@
+"""The page: whole without its script, which adds keys and looks whether the model is ready."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from prefed.data import Prompt
+from prefed.ui.collect.session import STRENGTHS, Session
+
+
+def state_of(session: Session) -> str:
+    """What the page shows next: ``name``, ``pair``, ``wait`` or ``end``."""
+    if session.client is None:
+        return "name"
+    if session.current() is not None:
+        return "pair"
+    progress = session.progress()
+    return "wait" if progress.done < progress.of and session.failure is None else "end"
+
+
+def render(session: Session, state: str, *, typed: bool, problem: str | None = None) -> str:
+    """The page in a state, which is one of :func:`state_of`, or ``finished``.
+
+    Args:
+        typed: whether the person may type prompts.
+        problem: what is wrong, in words.
+    """
+    progress = session.progress()
+    shown = session.current() if state == "pair" else None
+    number = min(progress.done + 1, progress.of)
+    title = f"Pair {number} of {progress.of}" if state == "pair" else TITLES[state]
+    if session.failure is not None and state == "end":
+        problem = f"The model stopped: {session.failure}"
+    return _render(
+        state=state,
+        title=title,
+        problem=problem,
+        client=session.client,
+        progress=None if session.client is None else progress,
+        of=progress.of,
+        shown=shown,
+        turns=turns(shown.question.prompt) if shown is not None else [],
+        strengths=STRENGTHS,
+        typed=typed,
+        out=session.choices.path,
+        agreement=session.agreement() if state in ("end", "finished") else None,
+    )
+
+
+ROLES = {"user": "Person", "human": "Person", "assistant": "Assistant", "system": "Instructions"}
+"""Role of a turn → what a rater reads above it."""
+_TURN = re.compile(r"(?:^|\n)\s*(Human|Assistant):")
+
+
+def turns(prompt: Prompt) -> list[tuple[str, str]]:
+    r"""A prompt's turns, each with what a rater reads above it; nothing above the only turn.
+
+    The format of a model's dialogues is for the model, so a prompt of that form is divided into its turns.
+
+    >>> turns("\n\nHuman: Hello\n\nAssistant: Hi\n\nHuman: Why?\n\nAssistant:")
+    [('Person', 'Hello'), ('Assistant', 'Hi'), ('Person', 'Why?')]
+    >>> turns("Q: Human: why?")
+    [('', 'Q: Human: why?')]
+    """
+    if isinstance(prompt, str):
+        dialogue = prompt.rstrip().endswith("Assistant:")
+        first, *parts = _TURN.split(prompt) if dialogue else [prompt]
+        known = [("", first), *zip(parts[::2], parts[1::2], strict=True)]
+    else:
+        known = [(turn.role, turn.content) for turn in prompt]
+    read = [(ROLES.get(role.lower(), role), text.strip()) for role, text in known if text.strip()]
+    return [("", read[0][1])] if len(read) == 1 else read
+
+
+def render_refusal() -> str:
+    """The page for a browser without a link. It says nothing of the session."""
+    names = ("problem", "progress", "typed", "agreement")
+    return _render(state="refused", title=TITLES["refused"], **dict.fromkeys(names))
+
+
+TITLES = {
+    "refused": "No link",
+    "name": "Your name",
+    "wait": "The model is writing",
+    "end": "The end",
+    "finished": "Thank you",
+}
+
+
+@cache
+def policy() -> str:
+    """The content security policy: the style and the script that stand in the page, by their digests."""
+
+    def allowed(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    assets = _assets()
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"style-src {allowed(assets['css'])}",
+            f"script-src {allowed(assets['script'])}",
+            "connect-src 'self'",
+            "form-action 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("prefed.ui.collect"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+@cache
+def _assets() -> dict[str, Any]:
+    """What stands in the page as it is in its file."""
+    environment = _environment()
+    loader = environment.loader
+    assert loader is not None
+    files = {"css": "collect.css", "script": "collect.js"}
+    return {name: Markup(loader.get_source(environment, file)[0]) for name, file in files.items()}
+
+
+def _render(**values: Any) -> str:
+    text: str = _environment().get_template("collect.html").render(**_assets(), **values)
+    return text

@@ -1,0 +1,238 @@
+"""One HTML page over many runs: complete in itself, as the page about one run.
+
+This file prepares the values; ``templates/compare.html`` decides how they look.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefed.core import files
+from prefed.core.text import duration, pluralize, size
+from prefed.runs.record import RunRecord
+from prefed.runs.seeds import ACCURACIES, by_seed
+from prefed.runs.track import told_settings
+from prefed.ui.pages import compare_charts as charts
+from prefed.ui.pages.chart import Figure
+from prefed.ui.pages.compare_clients import Shown, clients_of, gains_of
+from prefed.ui.pages.compared import ChosenCase, Compared
+from prefed.ui.pages.differences import labels
+from prefed.ui.pages.html import render_template
+from prefed.ui.pages.meanings import WORST_TENTH
+from prefed.ui.pages.parts import Facts, Table
+from prefed.ui.pages.seeds import few_seeds, plus_minus, rows_of_tests
+
+CURVES = 24
+"""Cases that are drawn at most; the tables have them all."""
+FURTHER = {
+    "shared_accuracy": "shared model",
+    "majority_accuracy": "majority accuracy",
+    "combined_accuracy": "combined accuracy",
+    "explicit_accuracy": "explicit accuracy",
+}
+"""Further figures of the table of results."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table with a row for each of some cases."""
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[tuple[Shown, Sequence[str]]]
+
+
+def write_comparison(runs: Sequence[RunRecord], path: Path, chosen: Sequence[ChosenCase] = ()) -> None:
+    """Write :func:`render_comparison` of runs to ``path``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, render_comparison(runs, chosen).encode())
+
+
+def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = ()) -> str:
+    """The page: results, what differs, curves, the worst client, who gains, seeds.
+
+    Args:
+        chosen: what a sweep chose of them.
+    """
+    compared = Compared(tuple(runs))
+    drawn = _drawn(compared)
+    cases = [
+        Shown(key, name + ("" if k < compared.comparable else " *"), k)
+        for k, (key, name) in enumerate(zip(compared.keys, compared.names, strict=True))
+    ]
+    names = ACCURACIES[:1] if compared.one_accuracy else ACCURACIES
+    drawings = _charts(compared, drawn, names)
+    settings = _settings(compared, cases)
+    sections = {
+        **({"choice": "What was chosen"} if chosen else {}),
+        "results": "Results",
+        **({"settings": "What differs in the settings"} if settings else {}),
+        **{key: title for key, (title, _) in drawings.items()},
+        "clients": "Client by client",
+        "seeds": "Seeds",
+        "meanings": "What the figures mean",
+    }
+    return render_template(
+        "compare.html",
+        sections=sections,
+        title=f"{pluralize(len(runs), 'run', 'runs')} side by side",
+        lead=_lead(compared),
+        warnings=_warnings(compared),
+        chosen=[(each.text, _test(compared, each)) for each in chosen],
+        chosen_cases=_chosen_cases(compared, chosen),
+        results=_results(compared, cases),
+        settings=settings,
+        cases=[cases[k] for k in drawn],
+        left_out=compared.comparable - len(drawn),
+        charts={key: figures for key, (_, figures) in drawings.items()},
+        gains=gains_of(compared, cases, names),
+        clients=[clients_of(compared, drawn, name) for name in names],
+        clients_heads=[cases[k] for k in drawn],
+        seeds=[_seeds(compared, cases, name) for name in names] if _several(compared) else [],
+        seeds_note=few_seeds(compared.cases[: compared.comparable]),
+        runs=_runs(compared),
+        meanings=_meanings(compared),
+    )
+
+
+def _drawn(compared: Compared) -> list[int]:
+    """The cases that are drawn: all that are comparable, or the reference case and the best of many."""
+    drawable = compared.cases[: compared.comparable]
+    means = [statistics.fmean(by_seed(case, ACCURACIES[0]).values()) for case in drawable]
+    best = sorted(range(len(means)), key=lambda k: (k != compared.reference, -means[k]))
+    return sorted(best[:CURVES])
+
+
+def _several(compared: Compared) -> bool:
+    return any(len(case.runs) > 1 for case in compared.cases)
+
+
+def _lead(compared: Compared) -> str:
+    first = compared.runs[0]
+    counts = sorted({len(case.runs) for case in compared.cases})
+    seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else pluralize(counts[0], "seed", "seeds")
+    told = [run.pairs(client) for run in compared.runs for client in run.clients]
+    pairs = [count for count in told if count is not None]
+    model = told_settings(first.config)["model"]["name"]
+    text = f"{pluralize(len(compared.cases), 'case', 'cases')} of {seeds}; {model}; "
+    text += f"{pluralize(first.evaluated, 'client', 'clients')} judged on {first.split} pairs"
+    if pairs:
+        low, high = min(pairs), max(pairs)
+        text += f", {low:,} each" if low == high else f", {low:,} to {high:,} each"
+    return f"{text}."
+
+
+def _warnings(compared: Compared) -> list[str]:
+    first = labels(compared.runs)[0]
+    warnings = [
+        f"{name} is not comparable with {first}: {why}. It has a * in the tables, and is in no chart or test."
+        for name, why in compared.marked.items()
+    ]
+    if any(compared.selectors) and not all(compared.selectors):
+        warnings.append(
+            "Some runs train selectors, which choose between responses, and others policies, which write "
+            "them: their accuracies are of different things."
+        )
+    for name, run in zip(labels(compared.runs), compared.runs, strict=True):
+        if run.unlisted:
+            warnings.append(f"{name}: {run.unlisted}.")
+        if run.summary.get("not_finite"):
+            warnings.append(f"{name}: the models of {len(run.summary['not_finite']):,} clients diverged.")
+    return warnings
+
+
+def _chosen_cases(compared: Compared, chosen: Sequence[ChosenCase]) -> list[int]:
+    """The numbers of the cases that a sweep chose."""
+    paths = {path.resolve() for each in chosen for path in each.runs}
+    return [k for k, case in enumerate(compared.cases) if case.runs[0].path.resolve() in paths]
+
+
+def _test(compared: Compared, chosen: ChosenCase) -> Facts:
+    """The chosen case on test pairs."""
+    called = {**compared.accuracies, **FURTHER, "baseline_accuracy": "before"}
+    return [
+        (called[name], f"{plus_minus(values)} over {pluralize(len(values), 'seed', 'seeds')}")
+        for name, values in chosen.test.items()
+        if name in called and values
+    ]
+
+
+def _results(compared: Compared, cases: Sequence[Shown]) -> Rows:
+    own, reward = compared.accuracies.values()
+    further = {
+        name: head for name, head in FURTHER.items() if any(name in run.figures for run in compared.runs)
+    }
+    columns = [(own, ACCURACIES[0], "mean"), ("worst client", ACCURACIES[0], "worst")]
+    columns += [("worst tenth", ACCURACIES[0], "worst_decile"), (reward, ACCURACIES[1], "mean")]
+    columns += [("worst client", ACCURACIES[1], "worst"), ("before", "baseline_accuracy", "mean")]
+    columns += [(head, name, "mean") for name, head in further.items()]
+    rows = []
+    for shown, case in zip(cases, compared.cases, strict=True):
+        figures = [plus_minus(by_seed(case, name, of)) for _, name, of in columns]
+        sent = statistics.fmean(sum(run.summary["bytes"].values()) for run in case.runs)
+        took = statistics.fmean(run.summary["seconds"] for run in case.runs)
+        seeds = ", ".join(map(str, case.seeds))
+        rows.append((shown, [case.runs[0].method, seeds, *figures, size(sent), duration(took)]))
+    deviation = ", ± standard deviation over seeds" if _several(compared) else ""
+    caption = f"Shares of pairs after the last round, over clients{deviation}; bytes and time of a run."
+    heads = ["case", "method", "seeds", *(head for head, _, _ in columns), "sent", "time"]
+    return Rows(caption, heads, rows)
+
+
+def _settings(compared: Compared, cases: Sequence[Shown]) -> Rows | None:
+    settings = compared.settings
+    if not settings:
+        return None
+    rows = [(shown, [values[k] or "–" for values in settings.values()]) for k, shown in enumerate(cases)]
+    caption = "Only what differs. – is a setting that the case's method does not have, or that is left out."
+    return Rows(caption, ["case", *settings], rows)
+
+
+def _charts(
+    compared: Compared, drawn: Sequence[int], names: Sequence[str]
+) -> dict[str, tuple[str, list[Figure]]]:
+    """The sections with charts: anchor → heading and charts."""
+    clock = "time" if all("time" in run.rounds[-1] for run in compared.runs) else "seconds"
+    sections = {
+        "rounds": ("Over rounds", [charts.over_rounds(compared, drawn, name) for name in names]),
+        "bytes": ("Against bytes", [charts.over_spent(compared, drawn, name, "bytes") for name in names]),
+        "time": ("Against time", [charts.over_spent(compared, drawn, name, clock) for name in names]),
+        "worst": ("The worst client", [charts.worst_against_mean(compared, drawn, name) for name in names]),
+    }
+    found = {key: (title, [each for each in some if each]) for key, (title, some) in sections.items()}
+    return {key: (title, some) for key, (title, some) in found.items() if some}
+
+
+def _seeds(compared: Compared, cases: Sequence[Shown], name: str) -> Rows:
+    first = compared.cases[compared.reference]
+    others = [k for k in range(compared.comparable) if k != compared.reference]
+    tests = rows_of_tests(first, [compared.cases[k] for k in others], name)
+    against = cases[compared.reference].key
+    caption = f"{compared.accuracies[name].capitalize()}, mean over clients: each case against {against}."
+    heads = ["case", "seeds in common", "mean difference, 95% interval", "paired t-test, p", "Wilcoxon, p"]
+    return Rows(caption, heads, [(cases[k], cells) for k, cells in zip(others, tests, strict=True)])
+
+
+def _runs(compared: Compared) -> Table:
+    """Every run by itself."""
+    own, reward = compared.accuracies.values()
+    rows = []
+    for name, run in zip(labels(compared.runs), compared.runs, strict=True):
+        cells = [f"{run.spread(figure).mean:.3f}" if figure in run.figures else "" for figure in ACCURACIES]
+        rows.append((name, [str(run.seed), *cells, str(run.summary["rounds"]), str(run.path)]))
+    return Table(
+        "Each run by itself; means over clients.", ["run", "seed", own, reward, "rounds", "directory"], rows
+    )
+
+
+def _meanings(compared: Compared) -> Facts:
+    told: dict[str, str] = {}
+    for run in compared.runs:
+        for name, figure in run.figures.items():
+            if name in (*ACCURACIES, *FURTHER, "baseline_accuracy"):
+                called = {**compared.accuracies, **FURTHER}.get(name, figure.label)
+                told.setdefault(called, f"{figure.meaning}.")
+    return [*told.items(), WORST_TENTH, ("±", "sample standard deviation over seeds.")]

@@ -1,0 +1,109 @@
+"""Prints the statistics of a dataset on the terminal."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from prefed.core.text import pluralize
+from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
+from prefed.runs.data_notices import CUT, LEFT_OUT
+from prefed.ui.pages.tables import literal, new_table
+
+_MOST_CLIENTS = 40
+"""The largest number of clients that the table lists."""
+_MIN_WIDTH = {"prompt": 9, "response": 9, "category": 10}
+"""Columns that may fold, and their least widths."""
+_COUNTS = {
+    **{name: f"left out: {text}" for name, (text, _) in LEFT_OUT.items()},
+    "dropped": "clients left out: nothing to train on",
+    **{name: several for name, (_, several) in CUT.items()},
+    "prefixes": "responses that repeated the prompt",
+}
+"""Counts of :class:`~prefed.data.dataset.RowCounts`, and their texts."""
+
+
+def print_dataset_statistics(statistics: DatasetStatistics, console: Console) -> None:
+    """Print a table with one line per client (the first 40), then a table of the whole dataset."""
+    table = new_table(pluralize(len(statistics.clients), "client", "clients"), "client")
+    table.caption = (
+        "prompt, response: tokens, median/95%/largest. JSD: distance from all clients together, 0 to 1."
+    )
+    for name in ("train", "val.", "test", "prompt", "response", "category", "JSD\ncat.", "JSD\ntok."):
+        table.add_column(
+            name,
+            justify="left" if name == "category" else "right",
+            overflow="fold",
+            min_width=_MIN_WIDTH.get(name),
+            no_wrap=name not in _MIN_WIDTH,
+        )
+    for client in statistics.clients[:_MOST_CLIENTS]:
+        table.add_row(*_client_row(client))
+    if len(statistics.clients) > _MOST_CLIENTS:
+        table.add_row(f"… and {len(statistics.clients) - _MOST_CLIENTS:,} more", *[""] * 8)
+    console.print(table)
+    whole = Table(show_header=False, title="all clients", title_justify="left")
+    whole.add_column()
+    whole.add_column(justify="right")
+    for row in _dataset_rows(statistics):
+        whole.add_row(*row)
+    console.print(whole)
+
+
+def _client_row(client: ClientStatistics) -> list[str]:
+    return [
+        literal(client.id) + (" (flipped)" if client.flipped else ""),
+        f"{client.train:,}",
+        f"{client.validation:,}",
+        f"{client.test:,}",
+        _quantiles(client.prompt),
+        _quantiles(client.response),
+        literal(_largest(client.categories)),
+        "–" if client.category_distance is None else f"{client.category_distance:.2f}",
+        f"{client.token_distance:.2f}",
+    ]
+
+
+def _dataset_rows(statistics: DatasetStatistics) -> list[tuple[str, str]]:
+    clients, counts = statistics.clients, statistics.row_counts.model_dump()
+    train = [client.train for client in clients]
+    sizes = f"{min(train):,} / {np.median(train):,g} / {max(train):,}"
+    categories = _beside_random(statistics.category_distance, statistics.random_category_distance)
+    tokens = _beside_random(statistics.token_distance, statistics.random_token_distance)
+    elsewhere = sum(client.test_elsewhere for client in clients)
+    return [
+        ("training pairs: all", f"{sum(train):,}"),
+        ("training pairs a client: least / median / most", sizes),
+        ("Gini coefficient of sizes", f"{statistics.gini:.2f}"),
+        ("mean distance of categories (dealt at random)", categories),
+        ("mean distance of tokens (dealt at random)", tokens),
+        ("prompts that several clients train on", f"{statistics.shared_prompts:,}"),
+        ("pairs that several clients train on", f"{statistics.shared_pairs:,}"),
+        ("pairs on which clients disagree", f"{statistics.contradictions:,}"),
+        ("repeated pairs within clients", f"{sum(client.duplicates for client in clients):,}"),
+        ("test pairs that another client trains on", f"{elsewhere:,} of {sum(c.test for c in clients):,}"),
+        (
+            "test pairs whose prompt their client trains on",
+            f"{sum(client.test_prompts for client in clients):,}",
+        ),
+        ("clients without a test pair", f"{sum(client.test == 0 for client in clients):,}"),
+        ("rows read", f"{statistics.row_counts.rows:,}"),
+        *((text, f"{counts[name]:,}") for name, text in _COUNTS.items() if counts[name]),
+    ]
+
+
+def _beside_random(value: float | None, random: float | None) -> str:
+    return "–" if value is None or random is None else f"{value:.2f} ({random:.2f})"
+
+
+def _quantiles(lengths: Lengths) -> str:
+    return f"{lengths.median:.0f}/{lengths.p95:.0f}/{lengths.max}"
+
+
+def _largest(categories: dict[str, int], most: int = 2) -> str:
+    """The largest categories with their shares, and the number of the others."""
+    total = sum(categories.values())
+    ranked = sorted(categories.items(), key=lambda item: (-item[1], item[0]))
+    listed = ", ".join(f"{name} {count / total:.0%}" for name, count in ranked[:most])
+    return listed + (f", {len(ranked) - most} more" if len(ranked) > most else "")

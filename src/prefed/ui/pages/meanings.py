@@ -1,0 +1,44 @@
+"""What a page says that its figures mean. Those of every client say it themselves: ``runs/figures.py``."""
+
+from __future__ import annotations
+
+from prefed.runs.record import RunRecord
+from prefed.ui.pages.parts import Facts
+
+NUMBERS = {
+    "margin": "mean gain in likelihood of the chosen over that of the rejected response, in nats.",
+    "explicit_margin": "mean of what the reward head gives the chosen response less the rejected one.",
+    "dpo_loss": "mean of DPO's loss, −log of the sigmoid of beta times the margin.",
+    "choice_loss": "mean cross-entropy over the two letters of a selector, both orders of each pair.",
+    "global_loss": "loss of the global objective, which weighs clients as the merge does.",
+    "gradient_norm": "length of its gradient, before any clip.",
+    "kappa2": "κ², how much the gradients of clients differ.",
+    "zeta2": "ζ_g², the variance of a mini-batch's gradient.",
+    "paper_gap": "mean squared length, clipped at 1, of the gradients of clients' mini-batches.",
+    "consensus_before": "mean squared distance of clients' models from their mean, before the mix.",
+    "consensus_after": "the same after the mix.",
+    "rho": "by how much a mix shrinks what parts the clients, at the least.",
+    "edges": "pairs of clients that mixed.",
+    "staleness": "how many rounds old uploads' models were, on the mean.",
+    "epsilon": "ε of the clients' differential privacy by the end of a round, at the δ of [privacy].",
+    "active_units": "dimensions of the latent taste that differ between clients: variance above 0.01.",
+    "time": "simulated seconds since the run's start.",
+}
+"""Figures of an evaluation or of the round log that are no shares, and what they mean."""
+CHOICE_NUMBERS = {"margin": "mean score of the chosen response over the rejected one, in nats."}
+"""What they mean of a selector, where that is another thing."""
+WORST_TENTH = ("worst tenth", "mean of the lowest tenth of the clients, at least one of them.")
+"""A figure that several pages have."""
+
+
+def meanings(run: RunRecord) -> Facts:
+    """What each figure of a run's page means."""
+    facts = [(figure.label, f"{figure.meaning}.") for figure in run.figures.values()]
+    numbers = NUMBERS | (CHOICE_NUMBERS if "choice_loss" in run.summary else {})
+    facts += [(name.replace("_", " "), numbers[name]) for name in run.own_figures if name in numbers]
+    facts += [
+        ("95% interval", "Wilson's, of a share of n pairs; of a mean, for other pairs of the same clients."),
+        WORST_TENTH,
+        ("Jain index", "(Σx)² / (n Σx²): 1 where all clients have the same, 1/n where one has everything."),
+    ]
+    return facts

@@ -1,0 +1,160 @@
+"""The printed table of a sweep: what each cell came to, beside the paper's figure."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefed.core import files
+from prefed.runs.sweep import SweepCell, all_equal
+
+SELECTED = "best round, selected on test"
+FEW = 5
+"""Clients whose own figures are printed at most."""
+COLUMNS = (
+    ("preference accuracy", "preference_accuracy.mean"),
+    ("worst client", "preference_accuracy.worst"),
+    ("shared model", "shared_accuracy.mean"),
+    ("reward accuracy", "reward_accuracy.mean"),
+    ("worst client", "reward_accuracy.worst"),
+    ("combined accuracy", "combined_accuracy.mean"),
+    ("explicit accuracy", "explicit_accuracy.mean"),
+    ("majority accuracy", "majority_accuracy.mean"),
+)
+
+Outcome = Mapping[str, Any]
+"""What a table keeps of a finished cell: see :class:`prefed.runs.sweep.SweepCell`."""
+
+
+def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
+    """Put a finished cell into ``TABLE.json`` and ``TABLE.md``, in the place of an older one.
+
+    ``names`` are the names of all cells of its table, in the table's order.
+    """
+    file = cell.folder.with_name(f"{cell.folder.name}.json")
+    before = json.loads(file.read_text("utf-8")) if file.exists() else []
+    outcomes = {each["method"]: each for each in [*before, outcome]}
+    rows = [outcomes[name] for name in names if name in outcomes]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write(file, json.dumps(rows, indent=1).encode())
+    best = [each for each in rows if _rate_was_chosen(each)]
+    own = [each for each in rows if not _rate_was_chosen(each)]
+    parts = [_best_rate_table(best)] if best else []
+    parts += [_own_rate_table(own)] if own else []
+    about = ": ".join(filter(None, (cell.table.source, cell.table.figures)))
+    if about and any("paper" in each for each in rows):
+        parts.append(f"paper: {about}\n")
+    files.write(file.with_suffix(".md"), "\n".join(parts).encode())
+
+
+def _rate_was_chosen(outcome: Outcome) -> bool:
+    """Whether it is a ``best_rate_outcome``, as opposed to an ``own_rate_outcome``."""
+    return "lr" in outcome
+
+
+def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
+    """Cells whose rate was chosen on validation pairs, best accuracy first.
+
+    A column that no cell has a figure for is left out.
+    """
+    columns = [(name, key) for name, key in COLUMNS if any(each.get(key) for each in outcomes)]
+    paper = ["paper"] if any("paper" in each for each in outcomes) else []
+    head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns)]
+    first = ["untouched model", "", "", *("" for _ in paper)]
+    for _, key in columns:
+        before = key.replace("preference_accuracy", "baseline_accuracy")
+        first.append("" if before == key else _spread(outcomes[0][before]))
+    lines = [[*first, "", ""]]
+    for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
+        figures = [_spread(each[key]) if each.get(key) else "" for _, key in columns]
+        theirs = [_paper(each) for _ in paper]
+        lines.append([each["text"], *_rate(each), *theirs, *figures, _sent(each["bytes"]), _code(each)])
+    return _table([*head, "MB sent", "commit"], lines)
+
+
+def _own_rate_table(outcomes: Sequence[Outcome]) -> str:
+    """Cells that ran with their own rate, in the table's order; accuracies in percent.
+
+    The best round is chosen on the very test pairs that it is judged on, as papers do. It flatters, the more
+    the more rounds there are, and is no estimate of accuracy on new pairs. Nothing chooses the last round.
+    """
+    paper = ["paper"] if any("paper" in each for each in outcomes) else []
+    head = ["cell", *paper, SELECTED, "last round", f"worst client, {SELECTED}", f"clients, {SELECTED}"]
+    lines = []
+    for each in outcomes:
+        figures = [_percent([run[key] for run in each["runs"]]) for key in ("best", "last", "worst")]
+        sent = _sent([run["bytes"] for run in each["runs"]])
+        theirs = [_paper(each) for _ in paper]
+        lines.append([each["text"], *theirs, *figures, _clients(each), sent, _code(each)])
+    return _table([*head, "MB sent", "commit"], lines)
+
+
+def _clients(outcome: Outcome) -> str:
+    """Each client's figure, with the paper's in brackets; nothing where there are many clients."""
+    names, paper = list(outcome["runs"][0]["clients"]), outcome.get("paper", {}).get("clients", {})
+    if len(names) > FEW:
+        return ""
+    own = {name: _percent([run["clients"][name] for run in outcome["runs"]]) for name in names}
+    return ", ".join(f"{name} {own[name]}" + (f" ({paper[name]})" if name in paper else "") for name in names)
+
+
+def _rate(outcome: Outcome) -> tuple[str, str]:
+    """The rate of a cell, and which were tried; it says so if the best lies at their end or all are alike."""
+    figures = {float(lr): figure for lr, figure in outcome["validation"].items()}
+    lowest, highest = min(figures), max(figures)
+    span = f"{_short(lowest)} to {_short(highest)}" if len(figures) > 1 else _short(outcome["lr"])
+    if all_equal(figures):
+        return "any", f"{span}, all alike"
+    if outcome["lr"] in (lowest, highest):
+        span += ", best at the end"
+    return _short(outcome["lr"]), span
+
+
+def _short(lr: float) -> str:
+    """A rate as the tables have it.
+
+    >>> [_short(lr) for lr in (3e-5, 0.0025, 0.03, 0.1, 3.0)]
+    ['3e-5', '2.5e-3', '3e-2', '0.1', '3']
+    """
+    if lr >= 0.1:
+        return f"{lr:g}"
+    number, _, power = f"{lr:e}".partition("e")
+    return f"{float(number):g}e{int(power)}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean ± sample standard deviation; the mean alone of one seed.
+
+    >>> _spread([0.8, 0.82, 0.78]), _spread([0.8])
+    ('0.800 ± 0.020', '0.800')
+    """
+    mean = f"{statistics.mean(values):.3f}"
+    return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
+
+
+def _percent(values: Sequence[float]) -> str:
+    """Mean ± sample standard deviation, in percent.
+
+    >>> _percent([0.8, 0.82, 0.78]), _percent([0.8])
+    ('80.00±2.00', '80.00')
+    """
+    mean = f"{100 * statistics.mean(values):.2f}"
+    return f"{mean}±{100 * statistics.stdev(values):.2f}" if len(values) > 1 else mean
+
+
+def _paper(outcome: Outcome) -> str:
+    return str(outcome.get("paper", {}).get("figure", ""))
+
+
+def _sent(counts: Sequence[float]) -> str:
+    return f"{statistics.mean(counts) / 1e6:.1f}"
+
+
+def _code(outcome: Outcome) -> str:
+    return ", ".join(outcome["commits"])
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *lines])
