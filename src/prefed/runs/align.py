@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors
+from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors, check_inputs
 from prefed.align import align as run_stages
 from prefed.align.judge.registry import JudgeOptions, split_name
 from prefed.align.run import SETTINGS, SUMMARY
@@ -22,10 +22,12 @@ from prefed.config import AlignConfig, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks, files
 from prefed.core.text import did_you_mean, pluralize
+from prefed.data import DataConfig
 from prefed.engines import Job
 from prefed.models import ModelConfig
 from prefed.runs.judges import JudgeLabels, make_judge
 from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.log import run_log
 from prefed.runs.record import RunRecord, read_run
 from prefed.runs.selectors import check_selectors, selectors_of, untrained
 from prefed.runs.taste_names import OPPOSED, common_taste, known_tastes, split_taste, told_taste
@@ -48,7 +50,7 @@ def align(
     Args:
         config: the ``[align]`` table; left out: :func:`read_settings`.
         stage: a stage to do again, with all stages after it.
-        callbacks: are told how the stages go on.
+        callbacks: receive the events of the stages; so does ``run.log``.
 
     Returns:
         What ``align/summary.json`` holds; see :func:`prefed.align.align`.
@@ -68,8 +70,9 @@ def align(
     folder = record.path / FOLDER
     with (
         _locked(record.path),
+        run_log(record.path) as log,
         _threads(record),
-        tracked_alignment(record.config, folder, Callbacks(callbacks)) as telling,
+        tracked_alignment(record.config, folder, Callbacks([*callbacks, log])) as telling,
     ):
         source = _Source(record.path, config, telling)
         alignment = _alignment(record, config, source)
@@ -77,6 +80,16 @@ def align(
             source.check_tastes()
         _warn_of_collapse(record, config, telling)
         return run_stages(alignment, stage)
+
+
+def check_alignment(config: AlignConfig, data: DataConfig) -> None:
+    """Refuse an ``[align]`` table that cannot be carried out, before clients train.
+
+    Raises:
+        AlignError: as :func:`prefed.align.check_inputs` and :func:`check_judge`.
+    """
+    check_inputs(config, data)
+    check_judge(config)
 
 
 def check_judge(config: AlignConfig) -> None:

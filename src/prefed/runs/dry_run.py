@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from prefed.align import check_inputs
 from prefed.config import Experiment
 from prefed.core import Exchange, Owner, State, files
 from prefed.core.text import size
@@ -20,12 +19,10 @@ from prefed.engines.backend import peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import matrix_graph
-from prefed.runs.align import check_judge, check_named_tastes
 from prefed.runs.build import build_job
 from prefed.runs.data_notices import left_out_table, notices
 from prefed.runs.resume import fitted, with_threads
 from prefed.runs.summary import mean_models, trainable
-from prefed.runs.track import usable
 from prefed.runs.trial import Trial, first_state
 from prefed.train.trainer_factory import PairTrainerFactory
 
@@ -84,15 +81,22 @@ def dry_run(experiment: Experiment, out: Path) -> DryRun:
     """
     check_backend(experiment.engine.name)
     if experiment.align is not None:
-        check_inputs(experiment.align, experiment.data)
-        check_judge(experiment.align)
-    usable(experiment.track)
+        from prefed.runs.align import check_alignment
+
+        check_alignment(experiment.align, experiment.data)
+    if experiment.track is not None:
+        from prefed.runs.track import usable
+
+        usable(experiment.track)
     experiment = with_threads(fitted(experiment), None)
     place = _place(out)
     with TemporaryDirectory(prefix="prefed-dry-run-") as name:
         cache = Path(name) / "cache"
         job = build_job(experiment, cache)
-        check_named_tastes(experiment, job)
+        if experiment.align is not None:
+            from prefed.runs.align import check_named_tastes
+
+            check_named_tastes(experiment, job)
         return _tried(experiment, job, cache, place)
 
 

@@ -12,17 +12,16 @@ from typing import Any, cast
 
 import torch
 
-from prefed.align import check_inputs
 from prefed.config import Experiment, RayConfig
-from prefed.core import Callback, Callbacks, State, files
+from prefed.core import Callback, Callbacks, State
 from prefed.core.text import pluralize
 from prefed.core.timing import timed
-from prefed.core.wire import decode_state, encode
-from prefed.data import DataMismatchError
+from prefed.core.wire import decode_state
 from prefed.engines import (
     BACKENDS,
     Backend,
     BackendSettings,
+    ClientStates,
     Job,
     NeighbourRounds,
     ServerRounds,
@@ -31,15 +30,12 @@ from prefed.engines import (
     check_devices,
 )
 from prefed.models import ModelError
-from prefed.runs.align import align, check_judge, check_named_tastes
+from prefed.runs.bootstrap import build_in_cache, commit_start, digests_of, open_run
 from prefed.runs.build import build_job
 from prefed.runs.data_notices import announce
-from prefed.runs.log import run_log
 from prefed.runs.origin import describe_data, describe_origin
-from prefed.runs.resume import moved, reconcile, reset_run, settings_digest, update_config
+from prefed.runs.resume import moved, reconcile, update_config
 from prefed.runs.summary import Profiles, mean_models, read_profiles, summarize
-from prefed.runs.taste_figures import tell_tastes
-from prefed.runs.track import tracked, usable
 from prefed.runs.worker_job import job_factory
 from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import flat_loss_warning
@@ -123,48 +119,37 @@ def run(
             small or has no machine left, or a visit has lost several actors.
     """
     path = Path(out) if out is not None else default_out(experiment)
-    callback = Callbacks(callbacks)
+    callbacks = [Callbacks(callbacks)]
     if progress:
         from prefed.trackers.terminal import Terminal
 
-        callback = Callbacks([Terminal(), callback])
+        callbacks = [Terminal(), *callbacks]
     check_backend(experiment.engine.name)
     if numbers := check_devices(experiment.engine.devices or ()):
         # The model of this process lies on the first.
         torch.cuda.set_device(numbers[0])
     if experiment.align is not None:
-        check_inputs(experiment.align, experiment.data)
-        check_judge(experiment.align)
-    kinds = usable(experiment.track)
-    with ExitStack() as stack:
-        with RunWriter(path, resume=resume) as writer:
-            # The log begins in a directory that is this run's, and goes on with the alignment.
-            callback = Callbacks([callback, stack.enter_context(run_log(path))])
-            with tracked(kinds, experiment.track, path, callback, page) as telling:
-                server = _finish(experiment, writer, telling)
-        if experiment.align is not None:
-            align(path, experiment.align, callbacks=[callback])
+        from prefed.runs.align import align, check_alignment
+
+        check_alignment(experiment.align, experiment.data)
+    with open_run(experiment, path, callbacks, resume=resume, page=page) as (writer, callback):
+        server = _finish(experiment, writer, callback)
+    if experiment.align is not None:
+        align(path, experiment.align, callbacks=callbacks)
     return _result(path, server)
 
 
 def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> State:
     """Run the rounds that are left. Gives the server's state after the last."""
-    try:
-        experiment = reconcile(experiment, writer)
-        ended = writer.round == experiment.rounds or writer.stopped
-        finished = ended and (writer.path / "summary.json").exists()
-        if not finished or moved(experiment, writer):
-            _run_rounds(experiment, writer, callback)
-        else:
-            update_config(experiment, writer)
-            rounds = pluralize(writer.round, "round", "rounds")
-            callback.on_note(f"{writer.path} holds a finished run of {rounds}: nothing was left to do")
-    except Exception as error:
-        if isinstance(error, files.WriteError) and writer.commit is not None:
-            error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")
-        # A start that failed is removed. One that was killed or interrupted stays, for --resume.
-        writer.discard()
-        raise
+    experiment = reconcile(experiment, writer)
+    ended = writer.round == experiment.rounds or writer.stopped
+    finished = ended and (writer.path / "summary.json").exists()
+    if not finished or moved(experiment, writer):
+        _run_rounds(experiment, writer, callback)
+    else:
+        update_config(experiment, writer)
+        rounds = pluralize(writer.round, "round", "rounds")
+        callback.on_note(f"{writer.path} holds a finished run of {rounds}: nothing was left to do")
     return decode_state(writer.server())
 
 
@@ -178,7 +163,7 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
         server = rounds(job, writer, backend, callback).run()
         with timed("summary"):
             profiles = read_profiles(job, backend.states)
-            tastes = tell_tastes(job, experiment.method.settings.goal(), server, backend.states)
+            tastes = _tastes(experiment, job, server, backend.states)
             data = describe_data(cast("PairTrainerFactory", job.trainers).dataset)
     with timed("adapters"):
         conclude(job, writer, server, profiles, callback, tastes, data=data)
@@ -197,8 +182,8 @@ def conclude(
 
     Args:
         profiles: from :func:`~prefed.runs.summary.read_profiles`.
-        tastes: from :func:`~prefed.runs.taste_figures.tell_tastes`.
-        more: what the summary says besides, or in the place of what it would say.
+        tastes: the content of ``tastes.json``.
+        more: further entries of the summary, or other values of its own.
     """
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
@@ -209,28 +194,24 @@ def conclude(
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:
     """Build the job, and commit round 0. A resumed run must have the same data and model."""
-    cache = writer.path / "cache"
-    try:
-        job = build_job(experiment, cache)
-    except DataMismatchError:
-        if writer.round:
-            raise
-        reset_run(writer)
-        job = build_job(experiment, cache)
-    check_named_tastes(experiment, job)
-    server = encode(job.method.init_server(job.trainers.initial))
-    digests = {**job.trainers.fingerprint, **file_digests(experiment)}
-    writer.begin(server, digests, settings_digest(experiment.tables()))
-    update_config(experiment, writer)
-    writer.reopen()
+    job = build_in_cache(writer, lambda cache: build_job(experiment, cache))
+    if experiment.align is not None:
+        from prefed.runs.align import check_named_tastes
+
+        check_named_tastes(experiment, job)
+    commit_start(experiment, job, writer, digests_of(experiment, job))
     return job
 
 
-def file_digests(experiment: Experiment) -> dict[str, str]:
-    """Digests of the files, besides the data, on which numbers depend."""
-    fleet, graph = experiment.whole_fleet, experiment.whole_graph
-    named = {"trace": fleet.trace if fleet else None, "graph": graph.file if graph else None}
-    return {name: files.file_digest(Path(path)) for name, path in named.items() if path is not None}
+def _tastes(
+    experiment: Experiment, job: Job, server: State, states: ClientStates | None
+) -> dict[str, Any] | None:
+    """The content of ``tastes.json``; ``None`` where the method has no tastes, or states are elsewhere."""
+    if job.method.infer is None or states is None:
+        return None
+    from prefed.runs.taste_figures import measured_tastes
+
+    return measured_tastes(job, experiment.method.settings.goal(), server, states)
 
 
 def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:

@@ -159,20 +159,16 @@ def measure_tastes(
     )
 
 
-def tell_tastes(
-    job: Job, goal: Objective, server: State, states: ClientStates | None
-) -> dict[str, Any] | None:
-    """What a run that ends tells of its tastes, rounded: see ``plain`` of :class:`TasteFigures`.
+def measured_tastes(job: Job, goal: Objective, server: State, states: ClientStates) -> dict[str, Any] | None:
+    """The content of ``tastes.json``, rounded: see ``plain`` of :class:`TasteFigures`.
 
     Args:
-        states: clients' private states; ``None`` where they do not lie on this machine.
+        job: of a method with tastes, after its last round.
+        states: clients' private states.
 
     Returns:
-        ``None`` where the method has no tastes, the states do not lie here, or no client has pairs enough.
+        ``None`` where no client has pairs enough.
     """
-    if job.method.infer is None or states is None:
-        return None
-
     backbone = cast(PairTrainerFactory, job.trainers).backbone
 
     def private(client: str) -> State:

@@ -21,13 +21,13 @@ from prefed.trackers.registry import trackers
 from prefed.trackers.tracking import Tracking
 
 
-def usable(config: TrackConfig | None) -> dict[str, type[Tracker]]:
-    """The tools of ``[track]``; none without the table.
+def usable(config: TrackConfig) -> dict[str, type[Tracker]]:
+    """The tools of ``[track]``.
 
     Raises:
         TrackerError: one of them cannot be used on this machine; the message says what to install or to set.
     """
-    return {} if config is None else trackers(config.to)
+    return trackers(config.to)
 
 
 def told_settings(config: Mapping[str, Any], *, clients: bool = True) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _last_part(value: Any) -> Any:
 @contextmanager
 def tracked(
     kinds: dict[str, type[Tracker]],
-    config: TrackConfig | None,
+    config: TrackConfig,
     path: Path,
     callback: Callback,
     page: Callable[[Path], str] | None,
@@ -73,9 +73,6 @@ def tracked(
         callback: is told of everything, and of a tool's failure.
         page: makes the page about the run in a directory.
     """
-    if config is None:
-        yield callback
-        return
     tracking = _tracking(kinds, config, path, callback.on_warning)
     with _closing(tracking):
         yield Callbacks([callback, tracking])

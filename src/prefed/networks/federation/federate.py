@@ -14,22 +14,21 @@ from typing import Any, TypeVar
 
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
-from prefed.core import Callback, Callbacks, State, files
+from prefed.core import Callback, State, files
 from prefed.core.wire import encode
 from prefed.data import ClientSizes, FederatedDataset
-from prefed.engines import Job, ServerRounds
+from prefed.engines import ServerRounds
 from prefed.engines.base_rounds import Evaluated, Tally
 from prefed.engines.validation import longest_answer
 from prefed.networks.federation.claims import claim_lines, compare_versions, told_clients
 from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
+from prefed.runs.bootstrap import commit_start, digests_of, open_run
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
-from prefed.runs.log import run_log
-from prefed.runs.resume import reconcile, settings_digest, update_config
-from prefed.runs.run import conclude, file_digests
-from prefed.runs.track import tracked, usable
+from prefed.runs.resume import reconcile
+from prefed.runs.run import conclude
 from prefed.store import RunWriter
 
 T = TypeVar("T")
@@ -94,21 +93,12 @@ def federate(
     """
     _check(experiment)
     experiment = with_real_clients(experiment)
-    kinds = usable(experiment.track)
-    with (
-        RunWriter(out, resume=resume) as writer,
-        run_log(out) as log,
-        tracked(kinds, experiment.track, out, Callbacks([*callbacks, log]), page) as telling,
-    ):
-        try:
-            known = _known(writer)
-            if known is None:
-                writer.forget()
-            experiment = reconcile(experiment, writer, begun=known is not None)
-            return _run(experiment, writer, known, transport, terms, telling, tell)
-        except Exception:
-            writer.discard()
-            raise
+    with open_run(experiment, out, callbacks, resume=resume, page=page) as (writer, callback):
+        known = _known(writer)
+        if known is None:
+            writer.forget()
+        experiment = reconcile(experiment, writer, begun=known is not None)
+        return _run(experiment, writer, known, transport, terms, callback, tell)
 
 
 def _check(experiment: Experiment) -> None:
@@ -160,7 +150,9 @@ def _run(
     dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
     job = assemble_job(experiment, build_trainers(experiment, dataset, None))
     warn_of_like_selectors(experiment, job)
-    _begin(experiment, job, clients, writer)
+    # A resumed run must have the same sites and clients.
+    roster = files.digest(json.dumps(clients, sort_keys=True).encode())
+    commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster})
     announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]
@@ -272,16 +264,6 @@ def _each(sites: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
         # The others' answers are not awaited: they may take as long as a model takes to load.
         pool.shutdown(wait=False, cancel_futures=True)
     return {site: answers[site] for site in sites}
-
-
-def _begin(experiment: Experiment, job: Job, clients: Mapping[str, Any], writer: RunWriter) -> None:
-    """Commit round 0. A resumed run must have the same sites, clients and model."""
-    roster = files.digest(json.dumps(clients, sort_keys=True).encode())
-    digests = {**job.trainers.fingerprint, "data": roster, **file_digests(experiment)}
-    start = encode(job.method.init_server(job.trainers.initial))
-    writer.begin(start, digests, settings_digest(experiment.tables()))
-    update_config(experiment, writer)
-    writer.reopen()
 
 
 def _known(writer: RunWriter) -> dict[str, Any] | None:

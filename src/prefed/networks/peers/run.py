@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from prefed.config import Experiment
-from prefed.core import Callback, Callbacks, files
+from prefed.core import Callback, files
 from prefed.core.strict import flatten
-from prefed.core.wire import encode
-from prefed.data import DataMismatchError, FederatedDataset
 from prefed.engines import InProcess
 from prefed.merge.topology import Topology
 from prefed.networks.peers.heartbeat import PeerError
@@ -22,13 +20,12 @@ from prefed.networks.peers.links import Links
 from prefed.networks.peers.own import among, choose, of_peer, own_pairs
 from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.rounds import PeerRounds
+from prefed.runs.bootstrap import build_in_cache, commit_start, digests_of, open_run
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
 from prefed.runs.data_notices import announce, left_out_table
-from prefed.runs.log import run_log
-from prefed.runs.resume import is_place, reconcile, reset_run, settings_digest, update_config
-from prefed.runs.run import conclude, file_digests
+from prefed.runs.resume import is_place, reconcile
+from prefed.runs.run import conclude
 from prefed.runs.summary import read_profiles
-from prefed.runs.track import tracked, usable
 from prefed.store import RunWriter
 
 FORMAT = 1
@@ -73,28 +70,20 @@ def run_peer(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     path = peer_folder(out, place.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    begun, kinds = resume and (path / "checkpoint").is_dir(), usable(experiment.track)
+    resume = resume and (path / "checkpoint").is_dir()
     with (
         Meeting(place) as meeting,
-        RunWriter(path, resume=begun, returnable=True) as writer,
-        run_log(path) as log,
-        tracked(kinds, experiment.track, path, Callbacks([*callbacks, log]), None) as telling,
+        open_run(experiment, path, callbacks, resume=resume, returnable=True) as (writer, callback),
     ):
-        try:
-            if experiment.evaluate.diagnose is not None:
-                telling.on_warning(
-                    "[evaluate] diagnose needs all clients' gradients: peers are not diagnosed"
-                )
-            return _run(reconcile(experiment, writer), writer, meeting, client, telling)
-        except Exception:
-            writer.discard()
-            raise
+        if experiment.evaluate.diagnose is not None:
+            callback.on_warning("[evaluate] diagnose needs all clients' gradients: peers are not diagnosed")
+        return _run(reconcile(experiment, writer), writer, meeting, client, callback)
 
 
 def _run(
     experiment: Experiment, writer: RunWriter, meeting: Meeting, client: str | None, callback: Callback
 ) -> dict[str, Any]:
-    dataset = _data(experiment, writer)
+    dataset = build_in_cache(writer, lambda cache: build_data(experiment, cache / "data"))
     unseen = unseen_clients(experiment, dataset)
     present = [name for name in dataset.clients if name not in unseen]
     source, name = choose(present, meeting.place.rank, meeting.place.peers, client)
@@ -104,14 +93,11 @@ def _run(
     alone = of_peer(experiment)
     pairs = among(own_pairs(dataset, source, name), sorted(ranks))
     job = assemble_job(alone, build_trainers(alone, pairs, writer.path / "cache" / "reference"))
-    digests = {**job.trainers.fingerprint, **file_digests(experiment)}
+    digests = digests_of(experiment, job)
     common = {what: digest for what, digest in digests.items() if what != "data"}
     meeting.agree("models or graphs", {**common, "mixing": _mixing(job.topology, writer.round + 1)})
     digests |= {"peer": name, "peers": files.digest(json.dumps(job.members).encode())}
-    start = encode(job.method.init_server(job.trainers.initial))
-    writer.begin(start, digests, settings_digest(experiment.tables()))
-    update_config(experiment, writer)
-    writer.reopen()
+    commit_start(experiment, job, writer, digests)
     meeting.watch.committed(writer.round)
     announce(alone, job, callback)
     meeting.connect()
@@ -137,19 +123,6 @@ def _check(experiment: Experiment) -> None:
         raise ValueError("[align] trains a server's own model, and peers have no server: leave it out")
     if experiment.stop is not None:
         raise ValueError("[stop] judges by all clients' figures, and a peer has its own alone: leave it out")
-
-
-def _data(experiment: Experiment, writer: RunWriter) -> FederatedDataset:
-    cache = writer.path / "cache"
-    files.private_folder(cache)
-    try:
-        return build_data(experiment, cache / "data")
-    except DataMismatchError:
-        if writer.round:
-            raise
-        reset_run(writer)
-        files.private_folder(cache)
-        return build_data(experiment, cache / "data")
 
 
 def _introduce(meeting: Meeting, name: str, present: Sequence[str]) -> dict[str, int]:

@@ -42,7 +42,6 @@ def align(
         from prefed.core.text import pluralize
         from prefed.runs.align import FOLDER, read_settings
         from prefed.runs.align import align as align_run
-        from prefed.runs.log import run_log
         from prefed.runs.selectors import check_selectors
 
         check_selectors(record)
@@ -59,8 +58,7 @@ def align(
         silence_transformers()
         console = progress_console()
         console.print(f"{config.prompts.path} → {folder}", markup=False, soft_wrap=True)
-        with run_log(record.path) as log:
-            training = align_run(run, config, stage=stage, callbacks=[*terminal(console), log])["train"]
+        training = align_run(run, config, stage=stage, callbacks=terminal(console))["train"]
         kept = training["epochs"][training["kept"] - 1]
         generation = f", generation {kept['generation']}" if "generation" in kept else ""
         agreement = ""
