@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
+from experiment_scripts import EXPERIMENTS
 from prefed.theory import Constants
-from prefed.theory.softmax import Pair, Step, log_probability, probabilities, score, score_jacobian
+
+sys.path.append(str(EXPERIMENTS / "distributed_dpo"))
+softmax = importlib.import_module("softmax")
+Pair, Step, probabilities = softmax.Pair, softmax.Step, softmax.probabilities
+log_probability, score, score_jacobian = softmax.log_probability, softmax.score, softmax.score_jacobian
 
 
 def draw_pair(generator: np.random.Generator, horizon: int, beta: float = 0.7, actions: int = 4) -> Pair:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 
 import pytest
-from typer.testing import CliRunner
 
+from experiment_scripts import EXPERIMENTS, script
 from finished import CLIENTS, config, write_run
 from prefed.merge.mixing import ConsensusFactors
-from prefed.runs import replicates, stationarity, studies
+from prefed.runs import replicates
 from prefed.runs.record import RunError, read_run
-from prefed.ui.cli import app
 from prefed.ui.pages.page import render
-from prefed.ui.pages.studies import drawings
+
+sys.path.append(str(EXPERIMENTS / "distributed_dpo"))
+studies = importlib.import_module("study_plots")
 
 FIVE = dict.fromkeys("abcde", (0.5, 0.6, 0.7))
 
@@ -39,8 +42,10 @@ def make(folder, name, seed=42, *, gap=0.5, norm=2.0, clients=CLIENTS, size=None
     return path
 
 
-def known(folder):
-    return replicates.cases(replicates.find_runs([folder]))
+def study(folder, name, target=None):
+    """The studies of that kind."""
+    found = studies.studies(replicates.find_runs([folder]), target)
+    return [each for each in found if each.name.partition("-")[0] == name]
 
 
 def test_participation_and_its_line(tmp_path):
@@ -49,14 +54,15 @@ def test_participation_and_its_line(tmp_path):
     for size in (1, 2, 3):
         for seed, off in ((42, 0.06), (43, -0.06)):
             make(tmp_path, f"s{size}", seed, gap=0.1 + 0.3 / size + off, size=size)
-    (study,) = studies.participation(known(tmp_path))
-    assert study.gaps["the paper's gap"][0.5] == pytest.approx([0.31, 0.19])
-    start, slope, share = study.fits["the paper's gap"]
+    (found,) = study(tmp_path, "participation")
+    gaps, fits = found.values["gaps"], found.values["fits"]
+    assert gaps["the paper's gap"][0.5] == pytest.approx([0.31, 0.19])
+    start, slope, share = fits["the paper's gap"]
     assert (start, slope) == pytest.approx((0.1, 0.3))
     mean = (1 + 1 / 2 + 1 / 3) / 3
     along = 0.09 * sum((x - mean) ** 2 for x in (1, 1 / 2, 1 / 3)) / 3
     assert share == pytest.approx(along / (along + 0.06**2))
-    assert study.gaps["squared gradient norm"] == {1.0: [4, 4], 0.5: [4, 4], 1 / 3: [4, 4]}
+    assert gaps["squared gradient norm"] == {1.0: [4, 4], 0.5: [4, 4], 1 / 3: [4, 4]}
 
 
 def test_a_final_figure_is_of_the_last_five_rounds_that_have_it(tmp_path):
@@ -65,8 +71,8 @@ def test_a_final_figure_is_of_the_last_five_rounds_that_have_it(tmp_path):
         tmp_path, "run", gap=[9, 9, 1, 2, 3, None, 4, 5], clients=clients, norm=[9, 9, 9, 1, 1, 1, 2, 2]
     )
     run = read_run(path)
-    assert stationarity.paper_gap(run) == 3
-    assert stationarity.squared_gradient(run) == pytest.approx((1 + 1 + 1 + 4 + 4) / 5)
+    assert studies.GAPS["the paper's gap"](run) == 3
+    assert studies.GAPS["squared gradient norm"](run) == pytest.approx((1 + 1 + 1 + 4 + 4) / 5)
 
 
 def test_what_few_pairs_add_to_a_squared_gradient_is_taken_off(tmp_path):
@@ -78,7 +84,7 @@ def test_what_few_pairs_add_to_a_squared_gradient_is_taken_off(tmp_path):
         lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
         text = "".join(json.dumps({**line, "cohort": cohort}) + "\n" for line in lines)
         (path / "rounds.jsonl").write_text(text)
-        assert stationarity.squared_gradient(read_run(path)) == pytest.approx(1 - 0.9 * 4 / pairs)
+        assert studies.GAPS["squared gradient norm"](read_run(path)) == pytest.approx(1 - 0.9 * 4 / pairs)
 
 
 def test_local_steps_and_rates_of_two_data_sets(tmp_path):
@@ -88,12 +94,12 @@ def test_local_steps_and_rates_of_two_data_sets(tmp_path):
             method = {"local_steps": steps, "lr": rate}
             data = {"train": {"path": f"{column}.jsonl"}}
             make(tmp_path / column, f"e{steps}-{rate}", gap=steps * rate, method=method, data=data)
-    both = list(studies.steps(known(tmp_path)))
-    assert [study.family.title for study in both] == ['path "cooking.jsonl"', 'path "law.jsonl"']
-    for study in both:
-        assert study.gaps["the paper's gap"] == {
-            0.1: {1: [pytest.approx(0.1)], 3: [pytest.approx(0.3)]},
-            0.01: {3: [pytest.approx(0.03)]},
+    both = study(tmp_path, "steps")
+    assert [each.lines[0] for each in both] == ['path "cooking.jsonl"', 'path "law.jsonl"']
+    for each in both:
+        assert each.values["gaps"]["the paper's gap"] == {
+            "η = 0.1": {1: [pytest.approx(0.1)], 3: [pytest.approx(0.3)]},
+            "η = 0.01": {3: [pytest.approx(0.03)]},
         }
 
 
@@ -104,8 +110,8 @@ def test_delays_by_either_name_and_the_ways_in_which_they_count(tmp_path):
     make(tmp_path, "q5", gap=0.5, fleet={"max_delay": 5})
     make(tmp_path, "q2-delta", gap=0.3, fleet={"max_delay": 2}, merge={"late": "delta"})
     make(tmp_path, "buffered", gap=0.9, fleet={"server": "buffered"})
-    (study,) = studies.delay(known(tmp_path))
-    assert study.gaps["the paper's gap"] == {
+    (found,) = study(tmp_path, "delay")
+    assert found.values["gaps"]["the paper's gap"] == {
         "models": {0: [0.1], 2: [0.2], 5: [0.5]},
         "steps": {0: [0.1], 2: [0.3]},
     }
@@ -117,11 +123,10 @@ def test_topologies_beside_the_curves_of_theory(tmp_path):
     for name, (before, after, rho) in factors.items():
         log = {"consensus_before": before / 10, "consensus_after": after / 10, "rho": rho}
         make(tmp_path, name, clients=FIVE, log=log, method={"name": "decdpo", "topology": name})
-    runs = replicates.find_runs([tmp_path])
-    (study,) = studies.topologies(replicates.cases(runs))
-    assert [graph.name for graph in study.graphs] == ["path", "star", "complete"]
-    assert isinstance(study.graphs[0].factors, ConsensusFactors)
-    said = {drawing.name: drawing.lines for drawing in drawings(runs)}["topology"]
+    (found,) = study(tmp_path, "topology")
+    graphs, said = found.values["graphs"], found.lines
+    assert [graph.name for graph in graphs] == ["path", "star", "complete"]
+    assert isinstance(graphs[0].factors, ConsensusFactors)
     assert "consensus error before the mix: path 0.767, star 0.933, complete 0.4" in said
     assert "  noisy gradients, one factor: path 0.767, star 0.933, complete 0.4" in said
     assert "  noisy gradients, one factor: path 0.367, star 0.533, complete 0" in said
@@ -132,18 +137,13 @@ def test_the_race_of_servers(tmp_path):
     for name, pace in (("synchronous", 4.0), ("buffered", 1.0)):
         log = {"time": [pace, 2 * pace]}
         make(tmp_path, name, clients=FIVE, log=log, fleet={"server": name, "speeds": "exponential"})
-    both = known(tmp_path)
-    (study,) = studies.races(both)
-    assert study.target == pytest.approx(0.7)
-    assert {case.fleet.server: times for case, times in study.seconds} == {
-        "synchronous": [8],
-        "buffered": [2],
-    }
-    (study,) = studies.races(both, 0.6)
-    assert sorted(times for _, times in study.seconds) == [[1], [4]]
-    (study,) = studies.races(both, 0.75)
-    assert [times for _, times in study.seconds] == [[None], [None]]
-    assert "1 of 1 runs never" in " ".join(drawings(replicates.find_runs([tmp_path]), 0.75)[-1].lines)
+    for target, seconds in ((None, [2, 8]), (0.6, [1, 4]), (0.75, [None, None])):
+        (found,) = study(tmp_path, "time", target)
+        assert found.values["target"] == pytest.approx(target or 0.7)
+        assert found.values["seconds"] == {
+            f"{name} ({name})": [at] for name, at in zip(("buffered", "synchronous"), seconds, strict=True)
+        }
+    assert "1 of 1 runs never" in " ".join(found.lines)
 
 
 def test_what_is_no_finished_run(tmp_path):
@@ -159,18 +159,26 @@ def test_what_is_no_finished_run(tmp_path):
         replicates.find_runs([tmp_path / "empty"])
 
 
-def test_the_command_writes_plots_and_prints_their_numbers(tmp_path):
+def test_the_script_writes_plots_and_prints_their_numbers(tmp_path):
+    """A plot of every kind can be drawn."""
     for size in (1, 2):
         make(tmp_path / "runs", f"s{size}", gap=1 / size, size=size)
-    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(
-        app, ["figures", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--format", "svg"]
-    )
-    assert result.exit_code == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"methods.svg", "participation.svg"}
-    assert "the paper's gap S=2 0.5, S=1 1; nearest line 0 + 1/S, R² 1.00" in result.output
-    result = CliRunner().invoke(app, ["figures", str(write_run(tmp_path / "plain"))])
-    assert result.exit_code == 1
-    assert "have no figure together" in result.output
+    log = {"time": [1.0, 2.0], "consensus_before": 0.5, "consensus_after": 0.25, "rho": 0.5}
+    for name in ("synchronous", "buffered"):
+        make(tmp_path / "runs", name, log=log, fleet={"server": name, "speeds": "exponential"})
+    for name in ("path", "star"):
+        make(tmp_path / "runs", name, log=log, method={"name": "decdpo", "topology": name})
+    for steps in (1, 2):
+        make(tmp_path / "runs", f"e{steps}", method={"local_steps": steps})
+    for late in (0, 2):
+        make(tmp_path / "runs", f"q{late}", fleet={"max_delay": late})
+    where = ("--out", tmp_path / "out", "--format", "svg")
+    printed = script("distributed_dpo/study_plots.py", tmp_path / "runs", *where)
+    kinds = {"methods", "participation", "steps", "delay", "topology", "time"}
+    assert {path.stem.partition("-")[0] for path in (tmp_path / "out").iterdir()} == kinds
+    assert "the paper's gap S=2 0.5, S=1 1; nearest line 0 + 1/S, R² 1.00" in printed
+    plain = write_run(tmp_path / "plain")
+    assert "no study" in script("distributed_dpo/study_plots.py", plain, fails=True)
 
 
 def test_a_page_shows_gradients_consensus_and_delays(tmp_path):

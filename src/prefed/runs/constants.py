@@ -10,10 +10,9 @@ from statistics import fmean
 
 import torch
 
-from prefed.core import Key, Owner, Tensors
+from prefed.core import POOLED, Key, Owner, Tensors
 from prefed.runs.loaded import LoadedRun, load_run
-from prefed.runs.record import RunError, read_run
-from prefed.runs.stationarity import squared_gradients
+from prefed.runs.record import RunError, RunRecord, read_run
 
 CLIENTS, PAIRS, STEPS = 5, 8, 10
 """How many clients' losses are probed for L at most, on how many pairs each, and steps of power iteration."""
@@ -23,7 +22,7 @@ _PROBE = 1e-2
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run tells of the theory's constants.
+    """The theory's constants, as far as a run has them.
 
     Attributes:
         constants: those of :class:`prefed.theory.Constants` that the run has or that its log estimates.
@@ -83,6 +82,24 @@ def estimate(path: str | Path) -> Estimate:
         "paper_gap": record.summary["paper_gap"],
     }
     return Estimate(constants, measured, tuple(_notes(run, len(told))))
+
+
+def squared_gradients(run: RunRecord) -> list[float]:
+    """‖∇ℒ‖² in each diagnosed round, less what the draw of few pairs adds to it; so it may be below 0.
+
+    A mean over N clients of m pairs each has the variance ζ² · batch/(m N), where a batch has ζ².
+    """
+    method, drawn = run.config["method"], run.config.get("evaluate", {}).get("diagnostic_pairs")
+    measured = [record for record in run.rounds if "gradient_norm" in record]
+    if drawn is None:
+        return [record["gradient_norm"] ** 2 for record in measured]
+    unseen = run.config["evaluate"].get("unseen", 0)
+    clients = sum(sizes["train"] > 0 for sizes in run.summary["clients"].values())
+    clients -= unseen if isinstance(unseen, int) else len(unseen)
+    if run.rounds[-1]["cohort"] == [POOLED]:
+        clients = 1
+    share = method["batch_size"] * method.get("accumulate", 1) / (drawn * clients)
+    return [record["gradient_norm"] ** 2 - share * record["zeta2"] for record in measured]
 
 
 def _steps(run: LoadedRun, pairs: float) -> int:

@@ -16,7 +16,6 @@ from prefed.ui.cli.evaluate import evaluate
 from prefed.ui.cli.export import export
 from prefed.ui.cli.federate import federate
 from prefed.ui.cli.federation import federation
-from prefed.ui.cli.figures import figures
 from prefed.ui.cli.generate import generate
 from prefed.ui.cli.init import init
 from prefed.ui.cli.judge import judge
@@ -51,7 +50,6 @@ for _command in (
     demo,
     evaluate,
     compare,
-    figures,
     report,
     export,
     push,

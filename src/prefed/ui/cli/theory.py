@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefed.ui.cli.errors import UsageError
+from prefed.ui.cli.output import print_json
 
 if TYPE_CHECKING:
-    from prefed.theory import Constants
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+    from prefed.runs.constants import Estimate
+    from prefed.theory import Constants, Statement
 
 
 def theory(
@@ -23,15 +27,13 @@ def theory(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Put VALUE in the place of a constant, e.g. lr=0.01."
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a constant, e.g. lr=0.01."),
     ] = None,
     run: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Estimate constants from this run, which was diagnosed; FILE and --set go before.",
+            help="Estimate constants from this run, which was diagnosed; FILE and --set override them.",
             show_default=False,
         ),
     ] = None,
@@ -41,8 +43,8 @@ def theory(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Put numbers into the theory of FedDPO and DecDPO, beside what is known to be wrong with it."""
-    from prefed.theory import SLIPS, statements
+    """Evaluate the bounds on FedDPO and DecDPO for given constants, or for those of a run."""
+    from prefed.theory import statements
 
     found = None
     if run is not None:
@@ -52,27 +54,26 @@ def theory(
     constants = read_constants(file, overrides or [], graph, found.constants if found else {})
     known = statements(constants)
     if as_json:
-        content = {
-            "constants": constants.model_dump() | constants.derived(),
-            **({"measured": found.measured, "notes": found.notes} if found else {}),
-            "statements": [asdict(statement) for statement in known],
-            "slips": [asdict(slip) for slip in SLIPS],
-        }
-        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        print_json(
+            {
+                "constants": constants.model_dump() | constants.derived(),
+                **({"measured": found.measured, "notes": found.notes} if found else {}),
+                "statements": [asdict(statement) for statement in known],
+            }
+        )
         return
     from prefed.trackers.terminal import stdout_console
-    from prefed.ui.pages.theory import print_theory
 
-    print_theory(constants, known, stdout_console(), found, str(run))
+    _print(constants, known, found, stdout_console())
 
 
 def read_constants(
     file: Path | None, overrides: list[str], graph: str | None, found: Mapping[str, float]
 ) -> Constants:
-    """The constants ``found`` in a run, with those of a file, ``--set`` and ``--graph`` in their place.
+    """The constants ``found`` in a run, overridden by those of a file, of ``--set`` and of ``--graph``.
 
     Raises:
-        ConfigError: a constant is not one, or has no such value; or the graph cannot be had.
+        ConfigError: a key is not a constant, or its value is out of range.
     """
     from pydantic import ValidationError
 
@@ -84,7 +85,6 @@ def read_constants(
         raise ConfigError(f"{file}: no such file; leave it out for the paper's constants")
     tables: dict[str, Any] = read_toml(file) if file else {}
     origins = override(tables, overrides, Path())
-    where = str(file or "prefed theory")
     tables = {**found, **tables}
     try:
         constants = Constants.model_validate(tables)
@@ -92,7 +92,7 @@ def read_constants(
             return constants
         return Constants.model_validate({**tables, "rho": rho_of(graph, constants.clients)})
     except ValidationError as error:
-        raise ConfigError(explain(error, Constants, tables, where, origins)) from None
+        raise ConfigError(explain(error, Constants, tables, str(file or "prefed theory"), origins)) from None
 
 
 def rho_of(graph: str, clients: int) -> float:
@@ -110,3 +110,49 @@ def rho_of(graph: str, clients: int) -> float:
         raise UsageError(f"--graph {graph}: no such graph{near}")
     nodes = tuple(str(node) for node in range(clients))
     return Topology(GraphConfig.model_validate({"name": graph}), nodes, Key(0)).rho()
+
+
+def _print(
+    constants: Constants, known: Sequence[Statement], found: Estimate | None, console: Console
+) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("constant", "value", "meaning"):
+        table.add_column(head, no_wrap=head != "meaning")
+    meanings = {name: field.description for name, field in type(constants).model_fields.items()}
+    for name, value in (constants.model_dump() | constants.derived()).items():
+        if value is not None:
+            table.add_row(name, f"{value:.6g}", meanings.get(name, ""))
+    console.print(table)
+
+    def line(text: str = "") -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    if found:
+        line("measured")
+        for name, meaning in (
+            ("mean_squared_gradient", "(1/R) Σ‖∇ℒ(θ^r)‖² over the diagnosed rounds: bounded below"),
+            ("last_squared_gradient", "‖∇ℒ‖² at the last of them"),
+            ("paper_gap", "the paper's own gap: local batches' squared gradients, clipped at 1"),
+        ):
+            line(f"    {found.measured[name]:<12.4g} {meaning}")
+        for note in found.notes:
+            line(f"  {note}")
+    for statement in known:
+        line(f"\n{statement.name} – {statement.about}")
+        if statement.limit:
+            formula, value = statement.limit
+            within = "within" if statement.allowed else "not within"
+            line(f"  η ≤ {formula} = {value:.4g}: η is {within} the limit")
+        for bound in filter(None, (statement.stated, statement.derived)):
+            line(f"  {bound.where}:")
+            for formula, value in bound.terms.items():
+                line(f"    {value:<12.4g} {formula}")
+            if bound.total is not None:
+                line(f"    {bound.total:<12.4g} in total")
+        if statement.stated.total is not None:
+            when = f"from R = {statement.rounds:,} on" if statement.rounds else "never, with so large an η"
+            line(f"  the stated bound is below ε {when}")
+    line("\nKnown errors of these statements: experiments/distributed_dpo/slips.md in prefed's repository.")

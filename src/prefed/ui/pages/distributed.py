@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from prefed.core.text import duration
 from prefed.runs.record import RunRecord
-from prefed.runs.studies import timeline
 from prefed.ui.pages.drawing import Theme, canvas, draw_line, legend, percent_axis, round_axis
 from prefed.ui.pages.parts import Plot, plot
 
@@ -85,7 +84,7 @@ def _lateness(run: RunRecord, theme: Theme) -> Figure:
     left.bar([*late], [*late.values()], color=theme.lines[0])
     left.set(xlabel="rounds late", title="uploads")
     round_axis(left)
-    line = timeline(run)
+    line = _timeline(run)
     right.plot([at for at, _ in line], [value for _, value in line], "o-", color=theme.lines[1])
     right.set(xlabel="simulated seconds", title="accuracy, mean over clients")
     percent_axis(right.yaxis)
@@ -94,3 +93,12 @@ def _lateness(run: RunRecord, theme: Theme) -> Figure:
 
 def _delays(run: RunRecord) -> Counter[int]:
     return Counter(visit["late"] for record in run.rounds for visit in record.get("visits", ()))
+
+
+def _timeline(run: RunRecord) -> list[tuple[float, float]]:
+    """Simulated seconds and mean accuracy of each evaluation; empty without a clock."""
+    return [
+        (float(record["time"]), float(record["evaluation"]["preference_accuracy"]["mean"]))
+        for record in run.rounds
+        if record.get("time") and "evaluation" in record
+    ]

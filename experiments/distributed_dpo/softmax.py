@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from prefed.core.lazy import np
+import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

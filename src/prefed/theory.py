@@ -1,0 +1,269 @@
+"""The theory of distributed DPO (arXiv:2605.20696) as a calculator: its constants and its bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import Field, model_validator
+
+from prefed.core.strict import StrictModel
+
+
+class Constants(StrictModel):
+    """The constants of the statements. Defaults are those of the paper's table 1 where it has them.
+
+    >>> constants = Constants(beta=0.1, horizon=10)
+    >>> round(constants.l, 6), round(constants.noise, 6)
+    (2.1, 0.4)
+
+    Raises:
+        ValueError: the cohort has more clients than there are.
+    """
+
+    beta: float = Field(0.2, gt=0, description="inverse temperature of DPO")
+    horizon: int = Field(64, ge=1, description="H, steps of a trajectory: tokens of a response")
+    zeta_phi2: float = Field(1.0, gt=0, description="ζ_φ², bound on the squared score of a step")
+    c0: float = Field(1.0, ge=1, description="C₀ of the mixing of trajectories")
+    varsigma: float = Field(0.0, ge=0, lt=1, description="ς, its rate: steps k apart have ς^k in common")
+    smoothness: float | None = Field(None, gt=0, description="L; left out: its closed form")
+    zeta_g2: float | None = Field(
+        None, ge=0, description="ζ_g², variance of a client's gradient; left out: its closed form"
+    )
+    kappa2: float | None = Field(
+        None,
+        ge=0,
+        description="κ², gradient diversity of clients; left out: ζ_g²'s closed form, which bounds it",
+    )
+    gap: float = Field(
+        math.log(2), ge=0, description="ℒ(θ⁰) − ℒ*; DPO starts at log 2, and no loss is below 0"
+    )
+    clients: int = Field(5, ge=1, description="N")
+    cohort: int = Field(3, ge=1, description="S, clients of a round")
+    local_steps: int = Field(3, ge=1, description="E, local steps of a round")
+    rounds: int = Field(80, ge=1, description="R")
+    lr: float = Field(1e-4, gt=0, description="η, learning rate of plain gradient descent")
+    max_delay: int = Field(0, ge=0, description="q_max, rounds by which a client's model may be late")
+    drift: float = Field(1.0, gt=0, description="c of C_q, an absolute constant that the paper does not give")
+    rho: float = Field(0.5393, ge=0, lt=1, description="ρ of the mixing matrix; that of a ring of five")
+    epsilon: float = Field(0.1, gt=0, description="ε, mean squared gradient norm to be reached")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Constants:
+        if self.cohort > self.clients:
+            raise ValueError(f"cohort = {self.cohort} is larger than clients = {self.clients}")
+        return self
+
+    @property
+    def c_mix(self) -> float:
+        """C_mix = 1 + 2 C₀ ς / (1 − ς) (eq. 8)."""
+        return 1 + 2 * self.c0 * self.varsigma / (1 - self.varsigma)
+
+    @property
+    def l(self) -> float:  # noqa: E743 - the paper's letter
+        """L, or (β² C_mix + 2β) ζ_φ² H (section 4 and appendix B)."""
+        if self.smoothness is not None:
+            return self.smoothness
+        return (self.beta**2 * self.c_mix + 2 * self.beta) * self.zeta_phi2 * self.horizon
+
+    @property
+    def second_moment(self) -> float:
+        """4 β² C_mix ζ_φ² H, which bounds the squared gradient of a pair in the mean (section 4)."""
+        return 4 * self.beta**2 * self.c_mix * self.zeta_phi2 * self.horizon
+
+    @property
+    def noise(self) -> float:
+        """ζ_g², or :attr:`second_moment`."""
+        return self.second_moment if self.zeta_g2 is None else self.zeta_g2
+
+    @property
+    def diversity(self) -> float:
+        """κ², or :attr:`second_moment`: no client's mean gradient is longer."""
+        return self.second_moment if self.kappa2 is None else self.kappa2
+
+    @property
+    def c_q(self) -> float:
+        """C_q = c η² E (ζ_g² + κ²), the drift of a round (eq. 77)."""
+        return self.drift * self.lr**2 * self.local_steps * (self.noise + self.diversity)
+
+    @property
+    def aligned_norm(self) -> float:
+        """The Hessian's norm over the closed form of L, where all steps pull one way.
+
+        With two actions of features ±a in every step, ζ_φ² = a², and a pair that differs in every step, the
+        norm at equal probabilities is β² a² H². It is above L for β H > β C_mix + 2, though the scores of
+        different steps have no correlation under the policy.
+
+        >>> round(Constants(beta=1, horizon=5).aligned_norm, 2)
+        1.67
+        """
+        return self.beta * self.horizon / (self.beta * self.c_mix + 2)
+
+    def derived(self) -> dict[str, float]:
+        """What follows from the constants alone: name → value."""
+        return {
+            "C_mix": self.c_mix,
+            "L": self.l,
+            "ζ_g²": self.noise,
+            "κ²": self.diversity,
+            "C_q": self.c_q,
+            "‖∇²ℓ‖ over closed form of L, all steps aligned": self.aligned_norm,
+        }
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound on (1/R) Σ E‖∇ℒ(θ^r)‖².
+
+    Attributes:
+        where: the equation, and whether the theorem or its proof has it.
+        terms: formula → value.
+        total: their sum; ``None`` where some hold only up to a constant that the paper does not give.
+    """
+
+    where: str
+    terms: dict[str, float]
+    total: float | None
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A theorem or corollary.
+
+    Attributes:
+        name: ``"theorem 5.1"``.
+        about: its subject.
+        limit: the formula and the value of the largest step size it allows; ``None`` for any.
+        allowed: whether the constants' step size is within the limit.
+        stated: the bound, as stated in the paper.
+        derived: how the appendix has it instead, or with a term that the statement lacks.
+        rounds: R from which the stated bound is below ε at this step size; ``None``: never, or not known.
+    """
+
+    name: str
+    about: str
+    limit: tuple[str, float] | None
+    allowed: bool
+    stated: Bound
+    derived: Bound | None
+    rounds: int | None
+
+
+def statements(constants: Constants) -> tuple[Statement, ...]:
+    """Theorems 5.1, 5.4, 5.5 and 6.1, and corollary 5.2.
+
+    Nothing promises that a run obeys these bounds: ``experiments/distributed_dpo/slips.md`` lists what is
+    known to be wrong with them.
+
+    >>> [one.name for one in statements(Constants())]
+    ['theorem 5.1', 'corollary 5.2', 'theorem 5.4', 'theorem 5.5', 'theorem 6.1']
+    """
+    return tuple(_statements(constants))
+
+
+def _statements(c: Constants) -> Iterator[Statement]:
+    e, l, eta, n, s = c.local_steps, c.l, c.lr, c.clients, c.cohort  # noqa: E741 - the paper's letters
+    noise, diversity = c.noise, c.diversity
+    start = {"2(ℒ(θ⁰) − ℒ*)/(ηER)": 2 * c.gap / (eta * e * c.rounds)}
+    proof = {"2κ²": 2 * diversity, "4L²η²E²ζ_g²": 4 * (l * eta * e) ** 2 * noise}
+    yield _statement(
+        c,
+        "theorem 5.1",
+        "FedDPO, partial participation",
+        ("min{1/(8LE), S/(16LNE)}", min(1 / (8 * l * e), s / (16 * l * n * e))),
+        _bound(
+            "eq. 9, as stated in the paper",
+            start
+            | {
+                "8Lηζ_g²/S": 8 * l * eta * noise / s,
+                "16L²η²Eκ²": 16 * (l * eta) ** 2 * e * diversity,
+                "16L²η²E²ζ_g²/S": 16 * (l * eta * e) ** 2 * noise / s,
+            },
+        ),
+        _bound("eq. 71, the end of its proof", start | proof | {"2Lηζ_g²/S": 2 * l * eta * noise / s}),
+    )
+    yield _statement(
+        c,
+        "corollary 5.2",
+        "FedDPO, full participation",
+        ("1/(8LE)", 1 / (8 * l * e)),
+        _bound(
+            "eq. 10, as stated in the paper",
+            start | {"2Lηζ_g²/N": 2 * l * eta * noise / n, "8L²η²Eκ²": 8 * (l * eta) ** 2 * e * diversity},
+        ),
+        _bound("eq. 73, the end of its proof", start | proof | {"2Lηζ_g²/N": 2 * l * eta * noise / n}),
+    )
+    late = min(1 / (16 * l * e), s / (32 * l * n * e * (1 + c.max_delay)))
+    yield _statement(
+        c,
+        "theorem 5.4",
+        "FedDPO with staleness",
+        ("min{1/(16LE), S/(32LNE(1 + q_max))}", late),
+        _order(
+            "as stated in the paper; all but the first term up to a constant",
+            start
+            | {
+                "O(ηζ_g²)": eta * noise,
+                "O(ηEκ²/S)": eta * e * diversity / s,
+                "O(ηC_q q_max), C_q = cη²E(ζ_g² + κ²)": eta * c.c_q * c.max_delay,
+            },
+        ),
+    )
+    yield _statement(
+        c,
+        "theorem 5.5",
+        "lower bound for FedDPO, one or the other up to a constant",
+        None,
+        _order(
+            "as stated in the paper",
+            {"Ω(Eκ²/S)": e * diversity / s, "Ω(ζ_g/√(SR))": math.sqrt(noise / (s * c.rounds))},
+        ),
+        _order(
+            "in its proof",
+            {
+                "Ω(E²κ²/S) for constant η": e**2 * diversity / s,
+                "Ω(ζ_g²/√(SR))": noise / math.sqrt(s * c.rounds),
+            },
+        ),
+    )
+    apart = 1 - c.rho**2
+    mixed = {
+        "2(ℒ(θ̄⁰) − ℒ*)/(ηR)": 2 * c.gap / (eta * c.rounds),
+        "32L²η²ζ_g²/(1 − ρ²)": 32 * (l * eta) ** 2 * noise / apart,
+        "16L²η²κ²/(1 − ρ²)": 16 * (l * eta) ** 2 * diversity / apart,
+    }
+    yield _statement(
+        c,
+        "theorem 6.1",
+        "DecDPO, at the mean of the nodes",
+        ("√(1 − ρ²)/(4L)", math.sqrt(apart) / (4 * l)),
+        _bound("eq. 12, as stated in the paper", mixed),
+        _bound("with the term that it lacks", mixed | {"Lηζ_g²/N": l * eta * noise / n}),
+    )
+
+
+def _bound(where: str, terms: dict[str, float]) -> Bound:
+    return Bound(where, terms, sum(terms.values()))
+
+
+def _order(where: str, terms: dict[str, float]) -> Bound:
+    """A bound that is known up to constants."""
+    return Bound(where, terms, None)
+
+
+def _statement(
+    c: Constants,
+    name: str,
+    about: str,
+    limit: tuple[str, float] | None,
+    stated: Bound,
+    derived: Bound | None = None,
+) -> Statement:
+    rounds = None
+    if stated.total is not None:
+        first = next(iter(stated.terms.values()))
+        # The first term falls like 1/R; more rounds do not change the others.
+        room = c.epsilon - (stated.total - first)
+        rounds = max(1, math.ceil(first * c.rounds / room)) if room > 0 else None
+    return Statement(name, about, limit, limit is None or c.lr <= limit[1], stated, derived, rounds)
