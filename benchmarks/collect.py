@@ -45,7 +45,7 @@ def main() -> None:
             "--client",
             "ann",
         ]
-        command = [sys.executable, "-m", "prefed.ui.cli", *map(str, words)]
+        command = [sys.executable, "-m", "prefed", *map(str, words)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert process.stdout is not None
         link = next(line.strip() for line in process.stdout if line.strip().startswith("http"))

@@ -106,7 +106,7 @@ def main() -> None:
         print(f"{args.runs} runs of {args.clients} clients and {args.rounds} rounds, {read / 1e6:.1f} MB")
         page = folder / "page.html"
         for words in (["--html", str(page)], ["--json"]):
-            command = [sys.executable, "-m", "prefed.ui.cli", "compare", str(folder / "runs"), *words]
+            command = [sys.executable, "-m", "prefed", "compare", str(folder / "runs"), *words]
             before, start = os.times(), time.perf_counter()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             wall, after = time.perf_counter() - start, os.times()

@@ -34,12 +34,12 @@ from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.transport import LongAnswerError
 from prefed.networks.federation.unix_socket import Door
 
-PREFED = [sys.executable, "-m", "prefed.ui.cli"]
+PREFED = [sys.executable, "-m", "prefed"]
 PARTIES = {
-    "prefed.ui.cli federate": "the hub",
+    "prefed federate": "the hub",
     "server_train": "the hub: FLARE's server",
     "runner_process": "the hub: FLARE's job",
-    "prefed.ui.cli site": "a site",
+    "prefed site": "a site",
     "client_train": "a site: FLARE's client",
     "worker_process": "a site: FLARE's job",
     "serve(int": "a site: what trains",

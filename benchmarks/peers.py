@@ -40,7 +40,7 @@ class Peers:
         self.out, self.count = out, count
         self.logs: list[Path] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        words = ["-m", "prefed.networks.peers", str(file), "--out", str(out), *more]
+        words = ["-m", "prefed", "peer", str(file), "--out", str(out), *more]
         if how == "torchrun":
             self._start(["-m", "torch.distributed.run", f"--nproc-per-node={count}", *words])
             return

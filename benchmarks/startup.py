@@ -56,7 +56,7 @@ def main() -> None:
         folder = Path(name)
         (folder / "typo.toml").write_text(TYPO, "utf-8")
         for command in COMMANDS:
-            words = [sys.executable, "-m", "prefed.ui.cli", *command]
+            words = [sys.executable, "-m", "prefed", *command]
             least = min(cpu_seconds(words, folder) for _ in range(args.runs))
             print(f"prefed {' '.join(command):24} {least:.2f} s", flush=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from common import HERE
 
-PREFED = [sys.executable, "-m", "prefed.ui.cli"]
+PREFED = [sys.executable, "-m", "prefed"]
 WATCHED = [sys.executable, str(HERE / "watched_site.py")]
 SITE = """
 federation = "wards"

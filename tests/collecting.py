@@ -106,7 +106,7 @@ class Browser:
 
 def start(*words: Any, cwd: Path) -> tuple[subprocess.Popen[str], str]:
     """The command as a process, and the link that it prints."""
-    command = [sys.executable, "-m", "prefed.ui.cli", "collect", *map(str, words)]
+    command = [sys.executable, "-m", "prefed", "collect", *map(str, words)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd)
     assert process.stdout is not None
     lines = [process.stdout.readline().strip() for _ in range(2)]

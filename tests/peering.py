@@ -15,10 +15,10 @@ import torch
 from prefed import Experiment, run
 from prefed.core import Callback, Key
 from prefed.models.tiny import make_tiny
-from prefed.networks.peers.__main__ import stop
 from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.run import peer_folder, run_peer
 from prefed.store import RunReader
+from prefed.ui.cli.peer import stop
 
 CLIENTS = ("w0", "w1", "w2")
 

@@ -50,7 +50,16 @@ def ended(*words):
 
 def test_every_command_is_here():
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert names == {*COMMANDS, *WITHOUT_A_FILE}
+    assert names == {*COMMANDS, *WITHOUT_A_FILE, "peer"}
+
+
+def test_a_peer_ends_its_process_with_the_same_codes():
+    """``prefed peer`` never returns to its caller: 1 for a missing file, 2 for an unknown option, 0 for help."""
+    codes = []
+    for words in (["none.toml"], ["none.toml", "--none"], ["--help"]):
+        command = [sys.executable, "-m", "prefed", "peer", *words]
+        codes.append(subprocess.run(command, capture_output=True).returncode)
+    assert codes == [1, 2, 0]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

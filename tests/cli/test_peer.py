@@ -1,4 +1,4 @@
-"""``python -m prefed.networks.peers``, by torchrun and by hand."""
+"""``prefed peer``, by torchrun and by hand."""
 
 import json
 import subprocess
@@ -43,7 +43,8 @@ def test_torchrun_starts_peers(tmp_path):
         "torch.distributed.run",
         "--nproc-per-node=2",
         "-m",
-        "prefed.networks.peers",
+        "prefed",
+        "peer",
     ]
     words = [str(path), "--out", str(tmp_path / "peers"), "--resume"]
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True)
@@ -54,7 +55,7 @@ def test_torchrun_starts_peers(tmp_path):
     losses = [json.loads((folder / "rounds.jsonl").read_text())["loss"] for folder in folders]
     assert losses[0] == pytest.approx((losses[1] + losses[2]) / 2, abs=1e-6)
     told = json.loads((folders[1] / "summary.json").read_text())["origin"]["command"]
-    assert told.startswith(f"python -m prefed.networks.peers {path} --out ")
+    assert told.startswith(f"prefed peer {path} --out ")
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,14 @@ from peering import (
 from prefed.core import Callback
 from prefed.engines import validation
 from prefed.engines.base_rounds import Course
-from prefed.networks.peers import __main__, links, rounds
+from prefed.networks.peers import links, rounds
 from prefed.networks.peers.heartbeat import STOP, Beat, PeerError, Watch, beat_key
 from prefed.networks.peers.links import Links
 from prefed.networks.peers.rendezvous import Place
 from prefed.networks.peers.rounds import PeerRounds
 from prefed.networks.peers.run import peer_folder
 from prefed.store import RunWriter
+from prefed.ui.cli import peer
 
 
 @pytest.fixture(scope="module")
@@ -262,10 +263,10 @@ def test_a_peer_0_that_is_stopped_before_all_have_come_is_named(tmp_path):
 
 
 def test_a_signal_that_is_swallowed_ends_the_process_all_the_same(monkeypatch):
-    monkeypatch.setattr(__main__, "GRACE", 0.5)
+    monkeypatch.setattr(peer, "GRACE", 0.5)
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGTERM, __main__.stop)
+        signal.signal(signal.SIGTERM, peer.stop)
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except BaseException:
@@ -282,8 +283,7 @@ def test_a_peer_ends_though_nothing_of_it_can_be_written(what):
         try:
             sys.stdout = sys.stderr = Path("/dev/full").open("w")  # noqa: SIM115
             if what == "main":
-                sys.argv = ["peer", "--help"]
-                __main__.main()
+                peer.ends_at_once(lambda: print("done"))()
             watch = Watch(HashStore(), 0, ["peer 0"], 0, 60.0)
             watch.start()
             watch.accuse(None, "a peer is at fault")

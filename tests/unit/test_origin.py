@@ -35,12 +35,12 @@ def test_a_system_that_names_no_processor_tells_its_kind(monkeypatch: pytest.Mon
     ("words", "command"),
     [
         (
-            ["/x/prefed/ui/cli/__main__.py", "run", "a.toml", "--set", "seed=1"],
+            ["/x/prefed/__main__.py", "run", "a.toml", "--set", "seed=1"],
             "prefed run a.toml --set seed=1",
         ),
         (
-            ["/x/prefed/networks/peers/__main__.py", "a.toml", "--client", "a b"],
-            "python -m prefed.networks.peers a.toml --client 'a b'",
+            ["/x/prefed/__main__.py", "peer", "a.toml", "--client", "a b"],
+            "prefed peer a.toml --client 'a b'",
         ),
         (["/x/pytest/__main__.py", "--token=x"], "__main__.py"),
         (["-c"], "-c"),

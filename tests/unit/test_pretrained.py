@@ -102,7 +102,7 @@ def test_a_folder_that_is_no_model_gets_one_line(tmp_path, parts, named):
         "try:\n    prefed.run(prefed.Experiment.load('e.toml'), 'other')\n"
         "except ValueError as error:\n    print(type(error).__name__, error)\n"
     )
-    for words in (["-m", "prefed.ui.cli", "run", "e.toml", "--out", "out"], ["-c", program]):
+    for words in (["-m", "prefed", "run", "e.toml", "--out", "out"], ["-c", program]):
         done = subprocess.run(
             [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
         )

@@ -470,7 +470,7 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
     ]
     words = ["sweep", str(table), "--out", str(tmp_path / "out")]
     words += [word for each in sets for word in ("--set", each)]
-    program = [sys.executable, "-m", "prefed.ui.cli", *words]
+    program = [sys.executable, "-m", "prefed", *words]
     child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run = tmp_path / "out/toy/local-lr0.001-seed1"
     until = time.monotonic() + 120

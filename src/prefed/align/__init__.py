@@ -4,11 +4,16 @@ Source: FedBiscuit (ICLR 2025), stage 2. A stage has named inputs and outputs in
 was stopped, and can be run again alone.
 """
 
-from prefed.align.alignment import Alignment, ClientPrompts, KnownTastes
-from prefed.align.errors import AlignError
-from prefed.align.run import STAGES, align
-from prefed.align.selectors import Scorer, Selectors
-from prefed.align.start import check_inputs
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
+
+if TYPE_CHECKING:
+    from prefed.align.alignment import Alignment, ClientPrompts, KnownTastes
+    from prefed.align.errors import AlignError
+    from prefed.align.run import STAGES, align
+    from prefed.align.selectors import Scorer, Selectors
+    from prefed.align.start import check_inputs
 
 __all__ = [
     "STAGES",
@@ -21,3 +26,5 @@ __all__ = [
     "align",
     "check_inputs",
 ]
+
+__getattr__ = attach(__name__, __file__)

@@ -1,23 +1,28 @@
 """Engines run any method: rounds of tasks, and backends that get the tasks done."""
 
-from prefed.engines.backend import Backend, BackendSettings
-from prefed.engines.backends import (
-    BACKENDS,
-    InProcess,
-    RayActors,
-    WorkerProcesses,
-    backend_name,
-    check_backend,
-    check_devices,
-)
-from prefed.engines.backends.worker import WorkerError
-from prefed.engines.base_rounds import RoundError
-from prefed.engines.job import Job
-from prefed.engines.job_factory import JobFactory
-from prefed.engines.neighbours import NeighbourRounds
-from prefed.engines.rounds import ServerRounds
-from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
-from prefed.engines.trainers import TrainerFactory
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
+
+if TYPE_CHECKING:
+    from prefed.engines.backend import Backend, BackendSettings
+    from prefed.engines.backends import (
+        BACKENDS,
+        InProcess,
+        RayActors,
+        WorkerProcesses,
+        backend_name,
+        check_backend,
+        check_devices,
+    )
+    from prefed.engines.backends.worker import WorkerError
+    from prefed.engines.base_rounds import RoundError
+    from prefed.engines.job import Job
+    from prefed.engines.job_factory import JobFactory
+    from prefed.engines.neighbours import NeighbourRounds
+    from prefed.engines.rounds import ServerRounds
+    from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
+    from prefed.engines.trainers import TrainerFactory
 
 __all__ = [
     "BACKENDS",
@@ -41,3 +46,5 @@ __all__ = [
     "check_devices",
     "run_task",
 ]
+
+__getattr__ = attach(__name__, __file__)

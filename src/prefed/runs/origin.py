@@ -26,11 +26,6 @@ _DATA = (
     "contradictions",
 )
 """Statistics of all clients together. None is about one client."""
-_PROGRAMS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("prefed", "cli", "__main__.py"): ("prefed",),
-    ("prefed", "peer", "__main__.py"): ("python", "-m", "prefed.networks.peers"),
-}
-"""The end of a program's path → the words that start it."""
 
 
 def describe_data(dataset: FederatedDataset) -> dict[str, Any]:
@@ -65,14 +60,10 @@ def command(words: Sequence[str]) -> str:
 
     >>> command(["/venv/bin/prefed", "run", "my file.toml"]), command(["train.py", "--token", "x"])
     ("prefed run 'my file.toml'", 'train.py')
-    >>> command(["/lib/prefed/networks/peers/__main__.py", "file.toml", "--rank", "1"])
-    'python -m prefed.networks.peers file.toml --rank 1'
     """
     program = Path(words[0])
-    start = _PROGRAMS.get(program.parts[-3:])
-    if start is None:
-        return shlex.join(["prefed", *words[1:]]) if program.name == "prefed" else program.name
-    return shlex.join([*start, *words[1:]])
+    ours = program.name == "prefed" or program.parts[-2:] == ("prefed", "__main__.py")
+    return shlex.join(["prefed", *words[1:]]) if ours else program.name
 
 
 def _processor() -> str:

@@ -1,8 +1,15 @@
 """Trains clients' tensors on preference pairs, and scores them; fast, with plain twins to compare with."""
 
-from prefed.train.client_trainer import ClientPairTrainer
-from prefed.train.packing import Packing
-from prefed.train.pair_trainer import PairTrainer
-from prefed.train.trainer_factory import PairTrainerFactory
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
+
+if TYPE_CHECKING:
+    from prefed.train.client_trainer import ClientPairTrainer
+    from prefed.train.packing import Packing
+    from prefed.train.pair_trainer import PairTrainer
+    from prefed.train.trainer_factory import PairTrainerFactory
 
 __all__ = ["ClientPairTrainer", "Packing", "PairTrainer", "PairTrainerFactory"]
+
+__getattr__ = attach(__name__, __file__)

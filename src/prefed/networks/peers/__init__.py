@@ -1,4 +1,4 @@
 """Peers: each client of a federation without a server is a process with its own data.
 
-``python -m prefed.networks.peers FILE`` starts one; torchrun starts several on one machine.
+``prefed peer FILE`` starts one; torchrun starts several on one machine.
 """

@@ -20,6 +20,7 @@ from prefed.ui.cli.generate import generate
 from prefed.ui.cli.init import init
 from prefed.ui.cli.judge import judge
 from prefed.ui.cli.methods import methods
+from prefed.ui.cli.peer import ends_at_once, peer
 from prefed.ui.cli.privacy import privacy
 from prefed.ui.cli.push import push
 from prefed.ui.cli.report import report
@@ -56,11 +57,12 @@ for _command in (
     generate,
     theory,
     privacy,
+    peer,
     federation,
     site,
     federate,
 ):
-    app.command()(command(_command))
+    app.command()(ends_at_once(command(_command)) if _command is peer else command(_command))
 
 
 @app.callback(invoke_without_command=True)

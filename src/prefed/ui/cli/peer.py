@@ -1,7 +1,4 @@
-"""``python -m prefed.networks.peers FILE``: one peer.
-
-``torchrun --nproc-per-node=5 -m prefed.networks.peers FILE`` starts five.
-"""
+"""``prefed peer FILE``: one peer. ``torchrun --nproc-per-node=5 -m prefed peer FILE`` starts five."""
 
 from __future__ import annotations
 
@@ -10,15 +7,16 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from prefed.ui.cli.arguments import CellName, File, Overrides, run_name
-from prefed.ui.cli.errors import INTERRUPTED, exit_code, user_errors
+from prefed.ui.cli.errors import INTERRUPTED, exit_code
 
-PROGRAM = "python -m prefed.networks.peers"
 GRACE = 30.0
 """Seconds from a signal to the end of the process at the latest."""
 
@@ -93,8 +91,8 @@ def peer(
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """End in good order at a signal: the others are told. The process ends even if that does not work."""
-    # A second signal while peers are told must not cut that short.
+    """End in good order at a signal: the others are notified. The process ends even if that fails."""
+    # A second signal while peers are notified must not cut that short.
     signal.signal(number, signal.SIG_IGN)
     fuse = threading.Timer(GRACE, os._exit, [exit_code(number)])
     fuse.daemon = True
@@ -102,27 +100,24 @@ def stop(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt(exit_code(number))
 
 
-def main() -> None:
-    """One peer, as a program."""
-    app = typer.Typer(
-        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-    )
-    app.command()(user_errors()(peer))
-    code = 1
-    try:
-        app(prog_name=PROGRAM)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    # At once: threads that wait inside a library for a peer that is gone cannot be joined.
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        code = code or 1
-    os._exit(code)
+def ends_at_once(command: Callable[..., None]) -> Callable[..., NoReturn]:
+    """``command``, which ends the process: a thread that waits for a lost peer cannot be joined."""
 
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> NoReturn:
+        code = 0
+        try:
+            command(*args, **kwargs)
+        except typer.Exit as end:
+            code = end.exit_code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            code = code or 1
+        os._exit(code)
 
-if __name__ == "__main__":
-    main()
+    return run
