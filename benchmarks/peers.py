@@ -187,7 +187,7 @@ def main() -> None:
                 for line in sorted(first.errors()):
                     print(f"    {line}")
                 kept = [len(records(run)) for run in folders(out)]
-                Peers(file, out, how, args.peers, "--resume").finish()
+                Peers(file, out, how, args.peers, "--auto-resume").finish()
                 print(
                     f"    whole rounds {kept}; started again, equal to the bit: {states(out) == expected}",
                     flush=True,

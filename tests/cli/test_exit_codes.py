@@ -54,7 +54,7 @@ def test_every_command_is_here():
 
 
 def test_a_peer_ends_its_process_with_the_same_codes():
-    """``prefed peer`` never returns to its caller: 1 for a missing file, 2 for an unknown option, 0 for help."""
+    """``prefed peer`` never returns: 1 for a missing file, 2 for an unknown option, 0 for help."""
     codes = []
     for words in (["none.toml"], ["none.toml", "--none"], ["--help"]):
         command = [sys.executable, "-m", "prefed", "peer", *words]

@@ -46,7 +46,7 @@ def test_torchrun_starts_peers(tmp_path):
         "prefed",
         "peer",
     ]
-    words = [str(path), "--out", str(tmp_path / "peers"), "--resume"]
+    words = [str(path), "--out", str(tmp_path / "peers"), "--auto-resume"]
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "peer 1: round 1/1  loss" in done.stdout

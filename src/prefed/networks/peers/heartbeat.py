@@ -290,4 +290,4 @@ class Watch:
                 return
             who = why if rank is None else f"{self.names[rank]} {why}"
             self._accused, self._judged = rank, time.monotonic()
-            self.verdict = f"{who}; whole rounds are kept: start all peers again with --resume"
+            self.verdict = f"{who}; whole rounds are kept: start all peers again with --auto-resume"

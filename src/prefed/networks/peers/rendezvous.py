@@ -251,7 +251,7 @@ class Meeting:
             if store.check(["begun"]):
                 raise PeerError(
                     f"peer {place.rank} has come already, and the run goes on: give each peer a --rank of "
-                    "its own, or end all and start them again with --resume"
+                    "its own, or end all and start them again with --auto-resume"
                 )
             self._check_place(turn)
             store.set(f"host/{place.rank}", socket.gethostname())

@@ -45,7 +45,6 @@ def peer(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume",
             "--auto-resume",
             help="Continue after the last round that all peers have, or start where there is none.",
         ),
@@ -82,7 +81,7 @@ def peer(
         callbacks = [Terminal(label=label)]
         summary = run_peer(experiment, folder, place, client=client, resume=resume, callbacks=callbacks)
     except KeyboardInterrupt as interrupt:
-        typer.echo("stopped; whole rounds are kept: start all peers again with --resume", err=True)
+        typer.echo("stopped; whole rounds are kept: start all peers again with --auto-resume", err=True)
         raise typer.Exit(interrupt.args[0] if interrupt.args else INTERRUPTED) from None
     accuracy = summary["preference_accuracy"]["mean"]
     typer.echo(
