@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
@@ -39,18 +39,24 @@ class BackendSettings:
 class Backend(AbstractContextManager["Backend"], Protocol):
     """Gets tasks done, in any order and on any number of machines. No number may depend on these."""
 
-    @property
-    def states(self) -> ClientStates | None:
-        """Clients' private states, if they lie with this process; ``None`` if they lie elsewhere."""
+    states: ClientStates | None
+    """Clients' private states, if this process has them; ``None`` if they are elsewhere."""
 
     def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
         """The results, as they come. Tasks are taken from ``tasks`` only as fast as they are done."""
 
     def accept(self, clients: Iterable[str]) -> None:
         """Tell the clients' side whose uploads were merged, see :meth:`ClientStates.accept`."""
+        if self.states is not None:
+            self.states.accept(clients)
 
     def memory_mb(self) -> float:
         """The peak resident memory of each process that it started, added up, in MiB."""
+        return 0.0
+
+    def figures(self) -> Mapping[str, Any]:
+        """What the backend adds to the record of a round that is about to be committed, as JSON has it."""
+        return {}
 
 
 def peak_memory_mb() -> float:

@@ -316,7 +316,8 @@ class Course:
             record["validation"] = standing.last
         record |= {"bytes_up": tally.bytes_up, "bytes_down": tally.bytes_down, "seconds": seconds}
         record |= {"cohort": list(cohort), "dropped": tally.dropped}
-        record |= {name: value for name, value in tally.figures.items() if name not in record}
+        figures = {**tally.figures, **self.backend.figures()}
+        record |= {name: value for name, value in figures.items() if name not in record}
         if warning := collapse_warning(record, self.job.rounds):
             self.warn(record["round"], warning)
         best = None if standing is None else vars(standing)

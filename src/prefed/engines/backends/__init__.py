@@ -26,12 +26,14 @@ __all__ = [
 ]
 
 
-class InProcess:
+class InProcess(Backend):
     """Does one task after the other, in this process.
 
     Args:
         threads: of PyTorch, while it works; the number before is restored afterwards.
     """
+
+    states: ClientStates
 
     def __init__(self, job: Job, states: ClientStates, threads: int = 1) -> None:
         self.job = job
@@ -50,14 +52,6 @@ class InProcess:
         """The results, in the order of the tasks."""
         for task in tasks:
             yield run_task(self.job, task, self.states)
-
-    def accept(self, clients: Iterable[str]) -> None:
-        """The staged states of ``clients`` count."""
-        self.states.accept(clients)
-
-    def memory_mb(self) -> float:
-        """Nothing: no process is started."""
-        return 0.0
 
 
 BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings], Backend]] = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from prefed.engines.backend import BackendSettings
+from prefed.engines.backend import Backend, BackendSettings
 from prefed.engines.backends import cluster
 from prefed.engines.backends.actor import JobActor, identity
 from prefed.engines.backends.shipment import pack
@@ -65,7 +65,7 @@ class _Actor:
     memory_mb: float = 0.0
 
 
-class RayActors:
+class RayActors(Backend):
     """Spreads tasks over actors.
 
     Args:
@@ -78,6 +78,8 @@ class RayActors:
             machine builds another job, a task raised or lost :data:`ATTEMPTS` actors, or no actor is left
             and none can be started.
     """
+
+    states: ClientStates
 
     def __init__(
         self, job: Job, factory: JobFactory, states: ClientStates, settings: BackendSettings
@@ -138,10 +140,6 @@ class RayActors:
                     if state is not None:
                         self.states.stage(result.client, state)
                     yield result
-
-    def accept(self, clients: Iterable[str]) -> None:
-        """The staged states of ``clients`` count."""
-        self.states.accept(clients)
 
     def memory_mb(self) -> float:
         """The peak of each actor's process, added up, in MiB."""

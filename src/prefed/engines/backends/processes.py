@@ -13,13 +13,13 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from prefed.engines.backend import BackendSettings
+from prefed.engines.backend import Backend, BackendSettings
 from prefed.engines.backends.worker import DEVICES, Worker, WorkerError
 from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
 
-class WorkerProcesses:
+class WorkerProcesses(Backend):
     """Spreads tasks over processes. Each has one CUDA device, of those that the settings name, or where there
     are several.
 
@@ -29,6 +29,8 @@ class WorkerProcesses:
     Raises:
         WorkerError: (on entering, and from :meth:`run`) a process died, raised, or took longer.
     """
+
+    states: ClientStates
 
     def __init__(self, factory: JobFactory, states: ClientStates, settings: BackendSettings) -> None:
         self.states = states
@@ -71,10 +73,6 @@ class WorkerProcesses:
                     self.states.stage(result.client, state)
                 idle.append(worker)
                 yield result
-
-    def accept(self, clients: Iterable[str]) -> None:
-        """The staged states of ``clients`` count."""
-        self.states.accept(clients)
 
     def memory_mb(self) -> float:
         """The peak of each process, added up, in MiB."""

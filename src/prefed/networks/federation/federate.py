@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
-from prefed.core import Callback, State, files
+from prefed.core import Callback, files
 from prefed.core.wire import encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import ServerRounds
-from prefed.engines.base_rounds import Evaluated, Tally
 from prefed.engines.validation import longest_answer
 from prefed.networks.federation.claims import claim_lines, compare_versions, told_clients
 from prefed.networks.federation.experiment import HELD, with_real_clients
@@ -176,24 +175,12 @@ def _run(
 
 @dataclass(frozen=True)
 class _Rounds(ServerRounds):
-    """Rounds whose records say which sites are silent. Those that are set aside are in no cohort."""
+    """Rounds without the clients of sites that are set aside."""
 
     backend: FederationBackend
 
     def aside(self) -> frozenset[str]:
         return super().aside() | self.backend.set_aside()
-
-    def commit(
-        self,
-        server: State,
-        cohort: Sequence[str],
-        evaluated: Evaluated | None,
-        tally: Tally,
-        seconds: float,
-        keep: int | None = None,
-    ) -> None:
-        tally.figures |= self.backend.figures()
-        super().commit(server, cohort, evaluated, tally, seconds, keep)
 
 
 def told_experiment(experiment: Experiment) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from prefed.core import Plain
 from prefed.core.text import printable
-from prefed.engines import ClientStates, Task, TaskResult
+from prefed.engines import Backend, ClientStates, Task, TaskResult
 from prefed.networks.federation.protocol import FORMAT, HEADER, order_digest, pack, unpack
 from prefed.networks.federation.silence import Silence
 from prefed.networks.federation.transport import (
@@ -189,7 +189,7 @@ class Sites:
             return _broken("its answer is no message")
 
 
-class FederationBackend:
+class FederationBackend(Backend):
     """Has each client's site do its tasks. Sites work at the same time, each on one task after the other.
 
     A site that does not answer in time is away: it is asked nothing until it says hello again, and each
@@ -202,7 +202,7 @@ class FederationBackend:
         warn: is told of sites that go and come.
     """
 
-    states: ClientStates | None = None
+    states = None
 
     def __init__(
         self,
@@ -218,9 +218,6 @@ class FederationBackend:
         self._silences = {site: Silence() for site in sorted({*homes.values()})}
         self._returning = dict[str, Future[bool]]()
         self._pool = ThreadPoolExecutor(2 * len(set(homes.values())) or 1, thread_name_prefix="site")
-
-    def __enter__(self) -> FederationBackend:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -275,10 +272,6 @@ class FederationBackend:
         """For the round's record: which sites left requests without an answer, and what follows."""
         silent: dict[str, Plain] = {s: each.figures() for s, each in self._silences.items() if each.count}
         return {"silent_sites": silent} if silent else {}
-
-    def memory_mb(self) -> float:
-        """Nothing: sites keep their figures to themselves."""
-        return 0.0
 
     def _do(self, site: str, task: Task, stored: bytes | None) -> tuple[TaskResult, bytes | None]:
         receipt = None if stored is None else receipt_in(stored)
