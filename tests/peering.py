@@ -9,36 +9,21 @@ import time
 import traceback
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from prefed import Experiment, run
-from prefed.core import Callback, Key
-from prefed.models.tiny import make_tiny
+from prefed.core import Callback
 from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.run import peer_folder, run_peer
 from prefed.store import RunReader
 from prefed.ui.cli.peer import stop
-
-CLIENTS = ("w0", "w1", "w2")
+from workers import CLIENTS
+from workers import make_place as make_workers
 
 
 def make_place(folder):
-    """A model of two small blocks, 30 pairs of three workers in one file, and each worker's alone in one."""
-    draw, rows = np.random.default_rng(0), {client: [] for client in CLIENTS}
-    for number in range(30):
-        good = ["yes please", "no thanks"][:: 1 if number % 2 else -1]
-        prompt = f"Question {draw.integers(1000)}?"
-        row = {"prompt": prompt, "chosen": f" {good[0]} {number}", "rejected": f" {good[1]} {number}"}
-        rows[f"w{number % 3}"].append({**row, "worker": f"w{number % 3}"})
-    for name, lines in {
-        "pairs": [line for k in range(10) for line in (rows[c][k] for c in CLIENTS)],
-        **rows,
-    }.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    texts = [row["prompt"] + row["chosen"] for lines in rows.values() for row in lines]
-    make_tiny(folder / "model", texts, Key(0), layers=2, width=32, heads=2, vocabulary=280, steps=2)
-    # So that no forked process spends its time on imports.
+    """As in :mod:`workers`, and a run whose forked processes then spend no time on imports."""
+    make_workers(folder)
     run(experiment(folder).model_copy(update={"rounds": 1}), folder / "imports")
     return folder
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import toy
-from federating import Within, experiment, make_place, site_config
+from federating import Within, experiment, site_config
 from prefed import run
 from prefed.config import ConfigError
 from prefed.core import Callback
@@ -21,6 +21,7 @@ from prefed.networks.federation.transport import FederationError, UnreachableErr
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError
 from toy import outcome
+from workers import make_place
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import toy
-from federating import CLIENTS, Here, Within, experiment, make_place, site_config
+from federating import Here, Within, experiment, site_config
 from prefed import run
 from prefed.core import Download, Privacy
 from prefed.core.wire import encode
@@ -20,6 +20,7 @@ from prefed.networks.federation.site import Site
 from prefed.networks.federation.status import status_lines
 from prefed.privacy import guarantee_of, mechanism
 from prefed.store import StoreError
+from workers import CLIENTS, make_place
 
 pytest.importorskip("dp_accounting")
 

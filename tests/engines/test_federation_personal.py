@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import toy
-from federating import CLIENTS, Here, Within, experiment, make_place, site_config
+from federating import Here, Within, experiment, site_config
 from prefed import run
 from prefed.core import Callback, Download, Key, files
 from prefed.core.wire import encode
@@ -29,6 +29,7 @@ from prefed.networks.federation.transport import UnreachableError
 from prefed.runs.export import write_model
 from prefed.runs.record import RunError
 from prefed.ui.cli import app
+from workers import CLIENTS, make_place
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
 DATA = {"one": "w0", "two": "w1w2"}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from federating import CLIENTS, Here, Within, experiment, make_place, open_sites
+from federating import Here, Within, experiment, open_sites
 from prefed.engines.tasks import Task
 from prefed.networks.federation import silence
 from prefed.networks.federation import site as site_module
@@ -13,6 +13,7 @@ from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.transport import UnreachableError
 from prefed.store import RunReader
+from workers import CLIENTS, make_place
 
 SITES = tuple(f"site-{client}" for client in CLIENTS)
 WORK = ("visit", "evaluate")

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from peering import CLIENTS, experiment, make_place
+from peering import experiment, make_place
 from prefed import Experiment
 from prefed.core.wire import encode
 from prefed.engines import tasks
@@ -13,6 +13,7 @@ from prefed.engines.tasks import Task, run_task
 from prefed.runs.build import build_job
 from prefed.train.optim import FlatOptimizer
 from prefed.train.steps import PhaseSteps
+from workers import CLIENTS
 
 VOCABULARY, WIDTH = 280, 32
 """Of the model that :func:`peering.make_place` makes; none of its other matrices is as large as its head."""

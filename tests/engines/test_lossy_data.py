@@ -11,7 +11,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from federating import experiment as federated
-from federating import make_place, site_config
+from federating import site_config
 from finished import small_experiment, small_place
 from prefed import Experiment
 from prefed.networks.federation.federate import told_experiment
@@ -20,6 +20,7 @@ from prefed.networks.federation.site import Site
 from prefed.networks.federation.status import status_lines
 from prefed.runs.dry_run import dry_run
 from prefed.ui.cli import app
+from workers import make_place
 
 
 def said(*words):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from federating import CLIENTS, Within, experiment, site_config
+from federating import Within, experiment, site_config
 from prefed.config import ConfigError, Experiment, StopConfig, TrackConfig, to_toml
 from prefed.core import files
 from prefed.core.text import size
@@ -33,6 +33,7 @@ from prefed.networks.federation.unix_socket import Door, ask, when_gone
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.store import StoreError
 from prefed.ui.cli import app
+from workers import CLIENTS
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), max_size=12))

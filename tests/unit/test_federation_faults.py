@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from federating import CLIENTS, Within, experiment, site_config
+from federating import Within, experiment, site_config
 from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.federate import Terms, federate
@@ -13,6 +13,7 @@ from prefed.networks.federation.hub import FederationBackend, SiteError, Sites
 from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
+from workers import CLIENTS
 
 
 class Receipts:
