@@ -1,4 +1,4 @@
-"""Whether a run says, while it goes on, that its latent tastes have collapsed."""
+"""Whether a run says, while it goes on, that its latent tastes have not separated."""
 
 import numpy as np
 import pytest
@@ -56,10 +56,10 @@ def test_a_collapse_is_warned_of_once_while_the_run_goes_on(place, tmp_path, met
     means = np.stack([p.mean.double().numpy() for p in posteriors(result.server).values()])
     assert rounds[-1]["active_units"] == sum(np.var(means, axis=0) > 0.01)
     assert (rounds[ROUNDS // 2 - 1]["active_units"] < 2) == collapses
-    told = [text for text in heard.texts if "have collapsed" in text]
+    told = [text for text in heard.texts if "have not separated" in text]
     assert len(told) == collapses
     log = (tmp_path / "run/run.log").read_text()
-    assert log.count("have collapsed") == collapses
+    assert log.count("have not separated") == collapses
     for text in told:
         assert text.startswith(f"round {ROUNDS // 2}: ")
         assert all(key in text for key in ("local_steps", "beta", "pool", "rounds"))

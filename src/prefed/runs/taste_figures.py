@@ -24,8 +24,8 @@ from prefed.models.variational import POSTERIOR, PROTOTYPES, trainable_share
 from prefed.train.metrics.latent import Array, kl_per_dimension, latent_map, transfer
 from prefed.train.trainer_factory import PairTrainerFactory
 
-NO_TASTE = 0.02
-"""Where accuracy with own z is not this much above that with another's, z says nothing of its client."""
+COLLAPSED_BELOW = 0.02
+"""Tastes have collapsed where accuracy with own z is less than this above that with another's."""
 MOST = 40
 """Clients whose tastes are told of a finished run at most: each one's pairs are judged with each one's z."""
 
@@ -65,7 +65,7 @@ class TasteFigures:
     def plain(self) -> dict[str, Any]:
         """As JSON has it: the figures that tell whether z says anything, and a map of the μ̄ on a plane.
 
-        ``collapsed`` is whether accuracy with own z is less than :data:`NO_TASTE` above that with another's.
+        ``collapsed`` is whether accuracy with own z is less than :data:`COLLAPSED_BELOW` above another's.
         A pull to prototypes makes units active without meaning: ``active_units`` alone proves nothing.
         """
         over = transfer(self.accuracies)
@@ -76,7 +76,7 @@ class TasteFigures:
             "another": over.another,
             "population": float(self.population.mean()),
             "told": float(np.mean([*self.told.values()])) if self.told else None,
-            "collapsed": over.another is not None and over.own - over.another < NO_TASTE,
+            "collapsed": over.another is not None and over.own - over.another < COLLAPSED_BELOW,
             "accuracies": self.accuracies.tolist(),
             "active_units": active_units(self.means),
             "kl_per_dimension": kl_per_dimension(self.means, self.log_variances).tolist(),

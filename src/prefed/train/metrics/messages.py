@@ -13,7 +13,7 @@ COLLAPSE_REMEDY = (
 )
 """What helps latent tastes that collapse: a client's own steps learn its taste without z."""
 ACTIVE_AT_LEAST = 2
-"""With fewer active units a latent taste says nothing of its client."""
+"""With fewer active units halfway through a run, a latent taste probably carries no information yet."""
 FIRST_ROUNDS = 5
 """Until this round no unit need be active, however few rounds a run has."""
 
@@ -59,9 +59,10 @@ def flat_loss_warning(losses: Sequence[float | None]) -> str:
 
 
 def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
-    """The warning, halfway through a run, about latent tastes that have collapsed or not yet separated.
+    """The warning, halfway through a run, about latent tastes that have not separated.
 
-    Until they separate no unit is active. That may take a third of a run that ends well.
+    Until they separate no unit is active. That may take a third of a run that ends well. ``tastes.json`` has at
+    its end whether they have collapsed.
 
     Args:
         record: a round's record. Methods with a latent taste have ``active_units`` in it.
@@ -70,8 +71,8 @@ def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
     Returns:
         The text. It is empty in any other round, so a run warns once; and where enough units are active.
 
-    >>> collapse_warning({"round": 10, "active_units": 0}, 20)[:76]
-    'the latent tastes have collapsed, or not separated yet: 0 units are active s'
+    >>> collapse_warning({"round": 10, "active_units": 0}, 20)[:79]
+    'the latent tastes have not separated: 0 units are active, so z probably carries'
     >>> [collapse_warning({"round": at, "active_units": 0}, 20) for at in (9, 11)]
     ['', '']
     """
@@ -79,8 +80,8 @@ def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
     if record["round"] != half or active is None or active >= ACTIVE_AT_LEAST:
         return ""
     units = "1 unit is" if active == 1 else f"{active} units are"
-    says = f"{units} active so far, so z says nothing of its client"
-    return f"the latent tastes have collapsed, or not separated yet: {says}; {COLLAPSE_REMEDY}"
+    says = f"{units} active, so z probably carries no information yet"
+    return f"the latent tastes have not separated: {says}; {COLLAPSE_REMEDY}"
 
 
 def small_clients_note(metric: FederatedMetric) -> str:
