@@ -61,8 +61,8 @@ def flat_loss_warning(losses: Sequence[float | None]) -> str:
 def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
     """The warning, halfway through a run, about latent tastes that have not separated.
 
-    Until they separate no unit is active. That may take a third of a run that ends well. ``tastes.json`` has at
-    its end whether they have collapsed.
+    Until they separate no unit is active. That may take a third of a run that ends well.
+    Whether they have collapsed is in ``tastes.json``, after the last round.
 
     Args:
         record: a round's record. Methods with a latent taste have ``active_units`` in it.
