@@ -221,7 +221,7 @@ SETTINGS: dict[str, tuple[list[str], str]] = {
     "a template that is not there": (["data.template=chat"], "the tokenizer has no chat template"),
     "a column that is not there": (["data.columns={chosen='better'}"], "no column 'better'; this row has prompt, chosen"),
     "a hub set without a network": (["data.train=nobody/nothing"], "could not load nobody/nothing (train) from the Hugging Face hub: it does not answer"),
-    "a model folder that is empty": (["model.name=empty"], "empty': the folder has no config.json, no weights, no tokenizer; give one with config.json, weights and tokenizer"),
+    "a model folder that is empty": (["model.name=empty"], "empty': the folder is empty; give one with config.json, weights and tokenizer"),
     "a model folder that is not there": (["model.name=./absent"], "[model] name = './absent': no such folder; give one with config.json"),
     "a model that is a file": (["model.name=exp.toml"], "exp.toml': this is a file; give a folder"),
     "a model folder without a tokenizer": (["model.name=other"], "other': the folder has no config.json, no weights, no tokenizer"),

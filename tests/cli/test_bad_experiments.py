@@ -134,7 +134,7 @@ CONFLICTS = {
     "size and fraction": (["cohort={size=2,fraction=0.5}"], "cohort: give size or fraction, not both"),
     "a source and a fraction": (
         ["data.test=pairs.jsonl", "data.test_fraction=0.2"],
-        "give either test, a source of its own, or test_fraction",
+        "test and test_fraction exclude each other",
     ),
     "nothing to train on": (
         ["data.test_fraction=0.6", "data.validation_fraction=0.4"],
@@ -185,7 +185,7 @@ def test_what_editors_on_windows_write_is_read(place: Path, content: str) -> Non
     """Both come as far as the data, which are not there."""
     (place / "exp.toml").write_bytes(content.encode())
     (place / "model").mkdir()
-    assert "the folder has no config.json" in refused("data", "exp.toml")
+    assert "the folder is empty" in refused("data", "exp.toml")
 
 
 def test_a_file_that_is_not_to_be_had(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

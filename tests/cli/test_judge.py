@@ -411,7 +411,7 @@ def test_the_aligned_model_of_a_run_is_judged(runs, place):
 
 def test_a_table_for_people(runs, place):
     text = prefed_("judge", runs / "feddpo", "--judge", "utility", "--prompts", place / "test.jsonl")
-    assert re.search(r"win rate .* at equal lengths", text)
+    assert re.search(r"win rate .* length-controlled", text)
     assert "feddpo against base, judged by utility" in text
     assert "verdicts: " in text
 
@@ -422,7 +422,7 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(runs, place, tmp_pat
     (tmp_path / "test.jsonl").write_text("\n".join([long, *lines]) + "\n")
     result = judge(runs / "feddpo", tmp_path, "--judge", "utility", "--name", "n")
     assert (result["prompts"], result["judged"], result["left_out"]) == (PROMPTS + 1, PROMPTS, 1)
-    assert "1 prompt fills a model's window and is left out" in result["note"]
+    assert "1 prompt is left out: no room for a response in the model's context" in result["note"]
     verdicts = rows(runs / "feddpo/judge/n/verdicts.jsonl")
     assert [(row["row"], row["prompt"]) for row in verdicts] == [
         (number, json.loads(line)["prompt"]) for number, line in enumerate(lines, 2)

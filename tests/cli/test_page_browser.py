@@ -57,7 +57,7 @@ def test_clients_are_sorted_and_filtered_by_keyboard(chromium, page_file):
     page.get_by_text("Every client as a table").click()
     table = page.locator("table.sortable")
     names = table.locator("tbody tr:visible th")
-    head = table.get_by_role("columnheader", name="after")
+    head = table.get_by_role("columnheader", name="preference accuracy")
     assert names.all_inner_texts()[:2] == ["client-0", "client-1"]
     head.get_by_role("button").focus()
     page.keyboard.press("Enter")

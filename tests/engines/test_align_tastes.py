@@ -183,7 +183,7 @@ def test_collapsed_tastes_are_warned_of_before_the_first_stage(finished, place, 
     tell(finished, collapsed=True, own=0.5, another=0.49)
     for changes in ({}, {"taste": "w1"}, {"tastes": "posteriors"}, {"tastes": "prototypes"}):
         (message,) = warned(**changes)
-        assert "have collapsed: 0.500 of their pairs" in message
+        assert "have collapsed: accuracy 0.500" in message
         assert f"prefed report {finished}" in message
     assert not any("collapsed" in message for message in warned(labels=f"judge:selector:{finished}"))
     (finished / "tastes.json").unlink()

@@ -206,7 +206,7 @@ def test_a_run_that_does_not_say_how_many_pairs_has_no_intervals(tmp_path):
     assert "<strong>66.7%</strong>" in text
     assert "mean, 95% interval" not in text
     assert "95% interval of the mean" not in text
-    for words in ('id="data"', "finished", "dealt at random"):
+    for words in ('id="data"', "finished", "assigned at random"):
         assert words not in text
 
 
@@ -236,7 +236,7 @@ def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
         ("training pairs", "6; least / median / most of a client: 1 / 1 / 4"),
         ("test pairs", "12; least / median / most of a client: 4 / 4 / 4"),
         ("Gini coefficient of sizes", "0.33: 0 where all have equally many"),
-        ("distance of clients' tokens from all", "0.50; 0.25 where the pairs are dealt at random"),
+        ("distance of clients' tokens from all", "0.50; 0.25 where pairs are assigned at random"),
         ("pairs on which clients disagree", "3"),
     ]
     assert origin.origin_facts(run) == [

@@ -54,7 +54,7 @@ def test_points_have_titles_that_stand_at_them(run):
 
 def test_bars_tell_their_client(run):
     drawn = plot(partial(plots.clients, run), "clients")
-    assert "<title>bob, after: 100.0%</title>" in drawn.wide
+    assert "<title>bob, preference accuracy: 100.0%</title>" in drawn.wide
     assert "<title>cyd, before: 0.0%</title>" in drawn.narrow
 
 
@@ -101,7 +101,11 @@ def test_numbers_are_those_of_the_plot(run, costs):
     bars = list(csv.DictReader(io.StringIO(csv_of(plots.clients(run, drawing.LIGHT)))))
     assert {(r["y"], r["series"]): float(r["x"]) for r in bars} == {
         **{("ann", "before"): 0.25, ("bob", "before"): 0.5, ("cyd", "before"): 0.0},
-        **{("ann", "after"): 0.75, ("bob", "after"): 1.0, ("cyd", "after"): 0.25},
+        **{
+            ("ann", "preference accuracy"): 0.75,
+            ("bob", "preference accuracy"): 1.0,
+            ("cyd", "preference accuracy"): 0.25,
+        },
     }
 
 

@@ -74,7 +74,7 @@ def test_a_record_reads_what_a_run_left(run):
         ("ann", "bob", "cyd"),
     )
     assert list(run.figures) == ["baseline_accuracy", "preference_accuracy"]
-    assert [figure.label for figure in run.figures.values()] == ["before", "after"]
+    assert [figure.label for figure in run.figures.values()] == ["before", "preference accuracy"]
     assert run.curve("preference_accuracy") == ([1, 2], [0.5, pytest.approx(2 / 3)])
     assert run.curve("preference_accuracy", "worst") == ([1, 2], [0.25, 0.25])
     assert run.curve("loss") == ([1, 2], [0.7, 0.35])

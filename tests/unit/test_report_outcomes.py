@@ -229,7 +229,7 @@ def test_runs_side_by_side_have_their_win_rates(tmp_path: Path) -> None:
 
 
 def test_a_note_is_one_line_also_where_it_has_a_semicolon(tmp_path: Path) -> None:
-    file, note = io.StringIO(), "length_controlled: all lengths are equal; it is the win rate"
+    file, note = io.StringIO(), "length-controlled: all lengths are equal; it is the win rate"
     print_judged({**SUMMARY, "note": note}, tmp_path, Console(file=file, width=200))
     assert note in file.getvalue().splitlines()
 

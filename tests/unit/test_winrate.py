@@ -211,7 +211,7 @@ def test_every_case_has_an_answer_or_a_reason(rows):
     outcomes, own, other = (list(column) for column in zip(*rows, strict=True))
     fit = length_controlled(outcomes, list(zip(own, other, strict=True)))
     mirror = length_controlled([1 - value for value in outcomes], list(zip(other, own, strict=True)))
-    assert fit.note.startswith("length_controlled: ")
+    assert fit.note.startswith("length-controlled: ")
     if fit.rate is None:
         assert mirror.rate is None
         assert "none, because" in fit.note

@@ -327,7 +327,10 @@ class DataConfig(StrictModel):
         else:
             for role in ("validation", "test"):
                 if getattr(self, role) is not None and getattr(self, f"{role}_fraction"):
-                    raise ValueError(f"give either {role}, a source of its own, or {role}_fraction")
+                    raise ValueError(
+                        f"{role} and {role}_fraction exclude each other: {role} names pairs of their own, "
+                        f"{role}_fraction takes them from train. Leave one out"
+                    )
         if self.tail_characters is not None and self.score != "whole":
             raise ValueError('tail_characters cuts whole texts: set score = "whole", or leave it out')
         by_prompt = isinstance(self.partition, Dirichlet) and not self.partition.share_prompts

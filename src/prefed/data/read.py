@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from prefed.core.text import did_you_mean, listed
 from prefed.data.assign import ROLES, RowTable, partition_value
-from prefed.data.config import DataConfig
+from prefed.data.config import ByColumn, DataConfig, Source
 from prefed.data.errors import DataError, ErrorCollector, MissingColumnError, RowLocation
 from prefed.data.sources import ReadCounts, read_records
+from prefed.data.sources.found import data_files
 from prefed.data.writer import TokenWriter
 
 
@@ -27,7 +30,7 @@ def read_rows(
     if isinstance(config.train, dict) and config.partition.by == "source":
         # Clients have the order of the table.
         values = {name: k for k, name in enumerate(config.train)}
-    missing, empty = _MissingColumn(errors), list[str]()
+    missing, empty = _MissingColumn(errors, _per_client(config)), list[str]()
     for role, name, source in config.sources():
         before = counts.read + errors.count
         for record, location in read_records(source, config, role, name, errors, counts):
@@ -68,10 +71,13 @@ class _MissingColumn:
     """Rows without the partition's column: one error if no row has it, otherwise one error per row.
 
     Rows are held back until a row with the column is read.
+
+    Args:
+        hint: for the end of the one error.
     """
 
-    def __init__(self, errors: ErrorCollector) -> None:
-        self._errors = errors
+    def __init__(self, errors: ErrorCollector, hint: str) -> None:
+        self._errors, self._hint = errors, hint
         self._rows: list[tuple[RowLocation, MissingColumnError]] = []
         self._count = 0
         self._exists = False
@@ -112,8 +118,19 @@ class _MissingColumn:
         raise DataError(
             f"{rows}: no row has {error.column!r}, which [data.partition] {setting} names; "
             f"the columns there are {', '.join(error.columns) or 'none besides prompt, chosen and rejected'}"
-            + did_you_mean(error.column, error.columns)
+            + (did_you_mean(error.column, error.columns) or self._hint)
         )
+
+
+def _per_client(config: DataConfig) -> str:
+    """What to do where rows have no client's name, but files may have: the data are a folder of several."""
+    train = config.train
+    if not isinstance(train, Source) or not isinstance(config.partition, ByColumn):
+        return ""
+    folder = Path(train.path).expanduser()
+    if not folder.is_dir() or len(data_files(folder, train.split)) < 2:
+        return ""
+    return '; if each file there has one client\'s rows, set [data] partition = {by = "file"}'
 
 
 def _no_pair(config: DataConfig, writer: TokenWriter, errors: ErrorCollector, counts: ReadCounts) -> str:

@@ -127,8 +127,8 @@ class ModelConfig(StrictModel):
         if value in get_args(Device):
             return value
         remedy = ""
-        if isinstance(value, str) and value.startswith("cuda:") and torch.cuda.is_available():
-            remedy = f'; [engine] devices = ["{value}"] takes one of several GPUs'
+        if isinstance(value, str) and value.startswith("cuda:"):
+            remedy = f'; to choose one of several GPUs, set [engine] devices = ["{value}"]'
         names = ", ".join(map(repr, get_args(Device)))
         raise ValueError(f"should be one of {names}; this machine has {present_devices()}{remedy}")
 

@@ -51,7 +51,9 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
     """
     folder, needed = Path(name), "give one with config.json, weights and tokenizer"
     absent = _absent(folder) if folder.is_dir() else []
-    lacks = ModelError(f"{key} = {name!r}: the folder has no {', no '.join(absent)}; {needed}")
+    empty = folder.is_dir() and not any(folder.iterdir())
+    what_lacks = "is empty" if empty else f"has no {', no '.join(absent)}"
+    lacks = ModelError(f"{key} = {name!r}: the folder {what_lacks}; {needed}")
     if folder.is_dir():
         # Transformers would print what it looks for, or make a tokenizer without a vocabulary.
         if ("tokenizer" if what == "tokenizer" else "config.json") in absent:

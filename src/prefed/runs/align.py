@@ -175,8 +175,8 @@ def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback
     if config.judge is not None or tastes is None or not tastes["collapsed"]:
         return
     callback.on_warning(
-        f"the clients' tastes have collapsed: {tastes['own']:.3f} of their pairs are judged rightly with "
-        f"their own, {tastes['another']:.3f} with another's (tastes.json). So labels are nearly the same "
+        f"the clients' tastes have collapsed: accuracy {tastes['own']:.3f} with their own, "
+        f"{tastes['another']:.3f} with another's (tastes.json). So labels are nearly the same "
         "whosever taste is taken, and a policy that takes tastes can learn no difference; what to try: "
         f"prefed report {record.path}"
     )

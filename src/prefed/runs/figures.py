@@ -29,7 +29,7 @@ USUAL = (
 CHOICE_WORDS: Mapping[str, tuple[str, str]] = {
     "baseline_accuracy": ("before", "the untouched model"),
     "preference_accuracy": (
-        "after",
+        "preference accuracy",
         "the client's selector, which is that of its cluster where there are some",
     ),
     "reward_accuracy": ("reward accuracy", "that selector too: its score is its only reward"),
@@ -105,7 +105,7 @@ def _words(name: str, kind: str) -> tuple[str, str]:
         "preference_accuracy": (
             ("own model", f"{probable}, by the client's own model")
             if kind == "personal"
-            else ("after", probable)
+            else ("preference accuracy", probable)
         ),
         "reward_accuracy": (
             "reward accuracy",

@@ -172,7 +172,11 @@ def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Compari
     except NothingJudgedError as error:
         answers = (row[order] for row in verdicts for order in ("first", "second"))
         words = [answer["words"] for answer in answers if answer["preference"] is None]
-        quoted = f"; the first: {words[0][:300]}" if words else "; all prompts fill the model's window"
+        quoted = (
+            f"; the first: {words[0][:300]}"
+            if words
+            else "; no prompt leaves room for a response in the model's context"
+        )
         raise NothingJudgedError(f"{error}{quoted}") from error
     lengths = [(len(row["text"]), len(row["against"])) for row in verdicts]
     controlled = length_controlled(outcomes, lengths)
@@ -181,8 +185,8 @@ def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Compari
         failed = pluralize(rate.failed, "prompt has", "prompts have")
         notes.append(f"{failed} no usable verdict and count nowhere; verdicts.jsonl has the words")
     if left_out:
-        long = pluralize(left_out, "prompt fills", "prompts fill")
-        notes.append(f"{long} a model's window and is left out")
+        long = pluralize(left_out, "prompt is", "prompts are")
+        notes.append(f"{long} left out: no room for a response in the model's context")
     if rate.distinct < rate.judged:
         distinct = pluralize(rate.distinct, "distinct prompt is", "distinct prompts are")
         notes.append(f"{distinct} judged, and the interval takes repeats for less")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core import Callback
-from prefed.core.text import printable
+from prefed.core.text import pluralize, printable
 from prefed.runs.origin import command
 from prefed.store.directory import LOG
 from prefed.trackers.lines import round_line, stage_line
@@ -48,7 +48,7 @@ class RunLog(Callback):
     def on_run_begin(self, done: int, rounds: int) -> None:
         """How many rounds there are, and how many of them are done."""
         self._rounds, self._done = rounds, done
-        self.write(f"{rounds} rounds" if done == 0 else f"on after round {done}/{rounds}")
+        self.write(pluralize(rounds, "round", "rounds") if done == 0 else f"on after round {done}/{rounds}")
 
     def on_round_end(self, record: dict[str, Any]) -> None:
         """The round's figures."""

@@ -127,10 +127,10 @@ def check_devices(devices: Sequence[str]) -> list[int]:
     numbers = [int(name.partition(":")[2]) for name in devices]
     missing = [name for name, number in zip(devices, numbers, strict=True) if number >= count]
     if missing:
-        seen = f"there are {', '.join(f'cuda:{n}' for n in range(count))}" if count else "there is none"
+        seen = ", ".join(f"cuda:{n}" for n in range(count)) or "none"
         raise WorkerError(
-            f"[engine] devices names {missing[0]!r}, and of the CUDA devices here {seen}; "
-            "leave [engine] devices out for what this machine has"
+            f"[engine] devices = {list(devices)!r}: there is no {missing[0]!r}; CUDA devices of this "
+            f"machine: {seen}. Leave [engine] devices out to use what it has"
         )
     return numbers
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from prefed.train.metrics.precision import CONFIDENCE
 
 LENGTH_NOTE = (
-    "length_controlled: a logistic fit on tanh(length difference / its standard deviation), read at equal "
+    "length-controlled: a logistic fit on tanh(length difference / its standard deviation), read at equal "
     "lengths; AlpacaEval's term for the difficulty of each prompt is left out"
 )
 
@@ -161,7 +161,7 @@ def effective_share(usable: Sequence[tuple[float, Hashable]]) -> float:
 
 @dataclass(frozen=True)
 class LengthControlled:
-    """A win rate at equal lengths.
+    """A length-controlled win rate.
 
     Attributes:
         rate: between 0 and 1; ``None`` if the outcomes do not determine it.
@@ -203,18 +203,18 @@ def length_controlled(
     wins, differences = np.array(rows, dtype=np.float64).T
     if not differences.any() or (wins == wins[0]).all():
         why = "both texts are equally long everywhere" if not differences.any() else "all outcomes are equal"
-        return LengthControlled(math.fsum(wins) / len(wins), f"length_controlled: {why}; it is the win rate")
+        return LengthControlled(math.fsum(wins) / len(wins), f"length-controlled: {why}; it is the win rate")
     deviation = differences.std()
     if deviation == 0:
         return LengthControlled(
-            None, "length_controlled: none, because the lengths differ by the same amount for every prompt"
+            None, "length-controlled: none, because the lengths differ by the same amount for every prompt"
         )
     x = np.tanh(differences / deviation)
     won, lost = x[wins > 0], x[wins < 1]
     # The likelihood has a maximum just if no threshold separates wins from losses (Albert and Anderson 1984).
     if lost.max() <= won.min() or won.max() <= lost.min():
         return LengthControlled(
-            None, "length_controlled: none, because a length separates all wins from all losses"
+            None, "length-controlled: none, because a length separates all wins from all losses"
         )
     return LengthControlled(_fit_at_zero(x, wins), LENGTH_NOTE)
 

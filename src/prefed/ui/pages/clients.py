@@ -21,7 +21,7 @@ def ends_plot(run: RunRecord) -> Plot:
     ranking, accuracies = plots.ranking(run), run.figures["preference_accuracy"].values["per_client"]
     text = f"{len(ranking):,} clients; lowest {ranking[0]} with {accuracies[ranking[0]]:.1%}, "
     text += f"highest {ranking[-1]} with {accuracies[ranking[-1]]:.1%}."
-    caption = f"Share of each client's {run.split} pairs that its model orders rightly, lowest first."
+    caption = f"Preference accuracy on each client's {run.split} pairs, lowest first."
     return plot(partial(plots.clients, run), text, caption)
 
 

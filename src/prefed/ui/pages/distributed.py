@@ -6,7 +6,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prefed.core.text import duration
+from prefed.core.text import duration, pluralize
 from prefed.runs.record import RunRecord
 from prefed.ui.pages.drawing import Theme, canvas, draw_line, legend, percent_axis, round_axis
 from prefed.ui.pages.parts import Plot, plot
@@ -39,7 +39,10 @@ def distributed(run: RunRecord) -> list[Plot]:
         made.append(plot(partial(_consensus, run), text, caption))
     if any(record.get("visits") for record in run.rounds):
         late = _delays(run)
-        text = ", ".join(f"{count:,} uploads {delay} rounds late" for delay, count in sorted(late.items()))
+        text = ", ".join(
+            f"{pluralize(count, 'upload', 'uploads')} {pluralize(delay, 'round', 'rounds')} late"
+            for delay, count in sorted(late.items())
+        )
         end = run.rounds[-1].get("time")
         text += f"; the run took {duration(end)} on the virtual clock" if end else ""
         caption = "How old the models were that uploads started from, and accuracy by simulated time."

@@ -44,8 +44,10 @@ def print_dry_run(found: DryRun, console: Console) -> None:
         "memory": f"{found.peak_memory_mb:,.0f} MiB at the most so far, in this process",
         "time": f"{duration(sum(seconds.values()))} a round, of which evaluation "
         f"{duration(seconds['evaluation'])}; {duration(found.seconds)} in {rounds}",
-        "": f"an estimate, from {timed['steps']} steps of client {printable(str(timed['client']))!r} and "
-        f"{timed['pairs']} evaluated pairs; what the untouched model gives each pair, once, comes on top",
+        "": f"an estimate, from {pluralize(int(timed['steps']), 'step', 'steps')} of client "
+        f"{printable(str(timed['client']))!r} and "
+        f"{pluralize(int(timed['pairs']), 'evaluated pair', 'evaluated pairs')}; "
+        "what the untouched model gives each pair, once, comes on top",
     }
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)

@@ -43,7 +43,7 @@ def print_judged(summary: Mapping[str, Any], run: Path, console: Console) -> Non
     rate, controlled = summary["win_rate"], summary["length_controlled"]
     title = literal(f"{sides(summary)}, judged by {judge_of(summary)}")
     table = Table(title=title, title_justify="left")
-    for name in ("win rate", "95% interval", "wins", "at equal lengths", "ties", "judged", "failed"):
+    for name in ("win rate", "95% interval", "wins", "length-controlled", "ties", "judged", "failed"):
         table.add_column(name, justify="right")
     table.add_row(
         f"{rate['mean']:.1%}",

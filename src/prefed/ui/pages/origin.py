@@ -42,7 +42,7 @@ def data_facts(run: RunRecord) -> Facts:
     for name in ("category", "token"):
         distance, random = told.get(f"{name}_distance"), told.get(f"random_{name}_distance")
         if distance is not None and random is not None:
-            text = f"{distance:.2f}; {random:.2f} where the pairs are dealt at random"
+            text = f"{distance:.2f}; {random:.2f} where pairs are assigned at random"
             facts.append((f"distance of clients' {_MANY[name]} from all", text))
     for name, text in _COUNTED.items():
         if name in told:

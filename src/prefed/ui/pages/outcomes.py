@@ -42,7 +42,7 @@ def judged_table(judged: Sequence[Outcome]) -> Table | None:
     """The win rates of all comparisons; ``None`` without any."""
     if not judged:
         return None
-    heads = ["compared", "judge", "win rate", "95% interval", "wins", "at equal lengths", "ties", "judged"]
+    heads = ["compared", "judge", "win rate", "95% interval", "wins", "length-controlled", "ties", "judged"]
     rows = []
     for each in judged:
         summary, rate = each.summary, each.summary["win_rate"]

@@ -165,7 +165,7 @@ def _named(clients: Sequence[str]) -> str:
 
 AGREEMENT = ("clients", "mean", "worst", "its clients", "others", "newcomers")
 """Columns of :func:`agreement_table`."""
-ABOUT = "Share of {} pairs on which each selector by itself, and the vote of all, order the responses rightly"
+ABOUT = "Preference accuracy on {} pairs of each selector by itself, and of the vote of all"
 
 
 def _cells(rows: Sequence[Agreement]) -> tuple[list[str], list[tuple[str, list[str]]]]:
