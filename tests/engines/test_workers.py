@@ -192,7 +192,7 @@ def test_workers_take_turns_over_named_devices(monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [(2, "'cuda:2', and .* there are cuda:0, cuda:1"), (0, "'cuda:1', and .* there is none")],
+    [(2, "no 'cuda:2'; CUDA devices .*: cuda:0, cuda:1"), (0, "no 'cuda:1'; CUDA devices .*: none")],
 )
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypatch, tmp_path, count, words):
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
