@@ -71,7 +71,7 @@ class Within:
             raise UnreachableError("it is switched off")
         answer = self.sites[site].answer(request)
         if len(answer) > most:
-            raise LongAnswerError(f"its answer has {len(answer):,} bytes, and {most:,} are the most")
+            raise LongAnswerError(f"its answer has {len(answer):,} bytes, at most {most:,} are allowed")
         return answer
 
 

@@ -121,7 +121,7 @@ def test_models_that_diverged_are_told_of(place, tmp_path):
     run_experiment(Experiment.model_validate(tree), tmp_path / "run")
     assert summary(tmp_path / "run")["not_finite"] == {"left": 4, "right": 4}
     assert "not_finite" not in summary(place / "local")
-    message = "4 of 4 pairs of client 'left' have no finite log-probability, and so it is with 1 more"
+    message = "4 of 4 pairs of client 'left' have no finite log-probability, as have 1 more"
     assert message in prefed_("evaluate", tmp_path / "run")
     assert message in prefed_("evaluate", tmp_path / "run", "--test", place / "test.jsonl")
     prefed_("report", tmp_path / "run")

@@ -167,9 +167,9 @@ def test_json_lines_that_cannot_be_used(place: Path, words: Path, content: bytes
 OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no such file": ("absent.jsonl", lambda path: None, "error: absent.jsonl: no such file or folder\n"),
     "a misspelt file": ("trian.jsonl", lambda path: path.with_name("train.jsonl").touch(), "trian.jsonl: no such file or folder; did you mean train.jsonl?"),
-    "an unknown kind": ("train.txt", lambda path: path.touch(), "train.txt: cannot tell how to read this file; known are .jsonl"),
-    "a name that tells no kind": ("train.gz", lambda path: path.write_bytes(gzip.compress(lines(ROWS))), "train.gz: cannot tell how to read"),
-    "an empty folder": ("train", lambda path: path.mkdir(), "train: the folder holds no data file; known are .jsonl"),
+    "an unknown kind": ("train.txt", lambda path: path.touch(), "train.txt: unknown file type; supported types: .jsonl"),
+    "a name that tells no kind": ("train.gz", lambda path: path.write_bytes(gzip.compress(lines(ROWS))), "train.gz: unknown file type"),
+    "an empty folder": ("train", lambda path: path.mkdir(), "train: the folder holds no data file; supported types: .jsonl"),
     "a folder of other things": ("train", lambda path: (path.mkdir(), (path / "a.txt").touch()), "train: the folder holds no data file"),
     "a gzip file that is none": ("train.jsonl.gz", lambda path: path.write_bytes(lines(ROWS)), "train.jsonl.gz: not a whole gzip file"),
     "a JSON list cut off": ("train.json", lambda path: path.write_bytes(json.dumps(ROWS).encode()[:-5]), "train.json, line 1: not JSON"),

@@ -71,7 +71,7 @@ def test_a_site_with_a_part_of_its_kit_starts_nothing(kits, tmp_path, monkeypatc
     """FLARE would say so in a log alone; or, without our resources.json, take its own defaults."""
     monkeypatch.setattr(over_site, "FlareProcess", None)
     kit = without(shutil.copytree(kits / "north" / "kit", tmp_path / "kit"), name)
-    with pytest.raises(ConfigError, match=rf"kit is no whole kit, it lacks .*{name}"):
+    with pytest.raises(ConfigError, match=rf"kit is incomplete: missing .*{name}"):
         take_part(written(kits, "north", kit=str(kit)), print)
 
 
@@ -89,7 +89,7 @@ def test_a_hub_with_a_part_of_its_kits_starts_nothing(kits, tmp_path, monkeypatc
     shown = CliRunner().invoke(app, ["federate", str(experiment), "--hub", str(hub), "--out", out])
     kit, _, rest = name.partition("/")
     assert shown.exit_code == 1, shown.output
-    assert f"{hub / kit} is no whole kit, it lacks {rest}" in " ".join(shown.stderr.split())
+    assert f"{hub / kit} is incomplete: missing {rest}" in " ".join(shown.stderr.split())
     assert not (hub / "server" / "process.log").exists()
 
 

@@ -173,7 +173,7 @@ def test_models_that_diverged_are_named(tmp_path):
     assert "not_finite" not in first
     assert third["preference_accuracy"]["per_client"]["Client 4/ü"] == 0
     words = f"{pairs['Client 2/ü']} of {pairs['Client 2/ü']} pairs of client 'Client 2/ü'"
-    words += " have no finite log-probability, and so it is with 1 more; lower method.lr"
+    words += " have no finite log-probability, as have 1 more; lower method.lr"
     assert listener.warnings == [f"round {k}: {words}" for k in (2, 3)]
 
 

@@ -288,7 +288,7 @@ def test_an_evaluation_names_the_taste_that_judged(met):
 def test_what_is_to_know_of_a_taste_is_a_note(met):
     """w0 and w1 have 20 training pairs each. On training pairs z knows the answers: of its own client, or in
     the population of all that took part, which w1 did not."""
-    short = "taste infer:99: 99 pairs asked, client 'w0' has 20, and so it is with 1 more"
+    short = "taste infer:99: 99 pairs asked, client 'w0' has 20, and 1 more has too few"
     assert evaluate(at_taste(met, "infer:99")).notes == (short, NO_PAIR)
     assert evaluate(at_taste(met, "infer:20")).notes == (NO_PAIR,)
 

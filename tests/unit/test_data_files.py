@@ -333,5 +333,5 @@ def test_nothing_there(tmp_path):
     with pytest.raises(DataError, match="a zip archive: unpack it"):
         all_records(str(tmp_path / "pairs.zip"))
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(DataError, match="cannot tell how to read"):
+    with pytest.raises(DataError, match="unknown file type"):
         all_records(str(tmp_path / "notes.txt"))

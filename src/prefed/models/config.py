@@ -69,7 +69,7 @@ class VariationalSettings(StrictModel):
         description="conditioned, z weighs what the MLP sees; or residual, z adds to the letters' logits",
     )
     pool: Literal["end", "mean"] = Field(
-        "mean", description="the hidden state that stands for a response: end-of-text, or the tokens' mean"
+        "mean", description="the hidden state that represents a response: end-of-text, or the tokens' mean"
     )
     prototypes: int = Field(2, ge=1, description="number of prototypes of tastes")
     scale: float = Field(5.0, gt=0, description="length at which the prototypes start")

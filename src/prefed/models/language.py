@@ -53,8 +53,8 @@ def check_language_model(model: Any, name: str) -> None:
     if any(bool(gradient[..., -1, :].any()) for gradient in gradients):
         raise ModelError(
             f"[model] name = {name!r} is not causal: its logits at a token depend on later tokens, so it "
-            "sees the tokens that it is to predict; take a causal language model (of BERT and its kin, one "
-            "with is_decoder = true in config.json)"
+            "sees the tokens that it is to predict; take a causal language model (for BERT-like models, "
+            "one with is_decoder = true in config.json)"
         )
 
 

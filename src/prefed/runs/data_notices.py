@@ -108,9 +108,9 @@ def _remedies(counts: RowCounts) -> str:
 def _names(findings: Findings) -> list[str]:
     """Warnings of names that may be meant as one, and of blanks around a name."""
     texts = [
-        f"{listed(group, _visible(group))} count as different clients: their names differ in case, blanks or "
-        "the encoding of a letter alone. Write each in one way, or merge them as groups of the partition's "
-        "column"
+        f"{listed(group, _visible(group))} count as different clients: their names differ only in case, "
+        "blanks or the encoding of a letter. Write each in one way, or merge them as groups of the "
+        "partition's column"
         for group in findings.similar
         if len(group) > 1
     ]

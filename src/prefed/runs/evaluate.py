@@ -209,7 +209,7 @@ def _too_few_pairs(run: LoadedRun, judged: Sequence[str]) -> list[str]:
     if not few:
         return []
     first, asked_for = min(few), pluralize(asked, "pair", "pairs")
-    more = f", and so it is with {len(few) - 1:,} more" if len(few) > 1 else ""
+    more = f", and {pluralize(len(few) - 1, 'more has', 'more have')} too few" if len(few) > 1 else ""
     none = "; of a client without any it is the population's taste" if 0 in few.values() else ""
     return [f"taste {run.taste}: {asked_for} asked, client {first!r} has {few[first]:,}{more}{none}"]
 

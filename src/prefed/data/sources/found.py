@@ -65,8 +65,8 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
             with path.open("rb") as stream:
                 head = stream.read(4)
             archive = next((what for magic, what in NOT_TEXT.items() if head.startswith(magic)), "")
-            what = f"by its first bytes this is {archive}" if archive else "cannot tell how to read this file"
-            raise DataError(f"{path}: {what}; known are {known}")
+            what = f"by its first bytes this is {archive}" if archive else "unknown file type"
+            raise DataError(f"{path}: {what}; supported types: {known}")
         return [path]
     if not path.is_dir():
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -75,7 +75,7 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
     found = {saved.home(item, path) or item for item in _visible(path) if file_kind(item) is not None}
     items = [part for item in found for part in (saved.parts(item, split) if item.is_dir() else [item])]
     if not items:
-        raise DataError(f"{path}: the folder holds no data file; known are {known}")
+        raise DataError(f"{path}: the folder holds no data file; supported types: {known}")
     return sorted(items, key=lambda item: item.relative_to(path).as_posix())
 
 

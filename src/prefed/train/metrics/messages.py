@@ -26,10 +26,10 @@ def divergence_warning(broken: Mapping[str, int], pairs: Mapping[str, int]) -> s
         pairs: client → number of pairs that it was judged on.
 
     >>> divergence_warning({"b": 3, "a": 12}, {"a": 12, "b": 4})
-    "12 of 12 pairs of client 'a' have no finite log-probability, and so it is with 1 more; lower method.lr"
+    "12 of 12 pairs of client 'a' have no finite log-probability, as have 1 more; lower method.lr"
     """
     first = min(broken)
-    more = f", and so it is with {len(broken) - 1:,} more" if broken.keys() - {first} else ""
+    more = f", as have {len(broken) - 1:,} more" if broken.keys() - {first} else ""
     start = f"{broken[first]} of {pairs[first]} pairs of client {first!r}"
     return f"{start} have no finite log-probability{more}; lower method.lr"
 

@@ -211,7 +211,7 @@ def check_whole(kit: Path, party: str) -> None:
     names = [f"startup/{name}" for name in WHOLE[party]] + ([] if party == "admin" else [*_RIGHTS])
     if missing := [name for name in names if not (kit / name).is_file()]:
         raise FileNotFoundError(
-            f"{kit} is no whole kit, it lacks {listed(missing, str)}; put a copy of the kit back"
+            f"{kit} is incomplete: missing {listed(missing, str)}; put a copy of the kit back"
         )
 
 

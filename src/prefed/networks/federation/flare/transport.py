@@ -115,7 +115,9 @@ class FlareTransport:
                 time.sleep(PAUSE)
                 continue
             if "long" in header:
-                raise LongAnswerError(f"its answer has {header['long']:,} bytes, and {most:,} are the most")
+                raise LongAnswerError(
+                    f"its answer has {header['long']:,} bytes, at most {most:,} are allowed"
+                )
             if "error" not in header:
                 return body
             error, tries = str(header["error"]), tries + 1
