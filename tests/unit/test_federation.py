@@ -130,12 +130,14 @@ def test_who_waits_looks_and_gives_up():
     [
         ({"tell": {"pairs": False}}, {}, "does not tell"),
         ({"limits": {"methods": ["feddpo"]}}, {}, "fedpdpo is none of feddpo"),
-        ({"limits": {"rounds": 2}}, {}, "3 are asked for, and 2 are allowed"),
+        ({"limits": {"rounds": 2}}, {}, "3 requested, at most 2 allowed"),
         ({"limits": {"minimum_pairs": 4}}, {}, "minimum_pairs = 4"),
-        ({"limits": {"threads": 2}}, {"engine": {"threads": 3}}, r"\[limits\] threads: 3 .* and 2 are"),
-        ({}, {"engine": {"threads": 10_000}}, r"\[limits\] threads: 10,000 are asked for"),
-        ({}, {"data": {"max_length": 10_000_000}}, r"\[limits\] max_length: .*10,000,000 .* and 4,096 are"),
-        ({"limits": {"max_length": 99}}, {"data": {"max_length": 100}}, "max_length: .* 100 .* and 99 are"),
+        ({"limits": {"threads": 2}}, {"engine": {"threads": 3}}, r"\[limits\] threads: 3 .* at most 2 "),
+        ({}, {"engine": {"threads": 10_000}}, r"\[limits\] threads: 10,000 requested"),
+        ({}, {"data": {"max_length": 10_000_000}}, r"\[limits\] max_length: 10,000,000 .* at most 4,096 "),
+        ({"limits": {"max_length": 99}}, {"data": {"max_length": 100}}, "max_length: 100 .* at most 99 "),
+        ({}, {"engine": {"max_tokens": 65_537}}, r"\[limits\] max_tokens: 65,537 .* at most 65,536 "),
+        ({"limits": {"rank": 3}}, {"model": {"lora": {"rank": 4}}}, r"\[limits\] rank: 4 .* at most 3 "),
         ({}, {"method": "centralized"}, "these stay here"),
         ({}, {"method": "decdpo"}, "a federation has a server"),
     ],
@@ -146,17 +148,23 @@ def test_an_administrator_limits_runs(tmp_path, changes, asked, message):
         check_experiment(hub_asks(tmp_path, **asked), config)
 
 
-def hub_asks(place, engine=None, data=None, **method):
+def hub_asks(place, engine=None, data=None, model=None, **method):
     """What a hub may ask for, with changes to its tables."""
     tables = experiment(place, **method).tables()
-    changed = {"engine": {**tables["engine"], **(engine or {})}, "data": {**tables["data"], **(data or {})}}
+    asked = {"engine": engine, "data": data, "model": model}
+    changed = {name: {**tables[name], **(table or {})} for name, table in asked.items()}
     return Experiment.from_tables({**tables, **changed}, "the test")
 
 
 def test_what_an_administrator_allows_or_sets_is_not_refused(tmp_path):
     """The largest numbers allowed; and with threads of the site's own whatever the hub asks for."""
-    most = {"engine": {"threads": 3}, "data": {"max_length": 600}}
-    config = site_config(tmp_path, tmp_path, "w0", limits={"threads": 3, "max_length": 600})
+    most = {
+        "engine": {"threads": 3, "max_tokens": 700},
+        "data": {"max_length": 600},
+        "model": {"lora": {"rank": 5}},
+    }
+    limits = {"threads": 3, "max_length": 600, "max_tokens": 700, "rank": 5}
+    config = site_config(tmp_path, tmp_path, "w0", limits=limits)
     check_experiment(hub_asks(tmp_path, **most), config)
     own = site_config(tmp_path, tmp_path, "w0", threads=2)
     check_experiment(own_experiment(to_toml(hub_asks(tmp_path, engine={"threads": 10_000})), own), own)

@@ -70,6 +70,10 @@ class Limits(StrictModel):
         "as the machine has cores",
     )
     max_length: int = Field(4096, ge=2, description="[data] max_length that a run may have")
+    max_tokens: int = Field(
+        65536, ge=1, description="[engine] max_tokens that a run may have: tokens of one forward pass"
+    )
+    rank: int = Field(256, ge=1, description="[model.lora] rank that a run may have")
     minimum_cohort: int = Field(2, ge=1, description="clients that a round must have, of all sites together")
     minimum_pairs: int = Field(0, ge=0, description="[privacy] minimum_pairs that a run must have at least")
     privacy: Literal["central", "local"] | None = Field(

@@ -34,20 +34,20 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
         raise RefusalError(f"{method.name} with these settings is for one process: a federation has a server")
     if method.name == "centralized":
         raise RefusalError("centralized pools all pairs in one place, and these stay here")
-    if experiment.rounds > limits.rounds:
-        raise RefusalError(
-            f"[limits] rounds: {experiment.rounds} are asked for, and {limits.rounds} are allowed"
-        )
+    requested = {
+        "rounds": experiment.rounds,
+        "max_length": experiment.data.max_length,
+        "max_tokens": experiment.engine.max_tokens,
+        "rank": experiment.model.lora.rank,
+    }
+    for name, value in requested.items():
+        if value > (most := getattr(limits, name)):
+            raise RefusalError(f"[limits] {name}: {value:,} requested, at most {most:,} allowed")
     threads = experiment.engine.threads or 1
     if config.threads is None and threads > (most := limits.threads or os.cpu_count() or 1):
         raise RefusalError(
-            f"[limits] threads: {threads:,} are asked for, and {most:,} are allowed; with `threads` in its "
+            f"[limits] threads: {threads:,} requested, at most {most:,} allowed; with `threads` in its "
             "file a site takes its own number"
-        )
-    if experiment.data.max_length > limits.max_length:
-        raise RefusalError(
-            f"[limits] max_length: pairs of {experiment.data.max_length:,} tokens are asked for, and "
-            f"{limits.max_length:,} are allowed"
         )
     if experiment.privacy.minimum_pairs < limits.minimum_pairs:
         raise RefusalError(
