@@ -159,9 +159,8 @@ class Experiment(StrictModel):
 
     @model_validator(mode="after")
     def _coherent(self) -> Experiment:
-        fleet, graph, method = self.whole_fleet, self.whole_graph, (self.method.name, self.method.settings)
-        told = self.evaluate.diagnose is not None, self.stop is not None
-        check_privacy(self.privacy, method, self.merge, fleet, graph, *told)
+        check_privacy(self)
+        fleet, graph = self.whole_fleet, self.whole_graph
         if fleet is not None and self.cohort.sampling == "poisson":
             raise ValueError("[fleet] asks clients as they become free: leave [cohort] sampling 'fixed'")
         if graph is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from prefed.core import Privacy
 from prefed.engines.fleet import FleetConfig
 from prefed.merge import MergeConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import TrainingSettings
+
+if TYPE_CHECKING:
+    from prefed.config.experiment import Experiment
 
 _NEVER = {
     "centralized": "it puts everybody's pairs in one place, and there is no client to hide",
@@ -25,56 +28,38 @@ _SINGLE = {
 """Method → why its server cannot do with the mean of all uploads."""
 
 
-def check_privacy(
-    privacy: Privacy,
-    method: tuple[str, TrainingSettings],
-    merge: MergeConfig,
-    fleet: FleetConfig | None,
-    graph: GraphConfig | None,
-    diagnosed: bool,
-    judged: bool,
-) -> None:
+def check_privacy(experiment: Experiment) -> None:
     """See that everything that leaves a client is covered by the noise, or is not sent.
-
-    Args:
-        method: its name and its settings.
-        diagnosed: whether ``[evaluate]`` asks for diagnostics.
-        judged: whether ``[stop]`` chooses the best round.
 
     Raises:
         ValueError: it is not; the message says what does not go together.
     """
-    if privacy.kind is None:
+    kind, method = experiment.privacy.kind, experiment.method
+    fleet, graph = experiment.whole_fleet, experiment.whole_graph
+    if kind is None:
         return
-    name, settings = method
-    problems = [*_of_any(name, settings, merge, graph, diagnosed, judged)]
-    if privacy.kind == "central":
-        single = needs_single_uploads(name, settings, merge, fleet, graph)
+    problems = [*_of_any(experiment)]
+    if kind == "central":
+        single = needs_single_uploads(method.name, method.settings, experiment.merge, fleet, graph)
         problems += [f"{problem}, or take kind 'local'" for problem in single]
     if problems:
-        raise ValueError(f"[privacy] kind = {privacy.kind!r}: {problems[0]}")
+        raise ValueError(f"[privacy] kind = {kind!r}: {problems[0]}")
 
 
-def _of_any(
-    name: str,
-    settings: TrainingSettings,
-    merge: MergeConfig,
-    graph: GraphConfig | None,
-    diagnosed: bool,
-    judged: bool,
-) -> Iterator[str]:
+def _of_any(experiment: Experiment) -> Iterator[str]:
+    name, merge = experiment.method.name, experiment.merge
     if name in _NEVER:
         yield f"{name} cannot be covered: {_NEVER[name]}"
-    if merge.weights != "uniform" and graph is None:
+    if merge.weights != "uniform" and experiment.whole_graph is None:
         yield (
             f"[merge] weights = {merge.weights!r} goes by clients' numbers of pairs, which are not sent then "
             "and give a client more than its share: set 'uniform'"
         )
-    if settings.schedule == "plateau":
+    if experiment.method.settings.schedule == "plateau":
         yield "schedule 'plateau' follows clients' losses, which are not sent then: take another schedule"
-    if diagnosed:
+    if experiment.evaluate.diagnose is not None:
         yield "[evaluate] diagnose has clients send gradients without noise: leave it out"
-    if judged:
+    if experiment.stop is not None:
         yield (
             "[stop] chooses a round by clients' validation metrics, which have no noise: leave it out, and "
             "set the number of rounds beforehand"

@@ -18,7 +18,7 @@ from prefed.models.pretrained import ModelError
 ALL = "all-linear"
 """Stands for every linear module but the head."""
 
-_PAST = {
+_BYPASSED = {
     "falcon_h1": ("out_proj",),
     "falcon_mamba": ("dt_proj", "out_proj"),
     "jamba": ("dt_proj",),
@@ -27,7 +27,7 @@ _PAST = {
     "mamba2": ("out_proj",),
     "nemotron_h": ("out_proj",),
 }
-"""Type → linear modules past which the model or its kernels read the weight. An adapter would do nothing."""
+"""Type → linear modules whose weight the model or its kernels read directly: an adapter would do nothing."""
 
 _log = logging.getLogger("prefed")
 
@@ -72,7 +72,9 @@ def _linear_modules(model: Any) -> dict[str, Any]:
 
     inside = {id(module) for module in model.modules()}
     if text_config(model.config) is not model.config:
-        inside = {id(module) for module in model.get_decoder().modules()} | {id(_head(model))}
+        inside = {id(module) for module in model.get_decoder().modules()} | {
+            id(model.get_output_embeddings())
+        }
     return {
         path: module
         for path, module in model.named_modules()
@@ -86,10 +88,6 @@ def _is_special(module: Any) -> bool:
     return kind.__module__.startswith("transformers.models.") and kind.__name__ != "FalconLinear"
 
 
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings()
-
-
 def _is_transposed(module: Any) -> bool:
     return not isinstance(module, nn.Linear)
 
@@ -97,11 +95,11 @@ def _is_transposed(module: Any) -> bool:
 def _find(model: Any, linear: dict[str, Any], names: Iterable[str]) -> list[str]:
     """Paths of the modules that ``names`` stand for, in the model's order."""
     known = sorted({path.rpartition(".")[2] for path in linear})
-    barred = _barred(model, linear)
+    barred, head = _barred(model, linear), model.get_output_embeddings()
     found: set[str] = set()
     for name in names:
         if name == ALL:
-            found |= {p for p, module in linear.items() if module is not _head(model)} - barred
+            found |= {p for p, module in linear.items() if module is not head} - barred
             continue
         matches = {path for path in linear if f".{path}".endswith(f".{name}")}
         if not matches:
@@ -137,8 +135,8 @@ def _barred(model: Any, paths: Collection[str]) -> set[str]:
         model, LoraConfig(), {key: torch.zeros(1, 1) for key in keys.values()}
     )
     barred = {path for path, key in keys.items() if key not in found}
-    past = _PAST.get(model.config.model_type, ())
-    barred |= {path for path in paths if path.rpartition(".")[2] in past}
+    bypassed = _BYPASSED.get(model.config.model_type, ())
+    barred |= {path for path in paths if path.rpartition(".")[2] in bypassed}
     for path in paths:
         config = LoraConfig(target_modules=[path])
         try:
