@@ -10,9 +10,7 @@
 'feddpo'
 """
 
-import os
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,23 +39,6 @@ _MODULES = {
     "runs.record": ("RunRecord", "read_run"),
     "runs.run": ("RunResult", "run"),
 }
-
-
-def _cores_are_free() -> bool:
-    """Whether, by Linux's count of running threads, others run on less than a quarter of the cores."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-        running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
-        return int(running) - 1 < cores / 4
-    except (AttributeError, OSError, IndexError, ValueError):
-        return False  # not Linux
-
-
-# OpenMP reads these when PyTorch is loaded. A thread that waits for others looks 300,000 times before it
-# sleeps if nothing is set: beside other work that costs several times the CPU time. To sleep at once is cheap
-# there, and a quarter slower where nothing else runs. What the user has set stays, whichever it is.
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
-    os.environ.update({"GOMP_SPINCOUNT": "30000"} if _cores_are_free() else {"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def __getattr__(name: str) -> Any:

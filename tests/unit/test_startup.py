@@ -8,12 +8,25 @@ from pathlib import Path
 
 import pytest
 
-import prefed
+from prefed.core import Key
+from prefed.core.openmp import cores_are_free
+from prefed.data import synthetic
+from prefed.methods import METHODS
+from prefed.models.tiny import make_tiny
 
+CLOSURE = 198
+"""How many files of prefed a FedDPO run may import."""
 HEAVY = "{'torch', 'numpy', 'transformers', 'peft', 'datasets', 'matplotlib', 'scipy', 'pyarrow'}"
 REPORT = f"""
 import atexit, sys
 atexit.register(lambda: print('loaded', *sorted({HEAVY} & set(sys.modules))))
+"""
+LOADS_OPENMP = """
+import atexit, ctypes, os
+from prefed.ui.cli import main
+
+atexit.register(lambda: ctypes.CDLL(os.environ["LIBGOMP"]))
+main()
 """
 TYPO = """
 [data]
@@ -112,15 +125,16 @@ def test_threads_that_wait_sleep_soon(environment, counts):
     """``OMP_DISPLAY_ENV`` makes the OpenMP that PyTorch brings say what it goes by: how often a thread looks
     before it sleeps. It is 300,000 times if nothing is set; a policy alone makes it none or 30 thousand
     million times (libgomp's manual, GOMP_SPINCOUNT). Which of two is the default: what else runs. That
-    library alone is loaded here: the tests above see that prefed does not load PyTorch first."""
+    library alone is loaded here, when the command ends: the tests above see that the command line does not
+    load PyTorch first."""
     places = find_spec("torch").submodule_search_locations
     brought = [str(file) for place in places for file in Path(place).glob("lib/libgomp*")]
     if not brought:
         pytest.skip("this PyTorch has another OpenMP than GNU's")
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     process = subprocess.run(
-        [sys.executable, "-c", f"import ctypes, prefed; ctypes.CDLL({brought[0]!r})"],
-        env={**own, **environment, "OMP_DISPLAY_ENV": "VERBOSE"},
+        [sys.executable, "-c", LOADS_OPENMP, "--version"],
+        env={**own, **environment, "OMP_DISPLAY_ENV": "VERBOSE", "LIBGOMP": brought[0]},
         capture_output=True,
         text=True,
         check=True,
@@ -135,6 +149,50 @@ def test_threads_may_look_longer_where_little_else_runs(monkeypatch, running, co
     """The one that asks is among those that run. Others on a quarter of the cores make a machine busy."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(Path, "read_text", lambda _: f"0.10 0.20 0.30 {running}/321 4711\n")
-    assert prefed._cores_are_free() is free
+    assert cores_are_free() is free
     monkeypatch.setattr(Path, "read_text", lambda _: "")
-    assert not prefed._cores_are_free()
+    assert not cores_are_free()
+
+
+def test_an_import_sets_no_environment_variable():
+    """A program that imports prefed decides itself how its threads wait."""
+    code = """
+import os
+before = dict(os.environ)
+import prefed
+from prefed import Experiment, run, load_run, read_run
+assert dict(os.environ) == before, set(os.environ) ^ set(before)
+"""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    subprocess.run([sys.executable, "-c", code], env=own, check=True)
+
+
+def test_a_plain_run_imports_what_it_needs_only(tmp_path):
+    """The import closure of a FedDPO run: no alignment, no judge, no tracker, no tastes, no other method."""
+    place = tmp_path / "place"
+    synthetic.write(place, synthetic.generate(Key(5), clients=2, train=8, test=4))
+    make_tiny(place / "model", synthetic.corpus(Key(5), 20), Key(5), layers=1, width=16, heads=2, steps=1)
+    code = f"""
+import sys
+import prefed
+
+experiment = prefed.Experiment(
+    rounds=1,
+    data={{
+        "train": "{place}/train.jsonl",
+        "test": "{place}/test.jsonl",
+        "partition": {{"by": "column", "column": "client"}},
+    }},
+    model={{"name": "{place}/model"}},
+    method={{"name": "feddpo"}},
+)
+prefed.run(experiment, "{tmp_path}/run")
+print(*sorted(name for name in sys.modules if name.partition(".")[0] == "prefed"))
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = process.stdout.splitlines()[-1].split()
+    rooms = {name.split(".")[1] for name in imported if "." in name}
+    assert rooms.isdisjoint({"align", "networks", "ui", "theory"})
+    methods = set(imported) & {f"prefed.methods.{name}" for name in METHODS}
+    assert methods == {"prefed.methods.feddpo"}
+    assert len(imported) <= CLOSURE, f"{len(imported)} files of prefed: {' '.join(imported)}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
+from prefed.core.openmp import openmp_settings
 from prefed.ui.cli.align import align
 from prefed.ui.cli.collect import collect
 from prefed.ui.cli.compare import compare
@@ -84,4 +86,5 @@ def _options(
 
 def main() -> None:
     """The ``prefed`` command."""
+    os.environ.update(openmp_settings())
     app()
