@@ -46,7 +46,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def experiment(place, method="feddpo", *, merge=None, **settings):
+def experiment(place, method="feddpo", *, merge=None, graph=None, **settings):
     tree = {
         "seed": 3,
         "rounds": 2,
@@ -60,6 +60,7 @@ def experiment(place, method="feddpo", *, merge=None, **settings):
         "merge": merge or {},
         "engine": {"threads": 1},
     }
+    tree |= {"graph": graph} if graph else {}
     return Experiment.model_validate(tree)
 
 
@@ -101,7 +102,7 @@ def test_the_complete_graph_is_full_participation(place, tmp_path):
     """DecDPO on the complete graph and FedDPO with uniform weights end with the same model, to the bit."""
     steps = {"local_steps": 2, "beta": 0.1}
     server = run(experiment(place, merge={"weights": "uniform"}, **steps), tmp_path / "server")
-    nodes = run(experiment(place, "decdpo", topology="complete", **steps), tmp_path / "nodes")
+    nodes = run(experiment(place, "decdpo", graph={"name": "complete"}, **steps), tmp_path / "nodes")
     one, other = (result.server.tensors["model"] for result in (server, nodes))
     assert torch.equal(one.flat, other.flat)
 

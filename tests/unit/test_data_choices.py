@@ -1,7 +1,6 @@
 """Selectors' questions as tokens: wording, letters, both orders, pairs that are too long."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -444,7 +443,7 @@ def test_a_policys_experiment_says_nothing_of_selectors(tmp_path, monkeypatch):
     answer = Experiment.model_validate({**BASE, "selector": {"template": "answer"}})
     assert answer.tables()["selector"] == {"template": "answer", "too_long": "shorten"}
     assert Experiment.parse(to_toml(answer)) == answer
-    monkeypatch.setattr(method, "METHODS", {"feddpo": replace(METHODS["feddpo"], reads="choice")})
+    monkeypatch.setattr(method, "METHODS", {"feddpo": METHODS["fedbis"]})
     assert plain.tables()["selector"] == {"template": "general", "too_long": "shorten"}
 
 
@@ -454,7 +453,7 @@ def test_a_method_that_reads_choices_gets_questions(tmp_path, monkeypatch):
     tables = BASE | {"data": BASE["data"] | {"train": train}, "model": {"name": str(tmp_path / "model")}}
     asked = Experiment.model_validate({**tables, "selector": {"template": "answer"}})
     assert build_data(asked, tmp_path / "policy").tokens.letters is None
-    monkeypatch.setattr(method, "METHODS", {"feddpo": replace(METHODS["feddpo"], reads="choice")})
+    monkeypatch.setattr(method, "METHODS", {"feddpo": METHODS["fedbis"]})
     tokens = build_data(asked, tmp_path / "choice").tokens
     assert tokens.letters is not None
     assert texts(tokens, 0)[1] == "\n### RESPONSE A: no 0\n### RESPONSE B: yes 0\n### YOUR CHOICE: A"

@@ -70,10 +70,10 @@ def test_each_row_varies_one_thing():
     assert cohorts == [1, 3, None]
     for name, delay, late in (("q2", 2, "model"), ("q5", 5, "model"), ("q2-delta", 2, "delta")):
         experiment, _ = settings(base + name)
-        assert (experiment.whole_fleet.max_delay, experiment.whole_merge.late) == (delay, late)
+        assert (experiment.fleet.max_delay, experiment.whole_merge.late) == (delay, late)
     buffered = settings(base + "buffered")[0]
-    assert (buffered.whole_fleet.buffer, buffered.whole_merge.late) == (3, "delta")
-    timed, buffered = (settings(base + name)[0].whole_fleet.model_dump() for name in ("timed", "buffered"))
+    assert (buffered.fleet.buffer, buffered.whole_merge.late) == (3, "delta")
+    timed, buffered = (settings(base + name)[0].fleet.model_dump() for name in ("timed", "buffered"))
     assert {name for name, value in timed.items() if value != buffered[name]} == {"server", "buffer"}
     for name in ("path", "ring", "star", "complete"):
         experiment, method = settings(base + name)

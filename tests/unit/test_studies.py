@@ -103,10 +103,10 @@ def test_local_steps_and_rates_of_two_data_sets(tmp_path):
         }
 
 
-def test_delays_by_either_name_and_the_ways_in_which_they_count(tmp_path):
+def test_delays_and_the_ways_in_which_they_count(tmp_path):
     """The run in time is the start of every curve. A buffered server is no drawn delay."""
     make(tmp_path, "q0", gap=0.1)
-    make(tmp_path, "q2", gap=0.2, method={"max_staleness": 2})
+    make(tmp_path, "q2", gap=0.2, fleet={"max_delay": 2})
     make(tmp_path, "q5", gap=0.5, fleet={"max_delay": 5})
     make(tmp_path, "q2-delta", gap=0.3, fleet={"max_delay": 2}, merge={"late": "delta"})
     make(tmp_path, "buffered", gap=0.9, fleet={"server": "buffered"})
@@ -122,7 +122,7 @@ def test_topologies_beside_the_curves_of_theory(tmp_path):
     factors = {"star": (9.3333, 5.3333, 0.8), "path": (7.6667, 3.6667, 0.8727), "complete": (4.0, 0.0, 0.0)}
     for name, (before, after, rho) in factors.items():
         log = {"consensus_before": before / 10, "consensus_after": after / 10, "rho": rho}
-        make(tmp_path, name, clients=FIVE, log=log, method={"name": "decdpo", "topology": name})
+        make(tmp_path, name, clients=FIVE, log=log, method={"name": "decdpo"}, graph={"name": name})
     (found,) = study(tmp_path, "topology")
     graphs, said = found.values["graphs"], found.lines
     assert [graph.name for graph in graphs] == ["path", "star", "complete"]

@@ -19,7 +19,6 @@ from prefed.config.file import Origins, make_absolute, override, parse_toml, rea
 from prefed.config.method import MethodConfig
 from prefed.config.parts import check_every_weight, model_parts
 from prefed.config.privacy import check_privacy
-from prefed.config.shorthand import fleet_of, graph_of
 from prefed.config.stop import StopConfig
 from prefed.config.track import TrackConfig
 from prefed.core import Privacy
@@ -67,8 +66,8 @@ class Experiment(StrictModel):
     )
     graph: GraphConfig | None = Field(
         None,
-        description="who is whose neighbour, for a method without its server; left out: a server, but for "
-        "decdpo, whose clients stand in a ring",
+        description="the graph of neighbours that replaces the server; left out: a server, or for decdpo "
+        "a ring",
     )
     evaluate: EvaluateConfig = Field(
         default_factory=lambda: EvaluateConfig(), description="how clients' models are evaluated"
@@ -160,7 +159,7 @@ class Experiment(StrictModel):
     @model_validator(mode="after")
     def _coherent(self) -> Experiment:
         check_privacy(self)
-        fleet, graph = self.whole_fleet, self.whole_graph
+        fleet, graph = self.fleet, self.whole_graph
         if fleet is not None and self.cohort.sampling == "poisson":
             raise ValueError("[fleet] asks clients as they become free: leave [cohort] sampling 'fixed'")
         if graph is None:
@@ -177,22 +176,16 @@ class Experiment(StrictModel):
         return model_parts(self.model, self.method.kind, self.method.settings, self.merge)
 
     @property
-    def whole_fleet(self) -> FleetConfig | None:
-        """``[fleet]`` with what the method's settings say of it; ``None`` where nothing does."""
-        return fleet_of(self.method.settings, self.fleet)
-
-    @property
     def whole_graph(self) -> GraphConfig | None:
-        """``[graph]`` with what the method's settings say of it; ``None`` where there is a server."""
-        return graph_of(self.method.settings, self.graph)
+        """``[graph]``, or its defaults for a method without a server; ``None`` where there is a server."""
+        return GraphConfig() if self.graph is None and self.method.kind.serverless else self.graph
 
     @property
     def whole_merge(self) -> MergeConfig:
         """``[merge]``, where ``late`` says what a late upload counts as, unless all are in time."""
-        fleet = self.whole_fleet
-        if fleet is None or self.merge.late is not None:
+        if self.fleet is None or self.merge.late is not None:
             return self.merge
-        late = "delta" if fleet.server == "buffered" else "model"
+        late = "delta" if self.fleet.server == "buffered" else "model"
         return self.merge.model_copy(update={"late": late})
 
     @classmethod

@@ -16,7 +16,6 @@ from pydantic import Field
 
 from prefed.core import Layout, Method
 from prefed.merge import Aggregator
-from prefed.merge.graphs import GraphName, WeightsName
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, to_neighbours
 
 SOURCE = "Distributed DPO (arXiv:2605.20696), algorithm 2"
@@ -30,12 +29,6 @@ class Settings(LocalSettings):
     )
     local_epochs: int | None = Field(
         None, ge=1, description="passes of a visit over the client's pairs; give this or local_steps"
-    )
-    topology: GraphName | None = Field(
-        None, description="who is whose neighbour: graph.name by another name; with both left out a ring"
-    )
-    mixing: WeightsName | None = Field(
-        None, description="weight of a neighbour: graph.weights by another name"
     )
 
 

@@ -71,4 +71,4 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     train = fedavg.exchange(
         merge=merge, figures=figures, late=fedavg.late(averages=settings.mean == "normalised")
     )
-    return fedavg.method("fedbis", SOURCE, train, reads="choice")
+    return fedavg.method("fedbis", SOURCE, train)

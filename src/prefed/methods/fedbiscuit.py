@@ -161,7 +161,6 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         SOURCE,
         grouping,
         train,
-        reads="choice",
         init_server=init_server,
         publish=publish,
         predict=selectors.predict,

@@ -27,12 +27,6 @@ class Settings(BaselineSettings):
         description="strength of the pull towards the reference (the paper's experiments: 0.2); "
         "left out, the objective's own default",
     )
-    max_staleness: int | None = Field(
-        None,
-        ge=0,
-        description="a client starts from a model that is 0 to so many rounds old, the paper's q_max; "
-        "fleet.max_delay by another name",
-    )
 
 
 needs = lora_parts

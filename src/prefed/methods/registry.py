@@ -22,15 +22,15 @@ class MethodKind:
         name: as in ``[method] name``, and of the module in this folder.
         title: one line for lists.
         personal: with default settings and merge rules, each client ends with a model of its own.
-        reads: what its models give a pair, see :class:`~prefed.core.Method`; pairs are tokenised for it.
         rounds: what ``prefed init`` writes as ``rounds``; ``None``: the default of an experiment.
+        serverless: it runs on a graph of neighbours: with the default graph where ``[graph]`` is left out.
     """
 
     name: str
     title: str
     personal: bool = False
-    reads: Literal["policy", "choice"] = "policy"
     rounds: int | None = None
+    serverless: bool = False
 
     @property
     def _module(self) -> ModuleType:
@@ -46,6 +46,11 @@ class MethodKind:
         """The record of its settings; every field has a default and a description."""
         settings: type[TrainingSettings] = self._module.Settings
         return settings
+
+    @property
+    def reads(self) -> Literal["policy", "choice"]:
+        """What its models give a pair; see :class:`~prefed.core.Method`."""
+        return self.Settings.reads
 
     @property
     def needs(self) -> Callable[[Any], frozenset[str]]:
@@ -68,7 +73,9 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
         kind.name: kind
         for kind in (
             MethodKind("feddpo", "DPO with federated averaging"),
-            MethodKind("decdpo", "DPO without a server: each client mixes with its neighbours"),
+            MethodKind(
+                "decdpo", "DPO without a server: each client mixes with its neighbours", serverless=True
+            ),
             MethodKind("fedsft", "federated averaging of fine-tuning on the chosen responses"),
             MethodKind("fedprox", "FedDPO with clients held near the shared model"),
             MethodKind("scaffold", "FedDPO with control variates against client drift"),
@@ -84,14 +91,13 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
             MethodKind("pfedme", "averaging over Moreau envelopes of the clients' losses", personal=True),
             MethodKind("fedala", "each client weighs what it takes over, layer by layer", personal=True),
             MethodKind("fedbn", "FedDPO with norms of one's own", personal=True),
-            MethodKind("fedbis", "averaging of a selector, which judges pairs", reads="choice"),
-            MethodKind("fedbiscuit", "a selector for each cluster of clients", reads="choice"),
-            MethodKind("fedvpl", "a selector with a latent taste", personal=True, reads="choice", rounds=60),
+            MethodKind("fedbis", "averaging of a selector, which judges pairs"),
+            MethodKind("fedbiscuit", "a selector for each cluster of clients"),
+            MethodKind("fedvpl", "a selector with a latent taste", personal=True, rounds=60),
             MethodKind(
                 "fedvpa",
                 "a selector whose clients learn from each other's tastes",
                 personal=True,
-                reads="choice",
                 rounds=60,
             ),
         )

@@ -136,7 +136,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         unseen_pairs=tuple(evaluate.unseen_pairs),
         untouched=backbone.reference,
         privacy=experiment.privacy,
-        fleet=experiment.whole_fleet,
+        fleet=experiment.fleet,
         work=_work(settings, trainers, unseen),
         graph=graph,
         diagnostics=_diagnostics(experiment),

@@ -47,7 +47,7 @@ def plan(experiment: Experiment, clients: int | None = None) -> Plan:
     privacy = experiment.privacy
     if privacy.kind is None or privacy.delta is None:
         raise ConfigError("[privacy] has no kind, or no delta: without them nothing is promised")
-    if experiment.whole_fleet is not None:
+    if experiment.fleet is not None:
         raise ConfigError("[fleet]: its clock decides who takes part how often; summary.json tells it")
     if clients is None:
         unseen = experiment.evaluate.unseen

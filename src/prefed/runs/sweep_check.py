@@ -59,7 +59,7 @@ def _check_overrides(cell: SweepCell) -> None:
 def missing_paths(experiment: Experiment, beside: Path) -> Iterator[str]:
     """The files and folders that an experiment names and that are not there; its file lies in ``beside``."""
     reward = getattr(experiment.method.settings, "reward_model", None)
-    fleet, graph = experiment.whole_fleet, experiment.whole_graph
+    fleet, graph = experiment.fleet, experiment.whole_graph
     named = [reward, fleet.trace if fleet else None, graph.file if graph else None]
     for path in [*(source.path for _, _, source in experiment.data.sources()), *filter(None, named)]:
         if not looks_like_hub_name(path) and not Path(path).exists():

@@ -215,6 +215,7 @@ class FedAvgBase(FedAvgServer):
             "predict": self.start,
             "adapt": self.adapt,
             "personal": bool(parts - {VALUE}),
+            "reads": self.settings.reads,
         }
         return Method(
             name=name, source=source, ownership=self.ownership, exchanges=exchanges, **{**moves, **changes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,8 @@ class SelectorSettings(TrainingSettings):
     >>> SelectorSettings(local_epochs=2).local_steps is None
     True
     """
+
+    reads: ClassVar[Literal["policy", "choice"]] = "choice"
 
     lr: float = Field(1e-5, gt=0, description="learning rate of the local optimiser")
     batch_size: int = Field(

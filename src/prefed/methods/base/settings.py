@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,14 @@ PAIRWISE = tuple(name for name, loss in OBJECTIVES.items() if not loss.needs_rew
 
 
 class TrainingSettings(StrictModel):
-    """How a client trains during a visit, whatever the loss."""
+    """How a client trains during a visit, whatever the loss.
+
+    Attributes:
+        reads: what the method's models give a pair; see :class:`~prefed.core.Method`. Pairs are tokenised
+            for it.
+    """
+
+    reads: ClassVar[Literal["policy", "choice"]] = "policy"
 
     lr: float = Field(1e-4, gt=0, description="learning rate of the local optimiser")
     batch_size: int = Field(8, ge=1, description="preference pairs in a batch")

@@ -193,5 +193,5 @@ class Tastes(FedAvgBase):
 
     def taste_method(self, name: str, source: str, *exchanges: Exchange, **changes: Any) -> Method:
         """The method of these moves, but for the fields of :class:`Method` that ``changes`` names."""
-        moves = {"reads": "choice", "personal": True, "predict": self.predict, "infer": self.infer}
+        moves = {"personal": True, "predict": self.predict, "infer": self.infer}
         return self.method(name, source, *exchanges, **{**moves, **changes})

@@ -102,7 +102,7 @@ def federate(
 
 def _check(experiment: Experiment) -> None:
     """Refuse what a federation has not."""
-    if experiment.whole_graph is not None or experiment.whole_fleet is not None:
+    if experiment.whole_graph is not None or experiment.fleet is not None:
         table = "graph" if experiment.whole_graph is not None else "fleet"
         raise ConfigError(f"[{table}]: a federation has a server and no virtual clock: leave it out")
     if experiment.align is not None:

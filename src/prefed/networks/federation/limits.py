@@ -30,7 +30,7 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
         )
     if limits.methods is not None and method.name not in limits.methods:
         raise RefusalError(f"[limits] methods: {method.name} is none of {', '.join(limits.methods)}")
-    if experiment.whole_graph is not None or experiment.whole_fleet is not None:
+    if experiment.whole_graph is not None or experiment.fleet is not None:
         raise RefusalError(f"{method.name} with these settings is for one process: a federation has a server")
     if method.name == "centralized":
         raise RefusalError("centralized pools all pairs in one place, and these stay here")
