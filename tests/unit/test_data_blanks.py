@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from itertools import pairwise
 from typing import Any
@@ -18,7 +17,6 @@ from prefed.core import Key
 from prefed.data import ChoiceEncoder, PolicyEncoder, Record, SelectorConfig, Template
 from prefed.data.encoding import Encoded, continuation_text, token_ids
 from prefed.data.synthetic import corpus
-from prefed.data.writer import tokenizer_digest
 from preferences import CHATML, merging, tokenizer
 
 TEXTS = list(corpus(Key(1), 20))
@@ -171,21 +169,6 @@ def test_a_byte_level_tokenizer_with_a_blank_of_its_own() -> None:
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     outcome = encoded(made, "Assistant:", "yes")
     assert made.decode([*outcome.prompt, *outcome.branches[0][:-1]]) == " Assistant:yes"
-
-
-def test_data_with_blanks_in_between_is_not_taken_for_new_data() -> None:
-    """The digest of a tokenizer that puts a blank is another than that of its parts alone, which data of
-    earlier versions have; a byte-level tokenizer's is unchanged."""
-
-    def parts(made: Any) -> str:
-        state = json.loads(made.backend_tokenizer.to_str())
-        state.pop("truncation"), state.pop("padding")
-        whole = [state, made.eos_token_id, made.bos_token_id, made.chat_template]
-        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
-
-    assert tokenizer_digest(MADE["llama 2"]) != parts(MADE["llama 2"])
-    assert tokenizer_digest(MADE["metaspace never"]) == parts(MADE["metaspace never"])
-    assert tokenizer_digest(merging()) == parts(merging())
 
 
 def test_long_texts_of_one_call_do_not_change_the_next() -> None:

@@ -1,7 +1,5 @@
 """Whole texts, cut to their last characters: the lossy preparation of Distributed DPO's files."""
 
-import json
-
 import pytest
 from pydantic import ValidationError
 
@@ -104,17 +102,3 @@ def test_what_goes_not_together_is_refused():
             model={"name": "m"},
             method={"name": "fedbis"},
         )
-
-
-def test_usual_data_say_nothing_of_it(build, tmp_path):
-    """Settings and counts of usual data are those that earlier versions wrote, so old runs resume on them."""
-    build([{"prompt": "Q:", "chosen": " a", "rejected": " b"}], score="response")
-    manifest = json.loads((tmp_path / "data/clients.json").read_text())
-    new = {"score", "tail_characters", "min_characters"}
-    assert not new & manifest["inputs"]["settings"].keys()
-    assert "short" not in manifest["report"]
-    data = {"train": "a.jsonl", "partition": ONE}
-    usual = Experiment(data=data, model={"name": "m"}, method={"name": "feddpo"})
-    assert not new & usual.tables()["data"].keys()
-    lossy = Experiment(data={**data, "score": "whole"}, model={"name": "m"}, method={"name": "feddpo"})
-    assert lossy.tables()["data"]["score"] == "whole"

@@ -28,7 +28,7 @@ from prefed.engines.fleet import FleetConfig
 from prefed.merge import MergeConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS
-from prefed.models import ModelConfig, VariationalSettings
+from prefed.models import ModelConfig
 
 
 class Experiment(StrictModel):
@@ -235,25 +235,8 @@ class Experiment(StrictModel):
             raise ConfigError(explain(error, cls, tables, where, origins)) from None
 
     def tables(self) -> dict[str, Any]:
-        """Nested tables with every default filled in, without the keys that are ``None``.
-
-        Tables that the method does not read are left out where they have their defaults: ``[selector]``, and
-        ``[model.variational]``. So are keys of other models and data than the usual. Runs store a digest of
-        these tables, and earlier versions had none of them.
-        """
-        model = self.model.unread()
-        unread: dict[str, Any] = {"model": model, "data": self.data.unread()}
-        if self.align is not None and self.align.model is not None:
-            unread["align"] = {"model": self.align.model.unread()}
-        if self.method.kind.reads == "policy" and self.selector == SelectorConfig():
-            unread["selector"] = True
-        if not self.has_tastes and self.model.variational == VariationalSettings():
-            model.add("variational")
-        if not self.evaluate.unseen_pairs:
-            unread["evaluate"] = {"unseen_pairs"}
-        if self.cohort.sampling == "fixed":
-            unread["cohort"] = {"sampling"}
-        return self.model_dump(mode="json", exclude_none=True, exclude=unread)
+        """Nested tables with every default filled in, without the keys that are ``None``."""
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 def _refused(root: type[Experiment], error: ValidationError, tables: Mapping[str, Any]) -> ConfigError:

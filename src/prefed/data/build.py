@@ -39,9 +39,6 @@ from prefed.data.templates import Template, Tokenizer
 from prefed.data.tokens import MANIFEST
 from prefed.data.writer import TokenWriter, tokenizer_digest
 
-_SELDOM = ("shortened", "short", "needed")
-"""Counts that are left out of the file where they are 0."""
-
 
 def build_dataset(
     config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path, selector: SelectorConfig | None = None
@@ -110,7 +107,7 @@ def _inputs(
     config: DataConfig, tokenizer: Tokenizer, key: Key, selector: SelectorConfig | None
 ) -> dict[str, Any]:
     """Everything that decides the result. Sources are described by their content, not by their path."""
-    settings = config.model_dump(mode="json", exclude={"train", "validation", "test"} | config.unread())
+    settings = config.model_dump(mode="json", exclude={"train", "validation", "test"})
     sources = []
     for role, name, source in config.sources():
         options = source.model_dump(mode="json", exclude={"path"})
@@ -264,9 +261,8 @@ def _write(
     clients = {
         "ids": splits.ids,
         "flipped": sorted(flipped),
-        # Few datasets have these, and the files of the others say nothing of them.
-        "report": row_counts.model_dump(exclude={n for n in _SELDOM if not getattr(row_counts, n)}),
-        "findings": findings.model_dump(mode="json", exclude_defaults=True),
+        "report": row_counts.model_dump(),
+        "findings": findings.model_dump(mode="json"),
         "fingerprint": digest.hexdigest(),
         "inputs": inputs,
         "digests": {path.name: files.file_digest(path) for path in sorted(folder.iterdir())},

@@ -352,8 +352,3 @@ class DataConfig(StrictModel):
             elif value is not None:
                 sources.extend((role, name, source) for name, source in value.items())
         return sources
-
-    def unread(self) -> set[str]:
-        """Keys at their defaults that earlier versions did not have: digests of settings leave them out."""
-        new = ("score", "tail_characters", "min_characters")
-        return {name for name in new if getattr(self, name) == type(self).model_fields[name].default}

@@ -177,8 +177,7 @@ class FederatedDataset:
         """
         manifest = read_manifest(folder)
         try:
-            # Earlier versions wrote no digests.
-            for name, digest in manifest.get("digests", {}).items():
+            for name, digest in manifest["digests"].items():
                 if files.file_digest(folder / name) != digest:
                     raise ValueError(f"{name} is not what was written")
             tokens = TokenSet(folder)
@@ -204,8 +203,7 @@ class FederatedDataset:
             frozenset(manifest["flipped"]),
             RowCounts(**manifest["report"]),
             manifest["fingerprint"],
-            # Earlier versions wrote none.
-            Findings.model_validate_json(json.dumps(manifest.get("findings", {}))),
+            Findings.model_validate_json(json.dumps(manifest["findings"])),
         )
 
     @classmethod

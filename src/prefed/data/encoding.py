@@ -117,7 +117,7 @@ def continuation_text(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int])
     def text(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    if not puts_blank(tokenizer):
+    if not _puts_blank(tokenizer):
         return text(ids)
     # Bytes that begin inside a character spoil all bytes that follow them. A character has at most four.
     ends = (prompt[-count:] for count in range(1, 5))
@@ -125,7 +125,7 @@ def continuation_text(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int])
     return text([*before, *ids])[len(text(before)) :]
 
 
-def puts_blank(tokenizer: Any) -> bool:
+def _puts_blank(tokenizer: Any) -> bool:
     """Whether the tokenizer puts a blank before every text."""
     return _without_blank(getattr(tokenizer, "backend_tokenizer", None)) is not None
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core import files
-from prefed.data.encoding import Encoded, Encoder, TooLong, puts_blank
+from prefed.data.encoding import Encoded, Encoder, TooLong
 from prefed.data.errors import ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, Record
 from prefed.data.tokens import COLUMNS, IDS, MANIFEST, RECORDS, VERSION, TokenSet, column_path
@@ -238,9 +238,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     else:
         state = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     whole = [state, tokenizer.eos_token_id, tokenizer.bos_token_id, getattr(tokenizer, "chat_template", None)]
-    if puts_blank(tokenizer):
-        # Earlier versions put one before each response.
-        whole.append("no blank before a continuation")
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 

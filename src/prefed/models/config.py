@@ -145,8 +145,3 @@ class ModelConfig(StrictModel):
                 f"{self.quantize!r} out"
             )
         return self
-
-    def unread(self) -> set[str]:
-        """Keys at their defaults that earlier versions did not have: digests of settings leave them out."""
-        new = ("train", "checkpointing")
-        return {name for name in new if getattr(self, name) == type(self).model_fields[name].default}

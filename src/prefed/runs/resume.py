@@ -106,10 +106,9 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 def settings_digest(config: Mapping[str, Any]) -> str:
     """The digest of those settings of a ``config.toml`` that a resumed run must share."""
-    whole = flatten(config)
-    settings = {name: value for name, value in whole.items() if name != "rounds" and not _may_change(name)}
-    if "engine.name" in whole:
-        settings["engine.name"] = "local"  # earlier versions, whose digests count, had this engine alone
+    settings = {
+        name: value for name, value in flatten(config).items() if name != "rounds" and not _may_change(name)
+    }
     return files.digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
