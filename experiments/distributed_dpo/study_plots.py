@@ -73,10 +73,9 @@ class Known:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """Dotted name → setting, with the fleet and the graph that shorthands stand for."""
+        """Dotted name → setting, with the defaults of a fleet and a graph that are left out."""
         whole, tables = self.experiment, flatten(self.experiment.tables())
-        shorthands = ("fleet.", "graph.", "method.topology", "method.mixing", "method.max_staleness")
-        own = {n: v for n, v in tables.items() if not n.startswith(("seed", "engine.", *shorthands))}
+        own = {n: v for n, v in tables.items() if not n.startswith(("seed", "engine.", "fleet.", "graph."))}
         own |= flatten({"fleet": self.fleet.model_dump()})
         own |= flatten({"graph": whole.whole_graph.model_dump() if whole.whole_graph else {}})
         own["merge.late"] = whole.whole_merge.late
@@ -85,7 +84,7 @@ class Known:
     @property
     def fleet(self) -> FleetConfig:
         """Without one, a fleet in which nobody is late."""
-        return self.experiment.whole_fleet or FleetConfig()
+        return self.experiment.fleet or FleetConfig()
 
     @property
     def graph(self) -> GraphConfig | None:

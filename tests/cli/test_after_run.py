@@ -437,25 +437,6 @@ def test_a_changed_record_is_noticed_where_the_commit_is_there(place, tmp_path, 
     assert f"{path} is damaged" in refused
 
 
-def test_a_run_of_an_earlier_version_is_judged_and_exported(place, tmp_path):
-    """It has no digests anywhere, and two floats a record where there are three now."""
-    shutil.copytree(place / "local", tmp_path / "run")
-    for path, names in (
-        ("checkpoint/COMMIT.json", ("digests", "settings")),
-        ("cache/data/clients.json", ("digests",)),
-    ):
-        content = json.loads((tmp_path / "run" / path).read_text())
-        (tmp_path / "run" / path).write_text(
-            json.dumps({n: v for n, v in content.items() if n not in (*names, "digest")})
-        )
-    for path in (tmp_path / "run/cache/reference").iterdir():
-        np.fromfile(path, np.float32).reshape(-1, 3)[:, :2].copy().tofile(path)
-    figures = json.loads(prefed_("evaluate", tmp_path / "run", "--json"))
-    for name in ACCURACIES:
-        assert figures[name] == summary(place / "local")[name]
-    prefed_("export", tmp_path / "run", "--client", "left")
-
-
 def test_report_writes_a_page_into_the_run(place):
     assert prefed_("report", place / "local").strip() == f"report: {place / 'local/report.html'}"
     page = (place / "local/report.html").read_text()

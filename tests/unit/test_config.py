@@ -70,6 +70,7 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
         ("model.lora.r=2", "model.lora.r: no such key; did you mean 'rank'?"),
         ("model.lora_rank=2", "model.lora_rank: no such key; did you mean 'model.lora.rank'?"),
         ("lr=2", "lr: no such key; did you mean 'method.lr'?"),
+        ("method.topology=star", "method.topology: no such key; did you mean 'graph.name'?"),
         ("num_rounds=2", "num_rounds: no such key; did you mean 'rounds'?"),
         ("merge.optimiser.lr=1", "merge.optimiser: no such key; did you mean 'optimizer'?"),
         ("data.partition.client=4", "data.partition.client: no such key; did you mean 'clients'?"),

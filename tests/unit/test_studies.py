@@ -167,7 +167,7 @@ def test_the_script_writes_plots_and_prints_their_numbers(tmp_path):
     for name in ("synchronous", "buffered"):
         make(tmp_path / "runs", name, log=log, fleet={"server": name, "speeds": "exponential"})
     for name in ("path", "star"):
-        make(tmp_path / "runs", name, log=log, method={"name": "decdpo", "topology": name})
+        make(tmp_path / "runs", name, log=log, method={"name": "decdpo"}, graph={"name": name})
     for steps in (1, 2):
         make(tmp_path / "runs", f"e{steps}", method={"local_steps": steps})
     for late in (0, 2):

@@ -33,6 +33,9 @@ _OTHER_NAMES = {
     "data.max_length": "max_seq_length max_seq_len max_len max_tokens cutoff_len",
     "cohort.size": "clients_per_round num_clients",
     "cohort.fraction": "fraction_fit client_fraction participation",
+    "graph.name": "topology",
+    "graph.weights": "mixing",
+    "fleet.max_delay": "max_staleness",
     "rounds": "num_rounds n_rounds communication_rounds",
     "seed": "random_seed",
 }

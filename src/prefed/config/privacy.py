@@ -35,7 +35,7 @@ def check_privacy(experiment: Experiment) -> None:
         ValueError: it is not; the message says what does not go together.
     """
     kind, method = experiment.privacy.kind, experiment.method
-    fleet, graph = experiment.whole_fleet, experiment.whole_graph
+    fleet, graph = experiment.fleet, experiment.whole_graph
     if kind is None:
         return
     problems = [*_of_any(experiment)]

@@ -93,7 +93,7 @@ def build_in_cache(writer: RunWriter, build: Callable[[Path], T]) -> T:
 
 def digests_of(experiment: Experiment, job: Job) -> dict[str, str]:
     """Digests of what numbers depend on: the job's data and model, and the files that the settings name."""
-    fleet, graph = experiment.whole_fleet, experiment.whole_graph
+    fleet, graph = experiment.fleet, experiment.whole_graph
     named = {"trace": fleet.trace if fleet else None, "graph": graph.file if graph else None}
     of_files = {name: files.file_digest(Path(path)) for name, path in named.items() if path is not None}
     return {**job.trainers.fingerprint, **of_files}
