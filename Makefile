@@ -61,7 +61,6 @@ format: install
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.documented
-	$(BIN)/python docs/hooks/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install

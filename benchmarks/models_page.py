@@ -40,7 +40,8 @@ Verdict = Callable[[Mapping[str, Any]], str]
 
 def write_page(path: Path, results: Iterable[Mapping[str, Any]], verdict: Verdict) -> None:
     """Put the tables of ``results``, as the program writes them, into the page's marked places."""
-    works, refused, unbuilt = [], [], []
+    works: dict[tuple[bool, str, str], list[tuple[str, float]]] = {}
+    refused, unbuilt = [], []
     for result in sorted(results, key=lambda each: str(each["family"])):
         family, verdicts = (
             f"`{result['family']}`",
@@ -49,13 +50,24 @@ def write_page(path: Path, results: Iterable[Mapping[str, Any]], verdict: Verdic
         if "unbuilt" in result:
             unbuilt.append((family, result["unbuilt"]))
         elif "ok" in verdicts.values():
-            works.append((not _packed(result), _row(result, verdicts)))
+            kind, worst = _kind(result, verdicts)
+            works.setdefault(kind, []).append((_name(result), worst))
         else:
             refused.append((family, _reason(verdicts)))
-    head = ("family", "path", "methods", "export", "merged", "difference", "tested")
+    head = ("path", "methods", "merged", "difference", "families")
+    rows = [
+        (
+            "plain" if plain else "packed",
+            methods,
+            merged,
+            f"{max(worst for _, worst in found):.0e}",
+            ", ".join(name for name, _ in found),
+        )
+        for (plain, methods, merged), found in sorted(works.items())
+    ]
     parts = {
-        "about": _about(len(works), len(refused), len(unbuilt)),
-        "works": _table(head, [row for _, row in sorted(works)]),
+        "about": _about(sum(map(len, works.values())), len(refused), len(unbuilt)),
+        "works": _table(head, rows),
         "refused": _table(("family", "reason"), refused),
         "unbuilt": _table(("family", "reason"), unbuilt),
     }
@@ -70,9 +82,9 @@ def _about(works: int, refused: int, unbuilt: int) -> str:
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     return (
-        f"wrote the tables below, on {datetime.datetime.now(datetime.UTC).date()} at commit `{commit}`, with "
+        f"Tested on {datetime.datetime.now(datetime.UTC).date()} at commit `{commit}` with "
         f"transformers {transformers.__version__}, PEFT {peft.__version__} and PyTorch "
-        f"{torch.__version__.partition('+')[0]}. {works} families work, {refused} are refused, and {unbuilt} "
+        f"{torch.__version__.partition('+')[0]}: {works} families work, {refused} are refused, and {unbuilt} "
         "were not built.\n"
     )
 
@@ -81,21 +93,21 @@ def _packed(result: Mapping[str, Any]) -> bool:
     return any(found.get("packed") for found in result["methods"].values())
 
 
-def _row(result: Mapping[str, Any], verdicts: Mapping[str, str]) -> tuple[str, ...]:
+def _kind(result: Mapping[str, Any], verdicts: Mapping[str, str]) -> tuple[tuple[bool, str, str], float]:
+    """What families of one row have in common, and the largest difference of this one."""
     unknown = [name for method, names in GROUPS.items() if method not in verdicts for name in names]
     failed = [method for method, said in verdicts.items() if said != "ok"]
     wrong = [name for method in failed for name in GROUPS.get(method, [method])]
     fine = [result["methods"][method] for method, said in verdicts.items() if said == "ok"]
     worst = max(found.get(name, 0.0) for found in fine for name in ("export", "merge", "reference"))
-    return (
-        f"`{result['family']}`",
-        "packed" if _packed(result) else "plain",
-        _methods(wrong, unknown),
-        "adapter" if verdicts["feddpo"] == "ok" else "",
-        "yes" if "merge" in result["methods"]["feddpo"] else "no",
-        f"{worst:.0e}",
-        "always" if result["family"] in zoo.QUICK else "",
-    )
+    merged = "yes" if "merge" in result["methods"]["feddpo"] else "no"
+    return (not _packed(result), _methods(wrong, unknown), merged), worst
+
+
+def _name(result: Mapping[str, Any]) -> str:
+    """A family that is tested always is bold."""
+    name = f"`{result['family']}`"
+    return f"**{name}**" if result["family"] in zoo.QUICK else name
 
 
 def _methods(wrong: Sequence[str], unknown: Sequence[str]) -> str:

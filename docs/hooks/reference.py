@@ -1,33 +1,24 @@
-"""Tables made from the package itself, so that they are never out of date: ``python docs/hooks/reference.py``
-writes them into the pages, and MkDocs, of which this is a hook, makes them anew.
+"""Reference tables made from the package while MkDocs builds the site, so that they are never out of date.
 
 In a page, on a line of its own::
 
     <!-- settings: prefed.config:CohortConfig -->
 
-gives every key of a settings record; with ``beyond MODULE:RECORD`` before the end only the keys that differ
-from another record's. ``<!-- methods -->``, ``<!-- objectives -->`` and ``<!-- formats -->`` give the
-registries, ``<!-- command: run -->`` the arguments and options of a command.
-
-``<!-- api: prefed.runs.run run RunResult -->`` gives names of a module, or a class and some of its members,
-with a line of their documentation. The site has all of it there.
-
-What is between such a line and ``<!-- end -->`` is made here: change the docstring that it comes from.
+becomes a table of every key of a settings record; with ``beyond MODULE:RECORD`` before the end only of the
+keys that differ from another record's. ``<!-- methods -->``, ``<!-- objectives -->`` and ``<!-- formats -->``
+become the registries, ``<!-- command: run -->`` the arguments and options of a command, and
+``<!-- api: prefed.runs.run run RunResult -->`` the documentation of names of a module, or of a class and some
+of its members. The text of a table comes from docstrings: change it there.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import json
-import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Iterable
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -36,8 +27,7 @@ from prefed.config.starting import describe
 
 _MARK = re.compile(
     r"^```.*?^```"
-    r"|^(<!-- (settings|methods|objectives|formats|command|api)(?:: (.+?))? -->)$"
-    r"(?:\n(?:(?!^<!-- ).)*?^<!-- end -->$)?",
+    r"|^<!-- (settings|methods|objectives|formats|command|api)(?:: (.+?))? -->$",
     re.MULTILINE | re.DOTALL,
 )
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?(?:[\w.]*\.)?(\w+)`")
@@ -45,37 +35,24 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def fill(markdown: str) -> str:
-    """A page with every mark outside a code block, and what is below it, replaced by its table.
+    """A page with every mark outside a code block replaced by its table.
 
     >>> fill("<!-- settings: prefed.config:CohortConfig -->").splitlines()[2]
     '| `size` | integer ≥ 1 | – | clients a round; left out with fraction: all of them |'
-    >>> fill("<!-- api: prefed.runs.run run -->\\n\\nold\\n\\n<!-- end -->").splitlines()
+    >>> fill("<!-- api: prefed.runs.run run -->").splitlines()
     ['::: prefed.runs.run', '    options:', '      members: [run]']
     """
-    return _MARK.sub(lambda match: _content(match, directive) if match[1] else match[0], markdown)
+    return _MARK.sub(lambda match: _content(match) if match[1] else match[0], markdown)
 
 
-def current(markdown: str) -> str:
-    """A page as it is kept: below every mark outside a code block its table.
-
-    >>> current("<!-- command: methods -->").splitlines()
-    ['<!-- command: methods -->', '', '```text', 'prefed methods', '```', '', '<!-- end -->']
-    """
-
-    def kept(match: re.Match[str]) -> str:
-        return f"{match[1]}\n\n{_content(match, members)}\n\n<!-- end -->" if match[1] else match[0]
-
-    return _MARK.sub(kept, markdown)
-
-
-def _content(match: re.Match[str], api: Callable[..., str]) -> str:
-    """What a mark gives, by its kind and its words."""
-    kind, words = match[2], (match[3] or "").split()
+def _content(match: re.Match[str]) -> str:
+    """What a mark becomes, by its kind and its words."""
+    kind, words = match[1], (match[2] or "").split()
     match kind:
         case "settings":
             return settings(_record(words[0]), _record(words[2]) if len(words) > 1 else None)
         case "api":
-            return api(*words)
+            return directive(*words)
         case "command":
             return command(words[0])
         case _:
@@ -90,70 +67,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def directive(name: str, *names: str) -> str:
     """What makes mkdocstrings show a module or a class, or some of its members."""
     return f"::: {name}" + (f"\n    options:\n      members: [{', '.join(names)}]" if names else "")
-
-
-def members(name: str, *names: str) -> str:
-    """One row per public name of a module, or for a class and each of ``names`` in it."""
-    thing, rows, prefix = pkgutil.resolve_name(name), [], ""
-    if isinstance(thing, ModuleType):
-        module, names = name, names or tuple(_public(thing))
-    else:
-        module, _, own = name.rpartition(".")
-        prefix = f"{own}."
-        rows.append((f"`{_signature(own, thing)}`", _plain(inspect.getdoc(thing) or "")))
-    for each in names:
-        value = getattr(thing, each)
-        documented = inspect.isclass(value) or inspect.isroutine(value)
-        about = _plain(inspect.getdoc(value) or "") if documented else _assigned(thing, each)
-        rows.append((f"`{prefix}{_signature(each, value)}`", about))
-    return _table((f"`{module}`", "what it is"), rows)
-
-
-def _public(module: ModuleType) -> Iterator[str]:
-    """The names that a module hands out: ``__all__``, or all that it defines."""
-    if hasattr(module, "__all__"):
-        yield from module.__all__
-        return
-    for name, value in vars(module).items():
-        own = getattr(value, "__module__", None) == module.__name__ and not isinstance(value, TypeVar)
-        if own and not name.startswith("_"):
-            yield name
-
-
-def _signature(name: str, value: Any) -> str:
-    """A function with its arguments' names; anything else by its name alone."""
-    if not inspect.isroutine(value):
-        return name
-    words = []
-    for argument in inspect.signature(value).parameters.values():
-        if argument.kind is argument.KEYWORD_ONLY and "*" not in words:
-            words.append("*")
-        if argument.name not in ("self", "cls"):
-            stars = {argument.VAR_POSITIONAL: "*", argument.VAR_KEYWORD: "**"}.get(argument.kind, "")
-            words.append(f"{stars}{argument.name}" + ("" if argument.default is argument.empty else "=…"))
-    return f"{name}({', '.join(words)})"
-
-
-def _assigned(thing: Any, name: str) -> str:
-    """What the text below an assignment says of a value, in the module that it comes from."""
-    modules = [thing if isinstance(thing, ModuleType) else inspect.getmodule(thing)]
-    for module in modules:
-        tree = ast.parse(inspect.getsource(module))
-        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-        sources = (node.module for node in imports if name in {alias.name for alias in node.names})
-        modules += map(importlib.import_module, sources)
-        for node, after in pairwise(tree.body):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            named = any(isinstance(target, ast.Name) and target.id == name for target in targets)
-            if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                return _plain(inspect.cleandoc(after.value.value))
-    return ""
-
-
-def _plain(documentation: str) -> str:
-    """The first paragraph of a docstring on one line, in Markdown."""
-    text = " ".join(documentation.partition("\n\n")[0].split())
-    return _ROLE.sub(r"`\1`", text).replace("``", "`")
 
 
 def settings(record: type[BaseModel], beyond: type[BaseModel] | None = None) -> str:
@@ -312,11 +225,3 @@ def _values(field: dict[str, Any], schema: dict[str, Any]) -> str:
         case kind:
             bounds = [f"{sign} {field[name]:g}" for name, sign in _BOUNDS.items() if name in field]
             return " ".join([kind or "any", " and ".join(bounds)]).strip()
-
-
-if __name__ == "__main__":
-    for page in sorted(Path(__file__).resolve().parents[1].rglob("*.md")):
-        text = page.read_text("utf-8")
-        if (filled := current(text)) != text:
-            page.write_text(filled, "utf-8")
-            print(page)

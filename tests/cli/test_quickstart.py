@@ -17,16 +17,18 @@ import pages
 from prefed.config import Experiment
 from prefed.config.starting import PAIRS, example_file, example_pairs
 from prefed.core import Key
+from prefed.data import synthetic
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
-from prefed.ui.cli import app
+from prefed.ui.cli import app, demo
 
 ROUNDS = 5
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
 
 
-def blocks(language: str) -> list[str]:
-    text = PAGE.read_text("utf-8").partition("## An experiment from the start")[2]
+def blocks(language: str, start: str = "## Your own pairs", end: str = "\n# ") -> list[str]:
+    """The page's blocks of one language between two headings."""
+    text = PAGE.read_text("utf-8").partition(start)[2].partition(end)[0]
     assert text
     return pages.blocks(text, language)
 
@@ -60,9 +62,9 @@ def test_the_page_can_be_followed_to_its_end(folder: Path) -> None:
                 text = file.read_text("utf-8").replace("distilbert/distilgpt2", "tiny")
                 assert "rounds = 10" in text
                 file.write_text(text.replace("rounds = 10", f"rounds = {ROUNDS}"))
-    assert ran == ["init", "data", "run", "run", "report", "generate", "export", *["run"] * 4, "compare"]
+    assert ran == ["init", "data", "run", "run", "report", "generate", "export", *["run"] * 3, "compare"]
     runs = {path.name: json.loads((path / "summary.json").read_text()) for path in folder.glob("runs/*")}
-    assert len(runs) == 5
+    assert len(runs) == 4
     for name, summary in runs.items():
         assert summary["rounds"] == ROUNDS
         assert summary["loss"] < math.log(2) - 0.0005, name
@@ -71,6 +73,25 @@ def test_the_page_can_be_followed_to_its_end(folder: Path) -> None:
         )
     assert (folder / "runs/first-feddpo-seed42/report.html").exists()
     assert (folder / "compare.png").exists()
+
+
+def test_the_demo_s_federation_runs_with_other_methods(folder: Path) -> None:
+    """The page's comparison, on a smaller demo: fewer pairs, one round, a model that is hardly trained."""
+    place = folder / "prefed-demo"
+    synthetic.write(place, synthetic.generate(Key(7), clients=2, train=6, test=4))
+    (folder / "tiny").rename(place / "model")
+    text = demo.EXPERIMENT.format(file="prefed-demo/fedsdg.toml", method="fedsdg", workers=0)
+    (place / "fedsdg.toml").write_text(text.replace("rounds = 10", "rounds = 1"), "utf-8")
+    first = ["run", "prefed-demo/fedsdg.toml", "--out", "prefed-demo/run-fedsdg"]
+    (block,) = blocks("console", "## What a personal model gains", "\n## ")
+    for words in [first, *pages.commands(block)]:
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, f"{words}: {result.output}{result.exception!r}"
+    methods = {
+        path.name: json.loads((path / "summary.json").read_text())["method"] for path in folder.glob("runs/*")
+    }
+    assert methods == {"shared": "feddpo", "alone": "local"}
+    assert (folder / "gains.html").exists()
 
 
 def test_a_starting_file_names_the_model(folder: Path) -> None:
