@@ -25,13 +25,14 @@ from zipfile import ZipFile
 from nvflare.lighter.utils import load_private_key_file, sign_folders
 
 from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.unix_socket import Door
 from prefed.networks.federation.flare import process as processes
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits
 from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.protocol import pack, unpack
+from prefed.networks.federation.audit_log import SentLog, line_of
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.unix_socket import Door
 
 INTRUDER = Path(__file__).resolve().with_name("intruder.py")
 SECRET = '{"prompt": "a secret"}\n'
@@ -47,6 +48,25 @@ sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 """What runs FLARE's modules as they are."""
+
+
+HEAD = "| attempt | result | control: from an allowed party | log line |\n|---|---|---|---|"
+"""Of the tables in docs/federation.md."""
+
+
+def print_row(attempt: str, result: str, control: str, line: str) -> None:
+    """A row of a table: what was tried, what came of it, what came of what may be, and a line of a log."""
+    shown = f"`{line[:200]}`" if line else "none"
+    print(f"| {attempt} | {result} | {control} | {shown} |", flush=True)
+
+
+def logged(log: SentLog, whose: str, what: str) -> str:
+    """What the last line of a site's own log that has some words says; or nothing."""
+    found = [entry for entry in log.entries() if what in json.dumps(entry)]
+    if not found:
+        return ""
+    said = [found[-1][key] for key in ("refused", "failed", "withheld", "told") if key in found[-1]]
+    return f"{whose}: {(said or [line_of(found[-1])[21:]])[0]}"
 
 
 class Attacked:
@@ -289,5 +309,5 @@ def channels(folder: Path) -> Iterator[tuple[str, str, str, str]]:
                 hub = (place.kits / "hub/server/log.txt").read_text().splitlines()
                 lines += [line.partition("WARNING - ")[2] for line in hub if "refused: " in line]
     for (who, what), (_, bare) in zip(*found, strict=True):
-        yield who, what, f"without prefed's checks: {bare}", "–"
+        yield who, what, f"without prefed's checks: {bare}", ""
     yield from (("what the logs have of these", "", "", line) for line in lines)

@@ -1,10 +1,11 @@
 """A hub that was taken over, and two sites of ``prefed site`` over NVIDIA FLARE: what it can make them do.
 
     python benchmarks/greedy_hub.py
+    python benchmarks/greedy_hub.py disk modes      # some of its parts
 
-``open`` has few limits; ``careful`` asks for local noise and a budget, and allows no evaluation. Both have the
-same twelve clients with eight pairs each. The hub asks with prefed's own requests, of its choice. Rows as in
-``strangers.py``, which has these too. The sites run with umask 0.
+``open`` has few limits; ``careful`` asks for local noise and a budget, and allows no evaluation. Both have
+the same twelve clients with eight pairs each. The hub asks with prefed's own requests, of its choice. Rows as
+in ``strangers.py``, which has these too. The sites run with umask 0.
 """
 
 from __future__ import annotations
@@ -20,35 +21,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from attacked import free_port
+from attacked import HEAD, free_port, logged, print_row
 from membership import score
 
 from prefed.config import Experiment, to_toml
-from prefed.core import Download, Key, Tensors
+from prefed.core import Download, Key, Layout, Tensors
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Task
-from prefed.federation.federate import told_experiment
-from prefed.federation.flare.kits import Kits, Project, make_kits
-from prefed.federation.flare.transport import FlareTransport
-from prefed.federation.hub import SiteError, Sites
-from prefed.federation.protocol import FORMAT, pack, unpack
-from prefed.federation.releases import Releases, epsilon_of
-from prefed.federation.sent import SentLog
+from prefed.engines.evaluation import evaluate_client
+from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.flare.kits import Kits, Project, make_kits
+from prefed.networks.federation.flare.transport import FlareTransport
+from prefed.networks.federation.hub import SiteError, Sites
+from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
+from prefed.networks.federation.audit_log import SentLog
 from prefed.models.notices import silence_transformers
 from prefed.models.tiny import make_tiny
 from prefed.runs.build import assemble_job, build_job, build_trainers
-from prefed.wire import decode_upload, encode
+from prefed.core.wire import decode_upload, encode
 
 Row = tuple[str, str, str, str]
 SITES = ("open", "careful")
 CLIENTS = [f"ward-{number:02d}" for number in range(12)]
 PAIRS = 8
+FEW = CLIENTS[3]
+"""It has three pairs to be judged on."""
+MOVED = 0.05
+"""What the hub adds to each number of a model that it has evaluated: with the first, all losses are log 2."""
 NOISE = 20.0
 DELTA = 1e-5
 VISITS = 5
@@ -89,7 +95,7 @@ class Place:
                         "chosen": f" {'yes' if (k + number) % 2 else 'no'} {k} {client}",
                         "rejected": f" {'no' if (k + number) % 2 else 'yes'} {k} {client}",
                     }
-                    for k in range(PAIRS)
+                    for k in range(3 if (role, client) == ("test", FEW) else PAIRS)
                 ]
                 (folder / f"{role}-{client}.jsonl").write_text(
                     "".join(json.dumps(row) + "\n" for row in rows)
@@ -149,10 +155,8 @@ class Place:
         return self.kits / name / "state"
 
     def log(self, name: str, what: str) -> str:
-        """The last line of a site's own log that has some words, without its time."""
-        entries = SentLog(self.state(name) / "log").entries()
-        found = [entry for entry in entries if what in json.dumps(entry)]
-        return f"{name}: " + json.dumps({k: v for k, v in found[-1].items() if k != "time"}) if found else "–"
+        """What the last line of a site's own log that has some words says."""
+        return logged(SentLog(self.state(name) / "log"), name, what).replace(f"{self.folder}/", "")
 
     def spent(self, client: str) -> int:
         """How many visits of a client ``careful`` has counted."""
@@ -200,7 +204,7 @@ class Asked:
 
     def evaluate(self, client: str) -> tuple[dict[str, Any], dict[str, float]]:
         """A client's metrics of the first model."""
-        sent = self.job.method.publish(self.server, client)
+        sent = changed(self.job.method.publish(self.server, client), MOVED)
         header, body = self.sites.do(self.site, Task("evaluate", client, 1, "", encode(sent)), None, 120.0)
         return header, json.loads(body or b"{}")
 
@@ -215,14 +219,14 @@ class Asked:
         )
 
 
-def changed(sent: Download, add: float = 0.0, short: bool = False) -> Download:
-    """A download with a number added to each of its numbers, or without the last of its tensors."""
+def changed(sent: Download, add: float = 0.0, twice: bool = False) -> Download:
+    """A download with a number added to each of its numbers, or with tensors that are twice as large."""
 
-    def other(tensors: Tensors) -> Tensors:
-        if short:
-            names = [entry.name for entry in tensors.layout.entries[:-1]]
-            return tensors.select(names)
-        return tensors.replace(Tensors(tensors.layout, tensors.flat + add))
+    def other(group: Tensors) -> Tensors:
+        if not twice:
+            return Tensors(group.layout, group.flat + add)
+        larger = [dataclasses.replace(entry, shape=(2 * entry.size,)) for entry in group.layout.entries]
+        return Tensors(Layout(tuple(larger)), group.flat.repeat(2))
 
     return dataclasses.replace(sent, tensors={name: other(group) for name, group in sent.tensors.items()})
 
@@ -246,7 +250,7 @@ def disk(place: Place) -> Iterator[Row]:
         "the hub asks for 10 visits of one round",
         f"NOT STOPPED: {len(greedy.kept())} private states",
         control,
-        "–",
+        "",
     )
 
     noisy = Asked(place, "careful")
@@ -261,7 +265,9 @@ def disk(place: Place) -> Iterator[Row]:
 
     before = sizes(place, "open")
     for length in (300, 301, 302):
-        Asked(place, "open", data={"train": "-", "partition": {"by": "iid", "clients": 1}, "max_length": length})
+        Asked(
+            place, "open", data={"train": "-", "partition": {"by": "iid", "clients": 1}, "max_length": length}
+        )
     after = sizes(place, "open")
     Asked(place, "open", data={"train": "-", "partition": {"by": "iid", "clients": 1}, "max_length": 302})
     same = sizes(place, "open")
@@ -304,9 +310,9 @@ def deleted(place: Place) -> Iterator[Row]:
             receipt = run.visit(CLIENTS[0], number, receipt)[0]["receipt"]
             own.append(receipt)
         if not greedy:
-            names = [path.name for path in run.kept()]
-            there = [sum(receipt in name for name in names) for receipt in own]
-            control = f"3 rounds, each from the last state: states of rounds 1 to 3 {there}"
+            names = " ".join(path.name for path in run.kept())
+            there = [str(number) for number, receipt in enumerate(own, 1) if receipt in names]
+            control = f"3 rounds, each from the last state: those of rounds {' and '.join(there)} are there"
             continue
         receipt = run.visit(CLIENTS[0], 4)[0]["receipt"]
         kept = [any(own[2] in path.name for path in run.kept())]
@@ -317,7 +323,7 @@ def deleted(place: Place) -> Iterator[Row]:
             "a visit from no state, and one from what it left",
             f"round 3's state: {words[0]} after the first, NOT STOPPED: {words[1]} after the second",
             control,
-            "–",
+            "",
         )
         header, _ = run.visit(CLIENTS[0], 5, own[2], add=0.1)
         yield (
@@ -334,7 +340,7 @@ def withheld(place: Place) -> Iterator[Row]:
     noisy, plain = Asked(place, "careful"), Asked(place, "open")
     for who, changes, words in (
         ("a model with which numbers are not finite", {"add": 1e30}, "withheld"),
-        ("a model that lacks a tensor", {"short": True}, "failed"),
+        ("tensors of another shape", {"twice": True}, "failed"),
     ):
         before = place.spent(client)
         answer = said(noisy.visit(client, **changes)[0])
@@ -345,7 +351,7 @@ def withheld(place: Place) -> Iterator[Row]:
             f"without noise: {said(plain.visit(client, **changes)[0])}",
             place.log("careful", words),
         )
-    answers = [said(noisy.visit(client, add=1e30 + number * 1e28)[0]) for number in range(VISITS - 1)]
+    answers = [said(noisy.visit(client, add=2e30 + number * 1e30)[0]) for number in range(VISITS - 1)]
     other = said(noisy.visit(CLIENTS[2])[0])
     yield (
         f"{VISITS + 1} such visits of one client",
@@ -362,17 +368,26 @@ def figures(place: Place) -> Iterator[Row]:
         data = {"train": "-", "partition": {"by": "iid", "clients": 1}, "rows": rows}
         return Asked(place, site, data=data)
 
-    few, enough, more = (over("open", rows) for rows in (3, 4, 5))
-    client = CLIENTS[3]
-    answers = {run: run.evaluate(client) for run in (few, enough, more)}
+    enough, more = (over("open", rows) for rows in (4, 5))
+    client = CLIENTS[4]
+    answers = {run: run.evaluate(client) for run in (enough, more)}
     yield (
         "the hub asks for metrics over 3 pairs, with `[limits] minimum_pairs = 4`",
-        said(answers[few][0]),
+        said(enough.evaluate(FEW)[0]),
         f"over 4: {said(answers[enough][0])}",
         place.log("open", "pairs to be judged on"),
     )
-    asked = f"{SITES[0]} asked for `minimum_pairs = 0`"
-    del asked
+    try:
+        Asked(place, "open", privacy={"minimum_pairs": 3})
+        refused = "LET IN"
+    except SiteError as error:
+        refused = str(error)
+    yield (
+        "the hub asks for a run with `minimum_pairs = 3`",
+        refused,
+        f"with 4: agreed, {len(enough.clients)} clients",
+        place.log("open", "[limits] minimum_pairs"),
+    )
     name = "dpo_loss"
     found = 5 * answers[more][1][name] - 4 * answers[enough][1][name]
     known = own_figures(place, client, 5)[4]
@@ -381,7 +396,7 @@ def figures(place: Place) -> Iterator[Row]:
         "the hub takes the difference of metrics over 5 and over 4 pairs",
         f"NOT STOPPED: a DPO loss of {found:.5f} for the fifth pair, which has {known:.5f}",
         f"the mean of the first four: {guess:.5f}",
-        "–",
+        "",
     )
     header, _ = over("careful", 5).evaluate(client)
     yield (
@@ -400,23 +415,22 @@ def own_figures(place: Place, client: str, rows: int) -> list[float]:
         folder = place.folder / f"alone-{number}"
         folder.mkdir(exist_ok=True)
         (folder / "test.jsonl").write_text(line)
-        run = candidates(place, folder, test={client: str(folder / "test.jsonl")})
-        from prefed.engines.evaluation import evaluate_client
-
+        run = Known(place, folder, {client: str(folder / "test.jsonl")})
         job, server = run.job, run.server
         state = job.method.init_client(job.trainers.initial, client)
-        found.append(evaluate_client(job, client, state, job.method.publish(server, client), 1)["dpo_loss"])
+        published = changed(job.method.publish(server, client), MOVED)
+        found.append(evaluate_client(job, client, state, published, 1)["dpo_loss"])
     return found
 
 
-class candidates:  # noqa: N801 - stands for a function with two results
+class Known:
     """The hub's own job over pairs that it knows."""
 
-    def __init__(self, place: Place, folder: Path, **data: Any) -> None:
+    def __init__(self, place: Place, folder: Path, test: dict[str, str]) -> None:
         experiment = Experiment.model_validate(
             {
                 "rounds": 50,
-                "data": {"train": {c: f"{place.folder}/train-{c}.jsonl" for c in CLIENTS}, **data},
+                "data": {"train": {c: f"{place.folder}/train-{c}.jsonl" for c in CLIENTS}, "test": test},
                 "model": {"name": str(place.model), "lora": {"rank": 2, "dropout": 0.0}},
                 "method": {"name": "feddpo", "lr": 0.01, "local_steps": 1, "batch_size": PAIRS},
                 "engine": {"threads": 1},
@@ -429,7 +443,7 @@ class candidates:  # noqa: N801 - stands for a function with two results
 
 def sides(place: Place) -> Iterator[Row]:
     """It knows a client's pairs without their order, and infers from one upload which side was chosen."""
-    known = candidates(place, place.folder, test_fraction=0.0)
+    known = Known(place, place.folder, {c: f"{place.folder}/test-{c}.jsonl" for c in CLIENTS})
     shares = {}
     for site in SITES:
         run = Asked(place, site)
@@ -456,7 +470,7 @@ def sides(place: Place) -> Iterator[Row]:
 
 def drawn(place: Place) -> Iterator[Row]:
     """It asks for the same upload again, to average the noise away."""
-    client, run = CLIENTS[3], Asked(place, "careful")
+    client, run = CLIENTS[5], Asked(place, "careful")
     _, first = run.visit(client)
     _, second = run.visit(client)
     place.again("careful")
@@ -474,7 +488,7 @@ def drawn(place: Place) -> Iterator[Row]:
 
 def bait(place: Place) -> Iterator[Row]:
     """Its experiment names data and a model that are there, and would change what the site says."""
-    texts = [f"other words {number}" for number in range(9)]
+    texts = [f"other words {number}" for number in range(30)]
     model = place.folder / "bait-model"
     make_tiny(model, texts, Key(1), layers=1, width=16, heads=2, vocabulary=270, steps=2)
     rows = [{"prompt": t, "chosen": f" a{t}", "rejected": f" b{t}"} for t in texts]
@@ -484,7 +498,7 @@ def bait(place: Place) -> Iterator[Row]:
             "rounds": 5,
             "data": {
                 "train": {"bait": str(place.folder / "bait.jsonl")},
-                "test_fraction": 0.0,
+                "test_fraction": 0.2,
                 "flip": ["bait"],
             },
             "model": {"name": str(model), "revision": "bait", "lora": {"rank": 2}},
@@ -535,7 +549,7 @@ def modes(place: Place) -> Iterator[Row]:
         f"{count} files, of which others may reach {len(loose)} {loose[:3]}; in `state/` not 0600: "
         f"{len(deep)} {sorted({*deep})[:4]}",
         f"its screen's file, which a shell made: {word}",
-        "–",
+        "",
     )
 
 
@@ -544,12 +558,14 @@ ATTACKS: tuple[Callable[[Place], Iterator[Row]], ...] = (
 )  # fmt: skip
 
 
-def asked(folder: Path) -> Iterator[Row]:
-    """All rows."""
+def asked(folder: Path, only: Collection[str] = ()) -> Iterator[Row]:
+    """All rows, or those of some attacks by name."""
     silence_transformers()
     torch.set_num_threads(1)
     with Place(folder) as place:
         for attack in ATTACKS:
+            if only and attack.__name__ not in only:
+                continue
             yield from attack(place)
 
 
@@ -557,8 +573,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     os.umask(0o022)
     try:
-        for row in asked(folder):
-            print("| {} | {} | {} | `{}` |".format(*row), flush=True)
+        print(HEAD)
+        for row in asked(folder, only=sys.argv[1:]):
+            print_row(*row)
     except SiteError:
         for path in folder.glob("*.out"):
             print(path.read_text()[-3000:], file=sys.stderr)

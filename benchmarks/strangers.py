@@ -2,10 +2,11 @@
 
     python benchmarks/strangers.py
 
-A hub and two sites, of which south is patched by its owner: it sends what it likes. A table: who tried what,
-what came of it, what came of the same from who may (or without what stops it), and the line that a log has.
-A second hub and site run without prefed's checks, so that each attack on FLARE's own channels is seen to work
-there. The model has two small blocks and is made here.
+Three tables: what was tried, what came of it, what came of the same from who may (or without what stops it),
+and the line that a log has. First, a hub and two sites, of which south is patched by its owner: it sends what
+it likes. Then a hub that was taken over (``greedy_hub.py``). Then attacks on FLARE's own channels
+(``attacked.py``), each seen to work at a second hub and site that run without prefed's checks. The model has
+two small blocks and is made here.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attacked import agreements, channels, connects, free_port
+from attacked import HEAD, agreements, channels, connects, free_port, logged
+from attacked import print_row as tell
+from greedy_hub import asked
 
 from prefed import Experiment
 from prefed.core import Callback, Key
-from prefed.models.tiny import make_tiny
 from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.unix_socket import Door
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.flare.job import write_job
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
@@ -33,8 +37,9 @@ from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlarePro
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.protocol import FORMAT, pack, unpack
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.transport import LongAnswerError, TooLongError, UnreachableError
-from prefed.networks.federation.unix_socket import Door
+from prefed.networks.federation.transport import FederationError, LongAnswerError, TooLongError, UnreachableError
+from prefed.models.tiny import make_tiny
+from prefed.core.wire import decode_upload, encode
 
 SITES = ("north", "south")
 HUB_MB, SITE_MB = 4, 2
@@ -50,11 +55,25 @@ if "client.worker_process" in " ".join(sys.orig_argv):
             if b"steal" not in request:
                 return super().exchange(request)
             (north,) = [proxy for proxy in collab.clients if proxy.name == "north"]
-            return north(timeout=20).exchange(request=b"an upload, please")
+            return north(timeout=20).exchange(request=request.removeprefix(b"steal"))
 
     apps.SiteRelay = Patched
 """
 """What the owner of south puts in front of its installed software: it asks north, as if it were the hub."""
+
+
+EXPERIMENT = {
+    "rounds": 6,
+    "data": {
+        "train": "held by the sites",
+        "partition": {"by": "iid", "clients": 1},
+        "test_fraction": 0.25,
+    },
+    "cohort": {"offences": 4},
+    "method": {"name": "feddpo", "lr": 0.01, "local_steps": 1, "batch_size": 2},
+    "evaluate": {"every": 0},
+    "engine": {"threads": 1},
+}
 
 
 class Warnings(Callback):
@@ -95,6 +114,10 @@ class Place:
             for site, more in (("north", longest(SITE_MB)), ("south", {"PYTHONPATH": path}))
         }
 
+    def model(self) -> dict[str, Any]:
+        """The model of an experiment."""
+        return {"name": str(self.folder / "model"), "lora": {"rank": 2}}
+
     def config(self, site: str) -> SiteConfig:
         """A site's settings."""
         return SiteConfig.model_validate(
@@ -125,28 +148,22 @@ class Place:
             self.sites[site].close()
 
     def log(self, site: str, what: str) -> str:
-        """The last line of a site's own log that has some words, without its time."""
-        found = [entry for entry in self.sites[site].log.entries() if what in json.dumps(entry)]
-        return f"{site}: " + json.dumps({k: v for k, v in found[-1].items() if k != "time"}) if found else "–"
+        """What the last line of a site's own log that has some words says."""
+        return logged(self.sites[site].log, site, what)
 
     def line(self, pattern: str, what: str) -> str:
         """The last line with some words in the first file below the kits that has them, of a pattern."""
         for path in sorted(self.kits.rglob(pattern)):
             found = [line for line in path.read_text(errors="replace").splitlines() if what in line]
             if found:
-                return f"{path.relative_to(self.kits)}: {found[-1].strip()[-230:]}"
-        return "–"
+                return f"{path.relative_to(self.kits)}: {found[-1].strip()[-150:]}"
+        return ""
 
 
 def client(kit: Path, site: str, door: Door, more: dict[str, str]) -> FlareProcess:
     """FLARE's client of a site."""
     words = [f"uid={site}", f"org={organisation_of(site)}", f"heart_beat_interval={HEARTBEAT}"]
     return FlareProcess(CLIENT, kit, words, {SITE_DOOR: str(door.path), **more})
-
-
-def tell(who: str, what: str, allowed: str, line: str) -> None:
-    """A row of the table."""
-    print(f"| {who} | {what} | {allowed} | `{line}` |", flush=True)
 
 
 def outsiders(place: Place, transport: FlareTransport) -> None:
@@ -188,7 +205,7 @@ def frames(place: Place, transport: FlareTransport) -> None:
                 came.append("taken in")
             except grpc.RpcError as error:
                 came.append(f"{error.code().name}, {error.details()}")
-    tell("a frame of 100 MiB", came[0], f"one of 1 MiB: {came[1]}", "–")
+    tell("a frame of 100 MiB", came[0], f"one of 1 MiB: {came[1]}", "")
 
 
 def without_role(place: Place, transport: FlareTransport) -> None:
@@ -278,30 +295,53 @@ def outcome_of(transport: FlareTransport, job: Path, wait: float = 90.0) -> str:
 
 def requests(place: Place, transport: FlareTransport, run: str) -> None:
     """What comes to north: from the hub, or from south."""
-    header, _ = unpack(transport.call("north", pack(kind="hello", format=FORMAT), 60, 1 << 24))
-    hello = f"hello: {header}"
-    old = next(r for r in place.requests if unpack(r)[0].get("round") == 1)
-    header, _ = unpack(transport.call("north", old + b" ", 60, 1 << 24))
-    tell("an old request, sent again", header["refused"], hello, place.log("north", "is over"))
-    header, _ = unpack(transport.call("north", b"\xff" * 40, 60, 1 << 24))
-    tell("a malformed request", str(header), hello, place.log("north", "not a message"))
-    wrong = pack(format=FORMAT, federation="wards", run=run, kind="shell")
-    header, _ = unpack(transport.call("north", wrong, 60, 1 << 24))
-    tell("a request of an unknown kind", header["refused"], hello, place.log("north", "unknown kind"))
-    header, _ = unpack(transport.call("north", bytes(SITE_MB << 20) + b" ", 60, 1 << 24))
-    tell("an oversized request", header["refused"], hello, place.log("north", "longer than"))
-    begun = time.monotonic()
+
+    def came(request: bytes) -> str:
+        header, body = unpack(transport.call("north", request, 60, 1 << 24))
+        return str(header.get("refused") or f"answered, {len(body):,} bytes")
+
+    def hello(length: int) -> bytes:
+        """A request of so many bytes."""
+        bare = len(pack(kind="hello", format=FORMAT))
+        return pack(bytes(length - bare), kind="hello", format=FORMAT)
+
+    visits = {unpack(r)[0]["round"]: r for r in place.requests if unpack(r)[0].get("kind") == "visit"}
+    old, last = visits[min(visits)], visits[max(visits)]
+    again = f"round {max(visits)}'s: {came(last)}"
+    tell("a visit of round 1, sent again", came(old), again, place.log("north", "is over"))
+    cut = came(last[1:])
+    tell(
+        "a visit's request without its first byte",
+        cut,
+        f"with it: {came(last)}",
+        place.log("north", "not a message"),
+    )
+    about = {"format": FORMAT, "federation": "wards", "run": run}
+    tell(
+        "a request of an unknown kind",
+        came(pack(**about, kind="shell")),
+        f"with the kind `hello`: {came(pack(**about, kind='hello'))}",
+        place.log("north", "unknown kind"),
+    )
+    most = SITE_MB << 20
+    within = f"one of {most:,} bytes: {came(hello(most))}"
+    tell(f"a request of {most + 1:,} bytes", came(hello(most + 1)), within, place.log("north", "longer than"))
+    begun, length = time.monotonic(), (SITE_MB + 4) << 20
     try:
-        what = f"LET IN: {transport.call('north', bytes((SITE_MB + 4) << 20), 120, 1 << 24)[:80]!r}"
+        what = f"LET IN: {came(hello(length))}"
     except (TooLongError, UnreachableError) as error:
         what = f"{type(error).__name__} after {time.monotonic() - begun:.0f} s: {error}"
-    tell("a request far beyond the limit", what, hello, place.line("log.txt", "exceeds configured limit"))
+    tell(f"a request of {length:,} bytes", what, within, place.line("log.txt", "exceeds configured limit"))
     try:
-        what = str(unpack(transport.call("south", b"steal", 60, 1 << 24))[0])
+        header, body = unpack(transport.call("south", b"steal" + last, 60, 1 << 24))
+        what = f"LET IN: {header}, {len(body):,} bytes" if body else f"nothing: {header}"
     except UnreachableError as error:
         what = f"no answer: {str(error)[:80]}"
     tell(
-        "a site asks another for an upload", what, hello, place.line("hub/server/log.txt", "refused: 'south")
+        "a site asks another for an upload",
+        what,
+        f"the hub, with the same request: {came(last)}",
+        place.line("hub/server/log.txt", "refused: 'south"),
     )
     header = next(unpack(r)[0] for r in place.requests if unpack(r)[0].get("kind") == "join")
     for who, what, allowed in agreements(
@@ -323,18 +363,7 @@ def uploads(place: Place, transport: FlareTransport) -> str:
         return forged.get(header["round"], answer)
 
     place.forge = forge
-    experiment = Experiment.model_validate(
-        {
-            "rounds": 6,
-            "data": {"train": "held by the sites", "partition": {"by": "iid", "clients": 1},
-                     "test_fraction": 0.25},
-            "model": {"name": str(place.folder / "model"), "lora": {"rank": 2}},
-            "cohort": {"offences": 4},
-            "method": {"name": "feddpo", "lr": 0.01, "local_steps": 1, "batch_size": 2},
-            "evaluate": {"every": 0},
-            "engine": {"threads": 1},
-        }
-    )  # fmt: skip
+    experiment = Experiment.model_validate({**EXPERIMENT, "model": place.model()})
     out = place.folder / "run"
     summary = federate(experiment, out, transport, Terms("wards", SITES), callbacks=[Warnings()])
     names = ("an old upload, sent again", "a malformed answer", "a longer upload", "a much longer answer")
@@ -345,7 +374,7 @@ def uploads(place: Place, transport: FlareTransport) -> str:
             who,
             "dropped",
             f"round 1's: {len(records[0].get('dropped', ()))} dropped",
-            f"rounds.jsonl: {json.dumps(drop)}",
+            f"rounds.jsonl: {drop['reason']}",
         )
     tell(
         "and after that",
@@ -355,6 +384,60 @@ def uploads(place: Place, transport: FlareTransport) -> str:
     )
     place.forge = lambda header, answer: answer
     return str(json.loads((out / "federation.json").read_text())["run"])
+
+
+def claims(place: Place, transport: FlareTransport) -> None:
+    """South tells of more pairs or clients than it has."""
+
+    def ends(name: str, claim: int = 0, clients: int = 1, weights: str = "pairs") -> tuple[str, bytes]:
+        """What the hub shows of south, or why it ends; and the server's state after a round."""
+
+        def forge(header: dict[str, Any], answer: bytes) -> bytes:
+            if header.get("kind") == "join" and clients > 1:
+                told = {f"south-{number}": [1, 0, 1] for number in range(clients)}
+                return pack(**{**unpack(answer)[0], "clients": told})
+            if header.get("kind") == "join" and claim:
+                return pack(**{**unpack(answer)[0], "clients": {"south": [claim, 0, 2]}})
+            if header.get("kind") == "visit" and claim:
+                about, body = unpack(answer)
+                return pack(encode(replace(decode_upload(body), weight=float(claim))), **about)
+            return answer
+
+        place.forge, shown = forge, []
+        experiment = Experiment.model_validate(
+            {**EXPERIMENT, "rounds": 1, "model": place.model(), "merge": {"weights": weights}}
+        )
+        out = place.folder / name
+        try:
+            federate(experiment, out, transport, Terms("wards", SITES), tell=shown.append)
+        except FederationError as error:
+            return f"the hub ends: {error}", b""
+        finally:
+            place.forge = lambda header, answer: answer
+        record = json.loads((out / "rounds.jsonl").read_text().splitlines()[0])
+        (line,) = [text for text in shown if text.startswith("south")]
+        dropped = record.get("dropped", [])
+        return f"{line}{f'; dropped: {dropped}' if dropped else ''}", state_after(out)
+
+    most = 10_000_000
+    honest, fair = ends("honest")
+    within, swayed = ends("within", claim=most)
+    tell("a site claims 10,000,001 pairs", ends("more", claim=most + 1)[0], f"10,000,000: {within}", "")
+    tell("a site claims 10,001 clients", ends("clients", clients=10_001)[0], f"one: {honest}", "")
+    other = "another model than with its own 6" if swayed != fair else "the same model"
+    tell("a site claims 10,000,000 pairs", f"NOT STOPPED: {within}; {other}", f"its own 6: {honest}", "")
+    same = ends("uniform", weights="uniform")[1] == ends("within-uniform", claim=most, weights="uniform")[1]
+    tell(
+        'the same with `[merge] weights = "uniform"`',
+        f"{'the same model as' if same else 'ANOTHER MODEL than'} with its own 6 pairs",
+        f"by pairs: {other}",
+        "",
+    )
+
+
+def state_after(out: Path) -> bytes:
+    """The server's state after a run of one round."""
+    return (out / "checkpoint/server@000001.safetensors").read_bytes()
 
 
 def too_long(place: Place, transport: FlareTransport) -> None:
@@ -367,27 +450,31 @@ def too_long(place: Place, transport: FlareTransport) -> None:
         what = f"after {time.monotonic() - begun:.0f} s: {error}"
     place.forge = lambda header, answer: bytes((HUB_MB - 1) << 20)
     shorter = f"one within: {len(transport.call('south', pack(kind='hello'), 300, 1 << 24)):,} bytes"
-    tell("an answer beyond the hub's limit", what, shorter, "none")
+    tell("an answer beyond the hub's limit", what, shorter, "")
 
 
 def main() -> None:
     folder = Path(tempfile.mkdtemp())
+    (folder / "greedy").mkdir()
     place = Place(folder)
     try:
         with FlareTransport(Kits.open(place.kits / "hub")) as transport:
             end = time.monotonic() + 120
             while len(transport.connected()) < len(SITES) and time.monotonic() < end:
                 time.sleep(0.5)
-            print("| who, what | what came of it | the same from who may | the line |\n|---|---|---|---|")
+            print(HEAD)
             outsiders(place, transport)
             frames(place, transport)
             without_role(place, transport)
             run = uploads(place, transport)
             requests(place, transport, run)
             too_long(place, transport)
+            claims(place, transport)
             commands(place, transport)
-        for row in channels(folder):
-            tell(*row)
+        for rows in (asked(folder / "greedy"), channels(folder)):
+            print(f"\n{HEAD}")
+            for row in rows:
+                tell(*row)
     finally:
         place.close()
         shutil.rmtree(folder, ignore_errors=True)

@@ -83,7 +83,11 @@ def test_data_of_another_run_are_no_reason(tmp_path, monkeypatch):
 
     def build(asked, folder):
         tried.append(folder)
-        raise DataMismatchError("use another folder") if len(tried) == 1 else DataError("no column 'clinet'")
+        raise (
+            DataMismatchError("use another folder", "a1")
+            if len(tried) == 1
+            else DataError("no column 'clinet'")
+        )
 
     monkeypatch.setattr(site_job, "build_data", build)
     with pytest.raises(DataError, match="clinet") as caught:

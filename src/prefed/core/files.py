@@ -110,10 +110,10 @@ def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -
         sync(path.parent)
 
 
-def append(path: Path, data: bytes) -> None:
+def append(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Append ``data`` to ``path``, which may be new, and bring it to the disk; raises as :func:`write`."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
         try:
             # An empty file may be new, or its creator was killed before its name was on the disk.
             empty = os.fstat(handle).st_size == 0

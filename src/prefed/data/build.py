@@ -67,7 +67,8 @@ def build_dataset(
         if changed:
             raise DataMismatchError(
                 f"{folder} holds data made from other {' and '.join(changed)}; "
-                "use another folder, or delete this one"
+                "use another folder, or delete this one",
+                files.digest(json.dumps(inputs, sort_keys=True).encode()),
             )
         return FederatedDataset.open(folder)
     partial = folder.with_name(folder.name + ".partial")

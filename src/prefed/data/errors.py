@@ -11,7 +11,15 @@ class DataError(ValueError):
 
 
 class DataMismatchError(DataError):
-    """A folder holds a dataset that was built from other sources or with other settings."""
+    """A folder holds a dataset that was built from other sources or with other settings.
+
+    Attributes:
+        inputs: a digest of the sources and settings that were asked for.
+    """
+
+    def __init__(self, message: str, inputs: str) -> None:
+        super().__init__(message)
+        self.inputs = inputs
 
 
 class RowError(ValueError):

@@ -34,7 +34,7 @@ class SentLog:
         line = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         path = self._folder / f"{now:%Y-%m}.jsonl"
         # On a full disk a line may have been cut off: the next one begins after it.
-        files.append(path, line if _is_whole(path) else b"\n" + line)
+        files.append(path, line if _is_whole(path) else b"\n" + line, mode=0o600)
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """All entries, from the first. A line that was cut off is left out."""

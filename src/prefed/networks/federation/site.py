@@ -350,7 +350,11 @@ def _told(order: dict[str, Any]) -> str:
 def _reason(error: WorkerError) -> str:
     """Why the process that trains failed, in one line: of a trace, what was raised."""
     if error.trace:
-        return printable(f"a worker process failed: {error.trace.strip().splitlines()[-1]}")
+        lines = error.trace.strip().splitlines()
+        # Below the last frame and its code, before notes.
+        last = max((n for n, line in enumerate(lines) if line.startswith("  File ")), default=-1)
+        raised = next((line for line in lines[last + 1 :] if not line.startswith("    ")), lines[-1])
+        return printable(f"a worker process failed: {raised}")
     return printable(one_line(error))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,10 +75,11 @@ def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
 def own_dataset(experiment: Experiment, folder: Path) -> FederatedDataset:
     """The site's pairs as tokens, in a folder that keeps them for the next run too."""
     files.private_folder(folder)
-    with suppress(DataMismatchError):
+    try:
         return build_data(experiment, folder / "data")
-    # Another run's settings, or other data: each run checks the fingerprint that it began with.
-    name = files.digest(to_toml(experiment).encode())
+    except DataMismatchError as error:
+        # Another run's settings, or other data: each run checks the fingerprint that it began with.
+        name = error.inputs
     files.private_folder(folder / name)
     return build_data(experiment, folder / name / "data")
 
