@@ -156,7 +156,8 @@ class Place:
         for path in sorted(self.kits.rglob(pattern)):
             found = [line for line in path.read_text(errors="replace").splitlines() if what in line]
             if found:
-                return f"{path.relative_to(self.kits)}: {found[-1].strip()[-150:]}"
+                start = max(0, found[-1].index(what) - 60)
+                return f"{path.relative_to(self.kits)}: {found[-1][start : start + 150].strip()}"
         return ""
 
 

@@ -14,9 +14,10 @@ from prefed.config import ConfigError
 from prefed.core import Callback
 from prefed.core.wire import decode_state
 from prefed.engines.backends.worker import Worker
-from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.site import Site
+from prefed.networks.federation.site_job import own_dataset, own_experiment
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError
@@ -149,6 +150,29 @@ def check_other_data(place, sites, tmp_path):
     )
     other.close()
     assert "data changed since the run began" in header["refused"]
+
+
+def test_runs_over_the_same_pairs_share_their_tokens(place, tmp_path):
+    """Tokens are kept once for all runs that read the same pairs in the same way. What makes other tokens,
+    such as another length or another file, has a folder of its own."""
+    shutil.copy(place / "w0.jsonl", tmp_path / "w0.jsonl")
+    config = site_config(place, tmp_path, "w0")
+    config.data["train"] = str(tmp_path / "w0.jsonl")
+
+    def folders(length, **changes):
+        asked = experiment(place, **changes)
+        asked = asked.model_copy(update={"data": asked.data.model_copy(update={"max_length": length})})
+        own_dataset(own_experiment(told_experiment(asked), config), tmp_path / "cache")
+        return len(list((tmp_path / "cache").rglob("clients.json")))
+
+    assert folders(64) == 1
+    assert folders(80) == 2
+    assert folders(80, rounds=9, method="feddpo") == 2
+    assert folders(64, rounds=9) == 2
+    lines = (tmp_path / "w0.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "w0.jsonl").write_text("".join(lines[1:]))
+    assert folders(80) == 3
+    assert folders(64) == 4
 
 
 def test_a_site_that_refuses_says_why(place, sites, tmp_path):

@@ -1,6 +1,7 @@
 """Noise over a federation: what a site draws once, what it counts, and what its administrator refuses."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -87,6 +88,22 @@ def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, answers, 
     assert len(list((tmp_path / "site-pairs/runs").iterdir())) == 1
     spent = Releases(tmp_path / "site-pairs").spent()
     assert spent == (dict.fromkeys(CLIENTS, 2 * 2.0**-2) if kind == "local" else {})
+
+
+def test_what_a_site_writes_is_its_owners_alone(place, tmp_path, monkeypatch):
+    """A whole run with local noise, under a umask that forbids nothing. Only the lock, which holds the id of a
+    process, is anybody's to read in a folder of its owner's."""
+    monkeypatch.setattr(site_module, "Worker", Here)
+    before = os.umask(0)
+    try:
+        goes_on(private(place), place, tmp_path)
+    finally:
+        os.umask(before)
+    state = tmp_path / "site-pairs"
+    assert state.stat().st_mode & 0o777 == 0o700
+    modes = {p.relative_to(state): p.stat().st_mode & 0o777 for p in state.rglob("*") if p.is_file()}
+    assert {path.parts[0] for path in modes} >= {"cache", "log", "runs", "secret", "spent.json"}
+    assert {str(path) for path, mode in modes.items() if mode != 0o600} == {"checkpoint/LOCK"}
 
 
 def test_more_rounds_are_no_second_draw(place, tmp_path, monkeypatch):

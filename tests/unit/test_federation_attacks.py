@@ -254,6 +254,35 @@ def test_a_hub_that_names_no_state_deletes_none(opens, tmp_path):
     assert not list((folder(tmp_path) / "clients").glob("w0@000001*"))
 
 
+def test_a_hub_can_lose_a_clients_progress(opens, tmp_path):
+    """Nothing stops it: which state counts is the hub's to say. A visit that names no state leaves all; the
+    next one, from what that left, deletes those of the rounds before."""
+    say = opens(asked(tmp_path))
+    one = say("visit", 8, round=1)["receipt"]
+    two = say("visit", 8, round=2, receipt=one)["receipt"]
+    vault = Vault(folder(tmp_path) / "clients", say.site._secret)
+    other = say("visit", 8, round=3)["receipt"]
+    assert vault.read("w0", one)
+    assert vault.read("w0", two)
+    say("visit", 8, round=4, receipt=other)
+    assert vault.read("w0", other)
+    assert not list((folder(tmp_path) / "clients").glob("w0@00000[12]*"))
+    assert "StoreError" in say("visit", 8, round=4, receipt=two)["failed"]
+
+
+@pytest.mark.parametrize(("epsilon", "left"), [(None, 6), (3.5e-6, 3)], ids=["any", "three"])
+def test_visits_of_one_round_pile_up_but_for_a_budget(opens, tmp_path, epsilon, left):
+    """Six requests of round 1 that differ, none of which names a state: each leaves a private state and an
+    answer. With a budget for three visits three do, and the rest are refused."""
+    limits = {} if epsilon is None else {"epsilon": epsilon_of(epsilon, 1e-5)}
+    say = opens(asked(tmp_path), **limits)
+    answers = [say("visit", 8, round=1, nonce=number) for number in range(6)]
+    assert sum("receipt" in answer for answer in answers) == left
+    assert all("[limits] epsilon" in answer["refused"] for answer in answers[left:])
+    assert len(list((folder(tmp_path) / "clients").iterdir())) == left
+    assert len(list((folder(tmp_path) / "answers").iterdir())) == left
+
+
 def test_what_is_withheld_is_counted_and_says_nothing(opens, tmp_path):
     """That an upload is withheld, or that a visit fails, also says something of the pairs. Both are counted
     before the work: three visits of three kinds and one of them again, which has the answer that it had. A

@@ -1,6 +1,7 @@
 """What a person at a site sees of what goes wrong there; without NVIDIA FLARE."""
 
 import json
+import traceback
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,24 @@ def test_a_process_that_trains_tells_what_a_person_can_mend(text, known, message
     assert bool(caught.value.trace) != known
     assert site_module._reason(caught.value).startswith("a worker process failed: ")
     assert "\n" not in site_module._reason(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (ValueError("tensors do not fit"), "ValueError: tensors do not fit"),
+        (StopIteration(), "StopIteration"),
+    ],
+)
+def test_the_reason_of_a_failed_visit_is_what_was_raised(error, raised):
+    """The task that failed is a note below it, of which the log has the client and the round already."""
+    error.add_note("(client 'w0', round 1, train)")
+    try:
+        raise error
+    except Exception:
+        trace = traceback.format_exc()
+    assert site_module._reason(WorkerError("it failed", trace)) == f"a worker process failed: {raised}"
+    assert site_module._reason(WorkerError("it failed", raised)) == f"a worker process failed: {raised}"
 
 
 def test_errors_of_other_packages_are_not_ours():
