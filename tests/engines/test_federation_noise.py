@@ -91,8 +91,8 @@ def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, answers, 
 
 
 def test_what_a_site_writes_is_its_owners_alone(place, tmp_path, monkeypatch):
-    """A whole run with local noise, under a umask that forbids nothing. Only the lock, which holds the id of a
-    process, is anybody's to read in a folder of its owner's."""
+    """A whole run with local noise, under a umask that forbids nothing. Only the lock, which holds the id of
+    a process, is anybody's to read in a folder of its owner's."""
     monkeypatch.setattr(site_module, "Worker", Here)
     before = os.umask(0)
     try:
