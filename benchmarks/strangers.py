@@ -390,7 +390,7 @@ def uploads(place: Place, transport: FlareTransport) -> str:
 def claims(place: Place, transport: FlareTransport) -> None:
     """South tells of more pairs or clients than it has."""
 
-    def ends(name: str, claim: int = 0, clients: int = 1, weights: str = "pairs") -> tuple[str, bytes]:
+    def ends(name: str, claim: int = 0, clients: int = 1, weights: str = "samples") -> tuple[str, bytes]:
         """What the hub shows of south, or why it ends; and the server's state after a round."""
 
         def forge(header: dict[str, Any], answer: bytes) -> bytes:
@@ -399,7 +399,7 @@ def claims(place: Place, transport: FlareTransport) -> None:
                 return pack(**{**unpack(answer)[0], "clients": told})
             if header.get("kind") == "join" and claim:
                 return pack(**{**unpack(answer)[0], "clients": {"south": [claim, 0, 2]}})
-            if header.get("kind") == "visit" and claim:
+            if header.get("kind") == "visit" and claim and weights == "samples":
                 about, body = unpack(answer)
                 return pack(encode(replace(decode_upload(body), weight=float(claim))), **about)
             return answer
