@@ -32,20 +32,20 @@ from membership import score
 
 from prefed.config import Experiment, to_toml
 from prefed.core import Download, Key, Layout, Tensors
+from prefed.core.wire import decode_upload, encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Task
 from prefed.engines.evaluation import evaluate_client
+from prefed.models.notices import silence_transformers
+from prefed.models.tiny import make_tiny
+from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.federate import told_experiment
 from prefed.networks.federation.flare.kits import Kits, Project, make_kits
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.hub import SiteError, Sites
-from prefed.networks.federation.protocol import FORMAT, pack, unpack
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
-from prefed.networks.federation.audit_log import SentLog
-from prefed.models.notices import silence_transformers
-from prefed.models.tiny import make_tiny
+from prefed.networks.federation.protocol import FORMAT, pack, unpack
 from prefed.runs.build import assemble_job, build_job, build_trainers
-from prefed.core.wire import decode_upload, encode
 
 Row = tuple[str, str, str, str]
 SITES = ("open", "careful")

@@ -28,8 +28,9 @@ from greedy_hub import asked
 
 from prefed import Experiment
 from prefed.core import Callback, Key
+from prefed.core.wire import decode_upload, encode
+from prefed.models.tiny import make_tiny
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.unix_socket import Door
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.flare.job import write_job
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
@@ -37,9 +38,13 @@ from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlarePro
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.protocol import FORMAT, pack, unpack
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.transport import FederationError, LongAnswerError, TooLongError, UnreachableError
-from prefed.models.tiny import make_tiny
-from prefed.core.wire import decode_upload, encode
+from prefed.networks.federation.transport import (
+    FederationError,
+    LongAnswerError,
+    TooLongError,
+    UnreachableError,
+)
+from prefed.networks.federation.unix_socket import Door
 
 SITES = ("north", "south")
 HUB_MB, SITE_MB = 4, 2
