@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     trainer.references.fill_training(rows, rows)
     clock = time.perf_counter if args.device == "cuda" else time.process_time
     before, begun = forget_the_peak(args.device), clock()
-    gradient, loss = trainer.gradient(start, Objective("dpo"), rows, Key(2), everything)
+    gradient, loss = trainer.visit(rows, Key(2), everything).gradient(start, Objective("dpo"))
     if args.device == "cuda":
         torch.cuda.synchronize()
     seconds = clock() - begun

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from prefed.core import Key
 from prefed.models import LoraSettings, ModelConfig, make_backbone
 from prefed.models.notices import silence_transformers
-from prefed.train.completions import complete_batch
-from prefed.train.generation import Sampling
+from prefed.train.generation import Sampling, complete_batch
 
 NEVER = -1
 """An end-of-text token that no model says."""

@@ -80,7 +80,7 @@ def main() -> None:
 
             def work(pair_trainer: PairTrainer = pair_trainer, name: str = name) -> None:
                 start = pair_trainer.backbone.initial
-                results[name] = pair_trainer.train(start, phase, rows, Key(1), parts)
+                results[name] = pair_trainer.visit(rows, Key(1), parts).train(start, phase)
 
             spent = cpu_ms(work)
             if repeat:

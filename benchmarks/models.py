@@ -46,7 +46,7 @@ from prefed.models import ModelError, load_client
 from prefed.runs.export import Export, write_tensors
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.train.packed import PackedForward
-from prefed.train.response_features import ResponseFeatures
+from prefed.train.tastes import ResponseFeatures
 
 TOLERANCE = 5e-5
 """Nats a token, and logits; a number above 1 by this share of itself."""

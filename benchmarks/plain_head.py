@@ -59,7 +59,7 @@ def main() -> None:
     rows = np.arange(len(pairs))
     Path("/proc/self/clear_refs").write_text("5")
     before, start = peak_memory_mb(), time.process_time()
-    _, loss = trainer.gradient(backbone.initial, Objective("dpo"), rows, Key(2), everything)
+    _, loss = trainer.visit(rows, Key(2), everything).gradient(backbone.initial, Objective("dpo"))
     print(
         json.dumps(
             {

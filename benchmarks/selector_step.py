@@ -38,8 +38,8 @@ from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.data import Pair
 from prefed.models import Backbone, LoraSettings, ModelConfig, make_backbone
 from prefed.train import Packing, PairTrainer
-from prefed.train.choices import PackedChoices, PaddedChoices, log_odds
-from prefed.train.padded import pad
+from prefed.train.packed import PackedChoices
+from prefed.train.padded import PaddedChoices, log_odds, pad
 
 BATCH, LR = 4, 1e-4
 

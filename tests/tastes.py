@@ -104,7 +104,7 @@ def taught(trainer: PairTrainer) -> Tensors:
     for visit in range(24):
         for number, rows in enumerate((ROWS[:14], ROWS[20:34])):
             key = Key(visit).at("client", number)
-            tensors = trainer.train(tensors, phase, rows, key, ownership(model)).tensors
+            tensors = trainer.visit(rows, key, ownership(model)).train(tensors, phase).tensors
     return tensors
 
 
@@ -146,7 +146,7 @@ class Federation:
         """A client's turn; ``rows`` in place of its training pairs."""
         now, own = self.now(number), TRAIN.get(client) if rows is None else rows
         key = now.key.at("client", client)
-        return ClientPairTrainer(self.trainer, client, own, ROWS[:0], now, key, self.method.ownership)
+        return ClientPairTrainer(own, key, self.method.ownership, self.trainer, client, ROWS[:0], now)
 
     def run(self, rounds: int, cohorts: Sequence[str] = ("abcd",), backwards: bool = False) -> Federation:
         """Go on to the end of round ``rounds``; the cohorts take turns."""

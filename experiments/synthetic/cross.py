@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from prefed.align.judge.utility import read_taste
+from prefed.align.judge.local import read_taste
 from prefed.align.run import SETTINGS
-from prefed.align.taste_draws import load_tastes
+from prefed.align.tastes import load_tastes
 from prefed.data.synthetic import Taste, utility
 from prefed.runs.align import FOLDER
 from prefed.runs.judge import Comparison, judge

@@ -27,7 +27,7 @@ from prefed.core import files
 from prefed.merge.posteriors import active_units
 from prefed.runs.taste_figures import NO_TASTE
 from prefed.runs.tastes import read_tastes
-from prefed.train.metrics.latent import kl_per_dimension, transfer
+from prefed.train.metrics.tastes import kl_per_dimension, transfer
 
 CONTEXTS = (2, 4, 8, 16)
 ROWS = ("fedbis", "fedbiscuit-2", "fedbiscuit-3", "fedvpl", "fedvpa", "unbalanced", "prior", "prototypes")

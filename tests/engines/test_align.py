@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from alignments import HELD, content, make_alignment, make_place, make_selectors, rows
 from finished import small_experiment
 from prefed.align import AlignError, align
-from prefed.align.pairs import write_pairs
+from prefed.align.alignment import write_pairs
 from prefed.align.run import STAGES, begun
 from prefed.align.stages import run_stages
 from prefed.config import AlignConfig, ConfigError, Experiment

@@ -10,15 +10,13 @@ from safetensors.torch import load_file
 
 from alignments import align_killed, content, make_alignment, make_place, rows
 from prefed.align import AlignError, KnownTastes, Selectors, align
-from prefed.align.epochs import read_state
-from prefed.align.generation import Generation
-from prefed.align.taste_draws import draw, dumps, load_tastes
+from prefed.align.policy import read_state
+from prefed.align.tastes import Generation, draw, dumps_tastes, load_tastes
 from prefed.core import Callback, Key
 from prefed.data import Record, SelectorConfig
 from prefed.data.writer import prompt_hash
 from prefed.models import ModelConfig, load_backbone
-from prefed.train.completions import complete_batch
-from prefed.train.generation import Sampling, prompt_ids
+from prefed.train.generation import Sampling, complete_batch, prompt_ids
 from small_models import away
 
 VARIATIONAL = {"latent": 4, "widths": (16, 8), "scale": 2.0}
@@ -85,7 +83,7 @@ def test_a_taste_is_drawn_from_a_client_or_a_prototype():
 
 def test_known_tastes_survive_their_file(tmp_path):
     noisy = replace(KNOWN, population=torch.randn(4, generator=torch.Generator().manual_seed(0)) / 3)
-    (tmp_path / "tastes.json").write_bytes(dumps(noisy))
+    (tmp_path / "tastes.json").write_bytes(dumps_tastes(noisy))
     again = load_tastes(tmp_path)
     assert torch.equal(again.population, noisy.population)
     assert torch.equal(again.posteriors["cold"][1], noisy.posteriors["cold"][1])
@@ -150,7 +148,7 @@ def test_every_prompt_has_one_taste_which_completes_and_labels(whole, selectors)
 
 def test_agreement_is_on_the_first_generations_held_out_pairs(place, selectors, whole):
     """The same pairs, with the same labels, at the tastes of the first generation, for every generation."""
-    from prefed.align.generation import held_out_prompts
+    from prefed.align.tastes import held_out_prompts
     from prefed.align.training import agreement, label_trainer
 
     alignment, summary = whole

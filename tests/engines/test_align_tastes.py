@@ -37,8 +37,7 @@ from prefed.runs.responses import Models
 from prefed.runs.selectors import selectors_of
 from prefed.runs.taste_names import common_taste, known_tastes, taste_of_file, told_taste
 from prefed.runs.tastes import at_taste
-from prefed.train.completions import complete_batch
-from prefed.train.generation import Sampling
+from prefed.train.generation import Sampling, complete_batch
 from prefed.ui.cli import app
 
 PAIRS = [Record(f"Why {number}?", f" yes please {number}", " no thanks") for number in range(6)]

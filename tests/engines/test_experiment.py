@@ -22,7 +22,7 @@ from prefed.runs.run import default_out
 from prefed.store import RunReader, StoreError
 from prefed.train.metrics import client_metrics
 from prefed.train.pair_cache import PairScoreCache
-from prefed.train.references import ReferenceLogprobs
+from prefed.train.pair_model import ReferenceLogprobs
 from prefed.ui.pages.page import render
 
 

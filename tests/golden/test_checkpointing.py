@@ -9,7 +9,7 @@ from tests.small_models import Pairs, away, backbone
 
 from prefed.core import Key, Objective, Owner, Ownership, Tensors
 from prefed.models import ModelError
-from prefed.models.checkpointing import recompute_blocks
+from prefed.models.backbone import recompute_blocks
 from prefed.train import PairTrainer
 from prefed.train.packed import PackedForward
 
@@ -33,7 +33,7 @@ def trained(
     everything = Ownership.of(model.layout, lambda entry: Owner.SHARED)
     loss = Objective("pdpo" if "reward" in needs else "dpo", {"beta": 0.5})
     start = away(model.layout, model.initial)
-    return trainer, *trainer.gradient(start, loss, ROWS, Key(5), everything)
+    return trainer, *trainer.visit(ROWS, Key(5), everything).gradient(start, loss)
 
 
 def check_equal(family: str, needs: set[str], fast: bool, device: str) -> None:
@@ -81,7 +81,7 @@ def test_blocks_run_twice_where_that_saves_memory_and_once_elsewhere(fast: bool,
     trainer.references.fill_training(ROWS, ROWS)
     calls.clear()
     everything = Ownership.of(model.layout, lambda entry: Owner.SHARED)
-    trainer.gradient(model.initial, Objective("dpo"), ROWS, Key(5), everything)
+    trainer.visit(ROWS, Key(5), everything).gradient(model.initial, Objective("dpo"))
     assert calls == [0, 1, *reversed(range(twice))]
 
 

@@ -11,8 +11,9 @@ from tests.small_models import FAMILIES, Choices, Pair, Pairs, away, backbone
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.train import PairTrainer, packed, pair_model
-from prefed.train.choices import PackedChoices, PaddedChoices
 from prefed.train.losses import ChoiceBatch, choice
+from prefed.train.packed import PackedChoices
+from prefed.train.padded import PaddedChoices
 
 PAIRS = Choices(6)
 ROWS = np.arange(6)
@@ -65,7 +66,7 @@ def test_gradients_are_those_of_the_padded_twin(family: str, needs: set[str]) ->
         model = backbone(family, frozenset(needs), fast=fast)
         trainer = PairTrainer(model, PAIRS, fast=fast, max_tokens=most)
         start = away(model.layout, model.initial)
-        gradients.append(trainer.gradient(start, CHOICE, ROWS, Key(1), everything(model)))
+        gradients.append(trainer.visit(ROWS, Key(1), everything(model)).gradient(start, CHOICE))
     (expected, loss), *others = gradients
     for gradient, value in others:
         for name in expected:
@@ -184,7 +185,7 @@ def test_a_phase_learns_the_labels(names: str, monkeypatch: pytest.MonkeyPatch) 
         train = tuple(name for name in model.layout.names if name.startswith(names))
         phase = Phase("choose", train, CHOICE, Optimizer("adamw", lr=3e-2), batch_size=3, epochs=15)
         before = trainer.loss(model.initial, CHOICE, ROWS)
-        trained = trainer.train(model.initial, phase, ROWS, Key(2), everything(model))
+        trained = trainer.visit(ROWS, Key(2), everything(model)).train(model.initial, phase)
         results.append(trained.tensors)
     assert (trained.steps, trained.pairs) == (30, 90)
     assert trainer.loss(trained.tensors, CHOICE, ROWS) < 0.2 * before
@@ -197,7 +198,7 @@ def test_what_does_not_fit_is_refused() -> None:
     model = backbone()
     trainer = PairTrainer(model, PAIRS)
     for name in ("dpo", "ppo"):
-        with pytest.raises(ValueError, match=f"'{name}' reads log-prob.*'choice' alone"):
+        with pytest.raises(ValueError, match=f"'{name}' reads log-prob.*'choice'"):
             trainer.loss(model.initial, Objective(name), ROWS)
     with pytest.raises(ValueError, match="'choice' has no setting 'beta'"):
         trainer.loss(model.initial, Objective("choice", {"beta": 0.1}), ROWS)

@@ -56,7 +56,7 @@ def test_three_steps_are_those_of_torch(family):
     key = Key(5)
     ownership = Ownership.of(model.layout, lambda entry: Owner.SHARED)
     start = away(model.layout, model.initial, 0.02)
-    result = PairTrainer(model, PAIRS).train(start, phase, ROWS, key, ownership)
+    result = PairTrainer(model, PAIRS).visit(ROWS, key, ownership).train(start, phase)
 
     plain, reference = causal(family), causal(family)
     with torch.no_grad():

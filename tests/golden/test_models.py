@@ -21,7 +21,7 @@ from prefed.models import Backbone, ModelConfig, ModelError, make_backbone, save
 from prefed.train import PairTrainer
 from prefed.train.packed import PackedForward
 from prefed.train.pair_model import PairModel
-from prefed.train.response_features import ResponseFeatures
+from prefed.train.tastes import ResponseFeatures
 
 ROWS = np.arange(4)
 SDG = frozenset({"lora", "personal_lora", "gate", "outputs"})
@@ -75,7 +75,7 @@ def test_a_lora_on_the_head_trains(kind: str, tmp_path: Path) -> None:
     trainer = PairTrainer(model, tokens)
     names, optimizer = everything.names(Owner.SHARED), Optimizer("adamw", lr=0.1)
     phase = Phase("test", names, Objective("dpo"), optimizer, batch_size=4, steps=2)
-    tensors = trainer.train(model.initial, phase, ROWS, Key(5), everything).tensors
+    tensors = trainer.visit(ROWS, Key(5), everything).train(model.initial, phase).tensors
     scores = trainer.score(tensors, ROWS)
     assert np.abs(scores.policy - scores.reference).max() > 0.01
     save_adapter(model, tensors, tmp_path / "adapter")

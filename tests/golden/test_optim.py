@@ -25,8 +25,8 @@ from prefed.core import (
     Tensors,
 )
 from prefed.train import PairTrainer
-from prefed.train.optim import FlatOptimizer
 from prefed.train.padded import PaddedForward
+from prefed.train.steps import FlatOptimizer
 
 KINDS = get_args(get_type_hints(Penalty)["kind"])
 WRITTEN = {
@@ -238,7 +238,7 @@ def test_a_phase_on_a_model_adds_all_of_it_to_the_loss(clip: float) -> None:
     parts = Ownership.of(layout, lambda entry: Owner.SHARED)
     rows = np.arange(6)
     pair_trainer = PairTrainer(model, pairs)
-    trained = pair_trainer.train(start, phase, rows, Key(5), parts)
+    trained = pair_trainer.visit(rows, Key(5), parts).train(start, phase)
     reference = torch.from_numpy(pair_trainer.score(model.reference, rows).reference)
     plain.load(start)
 

@@ -11,8 +11,7 @@ from prefed.core import Download, Entry, Key, Layout, Round, State, Tensors
 from prefed.core.wire import decode_state, encode
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from prefed.train import PairTrainer
-from prefed.train.client_trainer import ClientPairTrainer
+from prefed.train import ClientPairTrainer, PairTrainer
 
 PAIRS = Pairs(6)
 
@@ -31,7 +30,7 @@ def visits(steps: list[int], rule: str = "fedit", **settings: object) -> tuple[T
         (exchange,) = method.exchanges
         rows = np.arange(6)
         trainer = ClientPairTrainer(
-            pair_trainer, "a", rows, rows, Round(number, 9, Key(0), {"a": 6.0}), Key(1), method.ownership
+            rows, Key(1), method.ownership, pair_trainer, "a", rows, Round(number, 9, Key(0), {"a": 6.0})
         )
         upload, private = exchange.work(trainer, private, Download({"model": received}))
         received = received.replace(upload.tensors["model"])

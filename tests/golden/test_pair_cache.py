@@ -25,7 +25,9 @@ def trained(pair_trainer: PairTrainer, *names: str) -> dict[str, Tensors]:
     model = pair_trainer.backbone
     parts = Ownership.of(model.layout, lambda entry: Owner.SHARED)
     return {
-        name: pair_trainer.train(model.initial, phase(parts, name, steps=2), HELD, Key(3), parts).tensors
+        name: pair_trainer.visit(HELD, Key(3), parts)
+        .train(model.initial, phase(parts, name, steps=2))
+        .tensors
         for name in names
     }
 

@@ -58,8 +58,8 @@ def test_loss_and_gradients_are_trls(family: str, tmp_path: Path) -> None:
     start = away(ours.layout, ours.initial)
     parts = Ownership.of(ours.layout, lambda entry: Owner.SHARED)
     pair_trainer = PairTrainer(ours, PAIRS)
-    gradient, loss = pair_trainer.gradient(
-        start, Objective("dpo", {"beta": 0.3}), np.arange(4), Key(0), parts
+    gradient, loss = pair_trainer.visit(np.arange(4), Key(0), parts).gradient(
+        start, Objective("dpo", {"beta": 0.3})
     )
 
     theirs = trainer(family, tmp_path)

@@ -183,8 +183,8 @@ def test_split_batches_equal_whole_ones(objective: str) -> None:
     for most in (4096, 20):
         model = backbone()
         pair_trainer = PairTrainer(model, PAIRS, max_tokens=most)
-        trained = pair_trainer.train(
-            model.initial, phase(everything(model), model, objective), ROWS, Key(5), everything(model)
+        trained = pair_trainer.visit(ROWS, Key(5), everything(model)).train(
+            model.initial, phase(everything(model), model, objective)
         )
         results.append(trained)
     assert (results[0].tensors - results[1].tensors).norm() < 1e-4 * results[0].tensors.norm()
@@ -210,8 +210,8 @@ def test_a_split_batch_goes_forward_once_unless_its_loss_needs_it_whole(objectiv
 
     pair_trainer.references.fill_training(batch, batch)
     pair_trainer.model.forward = counted  # type: ignore[assignment]
-    pair_trainer.gradient(
-        model.initial, Objective(objective, {"beta": 0.5}), batch, Key(5), everything(model)
+    pair_trainer.visit(batch, Key(5), everything(model)).gradient(
+        model.initial, Objective(objective, {"beta": 0.5})
     )
     assert len(groups) > 1
     assert len(calls) == passes * len(groups)
@@ -224,7 +224,7 @@ def test_statistics_are_of_a_batch_and_not_of_a_step(accumulate: int, scale: flo
     model = backbone(needs=frozenset({"lora", "bottleneck", "head", "reward"}))
     pair_trainer = PairTrainer(model, PAIRS)
     what = phase(everything(model), model, "pdpo", batch_size=2, accumulate=accumulate, steps=1, epochs=None)
-    trained = pair_trainer.train(model.initial, what, ROWS, Key(5), everything(model))
+    trained = pair_trainer.visit(ROWS, Key(5), everything(model)).train(model.initial, what)
     assert trained.memory["scale"] == pytest.approx(scale)
     assert trained.pairs == 2 * accumulate
 
@@ -245,7 +245,7 @@ def test_cached_features_equal_recomputing(
         names = [name for name in model.layout.names if not name.startswith("lora/")]
         what = phase(everything(model), model, objective, names)
         start = away(model.layout, model.initial)
-        results.append(pair_trainer.train(start, what, ROWS, Key(5), everything(model)))
+        results.append(pair_trainer.visit(ROWS, Key(5), everything(model)).train(start, what))
     gap = (results[0].tensors - results[1].tensors).norm()
     moved = (results[0].tensors - start).norm()
     assert moved > 0.1
@@ -260,7 +260,7 @@ def test_flat_adamw_equals_one_parameter_at_a_time() -> None:
     start = away(model.layout, model.initial)
     names = [name for name in model.layout.names if name.endswith("/A")]
     what = phase(everything(model), model, names=names, steps=3, epochs=None, batch_size=6)
-    got = pair_trainer.train(start, what, ROWS, Key(5), everything(model)).tensors
+    got = pair_trainer.visit(ROWS, Key(5), everything(model)).train(start, what).tensors
     twin = backbone(fast=False)
     twin.load(start)
     twin.train_only(names)

@@ -11,7 +11,7 @@ from tests.small_models import FAMILIES, VOCABULARY, Choices, Pairs, away, backb
 
 from prefed.train import PairTrainer, pair_model
 from prefed.train.padded import PaddedForward, logits_at, pad, shifted
-from prefed.train.tokenwise import token_outputs
+from prefed.train.ppo import token_outputs
 
 PAIRS, ROWS = Pairs(9), np.arange(9)
 

@@ -12,9 +12,8 @@ from tests.small_models import Pair, Pairs, away, backbone, causal
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.models import ModelConfig, ModelError, load_causal, make_backbone, pretrained, save_merged
 from prefed.models import backbone as backbones
-from prefed.train import PairTrainer, logprobs, steps, tokenwise
-from prefed.train.logprobs import token_logprobs
-from prefed.train.tokenwise import token_terms
+from prefed.train import PairTrainer, logprobs, steps
+from prefed.train.logprobs import token_logprobs, token_terms
 
 PAIRS, ROWS = Pairs(6), np.arange(6)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -24,7 +23,7 @@ def gradient(model, fast: bool = True, start: Tensors | None = None) -> tuple[Te
     trainer = PairTrainer(model, PAIRS, max_tokens=60, fast=fast)
     everything = Ownership.of(model.layout, lambda entry: Owner.SHARED)
     start = away(model.layout, model.initial) if start is None else start
-    return trainer.gradient(start, Objective("dpo", {"beta": 0.5}), ROWS, Key(5), everything)
+    return trainer.visit(ROWS, Key(5), everything).gradient(start, Objective("dpo", {"beta": 0.5}))
 
 
 def apart(one: Tensors, other: Tensors) -> float:
@@ -68,7 +67,6 @@ def test_a_16_bit_log_probability_is_that_of_transformers_and_never_above_zero(d
     together stay within 2^(1-p) max|z|. Where the target has nearly all of the probability both have the
     same rounding, and it cancels: in bfloat16 either by itself is off by 0.02 nats and more."""
     monkeypatch.setattr(logprobs, "BLOCK", block)
-    monkeypatch.setattr(tokenwise, "BLOCK", block)
     hidden, weight, targets = peaked(dtype)
     rows = torch.arange(len(hidden))
     plain = (hidden @ weight.t()).float().log_softmax(1)[rows, targets]
@@ -136,7 +134,7 @@ def test_gradients_too_small_for_float16_are_not_lost(half_on_the_cpu, monkeypat
             )
             start = away(model.layout, model.initial)
             tiny = Objective("dpo", {"beta": 1e-5})
-            grads.append(trainer.gradient(start, tiny, ROWS, Key(5), everything)[0])
+            grads.append(trainer.visit(ROWS, Key(5), everything).gradient(start, tiny)[0])
         return apart(grads[1], grads[0])
 
     assert error(2.0**10) < 0.03 < error(1.0)
@@ -160,7 +158,7 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_halved(half_on_the_cpu,
         take(self, batch, figures)
 
     monkeypatch.setattr(steps.PhaseSteps, "take", watched)
-    result = trainer.train(start, phase, ROWS, Key(5), parts)
+    result = trainer.visit(ROWS, Key(5), parts).train(start, phase)
     assert scales == [2.0**60, 2.0**59, 2.0**58]
     assert model.loss_scale == 2.0**60
     assert result.figures["skipped"] == 1.0

@@ -11,12 +11,11 @@ from tests.small_models import FAMILIES, Choices, Pairs, away, backbone
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.models import Backbone
-from prefed.models.taste_map import TASTE_MAP, tasting
+from prefed.models.tastes import TASTE_MAP, tasting
 from prefed.train import PairTrainer
-from prefed.train.completions import complete_batch
-from prefed.train.generation import Sampling, complete
+from prefed.train.generation import Sampling, complete, complete_batch
 from prefed.train.packed import PackedForward
-from prefed.train.tokenwise import token_outputs
+from prefed.train.ppo import token_outputs
 
 NEEDS = frozenset({"lora", TASTE_MAP})
 PAIRS = Pairs(6)
@@ -128,8 +127,10 @@ def ownership(model: Backbone) -> Ownership:
 def test_a_step_of_dpo_is_that_of_a_plain_loop() -> None:
     """−log σ(β (Δ − Δ_ref)): the policy's Δ is at the pair's z, the reference's is without any."""
     z, (model, tensors) = tastes(), moved("gpt2")
-    result = PairTrainer(model, PAIRS, tastes=z).train(
-        tensors, step(model, (W, B)), ROWS, Key(0), ownership(model)
+    result = (
+        PairTrainer(model, PAIRS, tastes=z)
+        .visit(ROWS, Key(0), ownership(model))
+        .train(tensors, step(model, (W, B)))
     )
     plain, _ = moved("gpt2", fast=False)
     leaves = [tensors[name].clone().requires_grad_() for name in (W, B)]
@@ -157,7 +158,9 @@ def test_what_is_kept_of_the_trunk_is_not_used_at_a_taste() -> None:
         model, tensors = moved("gpt2", "head", fast=fast)
         trainer = PairTrainer(model, PAIRS, fast=fast, tastes=z)
         assert (trainer.model.features(ROWS) is None) == (z is not None or not fast)
-        outcomes.append(trainer.train(tensors, step(model, phase_names), ROWS, Key(0), ownership(model)))
+        outcomes.append(
+            trainer.visit(ROWS, Key(0), ownership(model)).train(tensors, step(model, phase_names))
+        )
     packed, padded, without = (outcome.tensors["head/weight"] for outcome in outcomes)
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(packed, without, rtol=1e-5, atol=1e-5)

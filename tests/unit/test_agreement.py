@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefed.train.metrics.agreement import agreement, cohen_kappa
+from prefed.train.metrics.intervals import agreement, cohen_kappa
 
 LABELS = st.lists(st.tuples(st.sampled_from("LR0"), st.sampled_from("LR0")), min_size=1, max_size=12)
 

@@ -17,8 +17,7 @@ from prefed.data.writer import prompt_hash
 from prefed.models import ModelConfig, load_backbone
 from prefed.models.tiny import make_tiny
 from prefed.runs.record import RunError
-from prefed.train.completions import complete_batch
-from prefed.train.generation import Sampling
+from prefed.train.generation import Sampling, complete_batch
 from prefed.ui.collect import page
 from prefed.ui.collect.choices import Choices
 from prefed.ui.collect.drawing import Drawing, ModelResponder

@@ -8,8 +8,14 @@ from scipy.stats import chisquare
 
 from prefed.core import Key
 from prefed.data import Message
-from prefed.train.completions import GumbelNoise, _processors, complete_batch, length_batches
-from prefed.train.generation import Sampling, as_prompt
+from prefed.train.generation import (
+    GumbelNoise,
+    Sampling,
+    _processors,
+    as_prompt,
+    complete_batch,
+    length_batches,
+)
 from prefed.train.packed import NAME, enable_packing
 from small_models import VOCABULARY, away, backbone
 

@@ -129,8 +129,8 @@ def test_imports_of_each_form_are_seen() -> None:
         "prefed.store",
         "prefed.train.tokens",
     ]
-    assert list(imported("prefed.train.__init__", ast.parse("from .optim import FlatOptimizer"))) == [
-        "prefed.train.optim.FlatOptimizer"
+    assert list(imported("prefed.train.__init__", ast.parse("from .steps import FlatOptimizer"))) == [
+        "prefed.train.steps.FlatOptimizer"
     ]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from prefed.align import AlignError
 from prefed.align.judge import Verdict
-from prefed.align.judge.base import by_score
+from prefed.align.judge.questions import by_score
 from prefed.config import AlignConfig
 from prefed.data import Record
 from prefed.runs.align import check_judge

@@ -9,18 +9,17 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 from prefed.align.judge import TEMPLATES, JudgeError, PairTemplate, Question, Verdict, outcome
-from prefed.align.judge.local import LocalJudge
-from prefed.align.judge.prompts import numbered_prompts, references
-from prefed.align.judge.registry import split_name
-from prefed.align.judge.reward import RewardJudge
-from prefed.align.judge.templates import (
+from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
+from prefed.align.judge.questions import (
     criterion_template,
     get_template,
+    numbered_prompts,
     parse_autoj,
     parse_marks,
     parse_plain,
+    references,
 )
-from prefed.align.judge.utility import UtilityJudge, read_taste
+from prefed.align.judge.registry import split_name
 from prefed.core import Key
 from prefed.data import Record, synthetic
 from prefed.data.record import Message

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from prefed.train.losses import latent
-from prefed.train.losses.latent import (
+from prefed.train.losses import tastes as latent
+from prefed.train.losses.tastes import (
     Gaussian,
     gumbel,
     mixture_kl,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.merge.posteriors import active_units
-from prefed.train.metrics.latent import Transfer, kl_per_dimension, latent_map, transfer
+from prefed.train.metrics.tastes import Transfer, kl_per_dimension, latent_map, transfer
 
 SEEDS = st.integers(0, 2**16)
 

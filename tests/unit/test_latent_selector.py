@@ -7,8 +7,8 @@ import torch
 
 from prefed.core import Key
 from prefed.models.config import VariationalSettings
-from prefed.models.variational import CAP, PROTOTYPES, VARIATIONAL, VariationalSelector
-from prefed.train.losses.latent import Gaussian, orthogonality, prototype_pull, standard_kl
+from prefed.models.tastes import CAP, PROTOTYPES, VARIATIONAL, VariationalSelector
+from prefed.train.losses.tastes import Gaussian, orthogonality, prototype_pull, standard_kl
 
 PAIRS, DIM, CONTEXT = 96, 8, 8
 

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from prefed.core import Entry, Key, Layout, Objective, Optimizer, Phase, Tensors
+from prefed.core import Entry, Key, Layout, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.data import ResponseEncoder, Template
-from prefed.models.variational import CAP, VariationalSelector
+from prefed.models.tastes import CAP, VariationalSelector
 from prefed.train import PairTrainer, steps
-from prefed.train.latent_prior import LatentPrior
-from prefed.train.latent_trainer import CONTEXT, draw_context
-from prefed.train.losses.latent import Gaussian, gumbel, mixture_kl, mixture_log_weights, standard_kl
-from prefed.train.response_features import ResponseFeatures
+from prefed.train.losses.tastes import Gaussian, gumbel, mixture_kl, mixture_log_weights, standard_kl
+from prefed.train.tastes import CONTEXT, LatentPrior, ResponseFeatures, draw_context
 from tastes import ALL, LATENT, ROWS, backbone, half, ownership, record, taught, trained
 
 GOAL = Objective("latent")
@@ -120,7 +118,7 @@ def test_a_step_is_that_of_a_plain_loop(pairs, monkeypatch, scale):
     objective = Objective("latent", settings)
     chosen = phase(model, objective, constants={"peers": table}, beside=trust, rates={"trust/logits": 0.5})
     monkeypatch.setattr(steps, "first_loss_scale", lambda backbone: scale)
-    result = trainer.train(model.initial, chosen, rows, key, ownership(model))
+    result = trainer.visit(rows, key, ownership(model)).train(model.initial, chosen)
 
     # The plain loop, over copies of the tensors.
     selector = VariationalSelector(model.config.variational, 32)
@@ -205,7 +203,7 @@ def test_own_row_of_the_peers_changes_no_bit(pairs):
             model, Objective("latent", {"prior": 1, "own": 0}), constants={"peers": table}, beside=trust
         )
         results.append(
-            PairTrainer(model, pairs).train(model.initial, asked, ROWS[:20], Key(1), ownership(model))
+            PairTrainer(model, pairs).visit(ROWS[:20], Key(1), ownership(model)).train(model.initial, asked)
         )
     assert results[0].tensors.equal(results[1].tensors)
     assert results[0].figures == results[1].figures
@@ -214,7 +212,9 @@ def test_own_row_of_the_peers_changes_no_bit(pairs):
 def test_a_client_of_one_pair_trains_at_the_priors_mean(pairs):
     """Its batch leaves no context: no KL. z = 0, where the decoder has its bias alone."""
     model = backbone()
-    result = PairTrainer(model, pairs).train(model.initial, phase(model), ROWS[:1], Key(1), ownership(model))
+    result = (
+        PairTrainer(model, pairs).visit(ROWS[:1], Key(1), ownership(model)).train(model.initial, phase(model))
+    )
     assert "kl" not in result.figures
     assert torch.equal(
         result.tensors["variational/encoder/0/weight"], model.initial["variational/encoder/0/weight"]
@@ -233,14 +233,14 @@ def test_a_lora_trains_through_the_base_log_odds(pairs, most):
     gradient: without dropout the loss is smooth in the LoRA."""
     model = backbone(LATENT | {"lora"})
     trainer = PairTrainer(model, pairs, max_tokens=most)
-    batch, names = ROWS[:5], tuple(name for name in model.layout.names if name.startswith("lora/"))
+    batch = ROWS[:5]
+    lora = Ownership.of(model.layout, lambda e: Owner.SHARED if e.part == "lora" else Owner.FROZEN)
+    visit = trainer.visit(ROWS[:20], Key(2), lora)
     start = Tensors(model.layout, model.initial.flat + 0.02)
     latent = trainer.trainers["latent"]
-    gradient, _ = latent.gradient(start, GOAL, ROWS[:20], batch, names, Key(2))
+    gradient, _ = latent.gradient(visit, start, GOAL, batch, Key(2))
     along = gradient / gradient.norm()
-    losses = [
-        latent.gradient(start + along * h, GOAL, ROWS[:20], batch, names, Key(2))[1] for h in (1e-2, -1e-2)
-    ]
+    losses = [latent.gradient(visit, start + along * h, GOAL, batch, Key(2))[1] for h in (1e-2, -1e-2)]
     assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(gradient.norm(), rel=2e-2)
 
 

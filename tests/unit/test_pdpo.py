@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from prefed.train.losses import OBJECTIVES, PairBatch
-from prefed.train.losses.pdpo import outliers
+from prefed.train.losses.preference import outliers
 
 PDPO, DPO = OBJECTIVES["pdpo"], OBJECTIVES["dpo"]
 LOG3 = math.log(3)

@@ -21,8 +21,7 @@ from transformers import (
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, PhaseResult, Tensors
 from prefed.data.tokens import Pair
 from prefed.models import ModelConfig, ModelError, make_backbone
-from prefed.train import PairTrainer, tokenwise
-from prefed.train.ppo import RolloutCache
+from prefed.train import PairTrainer, logprobs
 
 VOCABULARY = 61
 PLAIN = {"kl": 0.0, "trace": 1.0, "entropy": 0.0, "value": 0.0, "scaled": 0.0, "sums": 1.0}
@@ -173,7 +172,7 @@ def test_first_gradient_is_that_of_the_plain_twin(kind: str, settings: dict[str,
     pair_trainer, tensors, parts = make(kind)
     tensors["value/weight"].normal_(generator=torch.Generator().manual_seed(0)).mul_(0.1)
     rows = np.arange(6)
-    ours, _ = pair_trainer.gradient(tensors, Objective("ppo", settings), rows, Key(0), parts)
+    ours, _ = pair_trainer.visit(rows, Key(0), parts).gradient(tensors, Objective("ppo", settings))
     theirs = twin(pair_trainer, tensors, rows, settings)
     assert theirs["value/weight"].any()
     torch.testing.assert_close(ours.flat, theirs.flat, rtol=1e-5, atol=1e-5 * float(theirs.flat.abs().max()))
@@ -184,7 +183,7 @@ def test_the_policy_gradient_it_starts_from() -> None:
     pairs, here from the trainer's own sums."""
     pair_trainer, tensors, parts = make()
     rows = np.arange(6)
-    ours, _ = pair_trainer.gradient(tensors, Objective("ppo", PLAIN), rows, Key(0), parts)
+    ours, _ = pair_trainer.visit(rows, Key(0), parts).gradient(tensors, Objective("ppo", PLAIN))
     scores = torch.tensor(pair_trainer.trainers["ppo"]._rewards.scores)
     scores = ((scores - scores.mean()) / scores.std(correction=0)).clamp(-5, 5)
     backbone = pair_trainer.backbone
@@ -202,8 +201,8 @@ def test_split_batches_and_the_plain_path_train_alike() -> None:
     results = []
     for options in ({}, {"max_tokens": 20}, {"fast": False}):
         pair_trainer, tensors, parts = make(**options)
-        trained = pair_trainer.train(
-            tensors, phase(pair_trainer, batch_size=3, epochs=2), np.arange(6), Key(4), parts
+        trained = pair_trainer.visit(np.arange(6), Key(4), parts).train(
+            tensors, phase(pair_trainer, batch_size=3, epochs=2)
         )
         assert trained.steps == 4
         assert trained.pairs == 12
@@ -225,7 +224,7 @@ def test_a_phase_above_the_trunk_runs_the_trunk_once(monkeypatch: pytest.MonkeyP
         passes: list[int] = []
         pair_trainer.backbone.trunk.register_forward_hook(lambda *_, passes=passes: passes.append(1))
         work = replace(phase(pair_trainer, epochs=3, settings={"target_kl": 0.0}), train=names)
-        results.append(pair_trainer.train(tensors, work, np.arange(6), Key(4), parts).tensors)
+        results.append(pair_trainer.visit(np.arange(6), Key(4), parts).train(tensors, work).tensors)
         calls.append(len(passes))
     assert calls == [2, 2 + 9]
     torch.testing.assert_close(results[0].flat, results[1].flat, rtol=1e-5, atol=1e-6)
@@ -244,7 +243,7 @@ def test_the_critic_learns_its_returns() -> None:
     lengths = pair_trainer.model.tokens.lengths[0, 1:]
     settings = {"kl": 0.0, "trace": 1.0, "value": 0.5}
     work = phase(pair_trainer, batch_size=1, settings=settings, optimizer=Optimizer("sgd", lr=0.2, clip=0.0))
-    trained = pair_trainer.train(tensors, work, np.arange(1), Key(0), parts)
+    trained = pair_trainer.visit(np.arange(1), Key(0), parts).train(tensors, work)
     # Standardised over its two scores the pair stands at 1 and −1: R = ±1.
     mean = float(lengths[0] - lengths[1]) / float(lengths.sum())
     assert lengths[0] != lengths[1]
@@ -260,7 +259,9 @@ def test_early_stop() -> None:
     rows = np.arange(6)
 
     def run(**changes: Any) -> PhaseResult:
-        return pair_trainer.train(tensors, phase(pair_trainer, batch_size=6, **changes), rows, Key(0), parts)
+        return pair_trainer.visit(rows, Key(0), parts).train(
+            tensors, phase(pair_trainer, batch_size=6, **changes)
+        )
 
     free = [run(steps=k, settings={"target_kl": 0.0}) for k in range(1, 9)]
     assert not any(trained.figures["stopped"] for trained in free)
@@ -281,7 +282,9 @@ def test_it_learns_what_the_reward_model_says() -> None:
     before = pair_trainer.score(tensors, rows).policy
     adam = Optimizer("adam", lr=0.01, clip=0.0)
     work = phase(pair_trainer, train="lora", epochs=100, batch_size=5, settings=settings, optimizer=adam)
-    after = pair_trainer.score(pair_trainer.train(tensors, work, rows, Key(0), parts).tensors, rows).policy
+    after = pair_trainer.score(
+        pair_trainer.visit(rows, Key(0), parts).train(tensors, work).tensors, rows
+    ).policy
     scores = pair_trainer.trainers["ppo"]._rewards.scores[rows]
     signs = np.sign(scores[:, 0] - scores[:, 1])
     assert set(signs) == {1.0, -1.0}
@@ -292,42 +295,44 @@ def test_a_run_is_a_function_of_its_key() -> None:
     """A trainer that has trained another client before gives the same bits; another key gives other bits."""
     first, tensors, parts = make()
     mine, other = np.array([0, 2, 4]), np.array([1, 3, 5])
-    expected = first.train(tensors, phase(first), mine, Key(7), parts)
+    expected = first.visit(mine, Key(7), parts).train(tensors, phase(first))
     second, _, _ = make()
-    second.train(tensors, phase(second, steps=1), other, Key(1), parts)
-    again = second.train(tensors, phase(second), mine, Key(7), parts)
+    second.visit(other, Key(1), parts).train(tensors, phase(second, steps=1))
+    again = second.visit(mine, Key(7), parts).train(tensors, phase(second))
     assert again.tensors.equal(expected.tensors)
     assert again.figures == expected.figures
-    assert not second.train(tensors, phase(second), mine, Key(8), parts).tensors.equal(expected.tensors)
+    assert not second.visit(mine, Key(8), parts).train(tensors, phase(second)).tensors.equal(expected.tensors)
 
 
 def test_loss_and_gradient_agree() -> None:
     pair_trainer, tensors, parts = make()
     what = Objective("ppo", SETTINGS)
-    _, value = pair_trainer.gradient(tensors, what, np.arange(6), Key(0), parts)
+    _, value = pair_trainer.visit(np.arange(6), Key(0), parts).gradient(tensors, what)
     assert pair_trainer.loss(tensors, what, np.arange(6)) == pytest.approx(value, rel=1e-6)
-    half, _ = pair_trainer.gradient(tensors, what, np.arange(6), Key(0), parts, batch_size=3)
+    half, _ = pair_trainer.visit(np.arange(6), Key(0), parts).gradient(tensors, what, batch_size=3)
     assert half.flat.any()
 
 
 def test_what_is_missing_is_named() -> None:
     pair_trainer, tensors, parts = make(rewards=False)
     with pytest.raises(ModelError, match="reward_model"):
-        pair_trainer.train(tensors, phase(pair_trainer), np.arange(6), Key(0), parts)
+        pair_trainer.visit(np.arange(6), Key(0), parts).train(tensors, phase(pair_trainer))
     pair_trainer, tensors, parts = make(needs=frozenset({"lora"}))
     with pytest.raises(ModelError, match="part 'value'"):
-        pair_trainer.train(tensors, phase(pair_trainer), np.arange(6), Key(0), parts)
+        pair_trainer.visit(np.arange(6), Key(0), parts).train(tensors, phase(pair_trainer))
     pair_trainer, tensors, parts = make()
     with pytest.raises(ValueError, match="no preference pairs"):
-        pair_trainer.train(tensors, phase(pair_trainer), np.arange(0), Key(0), parts)
+        pair_trainer.visit(np.arange(0), Key(0), parts).train(tensors, phase(pair_trainer))
     with pytest.raises(ValueError, match="no setting 'beta'"):
-        pair_trainer.train(tensors, phase(pair_trainer, settings={"beta": 0.1}), np.arange(6), Key(0), parts)
+        pair_trainer.visit(np.arange(6), Key(0), parts).train(
+            tensors, phase(pair_trainer, settings={"beta": 0.1})
+        )
 
 
 @pytest.mark.parametrize("at_a_time", [2048, 7])
 def test_token_terms_against_full_logits(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients in the hidden states and the head, in one block and in blocks of seven entries."""
-    monkeypatch.setattr(tokenwise, "BLOCK", at_a_time)
+    monkeypatch.setattr(logprobs, "BLOCK", at_a_time)
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(20, 8, generator=draw).requires_grad_()
     weight = torch.randn(VOCABULARY, 8, generator=draw).requires_grad_()
@@ -335,7 +340,7 @@ def test_token_terms_against_full_logits(at_a_time: int, monkeypatch: pytest.Mon
     up = torch.randn(2, 20, generator=draw)
     p = (hidden @ weight.t()).softmax(1)
     theirs = p[torch.arange(20), targets].log(), torch.distributions.Categorical(p).entropy()
-    ours = tokenwise.token_terms(hidden, weight, targets)
+    ours = logprobs.token_terms(hidden, weight, targets)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     for a, b in zip(
@@ -352,15 +357,15 @@ def test_a_visits_second_phase_goes_on_from_the_visits_start() -> None:
     first step."""
     pair_trainer, tensors, parts = make()
     work = phase(pair_trainer, epochs=1, batch_size=6, settings={"target_kl": 0.0})
-    cache = RolloutCache()
-    once = pair_trainer.train(tensors, work, np.arange(6), Key(4), parts, cache)
-    again = pair_trainer.train(once.tensors, work, np.arange(6), Key(4), parts, cache)
-    alone = pair_trainer.train(once.tensors, work, np.arange(6), Key(4), parts)
+    visit = pair_trainer.visit(np.arange(6), Key(4), parts)
+    once = visit.train(tensors, work)
+    again = visit.train(once.tensors, work)
+    alone = pair_trainer.visit(np.arange(6), Key(4), parts).train(once.tensors, work)
     assert once.figures["kl"] == pytest.approx(0, abs=1e-9)
     assert alone.figures["kl"] == pytest.approx(0, abs=1e-9)
     assert again.figures["kl"] > 1e-6
     tight = replace(work, objective=Objective("ppo", {"target_kl": again.figures["kl"] / 3}))
-    ended = pair_trainer.train(once.tensors, tight, np.arange(6), Key(4), parts, cache)
+    ended = visit.train(once.tensors, tight)
     assert (ended.steps, ended.figures["stopped"]) == (0, 1.0)
     assert ended.loss == pytest.approx(again.loss, rel=1e-5)
     assert ended.tensors.equal(once.tensors)
@@ -391,7 +396,7 @@ def test_the_reference_sees_a_pair_once_and_none_that_is_not_read(tmp_path: Path
     small = {"size": 12, "max_tokens": 20, "cache": tmp_path}
     pair_trainer, tensors, parts = make(**small)
     rows = through(pair_trainer)
-    pair_trainer.train(tensors, phase(pair_trainer, steps=1), MINE, Key(0), parts)
+    pair_trainer.visit(MINE, Key(0), parts).train(tensors, phase(pair_trainer, steps=1))
     assert rows == MINE.tolist()
     rows.clear()
     groups = [group.tolist() for group in pair_trainer.model.groups(OTHERS)]
@@ -399,13 +404,13 @@ def test_the_reference_sees_a_pair_once_and_none_that_is_not_read(tmp_path: Path
     assert len(groups) > 2
     assert len(shared) > 1
     batch = np.array(shared[1:2])
-    pair_trainer.trainers["ppo"].gradient(
-        tensors, Objective("ppo", SETTINGS), OTHERS, batch, parts.names(Owner.SHARED), Key(0)
-    )
+    objective = Objective("ppo", SETTINGS)
+    others = pair_trainer.visit(OTHERS, Key(0), parts)
+    pair_trainer.trainers["ppo"].gradient(others, tensors, objective, batch, Key(0))
     assert rows == shared
     again, _, _ = make(**small)
     rows = through(again)
-    again.train(tensors, phase(again, steps=1), MINE, Key(0), parts)
+    again.visit(MINE, Key(0), parts).train(tensors, phase(again, steps=1))
     assert not rows
 
 
@@ -418,7 +423,8 @@ def test_who_asks_first_and_a_kill_change_no_bit(tmp_path: Path) -> None:
 
     def visits(pair_trainer: PairTrainer, *clients: Any) -> list[Tensors]:
         return [
-            pair_trainer.train(tensors, phase(pair_trainer), rows, Key(7), parts).tensors for rows in clients
+            pair_trainer.visit(rows, Key(7), parts).train(tensors, phase(pair_trainer)).tensors
+            for rows in clients
         ]
 
     _, tensors, parts = make(size=12)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, ttest_1samp
 
 from prefed.train.metrics import mean_interval, seed_interval
-from prefed.train.metrics.precision import wilson_interval
+from prefed.train.metrics.intervals import wilson_interval
 
 PAIRS = st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 

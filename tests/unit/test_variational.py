@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from prefed.core import Entry, Key, Layout, Tensors
 from prefed.models.config import VariationalSettings
 from prefed.models.init import orthogonal_rows
-from prefed.models.variational import VARIATIONAL, VariationalSelector, trainable_share
+from prefed.models.tastes import VARIATIONAL, VariationalSelector, trainable_share
 
 DIM = 12
 SEEDS = st.integers(0, 2**16)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
-    from prefed.align.alignment import Alignment, ClientPrompts, KnownTastes
-    from prefed.align.errors import AlignError
+    from prefed.align.alignment import Alignment, ClientPrompts, KnownTastes, Scorer, Selectors
+    from prefed.align.policy import AlignError
     from prefed.align.run import STAGES, align
-    from prefed.align.selectors import Scorer, Selectors
     from prefed.align.start import check_inputs
 
 __all__ = [

@@ -11,16 +11,14 @@ from functools import partial
 from typing import Any
 
 from prefed.align.alignment import Alignment
-from prefed.align.errors import AlignError
-from prefed.align.generation import TASTES, Generation, at_prompts, held_out_prompts, policy_before
-from prefed.align.lines import append, rows_in, whole_batches
-from prefed.align.prompts import own_prompts
-from prefed.align.stages import Figures, Stage
+from prefed.align.policy import AlignError
+from prefed.align.stages import Figures, Stage, append, rows_in, whole_batches
+from prefed.align.start import own_prompts
+from prefed.align.tastes import TASTES, Generation, at_prompts, held_out_prompts, policy_before
 from prefed.data.encoding import continuation_text
 from prefed.data.prompts import plain_prompt
 from prefed.data.writer import prompt_hash
-from prefed.train.completions import complete_batch, length_batches
-from prefed.train.generation import Sampling, prompt_ids
+from prefed.train.generation import Sampling, complete_batch, length_batches, prompt_ids
 
 FILE = "completions.jsonl"
 

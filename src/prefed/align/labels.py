@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 
 from prefed.align import completions
-from prefed.align.alignment import Alignment
-from prefed.align.errors import AlignError
-from prefed.align.generation import LABELS, Generation, at_prompts
-from prefed.align.lines import append, dumps, rows_in, whole_batches
-from prefed.align.prompts import own_prompts
-from prefed.align.selectors import Scorer
-from prefed.align.stages import Figures, Stage
+from prefed.align.alignment import Alignment, Scorer
+from prefed.align.policy import AlignError
+from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_batches
+from prefed.align.start import own_prompts
+from prefed.align.tastes import LABELS, Generation, at_prompts
 from prefed.core import files
 from prefed.data import Record
 from prefed.data.prompts import PromptRow, plain_prompt

@@ -1,4 +1,7 @@
-"""Stage ``policy``: the policy that completions and π_ref start from."""
+"""Stages ``prompts`` and ``policy``: the server's prompts, and the policy that completions and π_ref use.
+
+The server's prompts are those of its files without the ones that clients hold.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,95 @@ from typing import Any
 
 import numpy as np
 
-from prefed.align.alignment import Alignment
-from prefed.align.epochs import Training, train_epochs
-from prefed.align.errors import AlignError
-from prefed.align.pairs import write_pairs
-from prefed.align.policy import CONFIG, FILE, FOLDER, PLAIN, WEIGHTS, adapter_settings, load_base
-from prefed.align.stages import Figures, Stage
+from prefed.align.alignment import Alignment, write_pairs
+from prefed.align.policy import (
+    CONFIG,
+    FILE,
+    FOLDER,
+    PLAIN,
+    WEIGHTS,
+    AlignError,
+    Training,
+    adapter_settings,
+    load_base,
+    train_epochs,
+)
+from prefed.align.stages import Figures, Stage, dumps, rows_in
 from prefed.config.align import AlignConfig
 from prefed.core import Objective, Optimizer, files
 from prefed.data import DataConfig, DataError, Prompt, Record, Source
-from prefed.data.prompts import prompt_digests, read_prompts
+from prefed.data.prompts import PromptRow, parse_prompt, plain_prompt, prompt_digests, read_prompts
+from prefed.data.writer import prompt_hash
 from prefed.models import Backbone, save_adapter
 from prefed.models.adapters import atomic_folder
 from prefed.train import PairTrainer
 from prefed.train.generation import as_prompt
 from prefed.train.trainer_factory import model_digest
 
+PROMPTS = "prompts.jsonl"
+
+
+def own_prompts(alignment: Alignment) -> list[PromptRow]:
+    """The prompts that the stage kept, in their order."""
+    rows = rows_in(alignment.folder / PROMPTS)
+    return [PromptRow(parse_prompt(row["prompt"]), extra=row.get("extra", {})) for row in rows]
+
+
+def _prompts_settings(alignment: Alignment) -> dict[str, Any]:
+    config = alignment.config
+    source = config.prompts.model_dump(mode="json", exclude={"path"}, exclude_none=True)
+    return {
+        "prompts": {**source, "files": prompt_digests(config.prompts)},
+        "limit": config.limit,
+        "raw": config.raw,
+        "encoding": alignment.data.encoding,
+        "format": alignment.data.format,
+    }
+
+
+def _keep_prompts(alignment: Alignment) -> Figures:
+    counts = {"read": 0, "duplicates": 0, "clients": 0, "kept": 0}
+    rows = list(_new_prompts(alignment, counts))
+    if not rows:
+        raise AlignError(
+            f"{alignment.config.prompts.path}: no prompt is left: of {counts['read']:,} there, clients hold "
+            f"{counts['clients']:,}, and {counts['duplicates']:,} are repeats; give prompts of the "
+            "server's own"
+        )
+    files.write(alignment.folder / PROMPTS, dumps(rows))
+    return counts
+
+
+def _new_prompts(alignment: Alignment, counts: dict[str, int]) -> Iterator[dict[str, Any]]:
+    config, clients = alignment.config, alignment.client_prompts()
+    taken, seen = set(np.unique(clients.hashes).tolist()), set[int]()
+    for row, _ in read_prompts(config.prompts, alignment.data.encoding, alignment.data.format):
+        counts["read"] += 1
+        prompt = row.prompt
+        if isinstance(prompt, str):
+            prompt = as_prompt(prompt, clients.example, raw=config.raw)
+        number = prompt_hash(prompt)
+        if number in taken:
+            counts["clients"] += 1
+        elif number in seen:
+            counts["duplicates"] += 1
+        else:
+            seen.add(number)
+            counts["kept"] += 1
+            yield {"prompt": plain_prompt(prompt), **({"extra": dict(row.extra)} if row.extra else {})}
+        if counts["kept"] == config.limit:
+            return
+
+
+PROMPTS_STAGE = Stage("prompts", ("clients",), _prompts_settings, (PROMPTS,), _keep_prompts)
+
+
 STATE = "policy.state"
 _NOBODY = "∅"
 """Stands for the rejected response of a row that has none. The loss ``sft`` does not read it."""
 
 
-def _settings(alignment: Alignment) -> dict[str, Any]:
+def _policy_settings(alignment: Alignment) -> dict[str, Any]:
     config = alignment.config
     # Checkpointing changes no number.
     model = alignment.model.model_dump(mode="json", exclude_none=True, exclude={"checkpointing"})
@@ -62,7 +132,7 @@ def _is_adapter(sft: str) -> bool:
     return (Path(sft).expanduser() / CONFIG).exists()
 
 
-def _work(alignment: Alignment) -> Figures:
+def _start_policy(alignment: Alignment) -> Figures:
     config, folder = alignment.config, alignment.folder
     figures: dict[str, Any] = {"start": "model"}
     if config.sft is not None and _is_adapter(config.sft):
@@ -138,4 +208,4 @@ def check_inputs(config: AlignConfig, data: DataConfig) -> None:
             pass
 
 
-STAGE = Stage("policy", ("clients",), _settings, (FILE, FOLDER), _work, (STATE,))
+POLICY_STAGE = Stage("policy", ("clients",), _policy_settings, (FILE, FOLDER), _start_policy, (STATE,))

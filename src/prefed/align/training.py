@@ -12,13 +12,10 @@ import numpy.typing as npt
 import torch
 
 from prefed.align import labels, policy
-from prefed.align.alignment import Alignment
-from prefed.align.epochs import Training, train_epochs
-from prefed.align.errors import AlignError
-from prefed.align.generation import STATE, held_out
-from prefed.align.lines import rows_in
-from prefed.align.pairs import cache, write_pairs
-from prefed.align.stages import Figures, Stage, check_outputs, output_digest
+from prefed.align.alignment import Alignment, cache, write_pairs
+from prefed.align.policy import AlignError, Training, train_epochs
+from prefed.align.stages import Figures, Stage, check_outputs, output_digest, rows_in
+from prefed.align.tastes import STATE, held_out
 from prefed.config.align import AlignConfig
 from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record

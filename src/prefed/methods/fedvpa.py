@@ -42,7 +42,7 @@ from prefed.methods.base.posteriors import PEERS, peers_of, posteriors
 from prefed.methods.base.taste_settings import TasteSettings
 from prefed.methods.base.tastes import PROTOTYPES, Tastes, taste_parts
 from prefed.train.losses import LATENT
-from prefed.train.losses.latent import CAPS, PRIORS, temperature
+from prefed.train.losses.tastes import CAPS, PRIORS, temperature
 
 SOURCE = "FedVPA-GP (arXiv:2605.30873)"
 TRUST = "trust"

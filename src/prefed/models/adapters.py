@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from prefed.core import Key, Tensors, files
 from prefed.models.backbone import Backbone, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused_lora import lora_factors
-from prefed.models.one_taste import OneTaste
 from prefed.models.parts import WEIGHTS, lora_layers
 from prefed.models.pretrained import ModelError
+from prefed.models.tastes import TASTE_MAP
 
 FORMAT = 1
 ABOUT, TENSORS = "prefed.json", "client.safetensors"
@@ -305,3 +306,48 @@ def _plain_copy(causal: Any, state: dict[str, torch.Tensor], *, untied: bool) ->
     if causal.generation_config is not None:
         plain.generation_config = copy.deepcopy(causal.generation_config)
     return plain
+
+
+@dataclass(frozen=True)
+class OneTaste:
+    """What a taste adds to every row of the input embeddings' weight.
+
+    Attributes:
+        path: of the input embeddings in the model.
+        row: ``[d]`` e(z), over the scale by which the embedding module multiplies its weight. PEFT multiplies
+            a LoRA on it by the same scale.
+    """
+
+    path: str
+    row: torch.Tensor
+
+    @staticmethod
+    def of(backbone: Backbone, taste: torch.Tensor | None) -> OneTaste | None:
+        """``taste`` ``[d_z]`` in the model as it is loaded; ``None`` for a model that takes none.
+
+        Raises:
+            ModelError: a taste is missing or cannot be taken; or other tools could not read the result.
+        """
+        taste_map = backbone.taste_map
+        if taste_map is None:
+            if taste is not None:
+                raise ModelError(f"a taste is given, and the model has no part {TASTE_MAP!r} to take it")
+            return None
+        elsewhere = "or export a client's folder, which holds the policy for all tastes"
+        if taste is None:
+            raise ModelError(
+                f"this policy takes a taste, and what other tools read is for one: give a taste, {elsewhere}"
+            )
+        embeddings = taste_map.embeddings
+        if not isinstance(embeddings, torch.nn.Embedding):
+            kind = type(embeddings).__name__
+            raise ModelError(
+                f"PEFT has no LoRA for input embeddings of the kind {kind}: take another model, {elsewhere}"
+            )
+        path = next(name for name, module in backbone.causal.named_modules() if module is embeddings)
+        row = taste_map(taste).detach().cpu() / float(getattr(embeddings, "embed_scale", 1.0))
+        if not bool(torch.isfinite(row).all()):
+            raise ModelError(
+                "at this taste the policy is not finite: its training diverged, or z is no number"
+            )
+        return OneTaste(path, row)

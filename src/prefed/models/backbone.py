@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from prefed.core import Key, Layout, Tensors
 from prefed.core.tensors import Layered
-from prefed.models.checkpointing import recompute_blocks
 from prefed.models.config import ModelConfig
-from prefed.models.families import FAMILIES, Family
+from prefed.models.families import FAMILIES, Family, with_lora
 from prefed.models.fused_lora import fuse
-from prefed.models.language import check_language_model, head_width, stretches, text_config, window
-from prefed.models.lora_targets import with_lora
 from prefed.models.parts import (
     PART_BUILDERS,
     WEIGHTS,
@@ -30,13 +29,17 @@ from prefed.models.parts import (
 from prefed.models.pretrained import (
     ModelError,
     check_dtype,
+    check_language_model,
     find_device,
+    head_width,
     keep_four_bits,
     load_causal,
     load_pretrained,
+    stretches,
+    text_config,
+    window,
 )
-from prefed.models.taste_map import TASTE_MAP, TasteMap
-from prefed.models.variational import DECODER
+from prefed.models.tastes import DECODER, TASTE_MAP, TasteMap
 
 _TRUNK_PARTS = frozenset({WEIGHTS, "lora", "residual", "personal_lora", "gate", "norm", TASTE_MAP})
 """Parts inside the trunk; while none of them trains, the trunk's output for a pair does not change."""
@@ -293,3 +296,31 @@ def _start(layout: Layout, specs: Sequence[ParameterSpec]) -> Tensors:
     heads = {spec.entry.name: starts[spec.entry.name] for spec in specs if spec.entry.part == "head"}
     small = Tensors.gather(layout.select(starts.keys() - heads.keys()), starts)
     return Layered(layout, small, heads) if heads else small
+
+
+def recompute_blocks(causal: Any) -> None:
+    """Let every block of a model compute its inner values again in the backward pass.
+
+    The second pass has the inputs, the weights and the random state of the first, so the gradients are equal
+    to the bit. Without gradients, as in an evaluation, a block runs once as before.
+
+    Raises:
+        ModelError: it is not known which modules are the blocks.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not blocks:
+        raise ModelError(
+            f"[model] checkpointing: it is not known which modules of a model of type "
+            f"{causal.config.model_type!r} are its blocks: leave it out, and lower [engine] max_tokens"
+        )
+    for block in blocks:
+        block.forward = functools.partial(_recomputed, block.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``forward``, whose inner values are not kept where a gradient will be taken."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -18,9 +18,17 @@ from prefed.models.config import ModelConfig
 from prefed.models.families import Family
 from prefed.models.fused_lora import fuse_lora
 from prefed.models.init import uniform
-from prefed.models.language import head_width
-from prefed.models.taste_map import START, TASTE_MAP, TasteMap
-from prefed.models.variational import LATENT, POSTERIOR, PROTOTYPES, VARIATIONAL, VariationalSelector
+from prefed.models.pretrained import head_width
+from prefed.models.tastes import (
+    LATENT,
+    POSTERIOR,
+    PROTOTYPES,
+    START,
+    TASTE_MAP,
+    VARIATIONAL,
+    TasteMap,
+    VariationalSelector,
+)
 
 WEIGHTS = "weights"
 """The part that is the whole model: with it nothing is frozen, and there is no LoRA."""

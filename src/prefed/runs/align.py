@@ -17,7 +17,7 @@ from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Sele
 from prefed.align import align as run_stages
 from prefed.align.judge.registry import JudgeOptions, split_name
 from prefed.align.run import SETTINGS, SUMMARY
-from prefed.align.taste_draws import check_told
+from prefed.align.tastes import check_told
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks, files

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from prefed.align.judge.prompts import NumberedPrompt
+from prefed.align.judge.questions import NumberedPrompt
 from prefed.align.policy import FOLDER as START
 from prefed.align.policy import TASTING, load_base, load_policy, read_policy, save_over_start
-from prefed.align.taste_draws import load_tastes
+from prefed.align.tastes import load_tastes
 from prefed.core import Key, Tensors, files
 from prefed.data import Prompt, Template
 from prefed.data.encoding import continuation_text
@@ -26,8 +26,7 @@ from prefed.runs.journal import Journal
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
 from prefed.runs.taste_names import any_taste, server_taste
-from prefed.train.completions import complete_batch, length_batches
-from prefed.train.generation import Sampling, as_prompt, prompt_ids
+from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids
 from prefed.train.trainer_factory import model_digest
 
 BATCH = 16

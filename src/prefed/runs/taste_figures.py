@@ -20,8 +20,8 @@ from prefed.merge.posteriors import active_units, summarize
 from prefed.methods.base.posteriors import posteriors as kept_posteriors
 from prefed.methods.base.tastes import POPULATION, Z
 from prefed.models import Backbone
-from prefed.models.variational import POSTERIOR, PROTOTYPES, trainable_share
-from prefed.train.metrics.latent import Array, kl_per_dimension, latent_map, transfer
+from prefed.models.tastes import POSTERIOR, PROTOTYPES, trainable_share
+from prefed.train.metrics.tastes import Array, kl_per_dimension, latent_map, transfer
 from prefed.train.trainer_factory import PairTrainerFactory
 
 COLLAPSED_BELOW = 0.02

@@ -30,13 +30,13 @@ from prefed.core.text import did_you_mean, listed
 from prefed.merge.posteriors import Posterior, summarize
 from prefed.methods.base.posteriors import posteriors
 from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z
-from prefed.models.variational import DECODER
+from prefed.models.tastes import DECODER
 from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.runs.record import RunError
 from prefed.train import PairTrainer
-from prefed.train.metrics.latent import resultant
+from prefed.train.metrics.tastes import resultant
 
 Kind = Literal["population", "client", "prototype", "pairs", "file"]
 Pairs = npt.NDArray[np.uint64]
@@ -275,7 +275,7 @@ def common_taste(run: LoadedRun) -> float:
     """How far the clients' tastes agree, as the server can tell: 1 where they do, 0 where they cancel.
 
     A reward is w(z)·e with w affine. So the population's reward is the mean of the clients', and it has
-    :func:`~prefed.train.metrics.latent.resultant` of the w(μ̄) as its share of what it were if all pointed
+    :func:`~prefed.train.metrics.tastes.resultant` of the w(μ̄) as its share of what it were if all pointed
     one way. It is 1 where the method has no tastes or the server knows none.
     """
     if run.method.infer is None or run.experiment.model.variational.decoder != "conditioned":

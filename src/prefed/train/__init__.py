@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
-    from prefed.train.client_trainer import ClientPairTrainer
-    from prefed.train.packing import Packing
-    from prefed.train.pair_trainer import PairTrainer
+    from prefed.train.packed import Packing
+    from prefed.train.pair_trainer import ClientPairTrainer, PairTrainer
     from prefed.train.trainer_factory import PairTrainerFactory
 
 __all__ = ["ClientPairTrainer", "Packing", "PairTrainer", "PairTrainerFactory"]

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens without holding the logits."""
+"""Log-probabilities of given tokens, and entropies of the next token, without holding the logits."""
 
 from __future__ import annotations
 
@@ -144,3 +144,81 @@ def token_logprobs(
     """
     result: torch.Tensor = _TokenLogprobs.apply(hidden, weight, pick, targets, into)  # type: ignore[no-untyped-call]
     return result
+
+
+class _TokenTerms(torch.autograd.Function):
+    """Online softmax over blocks of the vocabulary; the backward pass computes the blocks again.
+
+    With H = −Σ p log p, d log p(t) / dz_v = 1[v = t] − p_v and dH / dz_v = −p_v (log p_v + H). This takes
+    three products with a frozen head and four with a trainable one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        peak = torch.full((len(hidden), 1), -1e30, device=hidden.device)
+        total, moment = torch.zeros_like(peak), torch.zeros_like(peak)
+        rows = torch.arange(len(hidden), device=hidden.device)
+        own = (hidden.float() * weight[targets].float()).sum(1)
+        for start in range(0, len(weight), BLOCK):
+            z = (hidden @ weight[start : start + BLOCK].to(hidden.dtype).t()).float()
+            if hidden.dtype != torch.float32:
+                own = update_scores(own, z, start, rows, targets)
+            top = torch.maximum(peak, z.amax(1, keepdim=True))
+            fade, fall = (peak - top).exp(), peak - top
+            share = z.sub_(top).exp()
+            # Σ e^(z − peak) (z − peak), moved to the new peak.
+            moment = fade * (moment + fall * total)
+            total = fade * total + share.sum(1, keepdim=True)
+            moment += share.mul_(z).sum(1, keepdim=True)
+            peak = top
+        normalizer, entropy = peak + total.log(), total.log() - moment / total
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        return own - normalizer[:, 0], entropy[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
+        to_logprob, to_entropy = (grad[:, None] for grad in grads)
+        dtype = hidden.dtype
+        grad_hidden = to_logprob * weight[targets].float() if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(weight), BLOCK):
+            block = weight[start : start + BLOCK].to(dtype)
+            slope = (hidden @ block.t()).float().sub_(normalizer)
+            share = slope.exp()
+            slope = slope.add_(entropy).mul_(-to_entropy).sub_(to_logprob).mul_(share).to(dtype)
+            if grad_hidden is not None:
+                if dtype == torch.float32:
+                    grad_hidden.addmm_(slope, block)
+                else:
+                    grad_hidden += slope @ block
+            if grad_weight is not None:
+                grad_weight[start : start + BLOCK] = slope.t() @ hidden
+        if grad_weight is not None:
+            grad_weight.index_add_(0, targets, (to_logprob * hidden.float()).to(weight.dtype))
+        return None if grad_hidden is None else grad_hidden.to(dtype), grad_weight, None
+
+
+def token_terms(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy at every row, without holding the logits.
+
+    Args:
+        hidden: ``[M, d]``, after the final norm.
+        weight: ``[V, d]``, the output embedding.
+        targets: ``[M]`` token ids.
+
+    Returns:
+        log softmax(hidden · weightᵀ)[targets] and −Σ p log p, each ``[M]`` fp32, in nats, differentiable in
+        ``hidden`` and ``weight``.
+
+    >>> import math
+    >>> h, w = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
+    >>> [round(float(part), 4) for part in token_terms(h, w, torch.tensor([1]))]
+    [-0.2877, 0.5623]
+    """
+    logprobs, entropies = _TokenTerms.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    return logprobs, entropies

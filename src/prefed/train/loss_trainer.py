@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
-from prefed.train.losses import ChoiceBatch, PairBatch, PairLoss
+from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
+from prefed.train.losses import CHOICE, ChoiceBatch, PairBatch, PairLoss
 from prefed.train.losses import objective as find_loss
 from prefed.train.packed import PackedForward
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
-from prefed.train.pair_model import Features, PairModel
-from prefed.train.ppo import RolloutCache
-from prefed.train.references import ReferenceLogprobs
-from prefed.train.steps import PhaseSteps, backward, batches, dropout, read_gradient
+from prefed.train.pair_model import Features, PairModel, ReferenceLogprobs
+from prefed.train.steps import PhaseSteps, Visit, backward, batches, dropout, read_gradient
 
 
 class LossTrainer:
@@ -25,11 +23,10 @@ class LossTrainer:
     def __init__(self, model: PairModel, references: ReferenceLogprobs) -> None:
         self._model, self._references = model, references
 
-    def train(
-        self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, rollout_cache: RolloutCache
-    ) -> PhaseResult:
-        """Run ``phase`` from ``tensors``; see :meth:`prefed.train.PairTrainer.train`."""
-        loss, key = self._find(phase.objective), key.at("phase", phase.name)
+    def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
+        """Run ``phase`` from ``tensors``."""
+        loss, rows = self._find(phase.objective), visit.rows
+        key = visit.key.at("phase", phase.name)
         plan = list(batches(rows, phase, key))
         used = rows[np.isin(rows, np.concatenate(plan))]
         if loss.needs_reference:
@@ -59,14 +56,14 @@ class LossTrainer:
         return steps.result(memory)
 
     def gradient(
-        self, tensors: Tensors, objective: Objective, rows: Rows, batch: Rows, names: Iterable[str], key: Key
+        self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
     ) -> tuple[Tensors, float]:
-        """Gradient in the tensors ``names``, and value, of the mean loss over ``batch``, some of ``rows``."""
+        """Gradient and value of the mean loss over ``batch``, some of the visit's pairs."""
         loss, backbone = self._find(objective), self._model.backbone
         if loss.needs_reference:
-            self._references.fill_training(batch, rows)
+            self._references.fill_training(batch, visit.rows)
         backbone.load(tensors)
-        backbone.train_only(names)
+        backbone.train_only(visit.ownership.names(Owner.SHARED, Owner.PERSONAL))
         with dropout(backbone, trunk=True):
             backbone.grad.zero_()
             figures = self._backward(batch, loss, {**loss.memory, **objective.settings}, key)
@@ -156,3 +153,23 @@ class LossTrainer:
                 start += len(group)
         mean = float(values.detach().mean())
         return {"loss": mean, **{name: float(value) for name, value in figures.items()}}
+
+
+class ChoiceTrainer(LossTrainer):
+    """Trains on :data:`prefed.train.losses.CHOICE`.
+
+    Every other objective is refused with ``ValueError``.
+    """
+
+    def _find(self, objective: Objective) -> PairLoss:
+        if objective.name != CHOICE.name:
+            raise ValueError(
+                f"objective {objective.name!r} reads log-probabilities of responses, and these pairs are a "
+                f"selector's: it trains on {CHOICE.name!r} only"
+            )
+        return CHOICE
+
+    def _batch(
+        self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairScoreCache
+    ) -> ChoiceBatch:
+        return ChoiceBatch(outputs, torch.from_numpy(self._model.signs(rows)).to(outputs.device))

@@ -1,7 +1,14 @@
-"""The plain path: padded batches through the model's own forward, logits of completion rows, log-softmax."""
+"""The plain path: padded batches through the model's own forward, logits of completion rows, log-softmax.
+
+The prompt of a selector's pair is the instruction with the query. Branch 1 shows the pair's first response
+as A and the second as B. Branch 2 swaps them. Each branch ends with the letter that says "the first is
+better". The forward passes return what a loss on choices reads: the log-odds of that letter against the
+other one.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +17,10 @@ import torch
 
 from prefed.data import Pair
 from prefed.models import Backbone
-from prefed.models.taste_map import tasting
+from prefed.models.tastes import tasting
+
+Letters = tuple[int, int]
+"""Token ids of the letters A and B."""
 
 
 def pad(
@@ -68,8 +78,8 @@ def shifted(completion: torch.Tensor) -> torch.Tensor:
     return torch.cat([completion[:, 1:], torch.zeros_like(completion[:, :1])], 1)
 
 
-class PaddedForward:
-    """Summed log-probability of every response, for any causal language model."""
+class PairForward(ABC):
+    """From pairs to the numbers that losses read, through one model."""
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
@@ -82,7 +92,7 @@ class PaddedForward:
         rewards: bool = False,
         tastes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """From pairs to the numbers that losses read.
+        """The forward pass of B pairs, as one batch.
 
         Args:
             rejected: ``False`` leaves the rejected responses out; their columns are 0.
@@ -90,8 +100,24 @@ class PaddedForward:
             tastes: ``[B, d_z]``, of each pair; ``None`` for a model that takes none.
 
         Returns:
-            ``[B, 2]``, or ``[B, 4]`` with ``rewards``; see :func:`prefed.train.packed.top_outputs`.
+            ``[B, 2]`` fp32: log π(y_w|x) and log π(y_l|x), in nats, end-of-text included. With ``rewards``
+            ``[B, 4]``: the reward head's h2(x, y_w) and h2(x, y_l) follow. Of choices: for each presentation
+            order, the log-odds that the first response is better.
         """
+        return self._forward(pairs, rejected, rewards, tastes)
+
+    @abstractmethod
+    def _forward(
+        self, pairs: Sequence[Pair], rejected: bool, rewards: bool, tastes: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+
+class PaddedForward(PairForward):
+    """Summed log-probability of every response, for any causal language model."""
+
+    def _forward(
+        self, pairs: Sequence[Pair], rejected: bool, rewards: bool, tastes: torch.Tensor | None
+    ) -> torch.Tensor:
         backbone = self.backbone
         ids, attention, completion = pad(pairs, rejected=rejected, device=backbone.device)
         predicting = shifted(completion)
@@ -116,3 +142,31 @@ class PaddedForward:
         if rejected:
             return torch.cat([column.view(-1, 2) for column in columns], 1)
         return torch.cat([torch.stack([column, torch.zeros_like(column)], 1) for column in columns], 1)
+
+
+class PaddedChoices(PaddedForward):
+    """Choices of any causal language model: padded batches through its own forward, logits of last rows."""
+
+    def __init__(self, backbone: Backbone, letters: Letters) -> None:
+        super().__init__(backbone)
+        self._letters = torch.tensor(letters, device=backbone.device)
+
+    def _forward(
+        self, pairs: Sequence[Pair], rejected: bool, rewards: bool, tastes: torch.Tensor | None
+    ) -> torch.Tensor:
+        # A sequence that fills the context has no place for the letter itself.
+        inputs = [Pair(prompt, first[:-1], second[:-1]) for prompt, first, second in pairs]
+        ids, attention, _ = pad(inputs, device=self.backbone.device)
+        last = attention.bool() & ~shifted(attention).bool()
+        with tasting(self.backbone.taste_map, by_response(tastes)):
+            logits, _ = logits_at(self.backbone.causal, last, input_ids=ids, attention_mask=attention)
+        targets = [int(branch[-1]) for pair in pairs for branch in (pair.chosen, pair.rejected)]
+        return log_odds(
+            logits[:, self._letters].float(), torch.tensor(targets, device=ids.device), self._letters
+        )
+
+
+def log_odds(logits: torch.Tensor, targets: torch.Tensor, letters: torch.Tensor) -> torch.Tensor:
+    """``[2B, 2]`` logits of A and B, and the ``[2B]`` letters that name the first response → ``[B, 2]``."""
+    margin = logits[:, 0] - logits[:, 1]
+    return torch.where(targets == letters[0], margin, -margin).view(-1, 2)

@@ -1,8 +1,9 @@
-"""Preference pairs through the backbone, by row of a token set."""
+"""Preference pairs through the backbone, by row of a token set; the reference's numbers, computed once."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +11,9 @@ import torch
 
 from prefed.data import Pair, TokenSet
 from prefed.models import Backbone
-from prefed.train.choices import Letters, PackedChoices, PaddedChoices
-from prefed.train.packed import PackedForward, enable_packing
-from prefed.train.padded import PaddedForward
-from prefed.train.pair_cache import Rows
+from prefed.train.packed import PackedChoices, PackedForward, enable_packing
+from prefed.train.padded import Letters, PaddedChoices, PaddedForward, PairForward
+from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 
 _log = logging.getLogger("prefed")
 
@@ -142,7 +142,7 @@ def longest_sequence(tokens: TokenSet, rows: Rows | None = None) -> int:
 
 def choose_forward(
     backbone: Backbone, *, fast: bool, longest: int, letters: Letters | None = None
-) -> PackedForward | PaddedForward:
+) -> PairForward:
     """The packed path where the model's family allows it, else the plain one. The log says why, once.
 
     Args:
@@ -171,3 +171,60 @@ def _obstacle(backbone: Backbone, longest: int) -> str:
     if head.bias is not None:
         return "the head has a bias"
     return "" if enable_packing(backbone) else "the model does not take registered attention functions"
+
+
+class ReferenceLogprobs:
+    """log π_ref of both responses of every pair; of a choice, the untouched model's log-odds in both orders.
+
+    The last digits of a log-probability depend on the pairs that go through the model with it. Scoring and
+    training group pairs differently, so each has a cache of its own.
+
+    Attributes:
+        scoring: the numbers that scoring reads.
+        training: the numbers that steps read.
+        one_by_one: for training, each pair goes through the model by itself. That costs little on a CPU;
+            other devices would be idle.
+    """
+
+    def __init__(self, model: PairModel, folder: Path | None, name: str) -> None:
+        self._model = model
+        self.scoring = PairScoreCache(len(model.tokens), folder, name)
+        self.training = PairScoreCache(len(model.tokens), folder, f"{name}-training")
+        self.one_by_one = model.backbone.device.type == "cpu"
+
+    def fill_scoring(self, rows: Rows) -> None:
+        """Compute the numbers of ``rows`` for scoring, all of them if one is missing.
+
+        Scoring takes a client's whole split, so a split's rows always go through in the same groups. The
+        policy goes through in these groups too: where the two are the same model, their numbers are equal to
+        the bit.
+        """
+        if self.scoring.missing(rows):
+            self._compute(self.scoring, [rows])
+
+    def fill_training(self, rows: Rows, client_rows: Rows) -> None:
+        """Compute the numbers of ``rows`` for training, of as few other pairs as possible.
+
+        Only the client's pairs decide which pairs go through the model together. So a pair's numbers are the
+        same to the bit in any order of steps, and after a kill. ``client_rows`` are all pairs of the client,
+        ``rows`` among them.
+        """
+        if not self.training.missing(rows):
+            return
+        blocks = (
+            split_rows(np.unique(rows), 1) if self.one_by_one else self._model.groups(np.sort(client_rows))
+        )
+        self._compute(
+            self.training,
+            [block for block in blocks if np.isin(block, rows).any() and self.training.missing(block)],
+        )
+
+    def _compute(self, cache: PairScoreCache, blocks: list[Rows]) -> None:
+        """Put the numbers of ``blocks`` into ``cache``; each block goes through the model by itself."""
+        backbone = self._model.backbone
+        backbone.load(backbone.reference)
+        # Only the first two numbers are stored. But with a reward head the policy is scored with its rewards,
+        # which packs the batch in another way. The reference is packed like the policy, for equal bits.
+        rewards = backbone.reward is not None
+        values = [self._model.outputs(block, rewards=rewards)[:, :2] for block in blocks]
+        cache.put(np.concatenate(blocks), np.concatenate(values))

@@ -3,43 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed.core import Key, Objective, Owner, Ownership, Phase, PhaseResult, Tensors
+from prefed.core import Key, Objective, Ownership, Phase, PhaseResult, Round, Tensors, Upload
+from prefed.core.tensors import Layered
 from prefed.data import ResponseEncoder, Template, TokenSet
 from prefed.models import Backbone
-from prefed.train.choice_trainer import ChoiceTrainer
-from prefed.train.latent_trainer import LatentTrainer, Z
-from prefed.train.loss_trainer import LossTrainer
+from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer
 from prefed.train.losses import LATENT, PPO
 from prefed.train.metrics import ChoiceScores, PairScores
 from prefed.train.pair_cache import Rows
-from prefed.train.pair_model import PairModel
-from prefed.train.ppo import PPOTrainer, RolloutCache
-from prefed.train.references import ReferenceLogprobs
-from prefed.train.response_features import ResponseFeatures
+from prefed.train.pair_model import PairModel, ReferenceLogprobs
+from prefed.train.ppo import PPOTrainer
 from prefed.train.rewards import Rewards
-from prefed.train.steps import first_loss_scale
+from prefed.train.steps import Visit, first_loss_scale
+from prefed.train.tastes import LatentTrainer, ResponseFeatures, Z
 
 
 class ObjectiveTrainer(Protocol):
     """Trains on some of the objectives."""
 
-    def train(
-        self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, rollout_cache: RolloutCache
-    ) -> PhaseResult:
-        """Run ``phase`` from ``tensors`` (full layout) on the pairs ``rows``, at least one."""
+    def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
+        """Run ``phase`` from ``tensors`` (full layout) on the visit's pairs, at least one."""
 
     def gradient(
-        self, tensors: Tensors, objective: Objective, rows: Rows, batch: Rows, names: Iterable[str], key: Key
+        self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
     ) -> tuple[Tensors, float]:
-        """Gradient in the tensors ``names``, and value, of the mean loss over ``batch``, some of ``rows``."""
+        """Gradient and value of the mean loss over ``batch``, some of the visit's pairs."""
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean loss over ``rows``, without dropout."""
@@ -101,51 +98,13 @@ class PairTrainer:
             self._latent = LatentTrainer(self.model, self.references, features)
             self.trainers = {LATENT.name: self._latent}
 
-    def _trainer(self, objective: Objective) -> ObjectiveTrainer:
+    def trainer(self, objective: Objective) -> ObjectiveTrainer:
+        """The trainer of that objective."""
         return self.trainers.get(objective.name, self._loss_trainer)
 
-    def train(
-        self,
-        tensors: Tensors,
-        phase: Phase,
-        rows: Rows,
-        key: Key,
-        ownership: Ownership,
-        rollout_cache: RolloutCache | None = None,
-    ) -> PhaseResult:
-        """Run one phase from ``tensors`` (full layout) on the pairs ``rows``.
-
-        The key of :func:`prefed.train.steps.batches` is ``key.at("phase", phase.name)``.
-
-        Args:
-            rollout_cache: shared by all phases of a visit; ``None`` if this is the visit's only phase.
-
-        Raises:
-            ValueError: the phase trains a frozen tensor.
-        """
-        phase.check(ownership)
-        trainer = self._trainer(phase.objective)
-        return trainer.train(tensors, phase, _not_empty(rows), key, rollout_cache or RolloutCache())
-
-    def gradient(
-        self,
-        tensors: Tensors,
-        objective: Objective,
-        rows: Rows,
-        key: Key,
-        ownership: Ownership,
-        *,
-        batch_size: int = 0,
-    ) -> tuple[Tensors, float]:
-        """Gradient (full layout, zero where frozen) and value of the mean loss over one batch of ``rows``.
-
-        ``batch_size`` 0 takes all rows; otherwise that many are drawn without replacement at ``key``.
-        """
-        names = ownership.names(Owner.SHARED, Owner.PERSONAL)
-        batch = _not_empty(rows)
-        if 0 < batch_size < len(rows):
-            batch = key.at("batches").numpy().choice(rows, batch_size, replace=False)
-        return self._trainer(objective).gradient(tensors, objective, rows, batch, names, key)
+    def visit(self, rows: Rows, key: Key, ownership: Ownership) -> PairVisit:
+        """A visit to the pairs ``rows``."""
+        return PairVisit(rows, key, ownership, self)
 
     def score(self, tensors: Tensors, rows: Rows) -> PairScores | ChoiceScores:
         """What ``tensors`` and the untouched model give to ``rows``, without dropout.
@@ -201,7 +160,7 @@ class PairTrainer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``tensors`` infer of a client's taste from ``rows``, all its training pairs.
 
-        Arguments and result are those of :meth:`prefed.train.latent_trainer.LatentTrainer.posteriors`.
+        Arguments and result are those of :meth:`prefed.train.tastes.LatentTrainer.posteriors`.
 
         Raises:
             ValueError: the model has no latent taste.
@@ -216,7 +175,81 @@ class PairTrainer:
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean loss over ``rows`` as one batch, without dropout."""
-        return self._trainer(objective).loss(tensors, objective, _not_empty(rows))
+        return self.trainer(objective).loss(tensors, objective, _not_empty(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class PairVisit(Visit):
+    """A visit to some pairs of a :class:`PairTrainer`: everything that trains goes through here."""
+
+    pair_trainer: PairTrainer
+
+    def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
+        """Run one phase from ``tensors`` (full layout).
+
+        The key of :func:`prefed.train.steps.batches` is ``key.at("phase", phase.name)``.
+
+        Raises:
+            ValueError: the phase trains a frozen tensor, or there are no pairs.
+        """
+        phase.check(self.ownership)
+        _not_empty(self.rows)
+        return self.pair_trainer.trainer(phase.objective).train(self, tensors, phase)
+
+    def gradient(
+        self, tensors: Tensors, objective: Objective, *, batch_size: int = 0, name: str | None = None
+    ) -> tuple[Tensors, float]:
+        """Gradient (full layout, zero where frozen) and value of the mean loss over one batch.
+
+        ``batch_size`` 0 takes all pairs; otherwise that many are drawn without replacement at
+        ``key.at(name)``, or at ``key`` if there is no name.
+        """
+        batch, key = _not_empty(self.rows), self.key if name is None else self.key.at(name)
+        if 0 < batch_size < len(batch):
+            batch = key.at("batches").numpy().choice(batch, batch_size, replace=False)
+        return self.pair_trainer.trainer(objective).gradient(self, tensors, objective, batch, key)
+
+
+@dataclass(frozen=True, eq=False)
+class ClientPairTrainer(PairVisit):
+    """A client's visit, as methods see it: core's ``ClientTrainer`` over real data."""
+
+    client: str
+    validation_rows: Rows
+    round: Round
+
+    @property
+    def size(self) -> int:
+        """Number of training pairs."""
+        return len(self.rows)
+
+    @property
+    def initial(self) -> Tensors:
+        """The tensors that every client starts from."""
+        return self.pair_trainer.backbone.initial
+
+    def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
+        """Mean loss over a split; a client without validation pairs uses its training pairs."""
+        validate = split == "validation" and len(self.validation_rows)
+        return self.pair_trainer.loss(tensors, objective, self.validation_rows if validate else self.rows)
+
+    def posteriors(
+        self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """μ and log σ² after contexts of training pairs, which are the same ones in every round."""
+        key = Key(self.round.key.seed).at("contexts").at("client", self.client)
+        return self.pair_trainer.posteriors(tensors, objective, self.rows, key, pairs)
+
+    def assemble(self, *groups: Tensors) -> Tensors:
+        """``initial`` with the given tensors put in, later groups over earlier ones."""
+        if isinstance(self.initial, Layered):
+            # A large model: what is put together is only ever copied into the backbone.
+            return Layered(self.initial.layout, self.initial, *groups)
+        return self.initial.replace(*groups)
+
+    def upload(self, tensors: Mapping[str, Tensors], scalars: Mapping[str, float] | None = None) -> Upload:
+        """An upload from this client in this round, weighted by its training pairs."""
+        return Upload(self.client, float(self.size), tensors, scalars or {}, self.round.number)
 
 
 def _encoder(backbone: Backbone) -> ResponseEncoder:

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
-from prefed.models import ModelError
+from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
+from prefed.data import Pair
+from prefed.models import Backbone, ModelError
+from prefed.models.tastes import tasting
+from prefed.train.logprobs import token_terms
 from prefed.train.losses import PPO
 from prefed.train.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
+from prefed.train.packed import Packing, trunk_hidden
+from prefed.train.padded import PaddedForward, PairForward, by_response, logits_at, pad, shifted
 from prefed.train.pair_cache import Rows, TokenLogprobCache
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards
-from prefed.train.steps import PhaseSteps, backward, batches, read_gradient
-from prefed.train.tokenwise import TokenOutputs, token_outputs
+from prefed.train.steps import PhaseSteps, Visit, backward, batches, read_gradient
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """The M completion tokens of a batch, pair by pair, the chosen response's before the rejected one's.
+
+    Attributes:
+        logprobs: ``[M]`` log π of each, in nats.
+        values: ``[M]`` the critic's value of the state before each token.
+        entropies: ``[M]`` entropy of the policy in that state, in nats.
+    """
+
+    logprobs: torch.Tensor
+    values: torch.Tensor
+    entropies: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -39,13 +60,6 @@ class _PairRollouts:
         return self.tokens.take(torch.cat([self.index[int(row)] for row in rows]))
 
 
-@dataclass
-class RolloutCache:
-    """The rollout that all phases of one visit share; ``None`` until the first of them computes it."""
-
-    rollouts: _PairRollouts | None = None
-
-
 class PPOTrainer:
     """Trains on the objective ``ppo``.
 
@@ -60,16 +74,16 @@ class PPOTrainer:
     def __init__(self, model: PairModel, rewards: Rewards | None, folder: Path | None, name: str) -> None:
         self._model, self._rewards = model, rewards
         self._folder, self._name = folder, name
+        # All phases of a visit share the rollout that the first of them computes.
+        self._rollouts: WeakKeyDictionary[Visit, _PairRollouts] = WeakKeyDictionary()
 
     @cached_property
     def _reference(self) -> TokenLogprobCache:
         tokens = self._model.tokens.lengths[:, 1:].sum(1, dtype=np.int64)
         return TokenLogprobCache(tokens, self._folder, self._name)
 
-    def train(
-        self, tensors: Tensors, phase: Phase, rows: Rows, key: Key, rollout_cache: RolloutCache
-    ) -> PhaseResult:
-        """Run ``phase`` from ``tensors`` on ``rows``; see :meth:`prefed.train.PairTrainer.train`.
+    def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
+        """Run ``phase`` from ``tensors``.
 
         π_old is the policy that the visit's first phase starts from, also in the phases that follow. A phase
         ends early where a batch's mean of ρ − 1 − log ρ is above 1.5 times ``target_kl``; it does not step on
@@ -82,16 +96,16 @@ class PPOTrainer:
             ModelError: there is no reward model, or the model has no critic.
         """
         settings = PPO.resolve(phase.objective.settings)
-        backbone, key = self._model.backbone, key.at("phase", phase.name)
+        backbone, rows = self._model.backbone, visit.rows
         scores = self._scores(rows)
-        plan = list(batches(rows, phase, key))
+        plan = list(batches(rows, phase, visit.key.at("phase", phase.name)))
         self._load(tensors, rows, rows, settings)
         # A visit's first phase needs the features of all rows, a later one those of its own batches.
-        used = rows if rollout_cache.rollouts is None else rows[np.isin(rows, np.concatenate(plan))]
+        start = self._rollouts.get(visit)
+        used = rows if start is None else rows[np.isin(rows, np.concatenate(plan))]
         features = None if backbone.trains_trunk(phase.train) else self._model.features(used)
-        rollout_cache.rollouts = start = rollout_cache.rollouts or self._roll_out(
-            rows, scores, settings, features
-        )
+        if start is None:
+            start = self._rollouts[visit] = self._roll_out(rows, scores, settings, features)
         steps = PhaseSteps(backbone, phase)
         stopped = False
         for batch in plan:
@@ -108,13 +122,18 @@ class PPOTrainer:
         return steps.result({}, stopped=float(stopped))
 
     def gradient(
-        self, tensors: Tensors, objective: Objective, rows: Rows, batch: Rows, names: Iterable[str], key: Key
+        self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
     ) -> tuple[Tensors, float]:
-        """Gradient in the tensors ``names``, and value, of the loss of a first step on ``batch``.
+        """Gradient and value of the loss of a first step on ``batch``, with ``tensors`` as π_old.
 
-        ``tensors`` make π_old. Rewards are standardised over all ``rows`` of the client. ``key`` is not used,
-        because there is no dropout.
+        Rewards are standardised over all pairs of the visit. ``key`` is not used: there is no dropout.
         """
+        names = visit.ownership.names(Owner.SHARED, Owner.PERSONAL)
+        return self._gradient(tensors, objective, visit.rows, batch, names)
+
+    def _gradient(
+        self, tensors: Tensors, objective: Objective, rows: Rows, batch: Rows, names: Iterable[str]
+    ) -> tuple[Tensors, float]:
         settings = PPO.resolve(objective.settings)
         self._load(tensors, batch, rows, settings)
         taken = np.isin(rows, batch)
@@ -128,7 +147,7 @@ class PPOTrainer:
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """The loss of a first step on all ``rows``."""
-        return self.gradient(tensors, objective, rows, rows, (), Key(0))[1]
+        return self._gradient(tensors, objective, rows, rows, ())[1]
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         """``[n, 2]`` rewards R of the responses."""
@@ -217,3 +236,48 @@ class PPOTrainer:
             for name, value in figures.items():
                 sums[name] += float(value) * len(losses) / total
         return dict(sums)
+
+
+def token_outputs(
+    backbone: Backbone,
+    forward: PairForward,
+    pairs: Sequence[Pair],
+    features: Sequence[torch.Tensor] | None = None,
+    tastes: torch.Tensor | None = None,
+) -> TokenOutputs:
+    """The completion tokens of ``pairs`` under the tensors in the model.
+
+    Args:
+        backbone: a model with the part ``"value"``.
+        features: the trunk's output for each pair (:meth:`prefed.train.packed.PackedForward.features`);
+            ``None`` runs the trunk.
+        tastes: ``[B, d_z]``, of each pair; ``None`` for a model that takes none.
+    """
+    if isinstance(forward, PaddedForward):
+        return _plain(backbone, pairs, tastes)
+    packing = Packing.of(pairs, device=backbone.device)
+    hidden = trunk_hidden(backbone, packing, tastes) if features is None else torch.cat(list(features))
+    assert backbone.final is not None
+    final = backbone.final.norm(hidden)[packing.pick]
+    weight = backbone.causal.get_output_embeddings().weight
+    logprobs, entropies = token_terms(final, weight, packing.targets)
+    return TokenOutputs(logprobs, _values(backbone, final), entropies)
+
+
+def _plain(backbone: Backbone, pairs: Sequence[Pair], tastes: torch.Tensor | None) -> TokenOutputs:
+    """Padded batches through the model's own forward, logits of completion rows."""
+    ids, attention, completion = pad(pairs, device=backbone.device)
+    # The position before a token predicts it.
+    at = shifted(completion)
+    with tasting(backbone.taste_map, by_response(tastes)):
+        logits, out = logits_at(
+            backbone.causal, at, input_ids=ids, attention_mask=attention, output_hidden_states=True
+        )
+    every = logits.float().log_softmax(1)
+    logprobs, entropies = every.gather(1, ids[completion][:, None])[:, 0], -(every.exp() * every).sum(1)
+    return TokenOutputs(logprobs, _values(backbone, out.hidden_states[-1][at]), entropies)
+
+
+def _values(backbone: Backbone, final: torch.Tensor) -> torch.Tensor:
+    weight, bias = backbone.parameters["value/weight"], backbone.parameters["value/bias"]
+    return F.linear(final.float(), weight, bias)[:, 0]

@@ -17,11 +17,10 @@ from prefed.data import ClientData, ClientSizes, FederatedDataset, ResponseEncod
 from prefed.models import Backbone, ModelError
 from prefed.models.adapters import save_adapter
 from prefed.models.parts import WEIGHTS
-from prefed.train.client_trainer import ClientPairTrainer
 from prefed.train.metrics import ChoiceScores, PairScores
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import longest_sequence
-from prefed.train.pair_trainer import PairTrainer
+from prefed.train.pair_trainer import ClientPairTrainer, PairTrainer
 from prefed.train.rewards import Rewards
 
 _log = logging.getLogger("prefed")
@@ -103,7 +102,7 @@ class PairTrainerFactory:
     def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientPairTrainer:
         """The trainer of one client in one exchange of a round; ``"pooled"`` is all clients as one."""
         data = self._data(client)
-        return ClientPairTrainer(self.pair_trainer, client, data.train, data.validation, now, key, ownership)
+        return ClientPairTrainer(data.train, key, ownership, self.pair_trainer, client, data.validation, now)
 
     def score(
         self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]

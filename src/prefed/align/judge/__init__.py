@@ -4,8 +4,15 @@ A judge is asked about both orders of the two responses, and :func:`outcome` mak
 verdicts.
 """
 
-from prefed.align.judge.base import Judge, JudgeError, Question, Verdict, outcome
-from prefed.align.judge.templates import TEMPLATES, PairTemplate
+from prefed.align.judge.questions import (
+    TEMPLATES,
+    Judge,
+    JudgeError,
+    PairTemplate,
+    Question,
+    Verdict,
+    outcome,
+)
 
 __all__ = [
     "TEMPLATES",

@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from prefed.align.judge.base import JudgeError, Question, Verdict
-from prefed.align.judge.templates import get_template
+from prefed.align.judge.questions import JudgeError, Question, Verdict, get_template
 
 URL = "https://api.openai.com/v1"
 RETRIES = 6
@@ -34,7 +33,7 @@ class EndpointJudge:
     Args:
         model: the model's name at the endpoint.
         url: the endpoint, up to and with ``/v1``.
-        template: a name of :data:`~prefed.align.judge.templates.TEMPLATES`.
+        template: a name of :data:`~prefed.align.judge.questions.TEMPLATES`.
         max_tokens: of an answer.
         key_variable: the environment's variable that holds the key. The key goes to the endpoint alone; it is
             neither stored nor shown. An endpoint of one's own may need none.

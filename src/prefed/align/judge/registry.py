@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from pydantic import Field
 
-from prefed.align.judge.base import Judge
 from prefed.align.judge.endpoint import URL, EndpointJudge
+from prefed.align.judge.questions import Judge
 from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 
@@ -17,7 +17,7 @@ class JudgeOptions(StrictModel):
 
     Attributes:
         url: of an endpoint, up to and with ``/v1``.
-        template: how a language model is asked, a name of :data:`~prefed.align.judge.templates.TEMPLATES`.
+        template: how a language model is asked, a name of :data:`~prefed.align.judge.questions.TEMPLATES`.
         judge_tokens: of a language model's answer at most.
         key_variable: the environment's variable with an endpoint's key.
         timeout: seconds to wait for an endpoint's answer.
@@ -38,7 +38,7 @@ class JudgeOptions(StrictModel):
 
 
 def _reward(argument: str, options: JudgeOptions) -> Judge:
-    from prefed.align.judge.reward import RewardJudge
+    from prefed.align.judge.local import RewardJudge
     from prefed.models.pretrained import find_device
 
     return RewardJudge(argument, find_device(options.device))

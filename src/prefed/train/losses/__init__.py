@@ -4,10 +4,21 @@ The loss of selectors reads log-odds of choices.
 """
 
 from prefed.train.losses.batch import LossOutput, PairBatch, reward_figures
-from prefed.train.losses.choices import ChoiceBatch, choice
-from prefed.train.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
-from prefed.train.losses.pdpo import pdpo
-from prefed.train.losses.reference_free import orpo, sft, simpo
+from prefed.train.losses.preference import (
+    ChoiceBatch,
+    cdpo,
+    choice,
+    dpo,
+    hinge,
+    ipo,
+    kto_pair,
+    odpo,
+    orpo,
+    pdpo,
+    robust,
+    sft,
+    simpo,
+)
 from prefed.train.losses.registry import CHOICE, LATENT, OBJECTIVES, PPO, ObjectiveSpec, PairLoss, objective
 
 __all__ = [

@@ -10,11 +10,22 @@ from typing import Any
 
 from prefed.core.text import did_you_mean
 from prefed.train.losses.batch import LossOutput, PairBatch
-from prefed.train.losses.choices import ChoiceBatch, choice
-from prefed.train.losses.dpo_family import cdpo, dpo, hinge, ipo, kto_pair, odpo, robust
-from prefed.train.losses.latent import CAPS, PRIORS
-from prefed.train.losses.pdpo import pdpo
-from prefed.train.losses.reference_free import orpo, sft, simpo
+from prefed.train.losses.preference import (
+    ChoiceBatch,
+    cdpo,
+    choice,
+    dpo,
+    hinge,
+    ipo,
+    kto_pair,
+    odpo,
+    orpo,
+    pdpo,
+    robust,
+    sft,
+    simpo,
+)
+from prefed.train.losses.tastes import CAPS, PRIORS
 
 
 @dataclass(frozen=True)
@@ -208,9 +219,9 @@ LATENT = ObjectiveSpec(
 )
 """The objective of selectors with a latent taste z. It is not in :data:`OBJECTIVES`: it reads contexts too.
 
-See :mod:`prefed.train.losses.latent`. Its settings: ``beta``, ``pull`` and ``orthogonality``, the weights β,
-λ and γ of the terms; ``capped``, a place in :data:`~prefed.train.losses.latent.CAPS`, and ``prior``, one in
-:data:`~prefed.train.losses.latent.PRIORS`; ``logit_dropout``, the share of pairs whose base log-odds are
+See :mod:`prefed.train.losses.tastes`. Its settings: ``beta``, ``pull`` and ``orthogonality``, the weights β,
+λ and γ of the terms; ``capped``, a place in :data:`~prefed.train.losses.tastes.CAPS`, and ``prior``, one in
+:data:`~prefed.train.losses.tastes.PRIORS`; ``logit_dropout``, the share of pairs whose base log-odds are
 left out in a step; ``samples``, K of the estimate of a mixture's KL; ``temperature``, τ of the mixture's
 weights;
 ``label``, the number of the client's prototype, and ``own``, of the client among its peers, −1 for none.

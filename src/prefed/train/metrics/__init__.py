@@ -1,37 +1,33 @@
 """Metrics of models on preference pairs, per client and over clients."""
 
-from prefed.train.metrics.choices import (
-    ChoiceScores,
-    choice_metrics,
-    jury_metrics,
-    majority,
-    selector_metrics,
-)
 from prefed.train.metrics.clients import (
+    COLLAPSE_REMEDY,
     FederatedMetric,
     Spread,
-    federated_metric,
-    federated_metrics,
-    not_finite_counts,
-    spread,
-)
-from prefed.train.metrics.messages import (
-    COLLAPSE_REMEDY,
     collapse_warning,
     divergence_warning,
+    federated_metric,
+    federated_metrics,
     flat_loss_warning,
+    not_finite_counts,
     small_clients_note,
+    spread,
 )
+from prefed.train.metrics.intervals import mean_interval, seed_interval
 from prefed.train.metrics.pairs import (
     ACCURACY_METRICS,
     CHOICE_METRICS,
     MEAN_METRICS,
     POLICY_METRICS,
     REWARD_METRICS,
+    ChoiceScores,
     PairScores,
+    choice_metrics,
     client_metrics,
+    jury_metrics,
+    majority,
+    selector_metrics,
 )
-from prefed.train.metrics.precision import mean_interval, seed_interval
 
 __all__ = [
     "ACCURACY_METRICS",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefed.train.metrics.precision import CONFIDENCE
+from prefed.train.metrics.intervals import CONFIDENCE
 
 LENGTH_NOTE = (
     "length-controlled: a logistic fit on tanh(length difference / its standard deviation), read at equal "
@@ -51,7 +51,7 @@ def win_rate(outcomes: Sequence[float | None], prompts: Sequence[Hashable] | Non
     """The win rate of one run, with the interval for other prompts.
 
     The interval does not hold what another seed of training would change; for that see
-    :func:`~prefed.train.metrics.precision.seed_interval`. Verdicts on one prompt are not independent. Where
+    :func:`~prefed.train.metrics.intervals.seed_interval`. Verdicts on one prompt are not independent. Where
     prompts are repeated, the verdicts count as :func:`effective_share` of their number.
 
     Args:

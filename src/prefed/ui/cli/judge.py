@@ -100,7 +100,7 @@ def judge(
     with usage():
         split_name(judge)
     from prefed.align.judge.endpoint import URL
-    from prefed.align.judge.templates import criterion_template, get_template
+    from prefed.align.judge.questions import criterion_template, get_template
     from prefed.models.notices import silence_transformers
     from prefed.runs.judge import Comparison
     from prefed.runs.judge import judge as judge_run

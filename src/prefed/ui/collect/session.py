@@ -11,7 +11,7 @@ from prefed.core import Key
 from prefed.core.text import control_character
 from prefed.data.prompts import plain_prompt
 from prefed.runs.journal import Journal
-from prefed.train.metrics.agreement import Agreement, agreement
+from prefed.train.metrics.intervals import Agreement, agreement
 from prefed.ui.collect.choices import Choices
 from prefed.ui.collect.errors import CollectError
 from prefed.ui.collect.questions import Question, Questions

@@ -1,14 +1,102 @@
-"""How a language model is asked which of two responses is better, and how its answer is read."""
+"""What a judge is asked and what it answers; templates for language models; prompts and references."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from prefed.align.judge.base import Question, Verdict
 from prefed.core.text import did_you_mean
-from prefed.data import dialogue
+from prefed.data import Columns, DataError, Prompt, Source, dialogue
+from prefed.data.prompts import read_prompts
+
+_T = TypeVar("_T")
+
+
+class JudgeError(RuntimeError):
+    """A judge cannot go on; the message says why and what to do. The verdicts that it gave are kept."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Two responses to a prompt, in the order in which the judge sees them.
+
+    Attributes:
+        fields: further columns of the prompt's row, which a selector's template may show.
+    """
+
+    prompt: Prompt
+    first: str
+    second: str
+    fields: Mapping[str, str | float | int] = field(default_factory=dict)
+
+    def swapped(self) -> Question:
+        """The same question in the other order."""
+        return replace(self, first=self.second, second=self.first)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's answer to a question.
+
+    Attributes:
+        preference: 1 where the first response is better, 0 where the second is, 0.5 for a tie; ``None`` if
+            the answer cannot be used.
+        text: the judge's own words or figures; of an answer that cannot be used also why.
+    """
+
+    preference: float | None
+    text: str
+
+
+class Judge(Protocol):
+    """Compares responses."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What its verdicts depend on, as JSON has it: judging goes on only with an equal one."""
+
+    def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
+        """A verdict for every question, in their order, each as soon as it is there.
+
+        Raises:
+            JudgeError: (on the way) the judge cannot answer at all.
+        """
+
+
+def outcome(forward: Verdict, backward: Verdict) -> float | None:
+    """The outcome of two verdicts, on a question and on the same question swapped.
+
+    It is 1 if both prefer the question's first response, 0 if both prefer its second, and a tie, 0.5, if
+    they disagree. ``None`` if either cannot be used.
+
+    >>> always_first = Verdict(1.0, "A"), Verdict(1.0, "A")
+    >>> outcome(*always_first), outcome(Verdict(1.0, "A"), Verdict(0.0, "B"))
+    (0.5, 1.0)
+    """
+    if forward.preference is None or backward.preference is None:
+        return None
+    mirrored = 1.0 - backward.preference
+    return forward.preference if forward.preference == mirrored else 0.5
+
+
+def by_score(first: float, second: float, text: str) -> Verdict:
+    """The verdict of a judge that scores: the higher score is better, and equal scores are a tie."""
+    return Verdict(0.5 if first == second else float(first > second), text)
+
+
+def blocks(items: Iterable[_T], size: int) -> Iterator[Sequence[_T]]:
+    """Consecutive blocks of ``size`` items; the last one may be shorter.
+
+    >>> list(blocks("abcde", 2))
+    [('a', 'b'), ('c', 'd'), ('e',)]
+    """
+    iterator = iter(items)
+    while block := tuple(islice(iterator, size)):
+        yield block
 
 
 @dataclass(frozen=True)
@@ -208,3 +296,71 @@ def criterion_template(criterion: str, template: str, judge: str) -> str:
             f"--criterion {criterion}: only a language model decides by it, not --judge {judge!r}"
         )
     return criterion
+
+
+@dataclass(frozen=True)
+class NumberedPrompt:
+    """A prompt.
+
+    Attributes:
+        row: its number among the prompts of its file or folder, from 1.
+        extra: the other columns that hold numbers or short texts.
+    """
+
+    row: int
+    prompt: Prompt
+    extra: dict[str, str | float | int] = field(default_factory=dict)
+
+
+def numbered_prompts(
+    path: Path, column: str | None = None, encoding: str = "utf-8", usual: str = "auto"
+) -> list[NumberedPrompt]:
+    """The prompts of a file, as :func:`prefed.data.prompts.read_prompts` reads them.
+
+    Args:
+        path: a file or a folder.
+        column: of the prompts; left out: ``prompt``, or the prompt of preference pairs.
+        encoding, usual: of text files, and the format of preference pairs.
+
+    Raises:
+        DataError: there is no such file, or a row has no prompt.
+    """
+    columns = None if column is None else Columns(prompt=column)
+    source = Source(path=str(path), columns=columns)
+    rows = read_prompts(source, encoding, usual, naming="--prompt-column NAME")
+    return [NumberedPrompt(n, row.prompt, dict(row.extra)) for n, (row, _) in enumerate(rows, 1)]
+
+
+def references(
+    path: Path,
+    column: str,
+    prompts: Sequence[NumberedPrompt],
+    prompt_column: str | None = None,
+    encoding: str = "utf-8",
+) -> list[str]:
+    """The reference answer to each prompt: the answer of the row with the same number.
+
+    A row names its prompt too, and it must be the same one: an answer to another prompt is never compared.
+
+    Args:
+        column: of the answers.
+        prompt_column: of the prompts; left out: ``prompt``.
+        encoding: of text files.
+
+    Raises:
+        DataError: a row has another prompt or no answer, or there are not as many rows as prompts.
+    """
+    source = Source(path=str(path), columns=Columns(prompt=prompt_column, chosen=column))
+    answers = []
+    for number, (row, location) in enumerate(read_prompts(source, encoding), 1):
+        if number <= len(prompts) and row.prompt != prompts[number - 1].prompt:
+            raise DataError(f"{location}: its prompt is not prompt {number}; row k is the answer to prompt k")
+        if row.response is None:
+            raise DataError(f"{location}: no answer in column {column!r}; name another with --column")
+        answers.append(row.response)
+    if len(answers) != len(prompts):
+        raise DataError(
+            f"{path}: {len(answers):,} rows, and there are {len(prompts):,} prompts; row k is the answer to "
+            "prompt k"
+        )
+    return answers

@@ -1,0 +1,254 @@
+"""Stage ``tastes``, and one generation of completions: its files, and a taste for each prompt.
+
+Tastes are drawn from what clients sent to the server, and from nothing else. Without tastes there is a single
+generation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from prefed.align.alignment import Alignment, KnownTastes
+from prefed.align.policy import AlignError, read_state
+from prefed.align.stages import Figures, Stage, dumps, rows_in
+from prefed.core import Key, Tensors, files
+
+KNOWN = "tastes.json"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The taste with which a prompt is completed, and its completions are labelled.
+
+    Attributes:
+        z: ``[d_z]``.
+        origin: ``{"client": ID}`` or ``{"prototype": K}``, from which it was drawn.
+    """
+
+    z: torch.Tensor
+    origin: Mapping[str, str | int] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**self.origin, "z": self.z.tolist()}
+
+
+def parse_drawn(row: Mapping[str, Any]) -> Drawn:
+    """The taste that :meth:`Drawn.plain` made a row of."""
+    return Drawn(torch.tensor(row["z"]), {name: row[name] for name in ("client", "prototype") if name in row})
+
+
+def check_told(tastes: str, clients: Collection[str], labelled: Collection[str]) -> None:
+    """Refuse tastes to draw from of which there are none.
+
+    Args:
+        tastes: as :func:`draw` takes it.
+        clients: those that tell the server a posterior.
+        labelled: those that have a prototype.
+
+    Raises:
+        AlignError: no client told a posterior, or none has a prototype.
+    """
+    if tastes == "prototypes" and not labelled:
+        raise AlignError(
+            "[align] tastes = 'prototypes': the run has none; take 'posteriors', or a run of fedvpa with "
+            "prototypes = true"
+        )
+    if tastes == "posteriors" and not clients:
+        raise AlignError(
+            "[align] tastes = 'posteriors': no client told the server of its taste; each has fewer "
+            "pairs than [privacy] minimum_pairs"
+        )
+
+
+def draw(known: KnownTastes, tastes: str, key: Key) -> Drawn:
+    """A taste for a prompt.
+
+    Args:
+        tastes: ``"posteriors"`` takes any client with equal probability, and z ~ N(μ̄, σ̄²) of that client;
+            ``"prototypes"`` takes a prototype, each as often as clients have it.
+        key: the randomness of the prompt.
+
+    Raises:
+        AlignError: see :func:`check_told`.
+    """
+    check_told(tastes, known.posteriors, known.labels)
+    generator = key.numpy()
+    if tastes == "prototypes":
+        numbers = [known.labels[client] for client in sorted(known.labels)]
+        number = numbers[int(generator.integers(len(numbers)))]
+        return Drawn(known.prototypes[number], {"prototype": number})
+    clients = sorted(known.posteriors)
+    client = clients[int(generator.integers(len(clients)))]
+    mean, log_variance = known.posteriors[client]
+    noise = torch.from_numpy(generator.standard_normal(len(mean))).to(mean.dtype)
+    return Drawn(mean + (log_variance / 2).exp() * noise, {"client": client})
+
+
+def dumps_tastes(known: KnownTastes) -> bytes:
+    """The tastes as a JSON file has them; :func:`load_tastes` gives them back to the bit."""
+    content = {
+        "population": known.population.tolist(),
+        "clients": {
+            client: {"mean": mean.tolist(), "log_variance": log_variance.tolist()}
+            for client, (mean, log_variance) in sorted(known.posteriors.items())
+        },
+        "prototypes": known.prototypes.tolist(),
+        "labels": {client: known.labels[client] for client in sorted(known.labels)},
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def load_tastes(folder: Path) -> KnownTastes:
+    """The tastes that the stage left in an alignment's folder.
+
+    Raises:
+        AlignError: the file is missing or damaged.
+    """
+    path = folder / KNOWN
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        population = torch.tensor(content["population"])
+        return KnownTastes(
+            population,
+            {
+                client: (torch.tensor(own["mean"]), torch.tensor(own["log_variance"]))
+                for client, own in content["clients"].items()
+            },
+            torch.tensor(content["prototypes"]).reshape(-1, len(population)),
+            {client: int(label) for client, label in content["labels"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AlignError(
+            f"{path} is missing or damaged ({error}); do the stage again: --stage tastes"
+        ) from error
+
+
+def _keep_tastes(alignment: Alignment) -> Figures:
+    assert alignment.tastes is not None
+    known = alignment.tastes()
+    # Whoever may read a posterior can judge as its client would.
+    files.write(alignment.folder / KNOWN, dumps_tastes(known), mode=0o600)
+    return {"clients": len(known.posteriors), "prototypes": len(known.prototypes)}
+
+
+STAGE = Stage("tastes", ("selectors",), lambda alignment: {}, (KNOWN,), _keep_tastes)
+
+
+TASTES, LABELS, STATE = "tastes.jsonl", "labels.jsonl", "train.state"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Where the files of a generation lie, and what it draws with.
+
+    Attributes:
+        number: from 1; ``None`` for the single one of a policy that takes no taste.
+    """
+
+    number: int | None = None
+
+    def stage(self, name: str) -> str:
+        """The name of its stage of this kind.
+
+        >>> Generation().stage("labels"), Generation(2).stage("labels")
+        ('labels', 'labels-2')
+        """
+        return name if self.number is None else f"{name}-{self.number}"
+
+    def file(self, name: str) -> str:
+        """The path of its file of this name, in the alignment's folder.
+
+        >>> Generation().file("labels.jsonl"), Generation(2).file("labels.jsonl")
+        ('labels.jsonl', 'generations/2/labels.jsonl')
+        """
+        return name if self.number is None else f"generations/{self.number}/{name}"
+
+    def path(self, alignment: Alignment, name: str) -> Path:
+        """Its file of this name."""
+        return alignment.folder / self.file(name)
+
+    def key(self, alignment: Alignment) -> Key:
+        """Its randomness."""
+        return alignment.key if self.number is None else alignment.key.at("generation", self.number)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The stages of earlier generations that this one goes on from.
+
+        >>> Generation(1).inputs, Generation(3).inputs
+        ((), ('labels-1', 'train-2'))
+        """
+        return () if self.before is None else ("labels-1", self.before.stage("train"))
+
+    @property
+    def before(self) -> Generation | None:
+        """The generation before; ``None`` for the first one."""
+        return Generation(self.number - 1) if self.number and self.number > 1 else None
+
+    def draw_tastes(self, alignment: Alignment, prompts: Iterable[tuple[int, int]]) -> dict[int, Drawn]:
+        """Draw a taste for each prompt, and write :data:`TASTES`.
+
+        Args:
+            prompts: the prompts' numbers, with a hash that names the randomness of each: what is drawn for a
+                prompt does not depend on the others.
+        """
+        tastes = alignment.config.tastes
+        assert tastes is not None
+        assert self.number is not None
+        known, key = load_tastes(alignment.folder), alignment.key
+        drawn = {
+            number: draw(known, tastes, key.at("taste", name).at("generation", self.number))
+            for number, name in prompts
+        }
+        path = self.path(alignment, TASTES)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = ({"index": number, **own.plain()} for number, own in drawn.items())
+        files.write(path, dumps(rows), mode=0o600)
+        return drawn
+
+    def tastes(self, alignment: Alignment) -> dict[int, Drawn] | None:
+        """Number of a prompt → the taste that was drawn for it; ``None`` where the policy takes none."""
+        if self.number is None:
+            return None
+        return {row["index"]: parse_drawn(row) for row in rows_in(self.path(alignment, TASTES))}
+
+
+def policy_before(alignment: Alignment, generation: Generation) -> Tensors:
+    """The policy (full layout) with which a numbered generation begins."""
+    if generation.before is None:
+        return alignment.policy.initial
+    path = generation.before.path(alignment, STATE)
+    tensors, _, _ = read_state(path, generation.before.stage("train"))
+    return tensors
+
+
+def held_out(alignment: Alignment, prompts: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """The numbers of the prompts that are not trained on: a share of those given, drawn by the seed.
+
+    Args:
+        prompts: numbers of prompts; one may be there several times.
+    """
+    numbers, share = np.unique(np.asarray(prompts, np.int64)), alignment.config.held_out
+    # With a share above 0 at least one prompt is held out, and at least one is trained on.
+    count = min(max(round(share * len(numbers)), 1), len(numbers) - 1) if share else 0
+    return alignment.key.at("held out").numpy().permutation(numbers)[:count]
+
+
+def held_out_prompts(alignment: Alignment) -> frozenset[int]:
+    """The held-out prompts of a policy that takes a taste: of those with a label in the first generation."""
+    rows = rows_in(Generation(1).path(alignment, LABELS))
+    return frozenset(held_out(alignment, [row["index"] for row in rows]).tolist())
+
+
+def at_prompts(drawn: dict[int, Drawn] | None, prompts: Iterable[int]) -> torch.Tensor | None:
+    """``[n, d_z]`` the tastes of prompts; ``None`` where none are drawn."""
+    return None if drawn is None else torch.stack([drawn[number].z for number in prompts])

@@ -1,0 +1,319 @@
+"""Losses on preference pairs: DPO and its variants, KTO, PDPO, SimPO, ORPO, SFT; and the loss of selectors.
+
+Losses with a reference read Δ_ir = [log π_θ(y_w|x) − log π_ref(y_w|x)] − [log π_θ(y_l|x) − log π_ref(y_l|x)].
+β Δ_ir is the difference of the implicit rewards. Distributed DPO (arXiv:2605.20696) prints β on the policy
+term only, in both of its algorithms. Here β multiplies the whole of Δ_ir, as in DPO itself.
+
+SimPO and ORPO read log-probabilities per completion token: p̄ = log π_θ(y|x) / |y|.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import F, torch
+from prefed.train.losses.batch import LossOutput, PairBatch, implicit_reward_figures, reward_figures
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def dpo(batch: PairBatch, *, beta: float) -> LossOutput:
+    """−log σ(β Δ_ir): DPO (arXiv:2305.18290), eq. 7.
+
+    At the start, where the policy is the reference, the loss is log 2.
+
+    >>> at_rest = torch.tensor([-5.0])
+    >>> batch = PairBatch(at_rest, torch.tensor([2]), at_rest, torch.tensor([2]), at_rest, at_rest)
+    >>> dpo(batch, beta=0.1)[0]
+    tensor([0.6931])
+    """
+    return -F.logsigmoid(beta * batch.delta), implicit_reward_figures(batch, beta)
+
+
+def cdpo(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
+    """−(1−ε) log σ(β Δ_ir) − ε log σ(−β Δ_ir): conservative DPO (Mitchell 2023, "A note on DPO with noisy
+    preferences"), eq. 3.
+
+    ε is the probability that a label is flipped. The loss has its minimum at σ(β Δ_ir) = 1 − ε, so a pair is
+    not pushed further than its label deserves.
+    """
+    logits = beta * batch.delta
+    loss = -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
+    return loss, implicit_reward_figures(batch, beta)
+
+
+def robust(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
+    """[−(1−ε) log σ(β Δ_ir) + ε log σ(−β Δ_ir)] / (1 − 2ε): robust DPO (arXiv:2403.00409).
+
+    ε is below ½. If labels are flipped with probability ε, the expected loss is the DPO loss on clean labels.
+    """
+    logits = beta * batch.delta
+    clean, flipped = -F.logsigmoid(logits), -F.logsigmoid(-logits)
+    loss = ((1 - label_smoothing) * clean - label_smoothing * flipped) / (1 - 2 * label_smoothing)
+    return loss, implicit_reward_figures(batch, beta)
+
+
+def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> LossOutput:
+    """−log σ(β Δ_ir − α f(margin)): DPO with an offset (ODPO, arXiv:2402.10571).
+
+    The implicit rewards must differ by at least the offset α f(margin). So a pair whose chosen response is
+    much better counts for more. f is the logarithm, as in the paper's experiments; a margin below 1 then
+    gives a negative offset. With ``log_margin`` 0, f is the identity.
+
+    Args:
+        alpha: α ≥ 0; 0 is DPO.
+        log_margin: 1 for f = log, 0 for f = identity.
+
+    Raises:
+        ValueError: a pair has no margin, or with ``log_margin`` one that is not above 0.
+    """
+    margin = batch.need("margin")
+    missing = torch.isnan(margin)
+    if bool(missing.any()):
+        raise ValueError(
+            f"{int(missing.sum())} of {len(batch)} pairs have no margin; "
+            "odpo reads it from the data's margin column"
+        )
+    if log_margin:
+        if bool((margin <= 0).any()):
+            raise ValueError(
+                f"odpo takes the logarithm of the margin, and one is {float(margin.min()):g}; "
+                "set log_margin to 0 to use margins as they are"
+            )
+        margin = margin.log()
+    return -F.logsigmoid(beta * batch.delta - alpha * margin), implicit_reward_figures(batch, beta)
+
+
+def hinge(batch: PairBatch, *, beta: float) -> LossOutput:
+    """max(0, 1 − β Δ_ir): SLiC's hinge (arXiv:2305.10425) on DPO's implicit rewards (RSO, arXiv:2309.06657).
+
+    A pair whose implicit rewards differ by 1 or more has no gradient.
+    """
+    return torch.relu(1 - beta * batch.delta), implicit_reward_figures(batch, beta)
+
+
+def ipo(batch: PairBatch, *, beta: float) -> LossOutput:
+    """(h − 1 / (2β))²: IPO (arXiv:2310.12036), eq. 17, whose τ is ``beta``.
+
+    h is the difference of the log-ratios per completion token. The paper prints sums, with which the loss
+    would grow with the responses' length. Its authors confirmed the averages, and TRL uses them too.
+    """
+    chosen = batch.chosen_ratio / batch.chosen_length.clamp(min=1)
+    rejected = batch.rejected_ratio / batch.need("rejected_length").clamp(min=1)
+    return (chosen - rejected - 1 / (2 * beta)) ** 2, implicit_reward_figures(batch, beta)
+
+
+def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: float) -> LossOutput:
+    """½ [λ_D σ(−β (r_w − z_l)) + λ_U σ(−β (z_w − r_l))]: KTO (arXiv:2402.01306), eq. 7, on pairs.
+
+    r_w and r_l are the log-ratios of the chosen and the rejected response. The baselines are taken over the
+    batch: z_l = max(0, mean r_l) for the chosen responses and z_w = max(0, mean r_w) for the rejected ones.
+    So no response enters its own baseline, and each pair's loss depends on its batch. As in the paper, no
+    gradient goes through the baselines.
+
+    Args:
+        desirable: λ_D, the weight of the chosen responses.
+        undesirable: λ_U, the weight of the rejected ones.
+    """
+    chosen, rejected = batch.chosen_ratio, batch.rejected_ratio
+    above, below = chosen.detach().mean().clamp(min=0), rejected.detach().mean().clamp(min=0)
+    gain = desirable * torch.sigmoid(-beta * (chosen - below))
+    cost = undesirable * torch.sigmoid(-beta * (above - rejected))
+    return (gain + cost) / 2, {
+        **implicit_reward_figures(batch, beta),
+        "baseline_chosen": below,
+        "baseline_rejected": above,
+    }
+
+
+def sft(batch: PairBatch) -> LossOutput:
+    """Next-token loss on y_w: the loss of FedBiscuit's FedAvg baseline (ICLR 2025).
+
+    The loss of a pair is −log π_θ(y_w|x) · B / Σ |y_w|. Its mean over the B pairs is the mean over the
+    batch's tokens, −Σ log π_θ(y_w|x) / Σ |y_w|. So every token of a batch has the same weight, as in TRL and
+    Transformers, and a pair's loss depends on the lengths of the others.
+
+    >>> loss, figures = sft(PairBatch(torch.tensor([-6.0, -2.0]), torch.tensor([3, 1])))
+    >>> loss, loss.mean() == figures["nll"] == 8 / 4
+    (tensor([3., 1.]), tensor(True))
+    """
+    loss = -batch.policy_chosen * (len(batch) / batch.chosen_length.sum().clamp(min=1))
+    return loss, {"nll": loss.detach().mean()}
+
+
+def simpo(batch: PairBatch, *, beta: float, gamma: float) -> LossOutput:
+    """−log σ(β p̄_w − β p̄_l − γ): SimPO (arXiv:2405.14734), eq. 6.
+
+    Args:
+        beta: β. It multiplies averages per token and is therefore larger than DPO's: 2 to 10.
+        gamma: γ, the margin by which the rewards must differ.
+    """
+    chosen, rejected = beta * batch.average_chosen, beta * batch.average_rejected
+    return -F.logsigmoid(chosen - rejected - gamma), reward_figures(chosen, rejected)
+
+
+def orpo(batch: PairBatch, *, beta: float) -> LossOutput:
+    """−p̄_w − β log σ(log odds(y_w|x) − log odds(y_l|x)): ORPO (arXiv:2403.07691), eqs. 6 and 7.
+
+    odds = P / (1 − P) with log P = p̄; ``beta`` is the paper's λ. The likelihood term is the mean over the
+    chosen completion's tokens; TRL takes it over prompt and completion.
+    """
+    chosen, rejected = batch.average_chosen, batch.average_rejected
+    ratio = F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    return -chosen - beta * ratio, {
+        **reward_figures(beta * chosen, beta * rejected),
+        "nll": -chosen.detach().mean(),
+        "odds_ratio": -ratio.detach().mean(),
+    }
+
+
+def _log_odds(log_p: Tensor) -> Tensor:
+    """Log (P / (1 − P)) from log P ≤ 0; finite for P = 1 too."""
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
+    # Each form of log(1 − e^x) is accurate on one side of −log 2 only.
+    complement = torch.where(
+        log_p < -math.log(2), torch.log1p(-torch.exp(log_p)), torch.log(-torch.expm1(log_p))
+    )
+    return log_p - complement
+
+
+MOMENTUM = 0.95
+"""Of the moving average that the scale s is."""
+EPSILON = 1e-8
+"""ε in the ratio that s follows."""
+
+
+def pdpo(
+    batch: PairBatch,
+    *,
+    beta: float,
+    weight: float,
+    exclude: float,
+    k: float,
+    most: float,
+    scale_least: float,
+    scale_most: float,
+    scale: float,
+) -> LossOutput:
+    """−log σ(β Δ), Δ = Δ_ir + w_r s Δ_er: PDPO (FedPDPO, arXiv:2603.19741), eqs. 4 to 8.
+
+    Δ_er is the reward head's score of the chosen response minus its score of the rejected one. s brings Δ_er
+    to the size of Δ_ir. It is the exponential moving average of mean|Δ_ir| / (mean|Δ_er| + ε) over the steps,
+    this batch included, with momentum 0.95. No gradient goes through it. Eq. 7 does not bound the ratio:
+    with ``scale_least`` and ``scale_most`` both 0 the loss is exactly the paper's.
+
+    With exclusion, the pairs that :func:`outliers` marks have loss 0. The other pairs' losses are scaled up,
+    so that the mean over the batch is the mean over these other pairs.
+
+    Args:
+        batch: with ``reward_chosen`` and ``reward_rejected``.
+        weight: w_r ≥ 0; 0 is DPO, apart from exclusion.
+        exclude: 1 to exclude outliers, 0 to keep every pair.
+        k: a pair further than this many standard deviations from the mean is an outlier.
+        most: the largest share of a batch that may be excluded.
+        scale_least: lower bound on the ratio; 0 for no bound.
+        scale_most: upper bound on the ratio, at least ``scale_least``; 0 for no bound.
+        scale: s after the last step; 1 before the first.
+
+    >>> zero, one = torch.zeros(1), torch.ones(1)
+    >>> batch = PairBatch(zero, one, zero, one, zero, zero, reward_chosen=one, reward_rejected=zero)
+    >>> bounds = {"scale_least": 0.1, "scale_most": 10.0}
+    >>> loss, figures = pdpo(batch, beta=1.0, weight=0.8, exclude=1, k=2.0, most=0.5, scale=1.0, **bounds)
+    >>> figures["scale"], torch.equal(loss, -F.logsigmoid(0.8 * figures["scale"] * one))
+    (tensor(0.9550), True)
+    """
+    implicit = batch.delta
+    explicit = batch.need("reward_chosen") - batch.need("reward_rejected")
+    implicit_margin, explicit_margin = implicit.detach(), explicit.detach()
+    ratio = implicit_margin.abs().mean() / (explicit_margin.abs().mean() + EPSILON)
+    new_scale = MOMENTUM * scale + (1 - MOMENTUM) * ratio.clamp(scale_least, scale_most or math.inf)
+    delta = implicit + weight * new_scale * explicit
+    loss = -F.logsigmoid(beta * delta)
+    excluded = torch.zeros_like(delta, dtype=torch.bool)
+    if exclude:
+        excluded = outliers(delta.detach(), k, most)
+        loss = torch.where(excluded, 0.0, loss * (len(batch) / (~excluded).sum()))
+    return loss, {
+        **implicit_reward_figures(batch, beta),
+        "implicit_margin": implicit_margin.mean(),
+        "explicit_margin": explicit_margin.mean(),
+        "agreement": (implicit_margin * explicit_margin > 0).to(implicit_margin.dtype).mean(),
+        "excluded": excluded.to(implicit_margin.dtype).mean(),
+        "scale": new_scale,
+    }
+
+
+def outliers(delta: Tensor, k: float, most: float) -> Tensor:
+    """Mark the pairs that lie more than ``k`` standard deviations from the mean of their batch.
+
+    If these are more than the share ``most`` of the batch, only the furthest are marked, as many as the share
+    allows.
+
+    Args:
+        delta: ``[B]``, without gradient. The standard deviation is the batch's own (divisor B), so with k = 2
+            no pair of a batch of five or fewer can be an outlier.
+        k: above 0.
+        most: at least 0 and below 1.
+
+    Returns:
+        ``[B]`` bool.
+
+    >>> outliers(torch.tensor([0.0, 0, 0, 0, 0, 0, 9]), 2.0, 0.5).tolist()
+    [False, False, False, False, False, False, True]
+    """
+    # Equal margins must have a deviation of exactly 0. That needs float64, which not every device has.
+    wide = delta.to("cpu", torch.float64)
+    away = (wide - wide.mean()).abs()
+    far = away > k * wide.std(correction=0)
+    allowed = int(most * len(wide))
+    if int(far.sum()) > allowed:
+        far = torch.zeros_like(far)
+        far[away.sort(descending=True, stable=True).indices[:allowed]] = True
+    return far.to(delta.device)
+
+
+@dataclass(frozen=True)
+class ChoiceBatch:
+    """B pairs, each presented in both orders.
+
+    Attributes:
+        orders: ``[B, 2]`` for each order the log-odds, in nats, that the pair's first response is better. The
+            first is the one that comes first in alphabetical order.
+        sign: ``[B]`` +1 where the first response is the chosen one, −1 where it is the rejected one.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+
+    orders: Tensor
+    sign: Tensor
+
+    def __post_init__(self) -> None:
+        if self.orders.shape != (len(self), 2) or self.sign.shape != (len(self),):
+            shapes = f"{tuple(self.orders.shape)} and {tuple(self.sign.shape)}"
+            raise ValueError(f"orders and sign have shapes {shapes}; expected (B, 2) and (B,)")
+
+    def __len__(self) -> int:
+        return self.sign.numel()
+
+
+def choice(batch: ChoiceBatch) -> LossOutput:
+    """Cross-entropy over the two letters, the mean over both orders: FedBiscuit (ICLR 2025), eq. 3.
+
+    A softmax over two logits is σ of their difference. So the loss of an order is −log σ(log-odds of the
+    chosen response). Figures: ``accuracy``, the share of pairs whose mean log-odds favour the chosen response
+    (a tie counts as wrong), and ``margin``, the mean of these.
+
+    >>> import torch
+    >>> orders = torch.tensor([[0.0, 0.0], [-2.0, 0.0]])
+    >>> loss, figures = choice(ChoiceBatch(orders, torch.tensor([1.0, -1.0])))
+    >>> loss, figures["accuracy"].item(), figures["margin"].item()
+    (tensor([0.6931, 0.4100]), 0.5, 0.5)
+    """
+    chosen = batch.sign[:, None] * batch.orders
+    margin = chosen.detach().mean(1)
+    figures = {"accuracy": (margin > 0).to(margin.dtype).mean(), "margin": margin.mean()}
+    return -F.logsigmoid(chosen).mean(1), figures

@@ -1,0 +1,482 @@
+"""Phases of a selector with a latent taste z, and what it infers of a client (FedVPA-GP, arXiv:2605.30873).
+
+z of a step comes from a context: training pairs of the client that the step does not judge. Its draws are
+named, and each is made only where it is used: so a term that is switched off changes no other draw.
+
+The selector reads h, the hidden state of a response under the frozen model: the last layer's output after the
+final norm, its mean over the response's tokens or that at its end-of-text token. h is computed once per pair
+and kept with the run. A file holds 2 · d floats of each pair. They come from texts, so the file is as private
+as these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
+from prefed.data import Pair
+from prefed.data.responses import ResponseEncoder
+from prefed.models.tastes import CAP, PROTOTYPES, VariationalSelector
+from prefed.models.tastes import LATENT as TASTE
+from prefed.train.losses import CHOICE, LATENT, ChoiceBatch
+from prefed.train.losses.tastes import (
+    CAPS,
+    PRIORS,
+    Gaussian,
+    gumbel,
+    mixture_kl,
+    mixture_kl_bound,
+    mixture_log_weights,
+    orthogonality,
+    prototype_pull,
+    standard_kl,
+)
+from prefed.train.packed import PackedForward, Packing, trunk_hidden
+from prefed.train.padded import logits_at, pad
+from prefed.train.pair_cache import Rows, TokenLogprobCache, split_rows
+from prefed.train.pair_model import PairModel, ReferenceLogprobs
+from prefed.train.steps import PhaseSteps, Visit, backward, batches, dropout, make_optimizer, read_gradient
+
+BLOCK = 512
+"""Pairs whose token ids are in memory at a time."""
+
+
+class HiddenStateCache(TokenLogprobCache):
+    """Two hidden states of every record; see :class:`TokenLogprobCache`.
+
+    Args:
+        width: numbers of a hidden state.
+    """
+
+    suffix = ".h32"
+
+    def __init__(self, records: int, width: int, folder: Path | None = None, name: str = "") -> None:
+        super().__init__(np.full(records, 2 * width, np.int64), folder, name)
+
+
+class ResponseFeatures:
+    """h of both responses of every pair, in alphabetical order: no label has any part in them.
+
+    Args:
+        model: the pairs, and the model, which :meth:`fill` changes to its untouched tensors.
+        encoder: gives the token ids of the responses.
+        folder: where to keep them; ``None`` keeps them in memory.
+        name: tells apart caches of different models or data in one folder.
+    """
+
+    def __init__(self, model: PairModel, encoder: ResponseEncoder, folder: Path | None, name: str) -> None:
+        self._model, self._encoder, self._folder, self._name = model, encoder, folder, name
+        self._mean = model.backbone.config.variational.pool == "mean"
+
+    @cached_property
+    def _cache(self) -> HiddenStateCache:
+        width = self._model.backbone.width
+        pool = self._model.backbone.config.variational.pool
+        return HiddenStateCache(len(self._model.tokens), width, self._folder, f"{self._name}-{pool}")
+
+    def fill(self, rows: Rows) -> None:
+        """Compute what is missing of ``rows``, all training or all held-out pairs of a client.
+
+        On a CPU each pair goes through the model by itself. Elsewhere the rows' sorted order decides which
+        pairs go through together. So the numbers are the same to the bit in any order of clients, and after a
+        kill: those of a group are stored before the next group begins.
+        """
+        if not self._cache.missing(rows):
+            return
+        backbone = self._model.backbone
+        backbone.load(backbone.reference)
+        for block in split_rows(np.sort(rows), BLOCK):
+            pairs = self._encoder.encode([self._model.tokens.record(int(row)) for row in block])
+            for group in self._groups(pairs):
+                if self._cache.missing(block[group]):
+                    with torch.no_grad():
+                        hidden = self._hidden(pairs[group])
+                    self._cache.put(block[group], hidden.float().cpu().numpy())
+
+    def get(self, rows: Rows) -> torch.Tensor:
+        """``[n, 2, d]`` float32 on the model's device; the rows have been filled."""
+        width = self._model.backbone.width
+        hidden = torch.from_numpy(self._cache.get(rows).reshape(len(rows), 2, width))
+        return hidden.to(self._model.backbone.device)
+
+    def _groups(self, pairs: list[Pair]) -> list[slice]:
+        """Stretches of ``pairs`` that go through the model together."""
+        if self._model.backbone.device.type == "cpu":
+            return [slice(k, k + 1) for k in range(len(pairs))]
+        groups, start, total = [], 0, 0
+        for end, pair in enumerate(pairs):
+            tokens = sum(map(len, pair))
+            if total + tokens > self._model.max_tokens and end > start:
+                groups.append(slice(start, end))
+                start, total = end, 0
+            total += tokens
+        return [*groups, slice(start, len(pairs))]
+
+    def _hidden(self, pairs: list[Pair]) -> torch.Tensor:
+        """``[n, 2, d]``."""
+        packed = isinstance(self._model.forward, PackedForward)
+        return (self._packed(pairs) if packed else self._padded(pairs)).view(len(pairs), 2, -1)
+
+    def _packed(self, pairs: list[Pair]) -> torch.Tensor:
+        backbone = self._model.backbone
+        assert backbone.final is not None
+        if self._mean:
+            packing = Packing.of(pairs, whole=True, device=backbone.device)
+            final = backbone.final.norm(trunk_hidden(backbone, packing)).float()
+            rows, responses = packing.pooling(True)
+            total = torch.zeros(2 * len(pairs), final.shape[1], device=final.device)
+            counts = torch.bincount(responses, minlength=2 * len(pairs))
+            return total.index_add(0, responses, final[rows]) / counts[:, None]
+        # The packing's last token is a target that the model does not read: end-of-text comes before it.
+        more = [
+            Pair(p.prompt, np.append(p.chosen, p.chosen[-1]), np.append(p.rejected, p.rejected[-1]))
+            for p in pairs
+        ]
+        packing = Packing.of(more, ends=True, device=backbone.device)
+        hidden: torch.Tensor = backbone.final.norm(trunk_hidden(backbone, packing))
+        return hidden
+
+    def _padded(self, pairs: list[Pair]) -> torch.Tensor:
+        backbone = self._model.backbone
+        ids, attention, completion = pad(pairs, device=backbone.device)
+        none = torch.zeros_like(completion)
+        _, outputs = logits_at(
+            backbone.causal, none, input_ids=ids, attention_mask=attention, output_hidden_states=True
+        )
+        final: torch.Tensor = outputs.hidden_states[-1]
+        if final.dim() > 3:  # Gemma 3n has four streams, joined after the last block
+            final = backbone.trunk(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
+        if self._mean:
+            weights = completion[..., None].float()
+            return (final.float() * weights).sum(1) / weights.sum(1)
+        return final[torch.arange(len(ids), device=ids.device), attention.sum(1) - 1]
+
+
+PEERS = "peers"
+"""The group of :attr:`Phase.constants` with the clients' posteriors, in the order of their ids.
+
+It holds ``peers/mean`` and ``peers/log_variance``, each ``[N, d_z]``, and ``peers/present`` ``[N]``: 1 where
+a client has a posterior, else 0.
+"""
+TRUST = "trust/logits"
+"""The tensor of :attr:`Phase.beside`: ``[N]`` log π, one number per client."""
+
+
+class LatentPrior:
+    """The prior and its weights, which train beside the model.
+
+    Without a peer it is N(0, I), and the weights stay as they are. The client itself is no peer, whatever the
+    server says.
+
+    Args:
+        settings: those of the objective, complete.
+        phase: has the peers and the weights; ``None`` for N(0, I).
+    """
+
+    def __init__(
+        self, settings: Mapping[str, float], device: torch.device, phase: Phase | None = None
+    ) -> None:
+        self._settings, self._device = settings, device
+        self._before = None if phase is None else phase.beside
+        self._optimizer: torch.optim.Optimizer | None = None
+        peers = None if phase is None else phase.constants.get(PEERS)
+        kind = PRIORS[int(settings["prior"])]
+        if kind == "standard" or phase is None or phase.beside is None or peers is None:
+            return
+        self._clip = phase.optimizer.clip
+        present = peers["peers/present"] > 0
+        if settings["own"] >= 0:
+            present[int(settings["own"])] = False
+        if not bool(present.any()):
+            return
+        self._present = present.to(device)
+        self._peers = Gaussian(
+            *(peers[f"peers/{name}"].float().to(device) for name in ("mean", "log_variance"))
+        )
+        self._logits = torch.nn.Parameter(phase.beside[TRUST].float().to(device, copy=True))
+        rate = phase.rates.get(TRUST, phase.optimizer.lr)
+        self._optimizer = make_optimizer(phase.optimizer, [{"params": [self._logits], "lr": rate}])
+
+    def kl(self, q: Gaussian, key: Key) -> torch.Tensor:
+        """KL(q ‖ p) in nats: in closed form for N(0, I); an estimate or a bound for a mixture.
+
+        Its random numbers are drawn at ``key.at("gumbel")`` and ``key.at("kl")``.
+        """
+        if self._optimizer is None:
+            return standard_kl(q)
+        settings = self._settings
+        noise = gumbel(torch.rand(len(self._logits), generator=key.at("gumbel").torch())).to(self._device)
+        weights = mixture_log_weights(self._logits, noise, settings["temperature"], self._present)
+        if PRIORS[int(settings["prior"])] == "bound":
+            return mixture_kl_bound(q, self._peers, weights)
+        shape = (int(settings["samples"]), len(q.mean))
+        return mixture_kl(
+            q, self._peers, weights, torch.randn(shape, generator=key.at("kl").torch()).to(self._device)
+        )
+
+    def mean(self, width: int) -> torch.Tensor:
+        """``[d_z]`` the mean of the prior, without Gumbel noise."""
+        if self._optimizer is None:
+            return torch.zeros(width, device=self._device)
+        none = torch.zeros_like(self._logits)
+        weights = mixture_log_weights(self._logits, none, 1.0, self._present).exp().detach()
+        return weights @ self._peers.mean
+
+    def step(self, scale: float) -> None:
+        """Step the weights along their gradient, clipped by the phase's bound, if they have one.
+
+        Args:
+            scale: the loss scale that is in the gradient; 0 takes no step.
+        """
+        if self._optimizer is None or self._logits.grad is None:
+            return
+        if scale:
+            self._logits.grad.div_(scale)
+            if self._clip:
+                torch.nn.utils.clip_grad_norm_([self._logits], self._clip)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def beside(self) -> Tensors | None:
+        """The weights as they are."""
+        if self._optimizer is None or self._before is None:
+            return self._before
+        return Tensors.gather(self._before.layout, {TRUST: self._logits.to(self._before.flat.device)})
+
+
+CONTEXT = 16
+"""The most pairs of a context."""
+Z = f"{TASTE}/z"
+"""The tensor that holds the taste with which a model judges."""
+
+
+class LatentTrainer:
+    """Trains on the objective ``latent``, and gives log-odds at the taste that a model's tensors hold.
+
+    A batch has at most half of the client's pairs, so that a context is left.
+    """
+
+    def __init__(self, model: PairModel, references: ReferenceLogprobs, features: ResponseFeatures) -> None:
+        self._model, self._references, self._features = model, references, features
+        backbone = model.backbone
+        settings = backbone.config.variational
+        self._selector = VariationalSelector(settings, backbone.width)
+        self._weights: Mapping[str, torch.Tensor] = backbone.parameters
+        # With a LoRA the base log-odds change from step to step. h is the untouched model's all the same.
+        self._adapted = backbone.trains_trunk(backbone.layout.names)
+
+    def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
+        """Run ``phase`` from ``tensors``.
+
+        Returns:
+            Its figures are means over the steps: of the log-likelihood loss ``nll``, ``kl``, ``pull``,
+            ``orthogonality``, the posterior's mean ``log_variance``, ``accuracy`` and ``margin``.
+        """
+        settings = LATENT.resolve(phase.objective.settings)
+        backbone, rows = self._model.backbone, visit.rows
+        key = visit.key.at("phase", phase.name)
+        size = min(phase.batch_size * phase.accumulate, max(1, len(rows) // 2))
+        plan = list(batches(rows, replace(phase, batch_size=size, accumulate=1), key))
+        self._fill(rows, rows[np.isin(rows, np.concatenate(plan))])
+        backbone.load(tensors)
+        steps, prior = PhaseSteps(backbone, phase), LatentPrior(settings, backbone.device, phase)
+        with dropout(backbone, trunk=self._adapted):
+            for batch in plan:
+                backbone.grad.zero_()
+                figures = self._backward(rows, batch, settings, prior, key.at("step", steps.count))
+                scale = backbone.loss_scale
+                prior.step(scale if steps.take(batch, figures) else 0.0)
+        return replace(steps.result({}), beside=prior.beside())
+
+    def gradient(
+        self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
+    ) -> tuple[Tensors, float]:
+        """Gradient and value of the loss of a step on ``batch``, some of the visit's pairs.
+
+        The prior is N(0, I). If the batch holds all pairs, there is no context.
+        """
+        settings, backbone, rows = LATENT.resolve(objective.settings), self._model.backbone, visit.rows
+        self._fill(rows, batch)
+        backbone.load(tensors)
+        backbone.train_only(visit.ownership.names(Owner.SHARED, Owner.PERSONAL))
+        backbone.grad.zero_()
+        with dropout(backbone, trunk=self._adapted):
+            prior = LatentPrior(settings, backbone.device)
+            figures = self._backward(rows, batch, settings, prior, key)
+        return read_gradient(backbone), figures["loss"]
+
+    def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
+        """Mean log-likelihood loss over ``rows`` at the taste in ``tensors``, without dropout."""
+        orders = torch.from_numpy(self.orders(tensors, rows))
+        values, _ = CHOICE(ChoiceBatch(orders, torch.from_numpy(self._model.signs(rows))))
+        return float(values.mean())
+
+    def orders(self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None) -> npt.NDArray[np.float32]:
+        """``[n, 2]`` log-odds that the first response is better, in both presentation orders.
+
+        No label of ``rows`` is read. What does not depend on z is computed once for each pair.
+
+        Args:
+            z: the taste of all pairs ``[d_z]``, or of each ``[n, d_z]``; ``None`` for that in ``tensors``.
+
+        Raises:
+            ValueError: z has another shape.
+        """
+        backbone, width = self._model.backbone, self._selector.settings.latent
+        if z is not None and z.shape not in ((width,), (len(rows), width)):
+            raise ValueError(
+                f"z has the shape {list(z.shape)}; it takes [{width}] for one taste, "
+                f"or [{len(rows)}, {width}] for a taste per pair"
+            )
+        self._features.fill(rows)
+        self._references.fill_scoring(rows)
+        backbone.load(tensors)
+        base = torch.from_numpy(
+            self._model.outputs(rows) if self._adapted else self._references.scoring.get(rows)
+        )
+        taste = self._weights[Z] if z is None else z.to(backbone.device, torch.float32)
+        with torch.no_grad():
+            orders = self._selector.log_odds(
+                self._weights, self._features.get(rows), taste, base.to(backbone.device)
+            )
+        values: npt.NDArray[np.float32] = orders.cpu().numpy()
+        return values
+
+    def posteriors(
+        self, tensors: Tensors, objective: Objective, rows: Rows, key: Key, pairs: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """μ and log σ² after each of m even contexts of at most :data:`CONTEXT` pairs; each ``[m, d_z]``.
+
+        Args:
+            rows: all training pairs of a client.
+            key: the randomness of the contexts.
+            pairs: so many of the shuffled pairs, or all if there are fewer; ``None``: all.
+        """
+        capped = LATENT.resolve(objective.settings)["capped"]
+        order = key.numpy().permutation(np.sort(rows))[:pairs]
+        if not len(order):
+            none = torch.zeros(0, self._selector.settings.latent)
+            return none, none.clone()
+        self._features.fill(rows)
+        self._model.backbone.load(tensors)
+        contexts = np.array_split(order, -(-len(order) // CONTEXT))
+        with torch.no_grad():
+            found = [self._posterior(context, capped) for context in contexts]
+        means, log_variances = zip(*found, strict=True)
+        return torch.stack(means).cpu(), torch.stack(log_variances).cpu()
+
+    def _fill(self, rows: Rows, judged: Rows) -> None:
+        self._features.fill(rows)
+        if not self._adapted:
+            self._references.fill_training(judged, rows)
+
+    def _posterior(self, context: Rows, capped: float, generator: torch.Generator | None = None) -> Gaussian:
+        signs = self._signs(context)
+        features = self._selector.pair_features(self._weights, self._features.get(context), signs, generator)
+        kind = CAPS[int(capped)]
+        cap, soft = None if kind == "off" else CAP, kind == "soft"
+        return Gaussian(*self._selector.posterior(self._weights, features, cap=cap, soft=soft))
+
+    def _signs(self, rows: Rows) -> torch.Tensor:
+        return torch.from_numpy(self._model.signs(rows)).to(self._model.backbone.device)
+
+    def _backward(
+        self, rows: Rows, batch: Rows, settings: Mapping[str, float], prior: LatentPrior, key: Key
+    ) -> dict[str, float]:
+        """Add the gradient of a step's loss on ``batch`` to the gradient buffer."""
+        device = self._model.backbone.device
+        generator = key.at("dropout").torch(str(device))
+        context = draw_context(rows, batch, key, self._model.tokens.pairs)
+        z, terms, figures = self._taste(context, settings, prior, key, generator)
+        base, finish = self._base(batch, key)
+        keep = None
+        if share := settings["logit_dropout"]:
+            keep = (torch.rand(len(batch), generator=key.at("keep").torch()) >= share).float().to(device)
+        orders = self._selector.log_odds(self._weights, self._features.get(batch), z, base, keep, generator)
+        values, more = CHOICE(ChoiceBatch(orders, self._signs(batch)))
+        loss = values.mean() + terms
+        backward(self._model.backbone, loss)
+        finish()
+        figures |= {"loss": loss, "nll": values.mean(), **more}
+        return {name: float(value.detach()) for name, value in figures.items()}
+
+    def _taste(
+        self,
+        context: Rows,
+        settings: Mapping[str, float],
+        prior: LatentPrior,
+        key: Key,
+        generator: torch.Generator,
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Z of a step, the terms of the loss beside the likelihood, and their figures."""
+        device, width = self._model.backbone.device, self._selector.settings.latent
+        terms, figures = torch.zeros((), device=device), {}
+        prototypes = self._weights.get(PROTOTYPES)
+        if prototypes is not None:
+            figures["orthogonality"] = orthogonality(prototypes, self._selector.settings.scale)
+            terms = terms + settings["orthogonality"] * figures["orthogonality"]
+        if not len(context):
+            return prior.mean(width), terms, figures
+        q = self._posterior(context, settings["capped"], generator)
+        z = q.sample(torch.randn(width, generator=key.at("z").torch()).to(device))
+        figures |= {"kl": prior.kl(q, key), "log_variance": q.log_variance.mean()}
+        terms = terms + settings["beta"] * figures["kl"]
+        if prototypes is not None and settings["label"] >= 0:
+            figures["pull"] = prototype_pull(z, prototypes[int(settings["label"])])
+            terms = terms + settings["pull"] * figures["pull"]
+        return z, terms, figures
+
+    def _base(self, batch: Rows, key: Key) -> tuple[torch.Tensor, Callable[[], None]]:
+        """``[n, 2]`` log-odds of the model without z, and what carries their gradient on into a LoRA."""
+        model = self._model
+        if not self._adapted:
+            base = torch.from_numpy(self._references.training.get(batch)).to(model.backbone.device)
+            return base, lambda: None
+        groups = model.groups(batch)
+
+        def forward(number: int) -> torch.Tensor:
+            torch.manual_seed(key.at("dropout", number).number())
+            return model.run(groups[number])
+
+        # First the slope of the loss at every output, then one pass for each group that fits into memory.
+        with torch.no_grad():
+            whole = torch.cat([forward(number) for number in range(len(groups))])
+        whole.requires_grad_()
+
+        def finish() -> None:
+            assert whole.grad is not None
+            slopes = torch.split(whole.grad, [len(group) for group in groups])
+            for number, slope in enumerate(slopes):
+                outputs = forward(number)
+                if outputs.requires_grad:
+                    outputs.backward(slope)  # type: ignore[no-untyped-call]
+
+        return whole, finish
+
+
+def draw_context(rows: Rows, batch: Rows, key: Key, pairs: npt.NDArray[np.uint64]) -> Rows:
+    """C ~ U{1 … 16} of ``rows`` whose pairs are not in ``batch``; fewer where fewer are left.
+
+    Args:
+        pairs: by row, equal where prompt and both responses are equal. A repeat of a pair of the batch tells
+            its label as the pair itself does.
+
+    >>> rows, batch = np.arange(9), np.arange(7)
+    >>> each = rows.astype(np.uint64)
+    >>> sorted(draw_context(rows, batch, Key(4), each).tolist()), len(draw_context(rows, rows, Key(4), each))
+    ([7, 8], 0)
+    >>> draw_context(rows, batch, Key(4), np.array([0, 1, 2, 3, 4, 5, 6, 0, 8], np.uint64)).tolist()
+    [8]
+    """
+    rest = np.unique(rows)
+    rest = rest[~np.isin(pairs[rest], pairs[batch])]
+    generator = key.at("context").numpy()
+    count = min(int(generator.integers(1, CONTEXT + 1)), len(rest))
+    return generator.choice(rest, count, replace=False)
