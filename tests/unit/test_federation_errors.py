@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from federating import experiment, site_config
-from prefed.core.errors import is_ours
+from prefed.core.text import is_ours
 from prefed.data import DataError, DataMismatchError
 from prefed.engines import WorkerError
 from prefed.engines.backends.worker import Worker

@@ -2,12 +2,27 @@
 
 from prefed.core.callback import Callback, Callbacks
 from prefed.core.key import Key
-from prefed.core.method import POOLED, ClientTrainer, Exchange, Method, Round
-from prefed.core.ownership import Owner, Ownership
-from prefed.core.phase import Moments, Objective, Optimizer, Penalty, Phase, PhaseResult, Proximal
+from prefed.core.method import (
+    OPTIMIZER,
+    POOLED,
+    ClientTrainer,
+    Download,
+    Exchange,
+    Method,
+    Moments,
+    Objective,
+    Optimizer,
+    Penalty,
+    Phase,
+    PhaseResult,
+    Plain,
+    Proximal,
+    Round,
+    State,
+    Upload,
+)
 from prefed.core.privacy import NO_MINIMUM, Privacy
-from prefed.core.state import OPTIMIZER, Download, Plain, State, Upload
-from prefed.core.tensors import Entry, Layout, Tensors
+from prefed.core.tensors import Entry, Layout, Owner, Ownership, Tensors
 
 __all__ = [
     "NO_MINIMUM",

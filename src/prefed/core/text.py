@@ -1,11 +1,14 @@
-"""Small pieces of text for people: escaped characters, sizes, durations, the nearest name."""
+"""Text for people: escaped characters, sizes, durations, the nearest name, errors, and times in the log."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -132,3 +135,43 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, show: Callab
     """
     near = difflib.get_close_matches(name, list(known), most)
     return f"; did you mean {' or '.join(map(show, near))}?" if near else ""
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error is of one of prefed's own classes: its message says what to do, and where.
+
+    >>> from prefed.core.files import WriteError
+    >>> is_ours(WriteError("the disk is full")), is_ours(ValueError("not enough values to unpack"))
+    (True, False)
+    """
+    return type(error).__module__.startswith("prefed.")
+
+
+def one_line(error: BaseException) -> str:
+    r"""An error's message in one line.
+
+    >>> one_line(ValueError("2 rows:\n  row 3: empty"))
+    '2 rows: row 3: empty'
+    """
+    return " ".join(filter(None, map(str.strip, str(error).splitlines())))
+
+
+_log = logging.getLogger("prefed")
+
+
+@contextmanager
+def timed(part: str, about: str = "") -> Iterator[None]:
+    """Log how long a part of a run took, once it is done, at level ``INFO``.
+
+    The log record has ``part`` and ``seconds``, so that a handler can add them up. Nobody sees it unless the
+    level of the logger ``prefed`` is set: ``prefed -v`` does so.
+
+    Args:
+        part: what the times of several such stretches are added up under, e.g. ``"evaluation"``.
+        about: which stretch this is, e.g. ``"round 3, 5 clients"``. It holds nothing private.
+    """
+    started = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - started
+    name = f"{part} ({about})" if about else part
+    _log.info("%s: %s", name, duration(seconds), extra={"part": part, "seconds": seconds})

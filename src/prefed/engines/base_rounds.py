@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
-from prefed.core.text import pluralize
-from prefed.core.timing import timed
+from prefed.core.text import pluralize, timed
 from prefed.core.wire import encode
 from prefed.engines.accounting import spent
 from prefed.engines.backend import Backend, peak_memory_mb

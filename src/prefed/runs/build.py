@@ -10,7 +10,7 @@ import torch
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key, Owner, files
-from prefed.core.timing import timed
+from prefed.core.text import timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.engines import Job
 from prefed.engines.diagnostics import Diagnostics

@@ -14,8 +14,7 @@ import torch
 
 from prefed.config import Experiment, RayConfig
 from prefed.core import Callback, Callbacks, State
-from prefed.core.text import pluralize
-from prefed.core.timing import timed
+from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state
 from prefed.engines import (
     BACKENDS,

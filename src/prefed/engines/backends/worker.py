@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from prefed.core.errors import is_ours
+from prefed.core.text import is_ours
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.job_factory import JobFactory
 from prefed.engines.tasks import Task, run_task

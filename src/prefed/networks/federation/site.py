@@ -14,8 +14,7 @@ from typing import Any
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import files
-from prefed.core.errors import is_ours, one_line
-from prefed.core.text import pluralize, printable
+from prefed.core.text import is_ours, one_line, pluralize, printable
 from prefed.engines import WorkerError
 from prefed.engines.backends.worker import Worker
 from prefed.engines.tasks import Task

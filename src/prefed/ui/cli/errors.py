@@ -45,8 +45,7 @@ def user_errors() -> Iterator[None]:
 
     ``PREFED_TRACEBACK=1`` in the environment shows where in the code they arose.
     """
-    from prefed.core.errors import is_ours
-    from prefed.core.text import printable_lines
+    from prefed.core.text import is_ours, printable_lines
 
     try:
         yield
