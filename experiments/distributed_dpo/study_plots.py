@@ -30,8 +30,7 @@ from prefed.core import Key
 from prefed.core.strict import flatten
 from prefed.engines.fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
-from prefed.merge.mixing import ConsensusFactors, consensus_factors
-from prefed.merge.topology import Topology
+from prefed.merge.mixing import ConsensusFactors, Topology, consensus_factors
 from prefed.runs.constants import squared_gradients
 from prefed.runs.record import RunRecord
 from prefed.runs.replicates import Case, cases, find_runs

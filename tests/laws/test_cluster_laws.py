@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefed.merge import clusters
-from prefed.merge.clusters import MOST, cost, cut, exact, greedy, place
+from prefed.merge import clustering
+from prefed.merge.clustering import MOST, cost, cut, exact, greedy, place
 
 RULES = {"greedy": greedy, "exact": exact}
 values = st.one_of(st.integers(0, 4).map(lambda k: k / 4), st.floats(0, MOST, width=32))
@@ -143,4 +143,4 @@ def test_clients_without_losses_go_where_fewest_are(losses, others):
 
 def test_clients_must_agree_on_the_number_of_models():
     with pytest.raises(ValueError, match=r"different numbers of models: \[1, 2\]"):
-        clusters.greedy({"a": (0.1,), "b": (0.1, 0.2)})
+        clustering.greedy({"a": (0.1,), "b": (0.1, 0.2)})

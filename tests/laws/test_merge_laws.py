@@ -21,8 +21,8 @@ from prefed.merge import (
     similarity_attention,
 )
 from prefed.merge.flat import weighted_mean
-from prefed.merge.lora_products import residuals
-from prefed.merge.robust import coordinate_median, trimmed_mean
+from prefed.merge.lora import residuals
+from prefed.merge.rules import coordinate_median, trimmed_mean
 
 RANK, INNER, OUTER = 2, 4, 3
 A, B = Entry("lora/0/q/A", (RANK, INNER), "lora", 0, "A"), Entry("lora/0/q/B", (OUTER, RANK), "lora", 0, "B")

@@ -23,7 +23,7 @@ from prefed.merge import (
     sort_uploads,
 )
 from prefed.merge.optimizers import slots, step
-from prefed.merge.robust import clip_norms, coordinate_median, krum_scores, multi_krum, trimmed_mean
+from prefed.merge.rules import clip_norms, coordinate_median, krum_scores, multi_krum, trimmed_mean
 
 
 def vector(*numbers: float, dtype: torch.dtype = torch.float32) -> Tensors:

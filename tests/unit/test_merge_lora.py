@@ -7,8 +7,7 @@ import torch
 
 from prefed.core import Entry, Layout, Owner, Tensors
 from prefed.merge.flat import weighted_mean
-from prefed.merge.lora import Module, modules, needs, owner, trainable
-from prefed.merge.lora_products import flexlora, product_error, residuals
+from prefed.merge.lora import Module, flexlora, modules, needs, owner, product_error, residuals, trainable
 
 A = Entry("lora/0/attn.q/A", (2, 5), "lora", 0, "A")
 B = Entry("lora/0/attn.q/B", (4, 2), "lora", 0, "B")

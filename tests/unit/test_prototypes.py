@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.core import Key
+from prefed.merge.clustering import assign_prototypes, balanced_assignment, kmeans
 from prefed.merge.posteriors import Posterior, bound_posteriors, privatize, summarize
-from prefed.merge.prototypes import assign_prototypes, balanced_assignment, kmeans
 
 SEEDS = st.integers(0, 2**16)
 

@@ -12,16 +12,17 @@ from scipy.io import mmwrite
 from prefed.core import Key
 from prefed.merge.graphs import Graph, GraphConfig, draw_graph, draw_matching, read_edges
 from prefed.merge.mixing import (
+    Topology,
     check_mixing,
     consensus_factors,
     fail_edges,
     matrix_graph,
     mixing_matrix,
+    neighbours,
     read_matrix,
     rho,
     rho_of_sequence,
 )
-from prefed.merge.topology import Topology, neighbours
 
 FIVE = ("a", "b", "c", "d", "e")
 NAMES = ("star", "path", "ring", "complete")

@@ -28,7 +28,7 @@ from prefed.engines.fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.engines.stopping import Stopping
 from prefed.engines.trainers import TrainerFactory
 from prefed.merge.graphs import GraphConfig
-from prefed.merge.topology import Topology
+from prefed.merge.mixing import Topology
 
 PAIRS = "pairs/"
 """What begins the name of a figure of a newcomer whose taste is inferred from so many pairs."""

@@ -15,8 +15,7 @@ from prefed.core.wire import decode_state, encode
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.tasks import Task, TaskResult
 from prefed.engines.validation import read_upload
-from prefed.merge.mixing import Matrix, matrix_graph, without_edges
-from prefed.merge.stacked import Mixed, mean_row, mix, row_norms
+from prefed.merge.mixing import Matrix, Mixed, matrix_graph, mean_row, mix, row_norms, without_edges
 from prefed.store import NodeFile
 
 

@@ -10,12 +10,12 @@ from prefed.merge.attention import (
 )
 from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
 from prefed.merge.groups import by_mass, merge_groups
-from prefed.merge.late import from_newest
 from prefed.merge.uploads import (
     BadUpload,
     TooFewUploads,
     check_update_sizes,
     check_upload,
+    from_newest,
     sort_uploads,
     update_norm,
 )

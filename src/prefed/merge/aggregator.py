@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefed.core import Entry, Layout, Owner, Ownership, Round, State, Tensors, Upload
-from prefed.merge import lora, lora_products, optimizers, rules
+from prefed.merge import lora, optimizers, rules
 from prefed.merge.config import MergeConfig
 from prefed.merge.flat import normalize, weighted_mean
-from prefed.merge.late import shorten
-from prefed.merge.uploads import BadUpload, align, check_update_sizes, sort_uploads
+from prefed.merge.uploads import BadUpload, align, check_update_sizes, shorten, sort_uploads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +24,8 @@ FIGURES = ("merged", "update_norm", "product_error", "truncation_error", "clippe
 
 - ``merged``: number of uploads in the result, without those that the rule dropped.
 - ``update_norm``: Euclidean length of the step of the shared tensors, without residuals.
-- ``product_error``: error of averaging A and B apart, see :func:`prefed.merge.lora_products.product_error`.
-- ``truncation_error``: relative error of ``flexlora``, see :func:`prefed.merge.lora_products.flexlora`.
+- ``product_error``: error of averaging A and B apart, see :func:`prefed.merge.lora.product_error`.
+- ``truncation_error``: relative error of ``flexlora``, see :func:`prefed.merge.lora.flexlora`.
 - ``clipped``: share of the uploads that ``norm_clip`` shortened.
 """
 
@@ -221,9 +220,9 @@ class Aggregator:
         masses = normalize(weights)
         mean = weighted_mean(models, masses)
         if self.config.lora == "flexlora":
-            return mean.replace(lora_products.flexlora(models, masses)[0])
+            return mean.replace(lora.flexlora(models, masses)[0])
         if self.config.lora == "fedex":
-            lost = lora_products.residuals(models, masses, mean, self.scaling)
+            lost = lora.residuals(models, masses, mean, self.scaling)
             return mean.replace({name: mean[name].double() + more for name, more in lost})
         return mean
 
@@ -242,17 +241,17 @@ class Aggregator:
     ) -> dict[str, Tensor]:
         """The tensors that the LoRA rule sets to another value than the mean; adds to ``figures``."""
         if lora.modules(merged.layout):
-            figures["product_error"] = lora_products.product_error(values, weights)
+            figures["product_error"] = lora.product_error(values, weights)
         elif self.config.lora in ("ffa", "rolora"):
             # One factor is the same on all clients, so the mean of the other is exact.
             figures["product_error"] = 0.0
         if self.config.lora == "flexlora":
-            factors, figures["truncation_error"] = lora_products.flexlora(values, weights)
+            factors, figures["truncation_error"] = lora.flexlora(values, weights)
             return factors
         if self.config.lora == "fedex":
             return {
                 name: whole[name].double() + lost
-                for name, lost in lora_products.residuals(values, weights, merged, self.scaling)
+                for name, lost in lora.residuals(values, weights, merged, self.scaling)
             }
         return {}
 

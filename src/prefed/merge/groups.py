@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from prefed.core import Round, State, Upload
-from prefed.merge import robust, rules
+from prefed.merge import rules
 from prefed.merge.aggregator import Aggregator
 from prefed.merge.lora import without_residuals
 from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_length, update_norm
@@ -88,8 +88,8 @@ def _with_one_bound(
     norms: list[float] = []
     for group, own in members.items():
         current = without_residuals(state.tensors[group].select(names))
-        norms += robust.update_norms(align(own, group, current), current)
-    return replace(aggregator, config=config.model_copy(update={"max_norm": robust.median_norm(norms)}))
+        norms += rules.update_norms(align(own, group, current), current)
+    return replace(aggregator, config=config.model_copy(update={"max_norm": rules.median_norm(norms)}))
 
 
 def _check_sizes(

@@ -1,21 +1,28 @@
-"""Mixing matrices: how much of each neighbour's model a client takes, and how fast all agree by it."""
+"""Mixing matrices: how much of each neighbour's model a client takes, in each round, and how fast all agree.
+
+Many nodes are mixed at once, a few columns of all of them at a time. Their models are the rows of a matrix
+that need not be in memory. What is held at a time is the same for any number of nodes.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefed.core import Key
-from prefed.core.lazy import np
-from prefed.merge.graphs import Graph, WeightsName
+from prefed.core.lazy import np, torch
+from prefed.merge.graphs import Graph, GraphConfig, WeightsName, draw_graph, draw_matching
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
+
 
 Matrix: TypeAlias = Any
 """A float64 ``scipy.sparse.csr_array`` ``[nodes, nodes]``; scipy has no types."""
@@ -256,3 +263,215 @@ def consensus_factors(matrix: Matrix) -> ConsensusFactors:
     return ConsensusFactors(
         *(float(terms.sum()) for terms in (different, square * different, noisy, square * noisy))
     )
+
+
+_MEMORY = 1 << 26
+"""Bytes for the numbers that are held at a time."""
+
+Read = Callable[[slice], "Tensor"]
+"""Columns → float64 ``[nodes, columns]``."""
+Write = Callable[[slice, "Tensor"], None]
+"""Takes the columns and their new numbers."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What a mix did.
+
+    Attributes:
+        before: consensus error e = (1/N) Σ‖θ_i − θ̄‖² of what was mixed.
+        after: that of the result.
+    """
+
+    before: float
+    after: float
+
+
+def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
+    """θ_i ← Σ_j W_ij θ_j for all nodes, accumulated in float64.
+
+    A row is computed as θ_0 + Σ_j W_ij (θ_j − θ_0), in the order of the nodes. So equal models stay as they
+    are to the bit, as does that of a node without a neighbour. On the complete graph a row is what
+    :func:`prefed.merge.flat.weighted_mean` gives.
+
+    Args:
+        matrix: W, each row of which sums to 1.
+        size: numbers in a model.
+
+    >>> from prefed.merge.graphs import Graph
+    >>> from prefed.merge.mixing import mixing_matrix
+    >>> rows = torch.tensor([[0.0, 1.0], [3.0, 1.0], [6.0, 1.0]], dtype=torch.float64)
+    >>> path, mixed = mixing_matrix(Graph.of(3, [(0, 1), (1, 2)])), torch.zeros(3, 2)
+    >>> errors = mix(path, 2, lambda c: rows[:, c], lambda c, new: mixed[:, c].copy_(new))
+    >>> mixed.tolist(), errors.before, round(errors.after, 4)
+    ([[1.0, 1.0], [3.0, 1.0], [5.0, 1.0]], 6.0, 2.6667)
+    """
+    matrix.sort_indices()
+    ends, others, weights = (part.tolist() for part in (matrix.indptr, matrix.indices, matrix.data))
+    nodes, before, after = len(ends) - 1, 0.0, 0.0
+    alone = [node for node in range(nodes) if ends[node + 1] - ends[node] == 1]
+    blocks = list(column_blocks(nodes, size))
+    # Made once: matrices that come and go leave holes between them, more of them the more blocks there are.
+    whole = torch.empty(2, nodes, blocks[0].stop if blocks else 0, dtype=torch.float64)
+    for columns in blocks:
+        rows = read(columns)
+        away, mixed = whole[:, :, : rows.shape[1]]
+        torch.sub(rows, rows[0], out=away)
+        mixed.zero_()
+        for node in range(nodes):
+            for place in range(ends[node], ends[node + 1]):
+                mixed[node].add_(away[others[place]], alpha=weights[place])
+        before, after = before + _spread(away), after + _spread(mixed)
+        mixed.add_(rows[0])
+        mixed[alone] = rows[alone]
+        write(columns, mixed)
+        del rows  # before the next are read
+    return Mixed(before, after)
+
+
+def mix_row(weights: Sequence[float], rows: Sequence[Tensor]) -> Tensor:
+    """float64 ``[size]``: Σ_j w_j θ_j, the row of one node in :func:`mix`, computed by the node itself.
+
+    A node knows the models of its neighbourhood alone, so that θ_0 is the first of these. Where that is the
+    first of all nodes, the result is :func:`mix`'s to the bit.
+
+    Args:
+        weights: those of the node's row of W that are not 0, which sum to 1.
+        rows: the models in the order of the nodes, the node's own among them.
+
+    >>> mix_row([0.5, 0.5], [torch.tensor([0.0, 1.0]), torch.tensor([3.0, 1.0])]).tolist()
+    [1.5, 1.0]
+    """
+    first = rows[0].double()
+    mixed = torch.zeros_like(first)
+    for weight, row in zip(weights, rows, strict=True):
+        mixed.add_(row.double() - first, alpha=weight)
+    return mixed.add_(first) if len(rows) > 1 else first
+
+
+def mean_row(nodes: int, size: int, read: Read) -> Tensor:
+    """float64 ``[size]``: the mean of all rows, θ̄; that of equal rows is the row to the bit."""
+    mean = torch.empty(size, dtype=torch.float64)
+    for columns in column_blocks(nodes, size):
+        rows = read(columns)
+        mean[columns] = rows[0] + (rows - rows[0]).mean(0)
+    return mean
+
+
+def row_norms(nodes: int, size: int, read: Read) -> list[float]:
+    """The Euclidean length of each row."""
+    squares = torch.zeros(nodes, dtype=torch.float64)
+    for columns in column_blocks(nodes, size):
+        squares += read(columns).square().sum(1)
+    return [float(square) for square in squares.sqrt()]
+
+
+def column_blocks(nodes: int, size: int) -> Iterator[slice]:
+    """Columns, so many at a time that three matrices of them fit into the memory that is meant for them."""
+    width = max(1, _MEMORY // (3 * 8 * nodes))
+    yield from (slice(start, min(start + width, size)) for start in range(0, size, width))
+
+
+def _spread(rows: Tensor) -> float:
+    """(1/N) Σ‖x_i − x̄‖²; 0 for equal rows."""
+    away = rows - rows[0]
+    away -= away.mean(0)
+    return float(away.square_().sum()) / len(rows)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who mixes with whom in each round, and by what weights.
+
+    Attributes:
+        config: the graph.
+        clients: those who train, sorted. Row k of a matrix is client k.
+        key: ``Key(seed)``, of the whole run.
+
+    >>> topology = Topology(GraphConfig(name="star"), ("a", "b", "c", "d", "e"), Key(42))
+    >>> topology.matrix(3)[[0], :].toarray().round(2).tolist(), round(topology.rho(), 4)
+    ([[0.2, 0.2, 0.2, 0.2, 0.2]], 0.8)
+    """
+
+    config: GraphConfig
+    clients: tuple[str, ...]
+    key: Key
+
+    def matrix(self, number: int) -> Matrix:
+        """W of round ``number``, 1 for the first: sparse, symmetric, doubly stochastic.
+
+        Raises:
+            ValueError: the graph cannot be had over these clients, a file is wrong, or the graph is a fixed
+                one and not connected.
+        """
+        key = self.key.at("round", number)
+        if self.config.changes == "never":
+            matrix = self._fixed
+        else:
+            matrix = mixing_matrix(self._graph(key), self.config.weights)
+        return (
+            fail_edges(matrix, self.config.edge_failure, key.at("edges"))
+            if self.config.edge_failure
+            else matrix
+        )
+
+    def check(self, start: int = 1) -> None:
+        """Refuse a graph that leaves some clients apart for good.
+
+        Args:
+            start: a graph that changes is looked at in the ``window`` rounds from this one on.
+
+        Raises:
+            ValueError: as :meth:`matrix`; or the union of the graphs of the window is not connected.
+        """
+        config, end = self.config, start + self.config.window - 1
+        when = f" in rounds {start} to {end} taken together (window = {config.window})"
+        try:
+            graphs = [matrix_graph(matrix) for matrix in self._window(start)]
+            union = Graph.of(len(self.clients), np.concatenate([graph.edges for graph in graphs]))
+            union.check_connected(self.clients, when if config.varies else "", ": raise [graph] window")
+        except ValueError as error:
+            if config.file is not None and str(error).startswith(config.file):
+                raise
+            where = f"name = {config.name!r}" if config.file is None else f"file = {config.file!r}"
+            raise ValueError(f"[graph] {where}: {error}") from None
+
+    def rho(self, start: int = 1) -> float:
+        """ρ of a fixed graph; √λ₂(E[W²]) over the window's rounds from ``start`` of one that changes."""
+        return rho_of_sequence(self._window(start)) if self.config.varies else rho(self._fixed)
+
+    def _window(self, start: int) -> Iterator[Matrix]:
+        yield from map(self.matrix, range(start, start + (self.config.window if self.config.varies else 1)))
+
+    @cached_property
+    def _fixed(self) -> Matrix:
+        """W where nothing fails."""
+        if self.config.name == "matrix":
+            return read_matrix(Path(str(self.config.file)), self.clients)
+        graph = self._base
+        drawn = self.config.name == "erdos_renyi"
+        graph.check_connected(self.clients, how=": raise [graph] probability" if drawn else "")
+        return mixing_matrix(graph, self.config.weights)
+
+    @cached_property
+    def _base(self) -> Graph:
+        return self._place(draw_graph(self.config, self.clients, self.key.at("graph")))
+
+    def _graph(self, key: Key) -> Graph:
+        """The graph of a round that has one of its own."""
+        if self.config.changes == "matching":
+            return draw_matching(self._base, key.at("matching"))
+        return self._place(draw_graph(self.config, self.clients, key.at("graph")))
+
+    def _place(self, graph: Graph) -> Graph:
+        """Node k becomes the client that was drawn for it. Edges from a file name their clients."""
+        if self.config.placement == "sorted" or self.config.file is not None:
+            return graph
+        places = self.key.at("placement").numpy().permutation(graph.nodes)
+        return Graph.of(graph.nodes, places[graph.edges])
+
+
+def neighbours(matrix: Matrix, client: int) -> Sequence[tuple[int, float]]:
+    """The nodes whose models ``client`` mixes, itself included, in ascending order, with their weights."""
+    start, end = matrix.indptr[client], matrix.indptr[client + 1]
+    return sorted(zip(matrix.indices[start:end].tolist(), matrix.data[start:end].tolist(), strict=True))

@@ -38,7 +38,7 @@ from prefed.core import (
     Tensors,
     Upload,
 )
-from prefed.merge import Aggregator, by_mass, clusters, merge_groups
+from prefed.merge import Aggregator, by_mass, clustering, merge_groups
 from prefed.methods.base import ClusterSettings, FedAvgBase, Selectors, lora_parts, lr_schedule
 
 SOURCE = "FedBiscuit (arXiv:2407.03038), algorithm 1"
@@ -88,7 +88,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def cluster(server: State, client: str, clients: Collection[str]) -> int:
         known = _clusters(server)
         # After a grouping without a valid upload all clients are placed together, and so evenly.
-        return known[client] if client in known else clusters.place(clients, known, len(names))[client]
+        return known[client] if client in known else clustering.place(clients, known, len(names))[client]
 
     def selector(server: State, client: str, now: Round) -> int:
         """Which selector the client has in this round: the one that warms up, else its cluster's."""
@@ -99,17 +99,17 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return Download(selectors.all(server))
 
     def score(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
-        losses = map(clusters.cut, selectors.measure(trainer, private, download, "validation"))
+        losses = map(clustering.cut, selectors.measure(trainer, private, download, "validation"))
         return trainer.upload({}, dict(zip(selectors.losses, losses, strict=True))), private
 
     def group(server: State, uploads: Sequence[Upload], now: Round) -> State:
         reports = {u.client: [u.scalars[name] for name in selectors.losses] for u in uploads if u.scalars}
-        grouping = clusters.regroup(reports, _clusters(server), now.weights, len(names), settings.balance)
+        grouping = clustering.regroup(reports, _clusters(server), now.weights, len(names), settings.balance)
         return server.update(values=grouping)
 
     def group_figures(server: State) -> dict[str, Plain]:
         report = {name: server.values[name] for name in ("moved", "selector_losses", "balance_gap")}
-        return {"clusters": clusters.members(_clusters(server), len(names)), **report}
+        return {"clusters": clustering.members(_clusters(server), len(names)), **report}
 
     def send(server: State, client: str, now: Round) -> Download:
         own = selector(server, client, now)
@@ -125,7 +125,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         merged, short = merge_groups(rule, server, uploads, groups, now, trainable)
         trained: list[Plain] = [*sorted({*groups.values()} - {*short})]
         report: dict[str, Plain] = {"trained": trained, "too_few": {**short}}
-        placed = {} if warming else clusters.place(now.weights, _clusters(server), len(names))
+        placed = {} if warming else clustering.place(now.weights, _clusters(server), len(names))
         report["clusters"] = {**placed}
         return fedavg.advance(merged.update(values=report), uploads)
 

@@ -37,7 +37,7 @@ from prefed.core import (
 )
 from prefed.core.lazy import torch
 from prefed.merge import Aggregator
-from prefed.merge.prototypes import assign_prototypes
+from prefed.merge.clustering import assign_prototypes
 from prefed.methods.base.posteriors import PEERS, peers_of, posteriors
 from prefed.methods.base.taste_settings import TasteSettings
 from prefed.methods.base.tastes import PROTOTYPES, Tastes, taste_parts

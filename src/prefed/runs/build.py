@@ -16,7 +16,7 @@ from prefed.engines import Job
 from prefed.engines.diagnostics import Diagnostics
 from prefed.engines.stopping import Stopping
 from prefed.merge import Aggregator, TooFewUploads
-from prefed.merge.robust import check_upload_count
+from prefed.merge.rules import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base import ClusterSettings
 from prefed.methods.base.ppo import BaselineSettings

@@ -15,9 +15,7 @@ from prefed.engines.base_rounds import Course, Tally
 from prefed.engines.neighbours import in_proportion
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
-from prefed.merge.mixing import without_edges
-from prefed.merge.stacked import mix_row
-from prefed.merge.topology import neighbours
+from prefed.merge.mixing import mix_row, neighbours, without_edges
 from prefed.networks.peers.heartbeat import Watch
 from prefed.networks.peers.links import Links, pack, unpack
 

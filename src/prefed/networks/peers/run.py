@@ -14,7 +14,7 @@ from prefed.config import Experiment
 from prefed.core import Callback, files
 from prefed.core.strict import flatten
 from prefed.engines import InProcess
-from prefed.merge.topology import Topology
+from prefed.merge.mixing import Topology
 from prefed.networks.peers.heartbeat import PeerError
 from prefed.networks.peers.links import Links
 from prefed.networks.peers.own import among, choose, of_peer, own_pairs
