@@ -23,8 +23,7 @@ from prefed.align.judge.registry import JudgeOptions
 from prefed.config import AlignConfig
 from prefed.core import Callback, Key, Privacy
 from prefed.data import Record
-from prefed.methods.base.posteriors import posteriors
-from prefed.methods.base.tastes import Z
+from prefed.methods.base.tastes import Z, posteriors
 from prefed.runs.align import align as align_run
 from prefed.runs.align import check_named_tastes
 from prefed.runs.dry_run import dry_run
@@ -35,8 +34,7 @@ from prefed.runs.outcomes import alignment_of, judged_of
 from prefed.runs.record import RunError
 from prefed.runs.responses import Models
 from prefed.runs.selectors import selectors_of
-from prefed.runs.taste_names import common_taste, known_tastes, taste_of_file, told_taste
-from prefed.runs.tastes import at_taste
+from prefed.runs.tastes import at_taste, common_taste, known_tastes, taste_of_file, told_taste
 from prefed.train.generation import Sampling, complete_batch
 from prefed.ui.cli import app
 

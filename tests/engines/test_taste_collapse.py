@@ -9,7 +9,7 @@ from experiment_scripts import rows
 from prefed import Experiment, run
 from prefed.core import Callback
 from prefed.methods import METHODS
-from prefed.methods.base.posteriors import posteriors
+from prefed.methods.base.tastes import posteriors
 from prefed.store import RunReader
 from preferences import jsonl
 

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 import toy
 from prefed import Experiment, run
 from prefed.data import Message, Record, write_choices
-from prefed.methods.base.posteriors import posteriors
-from prefed.methods.base.tastes import POPULATION, Z
+from prefed.methods.base.tastes import POPULATION, Z, posteriors
 from prefed.models import load_client, save_client
 from prefed.runs.build import response_encoder
 from prefed.runs.evaluate import evaluate, evaluate_file
@@ -24,8 +23,7 @@ from prefed.runs.record import RunError, read_run
 from prefed.runs.resume import settings_digest
 from prefed.runs.selectors import selectors_of
 from prefed.runs.taste_figures import measure_tastes
-from prefed.runs.taste_names import any_taste, server_taste, told_taste
-from prefed.runs.tastes import at_taste, read_tastes
+from prefed.runs.tastes import any_taste, at_taste, read_tastes, server_taste, told_taste
 from prefed.store import RunReader
 from prefed.train import PairTrainer
 from prefed.ui.cli import app

@@ -38,9 +38,15 @@ from prefed.core import (
 from prefed.core.lazy import torch
 from prefed.merge import Aggregator
 from prefed.merge.clustering import assign_prototypes
-from prefed.methods.base.posteriors import PEERS, peers_of, posteriors
-from prefed.methods.base.taste_settings import TasteSettings
-from prefed.methods.base.tastes import PROTOTYPES, Tastes, taste_parts
+from prefed.methods.base.tastes import (
+    PEERS,
+    PROTOTYPES,
+    Tastes,
+    TasteSettings,
+    peers_of,
+    posteriors,
+    taste_parts,
+)
 from prefed.train.losses import LATENT
 from prefed.train.losses.tastes import CAPS, PRIORS, temperature
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from prefed.core import Layout, Method, Objective
 from prefed.merge import Aggregator
-from prefed.methods.base.taste_settings import TasteSettings
-from prefed.methods.base.tastes import Tastes, taste_parts
+from prefed.methods.base.tastes import Tastes, TasteSettings, taste_parts
 from prefed.train.losses import LATENT
 
 SOURCE = "FedVPL (arXiv:2605.30873)"

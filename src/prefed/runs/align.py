@@ -30,7 +30,7 @@ from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.log import run_log
 from prefed.runs.record import RunRecord, read_run
 from prefed.runs.selectors import check_selectors, selectors_of, untrained
-from prefed.runs.taste_names import OPPOSED, common_taste, known_tastes, split_taste, told_taste
+from prefed.runs.tastes import OPPOSED, common_taste, known_tastes, split_taste, told_taste
 from prefed.runs.track import tracked_alignment
 from prefed.store import RunReader
 from prefed.store.directory import lock
@@ -110,7 +110,7 @@ def check_named_tastes(experiment: Experiment, job: Job) -> None:
 
     Raises:
         AlignError: no client of that name will tell its taste, or the method has no such prototype.
-        ValueError: see :func:`~prefed.runs.taste_names.split_taste`.
+        ValueError: see :func:`~prefed.runs.tastes.split_taste`.
     """
     config = experiment.align
     if config is None or (config.taste is None and config.tastes is None):

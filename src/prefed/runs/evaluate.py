@@ -15,7 +15,7 @@ from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.new_pairs import EVERYBODY, read_pairs
 from prefed.runs.record import RunError
-from prefed.runs.taste_names import OWN, is_one_taste, split_taste
+from prefed.runs.tastes import OWN, is_one_taste, split_taste
 from prefed.train import PairTrainer
 from prefed.train.metrics import (
     FederatedMetric,

@@ -10,7 +10,7 @@ from prefed.core import Owner, Tensors
 from prefed.models import Backbone, ModelConfig, save_adapter, save_client, save_merged
 from prefed.models.notices import silence_transformers
 from prefed.runs.loaded import load_run
-from prefed.runs.taste_names import needs_pairs
+from prefed.runs.tastes import needs_pairs
 
 IN_ADAPTER = frozenset({"lora", "personal_lora", "gate", "residual"})
 """Parts of a model that an adapter folder can hold; a residual is refused unless it is zero."""

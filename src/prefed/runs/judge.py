@@ -29,7 +29,7 @@ from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.record import RunError
 from prefed.runs.responses import Models, Progress, References, Side, slug
 from prefed.runs.resume import differing
-from prefed.runs.taste_names import needs_pairs
+from prefed.runs.tastes import needs_pairs
 from prefed.runs.track import tell_judged
 from prefed.train.generation import Sampling
 from prefed.train.metrics.winrate import NothingJudgedError, length_controlled, win_rate
@@ -50,7 +50,7 @@ class Comparison:
         column: of the reference answers.
         client: compares this client's own model, of both runs where there are two.
         against_shared: compares the client's own model with the shared one.
-        taste: the aligned model responds with this taste, a name of :mod:`prefed.runs.taste_names`; where
+        taste: the aligned model responds with this taste, a name of :mod:`prefed.runs.tastes`; where
             there are two runs, the other's too if it takes one.
         prompt_column: of the prompts; left out: ``prompt``, or the prompt of preference pairs.
         raw: prompts are taken unchanged.

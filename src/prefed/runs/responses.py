@@ -25,7 +25,7 @@ from prefed.runs.align import FOLDER, stored_settings
 from prefed.runs.journal import Journal
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
-from prefed.runs.taste_names import any_taste, server_taste
+from prefed.runs.tastes import any_taste, server_taste
 from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids
 from prefed.train.trainer_factory import model_digest
 
@@ -179,13 +179,13 @@ class Models:
         this client told of its own.
 
         Args:
-            taste: at another taste, a name of :mod:`prefed.runs.taste_names`. With ``infer:N`` ``client``
+            taste: at another taste, a name of :mod:`prefed.runs.tastes`. With ``infer:N`` ``client``
                 says whose pairs tell it, and the run is loaded with its data.
 
         Raises:
             RunError: the run has no such model, client or taste, or it has selectors alone, which write no
                 text.
-            ValueError: see :func:`prefed.runs.taste_names.any_taste`.
+            ValueError: see :func:`prefed.runs.tastes.any_taste`.
         """
         run = self._run
         name = run.record.name

@@ -10,7 +10,7 @@ from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError, RunRecord
-from prefed.runs.taste_names import told_taste
+from prefed.runs.tastes import told_taste
 
 
 def check_selectors(record: RunRecord) -> None:
@@ -31,7 +31,7 @@ def selectors_of(run: LoadedRun, taste: str | None = None) -> Selectors:
     """The selectors that a run published last.
 
     Args:
-        taste: whose taste they judge with, as :func:`prefed.runs.taste_names.told_taste` takes it; ``None``
+        taste: whose taste they judge with, as :func:`prefed.runs.tastes.told_taste` takes it; ``None``
             for the published one, or where they have none.
 
     Raises:

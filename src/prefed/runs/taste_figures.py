@@ -16,9 +16,9 @@ from prefed.core import Key, Objective, Owner, State, Tensors
 from prefed.core.wire import decode_state
 from prefed.engines import ClientStates, Job
 from prefed.engines.evaluation import pair_figures
-from prefed.merge.posteriors import active_units, summarize
-from prefed.methods.base.posteriors import posteriors as kept_posteriors
+from prefed.merge.tastes import active_units, summarize
 from prefed.methods.base.tastes import POPULATION, Z
+from prefed.methods.base.tastes import posteriors as kept_posteriors
 from prefed.models import Backbone
 from prefed.models.tastes import POSTERIOR, PROTOTYPES, trainable_share
 from prefed.train.metrics.tastes import Array, kl_per_dimension, latent_map, transfer

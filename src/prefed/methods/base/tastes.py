@@ -1,15 +1,20 @@
-"""The moves of a round with a variational selector: clients also tell what they infer of their own taste.
+"""The moves of a round with a variational selector: clients also send what they infer of their own taste.
 
-Beside its visit's tensors a client sends its posterior N(μ̄, σ̄²) of the latent taste z. The server keeps the
+Next to its visit's tensors a client sends its posterior N(μ̄, σ̄²) of the latent taste z. The server keeps the
 last posterior of each client, and publishes the mean of the μ̄, or their median, as the population's taste.
 The z with which a model judges is one tensor of it, which is filled in and never trained.
+
+The server's state holds the posteriors as the group :data:`PEERS`, with the values ``"members"``, all clients
+by index, and ``"sent"``, client → the round of its last posterior.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
+
+from pydantic import Field, model_validator
 
 from prefed.core import (
     ClientTrainer,
@@ -26,11 +31,110 @@ from prefed.core import (
     Upload,
 )
 from prefed.core.lazy import torch
+from prefed.core.privacy import check_noise
 from prefed.merge import Aggregator, WeightFunction, lora
-from prefed.merge.posteriors import CENTER, Posterior, active_units, privatize, summarize
+from prefed.merge.tastes import CENTER, Posterior, active_units, bound_posteriors, privatize, summarize
 from prefed.methods.base.fedavg import FedAvgBase
-from prefed.methods.base.posteriors import keep, newest, posteriors
-from prefed.methods.base.taste_settings import TasteSettings
+from prefed.methods.base.selector import SelectorSettings
+
+
+class TasteSettings(SelectorSettings):
+    """How a client trains a variational selector."""
+
+    lr: float = Field(3e-3, gt=0, description="learning rate of the local optimiser")
+    local_steps: int | None = Field(
+        2, ge=1, description=SelectorSettings.model_fields["local_steps"].description
+    )
+    beta: float = Field(0.001, gt=0, description="weight of the KL between a posterior and its prior")
+    lora: bool = Field(False, description="train a LoRA of the base model too, which the paper does")
+    posterior_clip: float = Field(
+        0.0, ge=0, description="bound on the length of the posterior that a client sends; 0: none"
+    )
+    posterior_noise: float = Field(
+        0.0, ge=0, description="standard deviation of the Gaussian noise on it, over posterior_clip; 0: none"
+    )
+
+    @model_validator(mode="after")
+    def _bounded_noise(self) -> TasteSettings:
+        if self.posterior_noise and not self.posterior_clip:
+            raise ValueError("posterior_noise needs a bound on what it hides: set posterior_clip above 0")
+        if self.posterior_noise:
+            check_noise(self.posterior_clip * self.posterior_noise, "posterior_clip times posterior_noise")
+        return self
+
+
+PEERS = "peers"
+"""The group with the last posteriors of all clients, in the order of their ids."""
+
+
+def newest(server: State, told: Mapping[str, Posterior], longest: float) -> dict[str, Posterior]:
+    """Client → its last posterior, sorted by client; those that clients have just told, bounded.
+
+    Args:
+        longest: as :func:`~prefed.merge.tastes.bound_posteriors` takes it.
+    """
+    known = {**posteriors(server), **told}
+    bounded = bound_posteriors(known, longest)
+    return {client: bounded[client] if client in told else known[client] for client in sorted(known)}
+
+
+def keep(server: State, known: Mapping[str, Posterior], told: Collection[str], now: Round) -> State:
+    """``server`` with the posteriors ``known``, of which those of ``told`` were sent in this round."""
+    members = sorted(now.weights)
+    sent = {**rounds_of(server), **dict.fromkeys(told, now.number)}
+    return server.update(
+        {PEERS: _table(known, members)},
+        {"members": cast("list[Any]", members), "sent": {c: sent[c] for c in sorted(sent)}},
+    )
+
+
+def posteriors(server: State) -> dict[str, Posterior]:
+    """Client → its last posterior, sorted by client."""
+    if PEERS not in server.tensors:
+        return {}
+    peers, members = server.tensors[PEERS], cast("list[str]", server.values["members"])
+    rows = zip(members, peers["peers/mean"], peers["peers/log_variance"], strict=True)
+    return {client: Posterior(*row) for client, *row in rows if client in rounds_of(server)}
+
+
+def rounds_of(server: State) -> Mapping[str, int]:
+    """Client → the round in which it sent its last posterior."""
+    return cast("Mapping[str, int]", server.values.get("sent", {}))
+
+
+def peers_of(server: State, client: str, *, latest: bool) -> Tensors | None:
+    """:data:`PEERS` as ``client`` gets it, without its own; ``None`` before the first posterior.
+
+    Args:
+        latest: without those of clients that sent none in the last round in which any came.
+    """
+    if PEERS not in server.tensors:
+        return None
+    sent, members = rounds_of(server), cast("list[str]", server.values["members"])
+    last = max(sent.values())
+    others = {
+        name: posterior
+        for name, posterior in posteriors(server).items()
+        if name != client and (not latest or sent[name] == last)
+    }
+    return _table(others, members, server.tensors[PEERS].layout)
+
+
+def _table(known: Mapping[str, Posterior], members: Sequence[str], layout: Layout | None = None) -> Tensors:
+    """The posteriors as rows; zeros for a member without one. ``present`` is 1 where there is one, else 0."""
+    if layout is None:
+        width = len(next(iter(known.values())).mean)
+        rows = [Entry(f"peers/{name}", (len(members), width), PEERS) for name in Posterior._fields]
+        layout = Layout((*rows, Entry("peers/present", (len(members),), PEERS)))
+    dtype = next((posterior.mean.dtype for posterior in known.values()), torch.float32)
+    table = Tensors.zeros(layout, dtype)
+    for index, client in enumerate(members):
+        if client in known:
+            table["peers/present"][index] = 1
+            for name, value in known[client]._asdict().items():
+                table[f"peers/{name}"][index] = value
+    return table
+
 
 POSTERIOR, TASTE, PROTOTYPES = "posterior", "latent", "prototypes"
 """The parts of a client's posterior, of the taste with which a model judges, and of the prototypes."""
@@ -52,7 +156,7 @@ class Tastes(FedAvgBase):
     """The usual moves of a round, with posteriors.
 
     The server's state also holds the group :data:`POPULATION`, the center of the clients' μ̄, and after the
-    first merge what :mod:`prefed.methods.base.posteriors` keeps.
+    first merge what :mod:`prefed.methods.base.tastes` keeps.
     """
 
     @classmethod

@@ -51,7 +51,7 @@ def generate(
     from prefed.models.notices import silence_transformers
     from prefed.runs.loaded import load_run
     from prefed.runs.responses import Models
-    from prefed.runs.taste_names import needs_pairs
+    from prefed.runs.tastes import needs_pairs
     from prefed.train.generation import Sampling, complete
 
     silence_transformers()

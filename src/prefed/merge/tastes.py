@@ -1,9 +1,9 @@
-"""What a client tells of its taste: the posterior of its latent z (FedVPA-GP, arXiv:2605.30873).
+"""What a client sends of its latent taste: the posterior of z (FedVPA-GP, arXiv:2605.30873).
 
-It is 2 · d_z numbers, means over the client's training pairs. It tells what the client prefers, since that is
-its purpose: whoever has the selector can judge with it as the client would. It is no function of a text, but
-with few pairs much can be told from it about each. So a client with fewer than ``[privacy] minimum_pairs``
-sends none, and noise can be put on it.
+It is 2 · d_z numbers, means over the client's training pairs. It reveals what the client prefers, since that
+is its purpose: anyone with the selector can judge with it as the client would. It is no function of a text,
+but if it is over few pairs, it reveals much about each. So a client with fewer than ``[privacy]
+minimum_pairs`` sends none, and noise can be added to it.
 """
 
 from __future__ import annotations
