@@ -373,7 +373,7 @@ def test_the_worked_method_works(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(file, "lgfedavg.py", "exec"), module.__dict__)
     monkeypatch.setattr(methods, "lgfedavg", module, raising=False)
 
-    kind = eval(line, {**vars(registry), "lgfedavg": module})
+    kind = eval(line, vars(registry))
     assert kind.name == "lgfedavg"
     assert kind.personal
     assert kind.name in next(iter(code))

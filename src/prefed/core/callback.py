@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prefed.core.records import RoundRecord
+
 
 class Callback:
     """What a run calls on its way. Every method does nothing; subclasses override those that they need.
@@ -24,7 +26,7 @@ class Callback:
     def on_task_end(self, what: str, done: int, of: int) -> None:
         """``done`` of ``of`` clients have answered in ``what``: an exchange by name, or ``"evaluation"``."""
 
-    def on_round_end(self, record: dict[str, Any]) -> None:
+    def on_round_end(self, record: RoundRecord) -> None:
         """A round is committed; ``record`` is its line of ``rounds.jsonl``."""
 
     def on_note(self, text: str) -> None:
@@ -68,7 +70,7 @@ class Callbacks(Callback):
         for callback in self._callbacks:
             callback.on_task_end(what, done, of)
 
-    def on_round_end(self, record: dict[str, Any]) -> None:
+    def on_round_end(self, record: RoundRecord) -> None:
         """Call each."""
         for callback in self._callbacks:
             callback.on_round_end(record)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
+from prefed.core.records import RoundRecord
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import encode
 from prefed.engines.accounting import spent
@@ -304,19 +305,20 @@ class Course:
             evaluated: ``None`` in a round without an evaluation.
             keep: as :meth:`prefed.store.RunWriter.finish_round` takes it.
         """
-        record: dict[str, Any] = {"round": self.writer.round + 1, "loss": tally.figures.get("loss")}
+        content: dict[str, Any] = {"round": self.writer.round + 1, "loss": tally.figures.get("loss")}
         evaluation, standing = (evaluated.record, evaluated.standing) if evaluated else (None, None)
         if evaluation is not None:
-            record |= {name: evaluation[name]["mean"] for name in ROUND_METRICS}
-            record["evaluation"] = evaluation
+            content |= {name: evaluation[name]["mean"] for name in ROUND_METRICS}
+            content["evaluation"] = evaluation
         if self.job.privacy.kind is not None:
-            record["epsilon"] = spent(self.job, record["round"], self.writer.begun.times())
+            content["epsilon"] = spent(self.job, content["round"], self.writer.begun.times())
         if standing is not None and standing.last_round == self.writer.round + 1:
-            record["validation"] = standing.last
-        record |= {"bytes_up": tally.bytes_up, "bytes_down": tally.bytes_down, "seconds": seconds}
-        record |= {"cohort": list(cohort), "dropped": tally.dropped}
+            content["validation"] = standing.last
+        content |= {"bytes_up": tally.bytes_up, "bytes_down": tally.bytes_down, "seconds": seconds}
+        content |= {"cohort": list(cohort), "dropped": tally.dropped}
         figures = {**tally.figures, **self.backend.figures()}
-        record |= {name: value for name, value in figures.items() if name not in record}
+        content |= {name: value for name, value in figures.items() if name not in content}
+        record = cast(RoundRecord, content)  # a method or an engine may have figures of its own
         if warning := collapse_warning(record, self.job.rounds):
             self.warn(record["round"], warning)
         best = None if standing is None else vars(standing)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefed.train.metrics import FederatedMetric
+from prefed.core.records import FederatedMetric, metrics_of_clients
 
 USUAL = (
     "baseline_accuracy",
@@ -70,15 +70,11 @@ class Figure:
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:
     """The figures in a summary that every client has, by name, in the order in which they are shown."""
-    values = {name: value for name, value in summary.items() if _per_client(value)}
+    values = metrics_of_clients(summary)
     personal, choice = "shared_accuracy" in values, "choice_loss" in summary
     kind = "taste" if personal and choice else "personal" if personal else "choice" if choice else ""
     order = [name for name in USUAL if name in values] + [name for name in values if name not in USUAL]
     return {name: Figure(name, *_words(name, kind), values[name]) for name in order}
-
-
-def _per_client(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("per_client"), Mapping)
 
 
 def _words(name: str, kind: str) -> tuple[str, str]:

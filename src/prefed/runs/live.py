@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
+from prefed.core.records import Summary
 from prefed.runs.record import RunError, RunRecord
 from prefed.runs.schema import read_config
 from prefed.store import RunReader, StoreError
@@ -49,4 +51,4 @@ def read_going(path: Path) -> RunRecord | None:
         "bytes": {"up": int(totals.get("bytes_up", 0)), "down": int(totals.get("bytes_down", 0))},
         "seconds": totals.get("seconds", 0.0),
     }
-    return RunRecord(path, config, tuple(rounds), summary, reader.commit.fingerprint)
+    return RunRecord(path, config, tuple(rounds), cast(Summary, summary), reader.commit.fingerprint)

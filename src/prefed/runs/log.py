@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core import Callback
+from prefed.core.records import RoundRecord
 from prefed.core.text import pluralize, printable
 from prefed.runs.origin import command
 from prefed.store.directory import LOG
@@ -50,7 +51,7 @@ class RunLog(Callback):
         self._rounds, self._done = rounds, done
         self.write(pluralize(rounds, "round", "rounds") if done == 0 else f"on after round {done}/{rounds}")
 
-    def on_round_end(self, record: dict[str, Any]) -> None:
+    def on_round_end(self, record: RoundRecord) -> None:
         """The round's figures."""
         self._done = record["round"]
         self.write(round_line(record, self._rounds))

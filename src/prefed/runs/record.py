@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import did_you_mean
 from prefed.runs.figures import USUAL, Figure, Profile, figures_of, profiles_of
 from prefed.runs.groupings import Agreement, Grouping, agreements, groupings_of
@@ -38,15 +39,15 @@ class RunRecord:
 
     path: Path
     config: Mapping[str, Any]
-    rounds: tuple[Mapping[str, Any], ...]
-    summary: Mapping[str, Any]
+    rounds: tuple[RoundRecord, ...]
+    summary: Summary
     fingerprint: Mapping[str, str]
 
     def at_best(self) -> RunRecord:
         """The run as its best round by validation pairs left it; what it cost is that of the whole run."""
         best = self.summary["stop"]["best"]
         number = best["round"]
-        summary = {**self.summary, **best, "rounds": number}
+        summary = cast(Summary, {**self.summary, **best, "rounds": number})
         return replace(self, rounds=self.rounds[:number], summary=summary)
 
     @property
@@ -140,7 +141,7 @@ class RunRecord:
         """
         if name not in self.figures:
             raise _no_figure(name, self.figures)
-        return spread(self.summary[name])
+        return spread(self.figures[name].values)
 
     def curve(self, name: str, of: str = "mean") -> tuple[list[int], list[float]]:
         """The rounds in which a figure was measured, and its values there.

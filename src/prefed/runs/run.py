@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ import torch
 
 from prefed.config import Experiment, RayConfig
 from prefed.core import Callback, Callbacks, State
+from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state
 from prefed.engines import (
@@ -57,13 +58,13 @@ class RunResult:
     """
 
     path: Path
-    summary: Mapping[str, Any]
+    summary: Summary
     server: State
     adapter: Path | None
     adapters: tuple[Path, ...] = ()
 
     @cached_property
-    def rounds(self) -> list[dict[str, Any]]:
+    def rounds(self) -> list[RoundRecord]:
         """What ``rounds.jsonl`` holds, one record per round; read when asked for."""
         return RunReader(self.path).rounds()
 
@@ -188,7 +189,7 @@ def conclude(
         callback.on_warning(warning)
     _save_adapters(job, server, writer.path, callback)
     summary = {**summarize(job, writer, profiles), **more, "origin": describe_origin()}
-    writer.write_summary(summary, profiles, tastes)
+    writer.write_summary(cast(Summary, summary), profiles, tastes)
 
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:
@@ -238,7 +239,7 @@ def _save_adapters(job: Job, server: State, path: Path, callback: Callback) -> N
 
 
 def _result(path: Path, server: State) -> RunResult:
-    summary = json.loads((path / "summary.json").read_text("utf-8"))
+    summary: Summary = json.loads((path / "summary.json").read_text("utf-8"))
     shared = path / ADAPTERS / SHARED
     adapters = tuple(path / ADAPTERS / name for name in summary.get("selectors", [SHARED]))
     adapters = tuple(adapter for adapter in adapters if adapter.exists())

@@ -6,11 +6,12 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from prefed.core.records import RoundRecord, Summary
 
 
 class _Schema(BaseModel):
@@ -26,87 +27,6 @@ class _Config(_Schema):
     data: dict[str, Any]
     model: _Named
     method: _Named
-
-
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class _Figure(_Schema):
-    mean: _Share
-    worst: _Share
-    worst_decile: _Share
-    per_client: dict[str, _Share] = Field(min_length=1)
-
-
-class _Traffic(_Schema):
-    up: _Amount
-    down: _Amount
-
-
-class _Hardware(_Schema):
-    processor: str = ""
-    cores: int | None = None
-    memory_mb: int | None = None
-    devices: list[str] = []
-    system: str = ""
-
-
-class _Origin(_Schema):
-    finished: Annotated[str, AfterValidator(datetime.fromisoformat)] = "1970-01-01"
-    command: str = ""
-    hardware: _Hardware = Field(default_factory=lambda: _Hardware())
-
-
-class _Data(_Schema):
-    rows: int = 0
-    pairs: int = 0
-    dropped: dict[str, int] = {}
-    cut: int = 0
-    shortened: int = 0
-    category_distance: float | None = None
-    random_category_distance: float | None = None
-    token_distance: float | None = None
-    random_token_distance: float | None = None
-    shared_prompts: int | None = None
-    contradictions: int | None = None
-
-
-class _Summary(_Schema):
-    method: str
-    rounds: int = Field(ge=1)
-    preference_accuracy: _Figure
-    baseline_accuracy: _Figure | None = None
-    shared_accuracy: _Figure | None = None
-    reward_accuracy: _Figure | None = None
-    unseen_accuracy: dict[str, _Figure] = {}
-    unseen_selectors: dict[str, _Figure] = {}
-    majority_accuracy: _Figure | None = None
-    bytes: _Traffic
-    seconds: _Amount
-    clients: dict[str, dict[str, Annotated[int, Field(ge=0)]]] = {}
-    left_out: int = 0
-    not_finite: dict[str, float] = {}
-    versions: dict[str, str] = {}
-    parameters: dict[str, int] = {}
-    personal: dict[str, dict[str, dict[str, float | None]]] = {}
-    data: _Data = Field(default_factory=lambda: _Data())
-    set_aside: dict[str, int] = {}
-    origin: _Origin = Field(default_factory=lambda: _Origin())
-
-
-class _Drop(_Schema):
-    client: str
-    reason: str
-
-
-class _Round(_Schema):
-    round: int
-    bytes_up: _Amount
-    bytes_down: _Amount
-    evaluation: dict[str, Any] = {}
-    dropped: list[_Drop] = []
-    cohort: list[str] = []
 
 
 class _Rate(_Schema):
@@ -231,9 +151,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_summary(path: Path) -> dict[str, Any]:
+def read_summary(path: Path) -> Summary:
     """Read ``summary.json``; raises as :func:`read_config`."""
-    summary: dict[str, Any] = _read(path, json.loads, _Summary)
+    summary: Summary = _read(path, json.loads, Summary)
     return summary
 
 
@@ -280,7 +200,7 @@ def read_rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
                 raise _damage(path, f"line {number}: {error}") from error
 
 
-def read_rounds(path: Path, rounds: int) -> tuple[dict[str, Any], ...]:
+def read_rounds(path: Path, rounds: int) -> tuple[RoundRecord, ...]:
     """Read the first ``rounds`` records of ``rounds.jsonl``; raises as :func:`read_config`."""
 
     def parse(text: str) -> list[Any]:
@@ -296,7 +216,7 @@ def read_rounds(path: Path, rounds: int) -> tuple[dict[str, Any], ...]:
                 raise ValueError(f"line {number}: {error}") from error
         return records
 
-    return tuple(_read(path, parse, list[_Round]))
+    return tuple(_read(path, parse, list[RoundRecord]))
 
 
 def _read(path: Path, parse: Callable[[str], Any], schema: Any) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from prefed.core import Owner, State, Tensors
+from prefed.core.records import Summary
 from prefed.core.wire import decode_state
 from prefed.engines import ClientStates, Job
 from prefed.engines.accounting import told
@@ -23,7 +24,7 @@ Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
 """Figure → client → block → number."""
 
 
-def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]:
+def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> Summary:
     """The content of ``summary.json`` after the last round.
 
     Args:
@@ -32,8 +33,9 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
     assert writer.last is not None
     assert writer.commit is not None
     public = _public(job, profiles)
-    last, totals = writer.last, writer.commit.totals
-    return {
+    last: Mapping[str, Any] = writer.last
+    totals = writer.commit.totals
+    summary = {
         "method": job.method.name,
         "rounds": writer.round,
         **({"selectors": list(job.jury)} if job.jury else {}),
@@ -63,6 +65,7 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> dict[str, Any]
             **{name: version(name) for name in ("prefed", "torch", "transformers", "peft")},
         },
     }
+    return cast(Summary, summary)  # what an evaluation or an engine adds is known when it runs
 
 
 def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefed.config import TrackConfig
 from prefed.core import Callback, Callbacks
+from prefed.core.records import RoundRecord, Summary
 from prefed.runs.schema import read_config
 from prefed.store import RunReader
 from prefed.trackers.aligning import AlignmentTracking
@@ -76,7 +77,7 @@ def tracked(
     tracking = _tracking(kinds, config, path, callback.on_warning)
     with _closing(tracking):
         yield Callbacks([callback, tracking])
-        summary = json.loads((path / "summary.json").read_text("utf-8"))
+        summary: Summary = json.loads((path / "summary.json").read_text("utf-8"))
         tracking.finish(summary, None if page is None or not config.page else lambda: page(path))
 
 
@@ -150,12 +151,12 @@ def _usable_here(config: TrackConfig, warn: Callable[[str], None]) -> dict[str, 
     return found
 
 
-def _epochs(path: Path) -> list[dict[str, Any]]:
+def _epochs(path: Path) -> list[RoundRecord]:
     """The epochs in the summary of an alignment, as records; none before its end."""
     if not path.exists():
         return []
     epochs = json.loads(path.read_text("utf-8"))["train"]["epochs"]
-    return [{**epoch, "round": number} for number, epoch in enumerate(epochs, 1)]
+    return [cast(RoundRecord, {**epoch, "round": number}) for number, epoch in enumerate(epochs, 1)]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from prefed.core import State, files
 from prefed.core.lazy import torch
+from prefed.core.records import RoundRecord
 from prefed.core.wire import decode_state
 from prefed.store.commit import (
     Commit,
@@ -96,7 +97,7 @@ class RunReader:
                         f"{self.path} is damaged: its nodes of round {commit.round} are missing"
                     ) from None
 
-    def rounds(self) -> list[dict[str, Any]]:
+    def rounds(self) -> list[RoundRecord]:
         """The records of the committed rounds."""
         return [record for record, _ in records_in(self.path / "rounds.jsonl", self.commit)]
 
@@ -130,7 +131,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def records_in(path: Path, commit: Commit) -> Iterator[tuple[dict[str, Any], bytes]]:
+def records_in(path: Path, commit: Commit) -> Iterator[tuple[RoundRecord, bytes]]:
     """The committed records of a round log, one at a time, each with the line that holds it.
 
     Raises:
@@ -141,7 +142,7 @@ def records_in(path: Path, commit: Commit) -> Iterator[tuple[dict[str, Any], byt
         for number in range(1, commit.round + 1):
             line = lines.readline()
             try:
-                record = json.loads(line)
+                record: RoundRecord = json.loads(line)
                 if record["round"] != number:
                     raise ValueError(f"found round {record['round']}")
             except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core import files
+from prefed.core.records import RoundRecord, Summary
 from prefed.store import directory
 from prefed.store.begun import BegunRounds
 from prefed.store.client_states import ClientStateFiles
@@ -63,7 +64,7 @@ class RunWriter:
         self._log = files.Hasher()
         self._settings: str | None = None
         self._committing = False
-        self.last: dict[str, Any] | None = None
+        self.last: RoundRecord | None = None
         self.kept: dict[int, Commit] = {}
         directory.refuse_foreign(self.path, resume)
         self._new = directory.make(self.path)
@@ -184,7 +185,7 @@ class RunWriter:
     def finish_round(
         self,
         server: bytes,
-        record: Mapping[str, Any],
+        record: RoundRecord,
         totals: Mapping[str, float],
         keep: int | None = None,
         best: Mapping[str, Any] | None = None,
@@ -197,7 +198,8 @@ class RunWriter:
             best: as :attr:`Commit.best` has it; left out: as in the commit before. That round's states stay.
         """
         assert self.commit is not None, "begin() comes first"
-        content, number = plain(record), self.round + 1
+        content: RoundRecord = plain(record)
+        number = self.round + 1
         self._commit(
             number,
             totals,
@@ -211,7 +213,7 @@ class RunWriter:
 
     def write_summary(
         self,
-        summary: Mapping[str, Any],
+        summary: Summary,
         personal: Mapping[str, Any] | None = None,
         tastes: Mapping[str, Any] | None = None,
     ) -> None:
@@ -241,7 +243,7 @@ class RunWriter:
         totals: Mapping[str, float],
         fingerprint: Mapping[str, str],
         server: bytes,
-        record: Mapping[str, Any] | None,
+        record: RoundRecord | None,
         keep: int = 0,
         best: Mapping[str, Any] | None = None,
     ) -> None:

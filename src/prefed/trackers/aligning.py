@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from prefed.core.records import RoundRecord
 from prefed.trackers.base import Told
 from prefed.trackers.figures import alignment_figures, epoch_figures
 from prefed.trackers.tracking import Tracking
@@ -32,7 +33,7 @@ class AlignmentTracking(Tracking):
         """Tell the epoch's figures."""
         epoch, generation = _place(stage, done, of)
         if epoch is not None:
-            self.on_round_end({"round": epoch, **generation, **figures})
+            self.on_round_end(cast(RoundRecord, {"round": epoch, **generation, **figures}))
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Tell what came of the alignment, unless it was told before.

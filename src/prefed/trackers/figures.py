@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from prefed.core.records import Summary, is_metric, metrics_of_clients
+
 OVER_CLIENTS = ("mean", "worst", "worst_decile")
 """Numbers of a figure that every client has."""
 SUMMARY = (
@@ -65,7 +67,7 @@ def summary_figures(summary: Mapping[str, Any]) -> dict[str, float]:
     return figures
 
 
-def client_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str | float | None]]]:
+def client_table(summary: Summary) -> tuple[list[str], list[list[str | float | None]]]:
     """The clients that have figures of their own: columns and rows.
 
     >>> accuracy = {"mean": 0.5, "per_client": {"bob": 0.75, "ann": 0.25}}
@@ -73,7 +75,7 @@ def client_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str |
     >>> client_table({"preference_accuracy": accuracy, "clients": sizes, "split": "test"})
     (['client', 'test', 'preference_accuracy'], [['ann', 4, 0.25], ['bob', 4, 0.75]])
     """
-    figures = {name: value["per_client"] for name, value in summary.items() if _over_clients(value)}
+    figures = {name: metric["per_client"] for name, metric in metrics_of_clients(summary).items()}
     split, sizes = summary.get("split", "test"), summary.get("clients", {})
     clients = sorted(summary["preference_accuracy"]["per_client"])
     rows: list[list[str | float | None]] = [
@@ -134,15 +136,11 @@ def _paths(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]
         path = f"{prefix}/{name}"
         if _is_number(value):
             yield path, float(value)
-        elif _over_clients(value):
+        elif is_metric(value):
             yield from ((f"{path}/{n}", float(value[n])) for n in OVER_CLIENTS if _is_number(value.get(n)))
         elif isinstance(value, Mapping):
             # A number in a table, such as not_finite, is a client's.
-            yield from _paths(path, {n: inner for n, inner in value.items() if _over_clients(inner)})
-
-
-def _over_clients(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("per_client"), Mapping)
+            yield from _paths(path, {n: inner for n, inner in value.items() if is_metric(inner)})
 
 
 def _is_number(value: Any) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from prefed.core.records import RoundRecord
 from prefed.core.text import duration, size
 
 
-def loss_and_accuracy(record: Mapping[str, Any]) -> list[str]:
+def loss_and_accuracy(record: RoundRecord) -> list[str]:
     """Loss and accuracy of a round's record, as far as it has them.
 
     >>> loss_and_accuracy({"loss": 0.69314, "preference_accuracy": 0.5})
@@ -22,7 +23,7 @@ def loss_and_accuracy(record: Mapping[str, Any]) -> list[str]:
     return figures
 
 
-def round_line(record: Mapping[str, Any], rounds: int) -> str:
+def round_line(record: RoundRecord, rounds: int) -> str:
     """A round's record, a line of ``rounds.jsonl``, for a person.
 
     >>> round_line({"round": 1, "loss": 0.69314, "bytes_up": 1500, "bytes_down": 20, "seconds": 2.04}, 9)

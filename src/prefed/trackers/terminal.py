@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from prefed.core import Callback
+from prefed.core.records import RoundRecord
 from prefed.core.text import printable
 from prefed.trackers.lines import loss_and_accuracy, round_line, stage_line
 
@@ -70,7 +71,7 @@ class Terminal(Callback):
         if self._bar is not None:
             self._bar.update(self._task, step=f"{what} {done}/{of}")
 
-    def on_round_end(self, record: Mapping[str, Any]) -> None:
+    def on_round_end(self, record: RoundRecord) -> None:
         """Move the bar, or write a line."""
         if self._bar is not None:
             self._bar.update(

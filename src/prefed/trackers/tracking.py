@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core import Callback, files
+from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import printable
 from prefed.trackers.base import Told, TrackedRun, Tracker
 from prefed.trackers.figures import client_table, round_figures, summary_figures
@@ -66,7 +67,7 @@ class Tracking(Callback):
     project: str
     name: str
     config: Callable[[], Mapping[str, Any]]
-    rounds: Callable[[], Sequence[Mapping[str, Any]]]
+    rounds: Callable[[], Sequence[RoundRecord]]
     warn: Callable[[str], None]
     clients: bool = True
     figures: Callable[[Mapping[str, Any]], Mapping[str, float]] = round_figures
@@ -92,13 +93,13 @@ class Tracking(Callback):
         for listener in self._listeners.values():
             listener.told = min(listener.told, done)
 
-    def on_round_end(self, record: dict[str, Any]) -> None:
+    def on_round_end(self, record: RoundRecord) -> None:
         """Tell the round's figures."""
         for name, listener in self._listeners.items():
             if not listener.failed:
                 self._try(name, partial(self._tell, listener, int(record["round"]), record))
 
-    def finish(self, summary: Mapping[str, Any], page: Callable[[], str] | None) -> None:
+    def finish(self, summary: Summary, page: Callable[[], str] | None) -> None:
         """Tell what came of the run, unless it was told before.
 
         Args:
@@ -136,7 +137,7 @@ class Tracking(Callback):
                 self._try(name, partial(listener.tracker.close, succeeded=succeeded))
                 listener.tracker = None
 
-    def _tell(self, listener: _Listener, last: int, record: Mapping[str, Any] | None = None) -> Tracker:
+    def _tell(self, listener: _Listener, last: int, record: RoundRecord | None = None) -> Tracker:
         """Tell of the rounds that were not told, to the round ``last``, whose record may be given."""
         tracker = listener.tracker
         if tracker is None:
@@ -153,7 +154,7 @@ class Tracking(Callback):
             listener.known = tracker.known
             self._keep()
         if record is not None and listener.told == last - 1:
-            untold: Sequence[Mapping[str, Any]] = [record]
+            untold: Sequence[RoundRecord] = [record]
         else:
             untold = self.rounds()[listener.told : last] if listener.told < last else []
         for each in untold:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
 from prefed.core import Callback, files
+from prefed.core.records import Summary
 from prefed.core.wire import encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import ServerRounds
@@ -72,7 +73,7 @@ def federate(
     callbacks: Sequence[Callback] = (),
     page: Callable[[Path], str] | None = None,
     tell: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
+) -> Summary:
     """Run an experiment over the sites of a federation, to its end.
 
     The run directory is that of :func:`prefed.run`, without a private state: ``checkpoint/clients`` holds
@@ -121,7 +122,7 @@ def _run(
     terms: Terms,
     callback: Callback,
     tell: Callable[[str], None],
-) -> dict[str, Any]:
+) -> Summary:
     run = known["run"] if known else secrets.token_hex(8)
     sites = Sites(transport, terms.federation, run, PREPARE)
     text = told_experiment(experiment)
@@ -169,7 +170,7 @@ def _run(
         backend.publish(writer.round, lambda client: encode(job.method.publish(server, client)))
     for site in present:
         sites.leave(site)
-    summary: dict[str, Any] = json.loads((writer.path / "summary.json").read_text("utf-8"))
+    summary: Summary = json.loads((writer.path / "summary.json").read_text("utf-8"))
     return summary
 
 

@@ -12,6 +12,7 @@ import torch
 
 from prefed.config import Experiment
 from prefed.core import Callback, files
+from prefed.core.records import Summary
 from prefed.core.strict import flatten
 from prefed.engines import InProcess
 from prefed.merge.mixing import Topology
@@ -47,7 +48,7 @@ def run_peer(
     client: str | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
-) -> dict[str, Any]:
+) -> Summary:
     """Run one peer to its end; its run directory is :func:`peer_folder`.
 
     It runs in the main thread of a process. All peers run at the same time, with the same experiment.
@@ -82,7 +83,7 @@ def run_peer(
 
 def _run(
     experiment: Experiment, writer: RunWriter, meeting: Meeting, client: str | None, callback: Callback
-) -> dict[str, Any]:
+) -> Summary:
     dataset = build_in_cache(writer, lambda cache: build_data(experiment, cache / "data"))
     unseen = unseen_clients(experiment, dataset)
     present = [name for name in dataset.clients if name not in unseen]
@@ -109,7 +110,7 @@ def _run(
     sizes = {name: pairs.sizes[name]._asdict()}
     about = {"clients": sizes, "data": left_out_table(dataset.row_counts)}
     conclude(job, writer, own, profiles, callback, peer=name, peers=list(job.members), **about)
-    summary: dict[str, Any] = json.loads((writer.path / "summary.json").read_text("utf-8"))
+    summary: Summary = json.loads((writer.path / "summary.json").read_text("utf-8"))
     return summary
 
 

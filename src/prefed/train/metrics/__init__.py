@@ -1,8 +1,8 @@
 """Metrics of models on preference pairs, per client and over clients."""
 
+from prefed.core.records import FederatedMetric
 from prefed.train.metrics.clients import (
     COLLAPSE_REMEDY,
-    FederatedMetric,
     Spread,
     collapse_warning,
     divergence_warning,

@@ -5,32 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 
 from prefed.core import Privacy
+from prefed.core.records import FederatedMetric
 from prefed.train.metrics.pairs import LOWER_IS_BETTER
-
-
-class FederatedMetric(TypedDict):
-    """A metric over clients.
-
-    ``worst`` is the worst client's value: the lowest, for a loss the highest. ``worst_decile`` is the mean of
-    the worst tenth of the clients (at least one of them). ``per_client`` has every client's value.
-
-    Clients with fewer pairs than ``[privacy] minimum_pairs`` are in none of these three. The mean includes
-    them, and ``mean_alone`` is their number. But if all of them together have fewer than ``minimum_pairs``
-    pairs, the mean leaves them out too, and ``left_out`` is their number. If there are no such clients, both
-    keys are absent.
-    """
-
-    mean: float
-    worst: float
-    worst_decile: float
-    per_client: dict[str, float]
-    mean_alone: NotRequired[int]
-    left_out: NotRequired[int]
 
 
 def federated_metric(

@@ -172,7 +172,9 @@ def _results(compared: Compared, cases: Sequence[Shown]) -> Rows:
     rows = []
     for shown, case in zip(cases, compared.cases, strict=True):
         figures = [plus_minus(by_seed(case, name, of)) for _, name, of in columns]
-        sent = statistics.fmean(sum(run.summary["bytes"].values()) for run in case.runs)
+        sent = statistics.fmean(
+            run.summary["bytes"]["up"] + run.summary["bytes"]["down"] for run in case.runs
+        )
         took = statistics.fmean(run.summary["seconds"] for run in case.runs)
         seeds = ", ".join(map(str, case.seeds))
         rows.append((shown, [case.runs[0].method, seeds, *figures, size(sent), duration(took)]))

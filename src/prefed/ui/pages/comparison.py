@@ -110,7 +110,7 @@ def reward_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table 
     table = new_table(title, "run", *heads, "margin", "its margin")
     for name, run in rewarded:
         shares = (run.spread(figure).mean for figure in REWARDED)
-        margins = (run.summary[figure] for figure in ("margin", "explicit_margin"))
+        margins = (run.summary["margin"], run.summary["explicit_margin"])
         table.add_row(literal(name), *(f"{value:.3f}" for value in (*shares, *margins)))
     return table
 

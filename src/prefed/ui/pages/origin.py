@@ -32,7 +32,7 @@ def data_facts(run: RunRecord) -> Facts:
     train = [own.get("train", 0) for own in sizes.values()]
     if sum(train):
         facts.append(("Gini coefficient of sizes", f"{gini(train):.2f}: 0 where all have equally many"))
-    told = run.summary.get("data", {})
+    told: Mapping[str, Any] = run.summary.get("data", {})
     if "rows" in told:
         facts.append(("rows", left_out_text(told) or f"{told['rows']:,}, all of them used"))
     unknown = "token_distance" not in told

@@ -153,7 +153,8 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> s
 def _told(run: RunRecord) -> list[str]:
     """Which round was the best, and what noise promises, where the run has these."""
     lines = {"stop": best_line, "privacy": privacy_line}
-    texts = [line(run.summary[key]) for key, line in lines.items() if key in run.summary]
+    summary: Mapping[str, Any] = run.summary
+    texts = [line(summary[key]) for key, line in lines.items() if key in summary]
     return [f"{text[0].upper()}{text[1:]}." for text in texts]
 
 

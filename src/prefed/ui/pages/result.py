@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from prefed.core.records import Summary, metrics_of_clients
 from prefed.core.text import pluralize, size
 from prefed.runs.figures import REWARD_MEANING, REWARDED, figures_of, profiles_of
 from prefed.runs.groupings import Grouping, agreements, selector_figures
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def print_result(
-    summary: Mapping[str, Any],
+    summary: Summary,
     console: Console,
     more: Mapping[str, Mapping[str, Any]] | None = None,
     groupings: Sequence[Grouping] = (),
@@ -53,7 +54,7 @@ def print_result(
         names = ", ".join(summary["set_aside"])
         console.print(f"set aside for bad uploads: {names}", markup=False, soft_wrap=True, style="yellow")
     if "explicit_margin" in summary:
-        right, agreed = (summary[name]["mean"] for name in ("explicit_accuracy", "agreement"))
+        right, agreed = summary["explicit_accuracy"]["mean"], summary["agreement"]["mean"]
         console.print(
             f"reward head: explicit accuracy {right:.1%}, agreement with the policy {agreed:.1%}; "
             f"mean margin {summary['explicit_margin']:.3f}, the policy's {summary['margin']:.3f} nats",
@@ -83,7 +84,7 @@ def print_result(
     )
 
 
-def verdict(summary: Mapping[str, Any]) -> str:
+def verdict(summary: Summary) -> str:
     """Whether training helped: the mean before and after, and for how many clients it rose.
 
     >>> def over(mean, ann, bob):
@@ -100,10 +101,11 @@ def verdict(summary: Mapping[str, Any]) -> str:
     )
 
 
-def result_line(summary: Mapping[str, Any]) -> str:
+def result_line(summary: Summary) -> str:
     """The result of a run in one line; ``summary`` is what ``summary.json`` holds."""
     names = ("preference_accuracy", "baseline_accuracy", "reward_accuracy")
-    figures = (f"{name.replace('_', ' ')} {summary[name]['mean']:.3f}" for name in names)
+    metrics = metrics_of_clients(summary)
+    figures = (f"{name.replace('_', ' ')} {metrics[name]['mean']:.3f}" for name in names)
     return f"{summary['method']}, {pluralize(summary['rounds'], 'round', 'rounds')}: {', '.join(figures)}"
 
 
@@ -143,11 +145,11 @@ def best_line(stop: Mapping[str, Any]) -> str:
     )
 
 
-def _clients(summary: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]], *, narrow: bool) -> Table:
+def _clients(summary: Summary, more: Mapping[str, Mapping[str, Any]], *, narrow: bool) -> Table:
     from rich.table import Table
 
     after = summary["preference_accuracy"]
-    columns = {"before": summary["baseline_accuracy"]}
+    columns: dict[str, Mapping[str, Any]] = {"before": summary["baseline_accuracy"]}
     if "shared_accuracy" in summary:
         columns |= {"shared model": summary["shared_accuracy"], "own model": after}
     else:

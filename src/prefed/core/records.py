@@ -1,0 +1,178 @@
+"""What a run leaves for readers: a round's record, a line of ``rounds.jsonl``, and ``summary.json``.
+
+A method, a merge rule or an engine may add figures of its own to both. What is optional here is absent where
+a run does not have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Any, NotRequired
+
+from pydantic import AfterValidator, ConfigDict, Field, with_config
+from typing_extensions import TypedDict
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class FederatedMetric(TypedDict):
+    """A metric over clients. Those that are written are shares of a client's pairs.
+
+    ``worst`` is the worst client's value: the lowest, for a loss the highest. ``worst_decile`` is the mean of
+    the worst tenth of the clients (at least one of them). ``per_client`` has every client's value.
+
+    Clients with fewer pairs than ``[privacy] minimum_pairs`` are in none of these three. The mean includes
+    them, and ``mean_alone`` is their number. But if all of them together have fewer than ``minimum_pairs``
+    pairs, the mean leaves them out too, and ``left_out`` is their number. If there are no such clients, both
+    keys are absent.
+    """
+
+    mean: Share
+    worst: Share
+    worst_decile: Share
+    per_client: Annotated[dict[str, Share], Field(min_length=1)]
+    mean_alone: NotRequired[int]
+    left_out: NotRequired[int]
+
+
+def metrics_of_clients(content: Mapping[str, Any]) -> dict[str, FederatedMetric]:
+    """The metrics that every client has, by name, in a summary or an evaluation."""
+    return {name: value for name, value in content.items() if is_metric(value)}
+
+
+def is_metric(value: Any) -> bool:
+    """Whether an entry of a summary or an evaluation is a :class:`FederatedMetric`."""
+    return isinstance(value, Mapping) and isinstance(value.get("per_client"), Mapping)
+
+
+class Dropped(TypedDict):
+    """An upload that was not merged."""
+
+    client: str
+    exchange: NotRequired[str]
+    reason: str
+
+
+@with_config(ConfigDict(strict=True))
+class RoundRecord(TypedDict):
+    """The record of a committed round.
+
+    ``evaluation`` holds the metrics of a round with an evaluation: those of every client as
+    :class:`FederatedMetric`, the others as means. ``time`` is virtual seconds of a ``[fleet]``.
+    """
+
+    round: int
+    loss: NotRequired[float | None]
+    preference_accuracy: NotRequired[float | None]
+    evaluation: NotRequired[dict[str, Any]]
+    epsilon: NotRequired[float | None]
+    validation: NotRequired[float | None]
+    bytes_up: Amount
+    bytes_down: Amount
+    seconds: NotRequired[float]
+    time: NotRequired[float]
+    cohort: NotRequired[list[str]]
+    dropped: NotRequired[list[Dropped]]
+    visits: NotRequired[list[Any]]
+    paper_gap: NotRequired[float]
+    gradient_norm: NotRequired[float]
+    kappa2: NotRequired[float]
+    zeta2: NotRequired[float]
+    rho: NotRequired[float]
+
+
+class Traffic(TypedDict):
+    """Bytes of all messages, from clients and to them."""
+
+    up: Amount
+    down: Amount
+
+
+class Hardware(TypedDict, total=False):
+    """The machine of a run."""
+
+    processor: str
+    cores: int | None
+    memory_mb: int | None
+    devices: list[str]
+    system: str
+
+
+class Origin(TypedDict, total=False):
+    """When a run was finished, by which command and on which machine."""
+
+    finished: Annotated[str, AfterValidator(datetime.fromisoformat)]
+    command: str
+    hardware: Hardware
+
+
+class DataFigures(TypedDict, total=False):
+    """What became of the rows, and how much clients differ; see :func:`prefed.runs.origin.describe_data`."""
+
+    rows: int
+    pairs: int
+    dropped: dict[str, int]
+    cut: int
+    shortened: int
+    category_distance: float | None
+    random_category_distance: float | None
+    token_distance: float | None
+    random_token_distance: float | None
+    shared_prompts: int | None
+    contradictions: int | None
+
+
+@with_config(ConfigDict(strict=True))
+class Summary(TypedDict):
+    """What ``summary.json`` holds.
+
+    ``clients`` has the numbers of a client's pairs by split, ``personal`` figures of blocks from private
+    states: figure → client → block → number.
+    """
+
+    method: str
+    rounds: Annotated[int, Field(ge=1)]
+    selectors: NotRequired[list[str]]
+    seed: NotRequired[int]
+    preference_accuracy: FederatedMetric
+    baseline_accuracy: NotRequired[FederatedMetric]
+    shared_accuracy: NotRequired[FederatedMetric]
+    reward_accuracy: NotRequired[FederatedMetric]
+    normalized_accuracy: NotRequired[FederatedMetric]
+    combined_accuracy: NotRequired[FederatedMetric]
+    explicit_accuracy: NotRequired[FederatedMetric]
+    agreement: NotRequired[FederatedMetric]
+    majority_accuracy: NotRequired[FederatedMetric]
+    unseen_accuracy: NotRequired[dict[str, FederatedMetric]]
+    unseen_selectors: NotRequired[dict[str, FederatedMetric]]
+    margin: NotRequired[float]
+    explicit_margin: NotRequired[float]
+    dpo_loss: NotRequired[float]
+    choice_loss: NotRequired[float]
+    split: NotRequired[str]
+    left_out: NotRequired[int]
+    not_evaluated: NotRequired[dict[str, str]]
+    not_finite: NotRequired[dict[str, float]]
+    loss: NotRequired[float | None]
+    time: NotRequired[float]
+    gradient_norm: NotRequired[float]
+    paper_gap: NotRequired[float]
+    privacy: NotRequired[dict[str, Any]]
+    stop: NotRequired[dict[str, Any]]
+    personal: NotRequired[dict[str, dict[str, dict[str, float | None]]]]
+    parameters: NotRequired[dict[str, int]]
+    bytes: Traffic
+    seconds: Amount
+    peak_memory_mb: NotRequired[float]
+    dropped: NotRequired[int]
+    set_aside: NotRequired[dict[str, int]]
+    clients: NotRequired[dict[str, dict[str, Count]]]
+    versions: NotRequired[dict[str, str]]
+    data: NotRequired[DataFigures]
+    origin: NotRequired[Origin]
+    sites: NotRequired[dict[str, list[str]]]
+    peer: NotRequired[str]
+    peers: NotRequired[list[str]]
