@@ -21,7 +21,7 @@ from typing import Any
 from prefed.core import Download, Entry, Layout, Tensors, Upload
 from prefed.core.wire import decode_download, decode_upload, encode
 from prefed.engines import Task
-from prefed.engines.backends.worker import Worker
+from prefed.engines.backends.processes import Worker
 from prefed.networks.federation import site as site_module
 from prefed.ui.cli import app
 

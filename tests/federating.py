@@ -3,9 +3,7 @@
 from threading import Lock
 
 from prefed import Experiment
-from prefed.engines import JobFactory
-from prefed.engines.backends.worker import StateOfTask
-from prefed.engines.tasks import run_task
+from prefed.engines.backends.pool import Labour
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import LongAnswerError, UnreachableError
@@ -80,17 +78,16 @@ class Here:
 
     turn = Lock()
 
-    def send(self, builder, text, threads):
+    def __init__(self):
+        self.labour = Labour()
+
+    def build(self, factory, threads):
         with self.turn:
-            self.job = JobFactory(builder, text).build()
-        names = [exchange.name for exchange in self.job.method.exchanges]
-        self.due = {"fingerprint": dict(self.job.trainers.fingerprint), "exchanges": names}
+            self.due = self.labour.build(factory, threads)
 
     def give(self, task, state, timeout):
-        states = StateOfTask(state)
         with self.turn:
-            result = run_task(self.job, task, states)
-        self.due = {"message": result.message, "withheld": result.withheld, "state": states.next}
+            self.due = self.labour.do(state, **vars(task))
 
     def receive(self):
         return self.due

@@ -13,7 +13,7 @@ from prefed import run
 from prefed.config import ConfigError
 from prefed.core import Callback
 from prefed.core.wire import decode_state
-from prefed.engines.backends.worker import Worker
+from prefed.engines.backends.processes import Worker
 from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.site import Site

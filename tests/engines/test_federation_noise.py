@@ -126,7 +126,7 @@ class Draws(Here):
 
     number = 0
 
-    def send(self, builder, text, threads):
+    def build(self, factory, threads):
         self.due = {"fingerprint": {"data": "", "model": ""}, "exchanges": ["train"]}
 
     def give(self, task, state, timeout):

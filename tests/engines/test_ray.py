@@ -17,8 +17,8 @@ from prefed import Experiment, run
 from prefed.core import Callback, Key
 from prefed.data import synthetic
 from prefed.engines import BackendSettings, JobFactory, RayActors, WorkerError
-from prefed.engines.backends import actors as actors_module
-from prefed.engines.backends.cluster import count_actors
+from prefed.engines.backends import ray as backend
+from prefed.engines.backends.ray import count_actors
 from prefed.models.tiny import make_tiny
 from ray_cluster import TESTS, two_nodes, wait_for_nodes
 
@@ -105,16 +105,16 @@ def test_a_stopped_actor_is_noticed_by_the_visits_time_out(nodes, tmp_path, capl
     stop = At(t3=lambda: [os.kill(pid, signal.SIGSTOP) for pid in nodes.actors()[:1]])
     toy.run(tmp_path / "there", backend=actors(2, timeout=20), callback=stop)
     toy.run(tmp_path / "here")
-    assert "took longer than [engine] visit_timeout = 20 seconds; another actor does it" in caplog.text
+    assert "took longer than [engine] visit_timeout = 20 seconds; another worker does it" in caplog.text
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
 def test_a_visit_that_kills_each_actor_ends_the_run(nodes, tmp_path, caplog):
     """Three actors are lost to it, no more; without the fault the run goes on."""
-    ends = r"visit of client 'Client 4/ü' lost the actor that did it.*3 actors were lost to it.*resume"
+    ends = r"visit of client 'Client 4/ü' lost its worker.*3 workers were lost to it.*resume"
     with pytest.raises(WorkerError, match=ends):
         toy.run(tmp_path / "run", backend=actors(2, faults={"Client 4/ü": "die"}))
-    assert caplog.text.count("another actor does it") == 2
+    assert caplog.text.count("another worker does it") == 2
     toy.run(tmp_path / "run", resume=True)
     toy.run(tmp_path / "whole")
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
@@ -129,7 +129,7 @@ def test_a_machine_with_another_job_is_refused(nodes, tmp_path):
 
 def test_an_exception_arrives_with_its_place(nodes, tmp_path):
     factory = JobFactory("toy:build", "no JSON")
-    with pytest.raises(WorkerError, match=r"an actor of the Ray cluster failed:(.|\n)*JSONDecodeError"):
+    with pytest.raises(WorkerError, match=r"a worker process failed:(.|\n)*JSONDecodeError"):
         toy.run(tmp_path / "run", backend=lambda j, s: RayActors(j, factory, s, BackendSettings(1)))
 
 
@@ -209,15 +209,15 @@ def test_a_download_is_serialised_once_for_all_its_tasks(nodes, place, tmp_path,
         lengths.append(made.total_bytes)
         return made
 
-    def notes(backend, message):
+    def notes(actors, message):
         given.append(message)
-        return store(backend, message)
+        return store(actors, message)
 
     tree = small_experiment(place, rounds=2)
     tree["data"]["partition"]["column"] = "client"
     tree["method"] |= {"name": "feddpo", "local_steps": 2}
     whole = run(Experiment.model_validate(tree), tmp_path / "here")
-    monkeypatch.setattr(actors_module, "INLINE", inline)
+    monkeypatch.setattr(backend, "INLINE", inline)
     monkeypatch.setattr(SerializationContext, "serialize", counts)
     monkeypatch.setattr(RayActors, "_message", notes)
     tree["engine"] = {"name": "ray", "workers": 2, "threads": 1, "ray": {"address": nodes.address}}
@@ -235,7 +235,7 @@ from pathlib import Path
 import psutil, toy
 from prefed.core import Callback
 from prefed.engines import BackendSettings, JobFactory, RayActors, WorkerError
-from prefed.engines.backends import actors
+from prefed.engines.backends import pool, ray
 
 class Kills(Callback):
     def on_round_end(self, record):
@@ -244,7 +244,7 @@ class Kills(Callback):
             (head,) = [process for process in below if process.name() == "gcs_server"]
             head.kill()
 
-actors.HEADLESS, actors.LOOK = 3.0, 0.1
+ray.HEADLESS, pool.LOOK = 3.0, 0.1
 factory = JobFactory("toy:build", toy.text(pause=0.2))
 make = lambda job, states: RayActors(job, factory, states, BackendSettings(2))
 try:

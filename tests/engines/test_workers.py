@@ -1,7 +1,9 @@
 """Worker processes that die, hang, lose their parent or start where they should not."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,10 @@ import pytest
 
 import toy
 from prefed import Experiment, run
+from prefed.core import Callback
 from prefed.engines import BackendSettings, InProcess, JobFactory, WorkerError, WorkerProcesses
 from prefed.engines.backend import peak_memory_mb
+from prefed.engines.backends import pool
 from prefed.runs.worker_job import job_factory
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -55,16 +59,37 @@ def script(folder, cwd, **changes):
 
 
 def test_a_workers_death_is_named_and_the_run_resumes(tmp_path):
-    """The worker is killed as by the kernel out of memory; without the fault the run goes on and ends as
-    one that nothing befell."""
+    """Each worker that tries is killed, as by the kernel out of memory: three, no more. Without the fault the
+    run continues and ends as one that nothing befell."""
     faults = {"Client 4/ü": "die"}
-    with pytest.raises(
-        WorkerError, match=r"died \(killed by SIGKILL\) during the visit of client 'Client 4/ü'"
-    ):
+    with pytest.raises(WorkerError, match=r"client 'Client 4/ü' .*killed by SIGKILL; 3 workers"):
         toy.run(tmp_path / "run", backend=workers(1, faults=faults))
     toy.run(tmp_path / "run", resume=True)
     toy.run(tmp_path / "whole")
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_task_of_a_lost_worker_is_done_again(tmp_path, caplog, number):
+    """One of two workers is killed, or stopped as by a debugger, after the third task. Its task is another's,
+    and the run ends as one that nothing befell."""
+    made, hit = [], []
+
+    def make(job, states):
+        made.append(workers(2, timeout=10)(job, states))
+        return made[0]
+
+    class Hits(Callback):
+        def on_task_end(self, what, done, of):
+            if done == 3 and not hit:
+                hit.append((made[0]._busy + made[0]._idle)[0]._process.pid)
+                os.kill(hit[0], number)
+
+    toy.run(tmp_path / "there", backend=make, callback=Hits())
+    toy.run(tmp_path / "here")
+    assert hit
+    assert caplog.text.count("another worker does it") == 1
+    assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
 def test_a_workers_exception_arrives_with_its_place(tmp_path):
@@ -76,9 +101,10 @@ def test_a_workers_exception_arrives_with_its_place(tmp_path):
 
 def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
     """The answer's frame announces more bytes than come before SIGKILL does."""
+    monkeypatch.setattr(pool, "ATTEMPTS", 1)
     (tmp_path / "torn.py").write_text(
         "import os, signal, struct, toy\n"
-        "from prefed.engines.backends import worker\n"
+        "from prefed.engines.backends import processes as worker\n"
         "whole = worker._send\n"
         "def torn(pipe, **fields):\n"
         "    if 'client' not in fields:\n"
@@ -90,7 +116,7 @@ def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
         "    return toy.build(text)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(WorkerError, match=r"killed by SIGKILL\) during the visit of client .* out of memory"):
+    with pytest.raises(WorkerError, match=r"the visit of client .*killed by SIGKILL.* ran out"):
         toy.run(tmp_path / "run", backend=workers(1, builder="torn:build"))
     toy.run(tmp_path / "run", resume=True)
     toy.run(tmp_path / "whole")
@@ -98,9 +124,10 @@ def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["hang", "stop"])
-def test_a_worker_that_hangs_is_ended_and_the_run_resumes(tmp_path, fault):
+def test_a_worker_that_hangs_is_ended_and_the_run_resumes(tmp_path, monkeypatch, fault):
     """Computing for ever, or stopped as by a debugger: the client is named, and the run can be resumed. All
     clients hang, so that on a busy machine no other visit is the first to take longer."""
+    monkeypatch.setattr(pool, "ATTEMPTS", 1)
     faults = {f"Client {number}/ü": fault for number in range(6)}
     late = r"visit of client '(.*)' took longer than \[engine\] visit_timeout = 2 seconds.*resume"
     with pytest.raises(WorkerError, match=late) as caught:
@@ -139,7 +166,7 @@ def test_nothing_of_the_working_directory_or_the_main_module_is_run(tmp_path):
 
 def test_modules_are_found_where_the_parent_finds_them(tmp_path, monkeypatch):
     """A path is handed on in full, the working directory only if its full path is there."""
-    from prefed.engines.backends.worker import _import_path
+    from prefed.engines.backends.processes import _import_path
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", ".", "lib", "/usr/lib/x"])
@@ -153,14 +180,14 @@ def test_each_worker_has_a_device_of_its_own(monkeypatch, named):
     """Of three devices, four workers take each once and the first twice; a worker that takes the place of
     another takes its device. What this process does not see is given to nobody. The processes are real, and
     do nothing but say that they are there."""
-    monkeypatch.setattr("prefed.engines.backends.worker.START", PRESENT)
+    monkeypatch.setattr("prefed.engines.backends.processes.START", PRESENT)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     devices = named.split(",") if named else ["0", "1", "2"]
     with workers(4)(None, None) as backend:
-        started = backend._workers
+        started = sorted(backend._idle, key=lambda worker: worker._process.pid)
 
         def seen(worker):
             environment = Path(f"/proc/{worker._process.pid}/environ").read_bytes().split(b"\0")
@@ -169,14 +196,10 @@ def test_each_worker_has_a_device_of_its_own(monkeypatch, named):
             )
 
         assert [seen(worker) for worker in started] == [*devices, devices[0]]
-        backend._busy = {started[1].pipe: started[1]}
-        backend._replace_busy()
-        assert [seen(worker) for worker in backend._workers] == [
-            devices[0],
-            *devices[2:],
-            devices[0],
-            devices[1],
-        ]
+        backend._idle.remove(started[1])
+        backend._lose(started[1], "is ended by this test")
+        (other,) = backend._busy
+        assert seen(other) == devices[1]
 
 
 def test_workers_take_turns_over_named_devices(monkeypatch):
@@ -186,8 +209,8 @@ def test_workers_take_turns_over_named_devices(monkeypatch):
     settings = BackendSettings(3, devices=("cuda:2", "cuda:1"))
     backend = WorkerProcesses(JobFactory("toy:build", ""), None, settings)
     for _ in range(3):
-        backend._workers.append(SimpleNamespace(device=backend._device()))
-    assert [worker.device for worker in backend._workers] == ["7", "GPU-5a", "7"]
+        backend._idle.append(SimpleNamespace(device=backend._device()))
+    assert [worker.device for worker in backend._idle] == ["7", "GPU-5a", "7"]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +249,7 @@ def test_the_memory_of_workers():
     ballast = bytearray(2**28)
     ballast[:] = b"x" * len(ballast)
     with workers(2)(None, None) as backend:
-        held = [Path(f"/proc/{worker._process.pid}/status").read_text() for worker in backend._workers]
+        held = [Path(f"/proc/{worker._process.pid}/status").read_text() for worker in backend._idle]
         each = [int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**10 for status in held]
         assert backend.memory_mb() == pytest.approx(sum(each), rel=0.05)
     assert 50 < min(each) <= max(each) < peak_memory_mb() - 256

@@ -9,8 +9,8 @@ import pytest
 from federating import experiment, site_config
 from prefed.core.text import is_ours
 from prefed.data import DataError, DataMismatchError
-from prefed.engines import WorkerError
-from prefed.engines.backends.worker import Worker
+from prefed.engines import JobFactory, WorkerError
+from prefed.engines.backends.processes import Worker
 from prefed.models import ModelError
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation import site_job
@@ -106,9 +106,7 @@ def test_data_of_another_run_are_no_reason(tmp_path, monkeypatch):
 )
 def test_a_process_that_trains_tells_what_a_person_can_mend(text, known, message):
     worker = Worker()
-    worker.send(
-        builder="prefed.networks.federation.site_job:build_site_job", text=json.dumps(text), threads=1
-    )
+    worker.build(JobFactory("prefed.networks.federation.site_job:build_site_job", json.dumps(text)), 1)
     with pytest.raises(WorkerError, match=message) as caught:
         worker.receive()
     worker.stop()

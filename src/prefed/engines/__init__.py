@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
-    from prefed.engines.backend import Backend, BackendSettings
+    from prefed.engines.backend import Backend, BackendSettings, JobFactory
     from prefed.engines.backends import (
         BACKENDS,
         InProcess,
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
         check_backend,
         check_devices,
     )
-    from prefed.engines.backends.worker import WorkerError
+    from prefed.engines.backends.pool import WorkerError
     from prefed.engines.base_rounds import RoundError
     from prefed.engines.job import Job
-    from prefed.engines.job_factory import JobFactory
     from prefed.engines.neighbours import NeighbourRounds
     from prefed.engines.rounds import ServerRounds
     from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task

@@ -1,94 +1,155 @@
-"""The backend that spreads tasks over worker processes of this machine.
+"""Worker processes of this machine.
 
-Private states stay in a store of this process. A task's state goes to the worker with the task, and the next
-state comes back with the result.
+A worker is a fresh interpreter. It is joined by a pipe, over which frames of bytes go: a JSON header, a
+message, and a private state if the header announces one. The standard library's pools would pickle tasks, run
+the caller's main module again and lose all workers with one. A worker imports nothing from the working
+directory. It ends when its standard input closes, as it does when the parent ends.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from math import inf
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import torch
 
-from prefed.engines.backend import Backend, BackendSettings
-from prefed.engines.backends.worker import DEVICES, Worker, WorkerError
-from prefed.engines.job_factory import JobFactory
-from prefed.engines.tasks import ClientStates, Task, TaskResult
+from prefed.engines.backend import JobFactory
+from prefed.engines.backends.pool import Labour, LostError, Pool, PoolWorker, WorkerError, answer_of
+from prefed.engines.tasks import Task
+
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
+sys.path[:] = sys.argv[2:]
+from prefed.engines.backends.processes import serve
+serve(int(sys.argv[1]))
+"""
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable that says which CUDA devices a process sees."""
+GRACE = 5.0
+"""Seconds for a pipe to end with its process; a process that a worker started may hold its other end."""
 
 
-class WorkerProcesses(Backend):
+class Worker(PoolWorker):
+    """One worker process.
+
+    Args:
+        device: the one CUDA device that it sees, as ``CUDA_VISIBLE_DEVICES`` names it; ``None`` for all that
+            its parent sees.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device
+        self._pipe, theirs = Pipe()
+        self._thread: Thread | None = None
+        with theirs:
+            # -P: Python itself must not look into the working directory either, before the path is set.
+            command = [sys.executable, "-P", "-c", START, str(theirs.fileno()), *_import_path()]
+            environment = os.environ | ({} if device is None else {DEVICES: device})
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE, env=environment
+            )
+
+    def build(self, factory: JobFactory, threads: int) -> None:
+        """Have it build its job; the answer has the job's ``fingerprint`` and names of ``exchanges``."""
+        self._send(builder=factory.builder, text=factory.text, threads=threads)
+
+    def ask(self, task: Task, state: bytes | None) -> None:
+        """Send a task."""
+        self._send(**vars(task), state=state)
+
+    def receive(self) -> dict[str, Any]:
+        """The answer, by its deadline; for who has no pool.
+
+        Raises:
+            WorkerError: the process died, failed, or took too long.
+        """
+        try:
+            return self.take(None if self.deadline == inf else max(0.0, self.deadline - time.monotonic()))
+        except TimeoutError:
+            self.kill()
+            raise WorkerError("a worker process took longer than it may, and was ended") from None
+        except LostError as error:
+            raise WorkerError(f"a worker process died ({error})") from error
+
+    def kill(self) -> None:
+        """End the process, whatever it does, without waiting for its end."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End the process, and wait for its end."""
+        with self._process:
+            self._process.kill()
+        if self._thread is not None:
+            self._thread.join(GRACE)
+        self._pipe.close()
+
+    def _send(self, **fields: Any) -> None:
+        """Send a message; a thread awaits the answer, which a stopped process may leave unfinished."""
+        self.answer = answer = Future[dict[str, Any]]()
+
+        def exchange() -> None:
+            try:
+                _send(self._pipe, **fields)
+                answer.set_result(_receive(self._pipe))
+            except (EOFError, OSError):
+                code = self._process.wait()
+                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                answer.set_exception(LostError(how))
+            except Exception as error:  # nobody may wait for ever
+                answer.set_exception(error)
+
+        self._thread = Thread(target=exchange, daemon=True)
+        self._thread.start()
+
+
+class WorkerProcesses(Pool[Worker]):
     """Spreads tasks over processes. Each has one CUDA device, of those that the settings name, or where there
     are several.
 
-    Args:
-        factory: builds the job, once in each process.
-
     Raises:
-        WorkerError: (on entering, and from :meth:`run`) a process died, raised, or took longer.
+        WorkerError: (on entering) a process cannot build the job; (from :meth:`run`) as :class:`Pool`.
     """
-
-    states: ClientStates
-
-    def __init__(self, factory: JobFactory, states: ClientStates, settings: BackendSettings) -> None:
-        self.states = states
-        self._factory = factory
-        self._settings = settings
-        self._workers: list[Worker] = []
-        self._busy: dict[Connection, Worker] = {}
 
     def __enter__(self) -> WorkerProcesses:
         try:
-            self._start()
+            for _ in range(self._wanted):
+                self._hire()
+            while self._busy:
+                for worker in self._answered():
+                    self._take(worker)
         except BaseException:
-            self._stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stop()
+        workers, self._idle, self._busy = [*self._idle, *self._busy], [], []
+        # All are killed before any is waited for, which Ctrl-C may interrupt.
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.stop()
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
-        """The results, as they come."""
-        self._replace_busy()
-        source, busy = iter(tasks), self._busy
-        idle = list(self._workers)
-        while True:
-            while idle and (task := next(source, None)) is not None:
-                worker = idle.pop()
-                before = self.states.read(task.client)
-                busy[worker.pipe] = worker
-                worker.give(task, before, self._settings.timeout)
-            if not busy:
-                return
-            for pipe in wait(list(busy)):
-                worker = busy[pipe]  # type: ignore[index]
-                fields = worker.receive()
-                del busy[worker.pipe]
-                state: bytes | None = fields.pop("state")
-                result = TaskResult(**fields)
-                if state is not None:
-                    self.states.stage(result.client, state)
-                idle.append(worker)
-                yield result
-
-    def memory_mb(self) -> float:
-        """The peak of each process, added up, in MiB."""
-        return sum(worker.memory_mb for worker in self._workers)
-
-    def _start(self) -> None:
-        """Start as many workers as are missing."""
-        new: list[Worker] = []
-        while len(self._workers) < self._settings.workers:
-            new.append(Worker(self._device()))
-            self._workers.append(new[-1])
-        for worker in new:
-            factory = self._factory
-            worker.send(builder=factory.builder, text=factory.text, threads=self._settings.threads)
-        for worker in new:
-            worker.receive()
+    def _start(self) -> Worker:
+        worker = Worker(self._device())
+        worker.build(self._factory, self._settings.threads)
+        return worker
 
     def _device(self) -> str | None:
         """The CUDA device that fewest workers have, of those that are named, or that this process sees; it is
@@ -101,20 +162,8 @@ class WorkerProcesses(Backend):
             devices = [devices[number] for number in check_devices(self._settings.devices)]
         elif count < 2:
             return None
-        taken = Counter(worker.device for worker in self._workers)
+        taken = Counter(worker.device for worker in (*self._idle, *self._busy))
         return min(devices, key=lambda device: taken[device])
-
-    def _replace_busy(self) -> None:
-        """Start others in the place of workers that still do a task of a run that was left early."""
-        if self._busy:
-            busy, self._busy = [*self._busy.values()], {}
-            self._workers = [worker for worker in self._workers if worker not in busy]
-            _end(busy)
-            self._start()
-
-    def _stop(self) -> None:
-        workers, self._workers, self._busy = self._workers, [], {}
-        _end(workers)
 
 
 def check_devices(devices: Sequence[str]) -> list[int]:
@@ -135,9 +184,44 @@ def check_devices(devices: Sequence[str]) -> list[int]:
     return numbers
 
 
-def _end(workers: Sequence[Worker]) -> None:
-    """End processes. All are killed before any is waited for, which Ctrl-C may interrupt."""
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.stop()
+def serve(handle: int) -> None:
+    """The process's own side: build the job, then do tasks until the parent ends it, or one fails."""
+    Thread(target=_end_with_the_parent, daemon=True).start()
+    pipe, labour = Connection(handle), Labour()
+    with suppress(EOFError, OSError):  # the parent may be gone
+        order = _receive(pipe)
+        factory = JobFactory(order["builder"], order["text"])
+        answer = answer_of(partial(labour.build, factory, order["threads"]))
+        _send(pipe, **answer)
+        while "error" not in answer:
+            fields = _receive(pipe)
+            answer = answer_of(partial(labour.do, **fields))
+            _send(pipe, **answer)
+
+
+def _import_path() -> list[str]:
+    """Where a worker finds modules: as here, but for the working directory where no full path names it."""
+    paths = [Path(path) for path in sys.path]
+    return [str(path.absolute()) for path in paths if path.is_absolute() or path.absolute() != Path.cwd()]
+
+
+def _end_with_the_parent() -> None:
+    """End this process when the parent is gone, also in the middle of a task.
+
+    Nothing is ever written to the standard input: reading it returns when the parent is gone.
+    """
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def _send(pipe: Connection, message: bytes = b"", state: bytes | None = None, **header: Any) -> None:
+    pipe.send_bytes(json.dumps({**header, "state": state is not None}).encode())
+    pipe.send_bytes(message)
+    if state is not None:
+        pipe.send_bytes(state)
+
+
+def _receive(pipe: Connection) -> dict[str, Any]:
+    header = json.loads(pipe.recv_bytes())
+    message = pipe.recv_bytes()
+    return {**header, "message": message, "state": pipe.recv_bytes() if header["state"] else None}

@@ -16,7 +16,7 @@ from prefed.config import ConfigError, Experiment
 from prefed.core import files
 from prefed.core.text import is_ours, one_line, pluralize, printable
 from prefed.engines import WorkerError
-from prefed.engines.backends.worker import Worker
+from prefed.engines.backends.processes import Worker
 from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog, contents
 from prefed.networks.federation.config import SiteConfig, check_places
@@ -224,7 +224,7 @@ class Site:
         factory = site_factory(experiment, self._state / "cache", order["names"], order["members"])
         worker = Worker()
         try:
-            worker.send(builder=factory.builder, text=factory.text, threads=experiment.engine.threads or 1)
+            worker.build(factory, experiment.engine.threads or 1)
             fields = worker.receive()
             if fields["fingerprint"]["data"] != order["data"]:
                 raise RefusalError(CHANGED)
