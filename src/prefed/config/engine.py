@@ -22,8 +22,8 @@ class EngineConfig(StrictModel):
     visit_timeout: float = Field(
         0,
         ge=0,
-        description="seconds that a worker may take for one client's visit or evaluation; then it is ended "
-        "and the run stops, to be resumed, or with ray another one tries; 0: any time",
+        description="seconds that a worker may take for one client's visit or evaluation; then another "
+        "worker tries, three in all; 0: any time",
     )
     devices: list[Annotated[str, Field(pattern=r"^cuda:\d+$")]] | None = Field(
         None,
