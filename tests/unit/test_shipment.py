@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from prefed.engines.backends.shipment import pack, unpack
+from prefed.engines.backends.ray import pack, unpack
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     )
     from prefed.engines.backends.pool import WorkerError
     from prefed.engines.base_rounds import RoundError
-    from prefed.engines.job import Job
+    from prefed.engines.job import Job, TrainerFactory
     from prefed.engines.neighbours import NeighbourRounds
     from prefed.engines.rounds import ServerRounds
     from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
-    from prefed.engines.trainers import TrainerFactory
 
 __all__ = [
     "BACKENDS",

@@ -10,10 +10,10 @@ from prefed.core import Callback, Download, Exchange, Plain, Round, State, Uploa
 from prefed.core.records import RoundRecord
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import encode
-from prefed.engines.accounting import spent
 from prefed.engines.backend import Backend, peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE, Diagnosis
 from prefed.engines.job import Job
+from prefed.engines.privacy import spent
 from prefed.engines.stopping import Standing
 from prefed.engines.tasks import Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload

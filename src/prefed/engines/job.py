@@ -1,4 +1,4 @@
-"""What an engine runs: a method on clients' data."""
+"""What an engine runs, a method on clients' data, and what it asks of these and of the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
@@ -18,6 +19,7 @@ from prefed.core import (
     Exchange,
     Key,
     Method,
+    Ownership,
     Privacy,
     Round,
     State,
@@ -26,9 +28,9 @@ from prefed.core import (
 from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
 from prefed.engines.fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.engines.stopping import Stopping
-from prefed.engines.trainers import TrainerFactory
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import Topology
+from prefed.train.metrics import ChoiceScores, PairScores
 
 PAIRS = "pairs/"
 """What begins the name of a figure of a newcomer whose taste is inferred from so many pairs."""
@@ -348,3 +350,46 @@ def draw_cohort(key: Key, clients: int, size: int, sampling: Literal["fixed", "p
     if sampling == "poisson":
         return [index for index, coin in enumerate(generator.random(clients)) if coin * clients < size]
     return sorted(generator.choice(clients, size, replace=False).tolist())
+
+
+class Sizes(Protocol):
+    """How many pairs a client holds."""
+
+    @property
+    def train(self) -> int:
+        """Pairs it trains on."""
+
+    @property
+    def validation(self) -> int:
+        """Pairs set apart for choosing settings."""
+
+    @property
+    def test(self) -> int:
+        """Pairs set apart for evaluation."""
+
+
+class TrainerFactory(Protocol):
+    """The clients' data beside a frozen model: one factory in each process, for any number of clients."""
+
+    @property
+    def initial(self) -> Tensors:
+        """The tensors that every client starts from (full layout)."""
+
+    @property
+    def clients(self) -> Mapping[str, Sizes]:
+        """Every client of the federation, and how many pairs it holds."""
+
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """Digests of what numbers depend on: the data and the initial model."""
+
+    def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
+        """A client's turn in a round; the client :data:`POOLED` holds the pairs of all clients."""
+
+    def score(
+        self, client: str, tensors: Tensors, split: Literal["validation", "test"]
+    ) -> PairScores | ChoiceScores:
+        """What a model (full layout) gives to a client's pairs of one split: see ``reads`` of a method."""
+
+    def save_adapter(self, tensors: Tensors, folder: Path) -> None:
+        """Write ``tensors`` (full layout) as an adapter folder that PEFT loads."""

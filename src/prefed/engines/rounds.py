@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +14,8 @@ from prefed.core.wire import decode_state, encode
 from prefed.engines.aggregation import aggregate
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.fleet import ScheduledRound, Visit
-from prefed.engines.noised_merge import merge_noised
-from prefed.engines.offences import offences_after, set_aside, visits_without
+from prefed.engines.job import Job
+from prefed.engines.privacy import merge_noised
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
 from prefed.merge import from_newest
@@ -210,3 +211,43 @@ def _told(plan: ScheduledRound) -> dict[str, Plain]:
         "visits": [told(visit) for visit in plan.visits],
         "lost": [told(visit) for visit in plan.lost],
     }
+
+
+OFFENCES, ASIDE = "offences", "set_aside"
+"""Keys of a round's record: client → its bad uploads so far; the clients that are asked no more."""
+
+
+def set_aside(record: Mapping[str, Any] | None) -> frozenset[str]:
+    """Whom the server does not ask after the round of this record."""
+    return frozenset((record or {}).get(ASIDE, ()))
+
+
+def visits_without(job: Job, plan: ScheduledRound, aside: frozenset[str]) -> tuple[Visit, ...]:
+    """The visits of a round, without those of clients that are set aside.
+
+    Others are drawn in their place, where neither a fleet's clock nor an accountant has reckoned with those
+    that were drawn, and where the size of a cohort is no matter of chance.
+    """
+    visits = [visit for visit in plan.visits if visit.client not in aside]
+    missing = len(plan.visits) - len(visits)
+    if missing and job.fleet is None and job.sampling == "fixed" and job.privacy.kind is None:
+        drawn = {visit.client for visit in visits}
+        others = [client for client in job.members if client not in aside | drawn]
+        key = job.round(plan.number).key.at("cohort").at("instead")
+        chosen = key.numpy().choice(len(others), min(missing, len(others)), replace=False)
+        visits += [Visit(others[index], plan.number - 1, 0.0, 0.0) for index in chosen]
+    return tuple(sorted(visits))
+
+
+def offences_after(job: Job, record: Mapping[str, Any] | None, bad: Sequence[str]) -> dict[str, Plain]:
+    """What a round's record says of offences; nothing where a run does not count them.
+
+    Args:
+        record: of the round before.
+        bad: the client of each bad upload of this round.
+    """
+    if job.offences is None:
+        return {}
+    counts = Counter((record or {}).get(OFFENCES, {})) + Counter(bad)
+    aside = sorted(client for client, count in counts.items() if count >= job.offences)
+    return {OFFENCES: dict(sorted(counts.items())), ASIDE: list[Plain](aside)}

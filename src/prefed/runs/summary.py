@@ -13,9 +13,9 @@ from prefed.core import Owner, State, Tensors
 from prefed.core.records import Summary
 from prefed.core.wire import decode_state
 from prefed.engines import ClientStates, Job
-from prefed.engines.accounting import told
 from prefed.engines.backend import peak_memory_mb
-from prefed.engines.offences import ASIDE, OFFENCES
+from prefed.engines.privacy import told
+from prefed.engines.rounds import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics

@@ -1,14 +1,16 @@
-"""How often clients have given something away, and the ε that this comes to."""
+"""What an engine does for ``[privacy]``: the noised merge, clients' releases and the ε of these."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from prefed.core import Plain
+from prefed.core import Exchange, Plain, Round, State, Upload
+from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.job import Job
-from prefed.privacy import Guarantee, guarantee_of
+from prefed.engines.validation import expected_groups
+from prefed.privacy import Guarantee, guarantee_of, noised_mean
 
 
 def guarantee(job: Job) -> Guarantee:
@@ -68,3 +70,24 @@ def told(job: Job, number: int, begun: Mapping[int, int]) -> dict[str, Plain]:
             "draws": privacy.draws or "seed",
         }
     }
+
+
+def merge_noised(
+    job: Job, server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round
+) -> Aggregation:
+    """Merge as many copies of the uploads' noised mean as a cohort has clients.
+
+    So whatever the method and ``[merge]`` do, and whatever they report, is made of that mean. The noise is
+    there too where no upload is: otherwise a model without noise would tell that nobody answered.
+    """
+    first = job.members[0]
+    layouts = expected_groups(first, exchange, job.method.ownership, job.trainers.initial.layout, now)
+    if not layouts:
+        return aggregate(server, uploads, exchange, now)
+    cohort = job.cohort_size if exchange.to == "cohort" else len(job.members)
+    key = None if job.privacy.draws == "system" else now.key.at("exchange", exchange.name).at("noise")
+    download = exchange.send(server, first, now)
+    mean = noised_mean(uploads, download, exchange, layouts, cohort, job.privacy, key)
+    copies = [Upload(client, 1.0, mean, {}, now.number) for client in job.members[:cohort]]
+    merged = aggregate(server, copies, exchange, now)
+    return Aggregation(merged.server, uploads if merged.uploads else (), (), merged.reason)
