@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import toy
 from prefed.core import Download, Entry, Exchange, Key, Layout, Privacy, Tensors, Upload
 from prefed.privacy import noised_mean, privatize
-from prefed.privacy.draws import normal
+from prefed.privacy.mechanism import normal
 from prefed.store import RunReader
 
 LAYOUT = Layout((Entry("a", (3,), "lora"), Entry("b", (2,), "head")))

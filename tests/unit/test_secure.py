@@ -18,7 +18,6 @@ from prefed.privacy.secure import (
     SecureClient,
     SecureError,
     SecureServer,
-    masks,
     primitives,
     threshold,
 )
@@ -70,7 +69,7 @@ class Federation:
 
 def fixed(values):
     """The sum of numbers in fixed point, in whole numbers of any length."""
-    return sum(round(value * 2**masks.FRACTION) for value in values) / 2**masks.FRACTION
+    return sum(round(value * 2**primitives.FRACTION) for value in values) / 2**primitives.FRACTION
 
 
 @settings(max_examples=12)
@@ -142,8 +141,8 @@ def test_one_mask_less_is_not_enough():
     federation = Federation(3, size=2000)
     masked = federation.masked()
     seed = federation.clients["c0"]._seed
-    left = masks.to_numbers(masked["c0"] - masks.mask(seed, 2000))
-    assert np.median(np.abs(left)) > 2.0 ** (62 - masks.FRACTION - 8)
+    left = primitives.to_numbers(masked["c0"] - primitives.mask(seed, 2000))
+    assert np.median(np.abs(left)) > 2.0 ** (62 - primitives.FRACTION - 8)
 
 
 # A server that lies
@@ -346,8 +345,8 @@ def test_who_sends_what_is_malformed_is_named(step, message, named):
 def test_numbers_that_do_not_fit_are_not_sent(value):
     """Among 4 clients each number has 2^62 / 2^24 / 4 = 2^36 to itself."""
     with pytest.raises(SecureError, match="not finite, or beyond"):
-        masks.to_words(np.array([value]), 4)
-    assert masks.to_numbers(masks.to_words(np.array([-(2.0**36)]), 4)) == -(2.0**36)
+        primitives.to_words(np.array([value]), 4)
+    assert primitives.to_numbers(primitives.to_words(np.array([-(2.0**36)]), 4)) == -(2.0**36)
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(2, 5), st.integers(0, 3), st.randoms())
@@ -362,4 +361,4 @@ def test_any_least_shares_give_the_secret_and_fewer_are_refused(secret, least, m
 
 def test_a_mask_is_the_published_key_stream():
     """ChaCha20 with a zero key and nonce begins with 76 b8 e0 ad a0 f1 3d 90 (RFC 8439, appendix A.1)."""
-    assert masks.mask(bytes(32), 1).tobytes() == bytes.fromhex("76b8e0ada0f13d90")
+    assert primitives.mask(bytes(32), 1).tobytes() == bytes.fromhex("76b8e0ada0f13d90")

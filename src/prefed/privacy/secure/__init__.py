@@ -17,8 +17,7 @@ No engine calls it. It hides a client in one sum. Two sums that differ by one cl
 and a server that asks for a round again gets both: see ``docs/privacy.md``.
 """
 
-from prefed.privacy.secure.client import SecureClient
-from prefed.privacy.secure.messages import Keys, Reveal, SecureError, threshold
-from prefed.privacy.secure.server import SecureServer
+from prefed.privacy.secure.primitives import SecureError
+from prefed.privacy.secure.protocol import Keys, Reveal, SecureClient, SecureServer, threshold
 
 __all__ = ["Keys", "Reveal", "SecureClient", "SecureError", "SecureServer", "threshold"]

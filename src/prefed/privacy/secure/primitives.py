@@ -1,25 +1,43 @@
-"""The primitives of a secure sum: each is a maintained library's, ``cryptography`` or ``pycryptodome``.
+"""The primitives of a secure sum, and masks on numbers in fixed point, which are whole numbers modulo 2^64.
 
-Both are imported at their first use, so that prefed does without them.
+Each primitive is a maintained library's, ``cryptography`` or ``pycryptodome``. Both are imported at their
+first use, so that prefed works without them.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from prefed.privacy.secure.messages import SecureError, bound
+from prefed.core.lazy import np
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+    from numpy.typing import NDArray
+
 
 SECRET = 32
 """Bytes of a key and of a seed."""
 _HALF = SECRET // 2
 _NONCE = 12
+
+
+class SecureError(RuntimeError):
+    """A message of the protocol is wrong, comes twice or too early, or too few clients are left."""
+
+
+def bound(session: bytes, what: str, *parts: str | bytes) -> bytes:
+    """A text for signatures and keys that belongs to one session and one purpose alone.
+
+    >>> bound(b"run 1", "keys", "ab", "c") == bound(b"run 1", "keys", "a", "bc")
+    False
+    """
+    texts = (part if isinstance(part, str) else part.hex() for part in parts)
+    return json.dumps(["prefed secure 1", session.hex(), what, *texts]).encode()
 
 
 def require() -> None:
@@ -148,3 +166,37 @@ def join(shares: Mapping[int, bytes], least: int) -> bytes:
         bytes(Shamir.combine([(place + 1, share[half : half + _HALF]) for place, share in some]))
         for half in (0, _HALF)
     )
+
+
+FRACTION = 24
+"""Bits behind the point: numbers are rounded to multiples of 2^-24."""
+
+
+def to_words(values: NDArray[np.float64], clients: int) -> NDArray[np.uint64]:
+    """Numbers in fixed point.
+
+    Args:
+        clients: how many are added up at most: their sum must stay in range.
+
+    Raises:
+        SecureError: a number is not finite, or so large that a sum could run over.
+    """
+    most = 2.0 ** (62 - FRACTION) / clients
+    if not (np.isfinite(values).all() and (np.abs(values) <= most).all()):
+        raise SecureError(f"a number is not finite, or beyond {most:g}, the most among {clients} clients")
+    return np.rint(values * 2.0**FRACTION).astype(np.int64).view(np.uint64)
+
+
+def to_numbers(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The numbers that :func:`to_words` made these of, or a sum of them."""
+    return words.view(np.int64).astype(np.float64) / 2.0**FRACTION
+
+
+def mask(key: bytes, size: int) -> NDArray[np.uint64]:
+    """The ``size`` words of a mask; each key serves one mask."""
+    return np.frombuffer(stream(key, 8 * size), dtype="<u8").astype(np.uint64)
+
+
+def pair_key(own: X25519PrivateKey, other: bytes, session: bytes, *names: str) -> bytes:
+    """The key of the mask that two clients share, as either of them computes it."""
+    return agree(own, other, session, "mask", *sorted(names))
