@@ -11,7 +11,7 @@ from tests.engines.test_privacy import Eavesdropper
 import toy
 from prefed.core import Key
 from prefed.core.wire import encode
-from prefed.engines import InProcess, accounting, base_rounds
+from prefed.engines import InProcess, base_rounds, privacy
 from prefed.engines.job import draw_cohort
 from prefed.networks.peers.own import of_peer
 from prefed.store import RunReader, RunWriter, StoreError
@@ -26,7 +26,7 @@ UNIFORM = {"method": "feddpo", "merge": {"weights": "uniform"}, "rounds": 3}
 def accountant(monkeypatch):
     """ε = number of releases: what the accountant makes of them is asked in its own tests."""
     monkeypatch.setattr(base_rounds, "require", lambda: None)
-    monkeypatch.setattr(accounting.Guarantee, "epsilon", lambda self, releases, delta: float(releases))
+    monkeypatch.setattr(privacy.Guarantee, "epsilon", lambda self, releases, delta: float(releases))
 
 
 def heard(folder, **options):
