@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, to_toml
-from prefed.config.starting import starting_file
+from prefed.config.init import starting_file
 from prefed.methods import METHODS
 from prefed.train.losses import OBJECTIVES
 

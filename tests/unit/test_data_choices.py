@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from prefed.config import Experiment, method, to_toml
+from prefed.config import Experiment, to_toml
 from prefed.core import Key
 from prefed.data import (
     ChoiceEncoder,
@@ -448,7 +448,7 @@ def test_a_method_that_reads_choices_gets_questions(tmp_path, monkeypatch):
     tables = BASE | {"data": BASE["data"] | {"train": train}, "model": {"name": str(tmp_path / "model")}}
     asked = Experiment.model_validate({**tables, "selector": {"template": "answer"}})
     assert build_data(asked, tmp_path / "policy").tokens.letters is None
-    monkeypatch.setattr(method, "METHODS", {"feddpo": METHODS["fedbis"]})
+    monkeypatch.setattr("prefed.config.settings.METHODS", {"feddpo": METHODS["fedbis"]})
     tokens = build_data(asked, tmp_path / "choice").tokens
     assert tokens.letters is not None
     assert texts(tokens, 0)[1] == "\n### RESPONSE A: no 0\n### RESPONSE B: yes 0\n### YOUR CHOICE: A"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from finished import write_run
 from prefed.config import Experiment, TrackConfig, to_toml
-from prefed.config.starting import starting_file
+from prefed.config.init import starting_file
 from prefed.core import Callback
 from prefed.runs.figures import figures_of
 from prefed.runs.resume import settings_digest

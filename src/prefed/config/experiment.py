@@ -1,8 +1,8 @@
-"""The experiment file as typed records."""
+"""The experiment file as typed records, and which of its settings go together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -11,23 +11,25 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from prefed.config.align import AlignConfig
-from prefed.config.cohort import CohortConfig
-from prefed.config.engine import EngineConfig
 from prefed.config.errors import ConfigError, explain
-from prefed.config.evaluate import EvaluateConfig
 from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
-from prefed.config.method import MethodConfig
-from prefed.config.parts import check_every_weight, model_parts
-from prefed.config.privacy import check_privacy
-from prefed.config.stop import StopConfig
-from prefed.config.track import TrackConfig
+from prefed.config.settings import (
+    CohortConfig,
+    EngineConfig,
+    EvaluateConfig,
+    MethodConfig,
+    StopConfig,
+    TrackConfig,
+)
 from prefed.core import Privacy
 from prefed.core.strict import StrictModel
 from prefed.data import DataConfig, SelectorConfig
 from prefed.engines.fleet import FleetConfig
-from prefed.merge import MergeConfig
+from prefed.merge import MergeConfig, lora
 from prefed.merge.graphs import GraphConfig
+from prefed.merge.lora import LORA
 from prefed.methods import METHODS
+from prefed.methods.base import VALUE
 from prefed.models import ModelConfig
 
 
@@ -142,7 +144,7 @@ class Experiment(StrictModel):
     @model_validator(mode="after")
     def _every_weight(self) -> Experiment:
         if self.model.train == "full":
-            check_every_weight(self.method.kind, self.method.settings, self.merge, self.align)
+            _check_every_weight(self)
         return self
 
     @model_validator(mode="after")
@@ -158,7 +160,7 @@ class Experiment(StrictModel):
 
     @model_validator(mode="after")
     def _coherent(self) -> Experiment:
-        check_privacy(self)
+        _check_privacy(self)
         fleet, graph = self.fleet, self.whole_graph
         if fleet is not None and self.cohort.sampling == "poisson":
             raise ValueError("[fleet] asks clients as they become free: leave [cohort] sampling 'fixed'")
@@ -172,8 +174,12 @@ class Experiment(StrictModel):
 
     @property
     def parts(self) -> frozenset[str]:
-        """The parts that the model must have, for the method and the merge rule."""
-        return model_parts(self.model, self.method.kind, self.method.settings, self.merge)
+        """The parts that the model must have, for the method and the merge rule.
+
+        Where every weight trains, ``weights`` replaces ``lora``.
+        """
+        needs = self.method.kind.needs(self.method.settings) | lora.needs(self.merge.lora)
+        return needs - {LORA} | {"weights"} if self.model.train == "full" else needs
 
     @property
     def whole_graph(self) -> GraphConfig | None:
@@ -246,3 +252,97 @@ def _refused(root: type[Experiment], error: ValidationError, tables: Mapping[str
 def to_toml(experiment: Experiment) -> str:
     """Write an experiment, with every default filled in, as :meth:`Experiment.parse` reads it."""
     return tomli_w.dumps(experiment.tables())
+
+
+def _check_every_weight(experiment: Experiment) -> None:
+    """Raise ``ValueError`` where ``train = "full"`` meets a LoRA, or parts over a frozen model."""
+    merge, kind, align = experiment.merge, experiment.method.kind, experiment.align
+    if merge.lora != "fedit":
+        raise ValueError(
+            f"[merge] lora = {merge.lora!r} is about the factors of a LoRA, and with [model] train = 'full' "
+            "there is none: leave one of them out"
+        )
+    if own := sorted(kind.needs(experiment.method.settings) - {LORA, VALUE}):
+        raise ValueError(
+            f"[model] train = 'full' trains every weight, and {kind.name} puts parts of its own on a frozen "
+            f"model ({', '.join(own)}): take another method, or train = 'lora'"
+        )
+    if align is not None and align.model is None:
+        raise ValueError(
+            "[align] trains a LoRA, and [model] has train = 'full': give the alignment an [align.model] of "
+            "its own"
+        )
+
+
+_NEVER = {
+    "centralized": "it puts everybody's pairs in one place, and there is no client to hide",
+    "local": "its clients send no tensor, and with a kind no loss: there is nothing to hide",
+    "fedbiscuit": "it groups clients by the losses that each tells, and no noise is put on these",
+}
+"""Method → why it has no differential privacy."""
+_SINGLE = {
+    "fedamp": "its server keeps each client's model and mixes them for each client anew",
+    "fedvpl": "its server keeps each client's posterior",
+    "fedvpa": "its server keeps each client's posterior, and sends it to the others",
+    "fedbiscuit": "its server groups clients by their losses, and has a model for each group",
+}
+"""Method → why its server cannot do with the mean of all uploads."""
+
+
+def _check_privacy(experiment: Experiment) -> None:
+    """See that everything that leaves a client is covered by the noise, or is not sent.
+
+    Raises:
+        ValueError: it is not; the message says what does not go together.
+    """
+    kind = experiment.privacy.kind
+    if kind is None:
+        return
+    problems = [*_problems_of_any_kind(experiment)]
+    if kind == "central":
+        problems += [f"{problem}, or take kind 'local'" for problem in needs_single_uploads(experiment)]
+    if problems:
+        raise ValueError(f"[privacy] kind = {kind!r}: {problems[0]}")
+
+
+def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
+    name, merge = experiment.method.name, experiment.merge
+    if name in _NEVER:
+        yield f"{name} cannot be covered: {_NEVER[name]}"
+    if merge.weights != "uniform" and experiment.whole_graph is None:
+        yield (
+            f"[merge] weights = {merge.weights!r} goes by clients' numbers of pairs, which are not sent then "
+            "and give a client more than its share: set 'uniform'"
+        )
+    if experiment.method.settings.schedule == "plateau":
+        yield "schedule 'plateau' follows clients' losses, which are not sent then: take another schedule"
+    if experiment.evaluate.diagnose is not None:
+        yield "[evaluate] diagnose has clients send gradients without noise: leave it out"
+    if experiment.stop is not None:
+        yield (
+            "[stop] chooses a round by clients' validation metrics, which have no noise: leave it out, and "
+            "set the number of rounds beforehand"
+        )
+
+
+def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
+    """Why a server that knows only the mean of a round's uploads cannot do its work; nothing if it can.
+
+    Noise on a mean and secure aggregation both need this.
+    """
+    name, merge = experiment.method.name, experiment.merge
+    if experiment.whole_graph is not None:
+        yield "without a server nobody has the mean of all uploads"
+    if experiment.fleet is not None:
+        yield "[fleet] lets one client upload twice in a round, or late, from another model: leave it out"
+    if name in _SINGLE:
+        yield f"{_SINGLE[name]}, and there is the mean of all alone"
+    if merge.rule != "mean":
+        yield f"[merge] rule = {merge.rule!r} chooses among single uploads: leave rule 'mean'"
+    if merge.lora in ("fedex", "flexlora"):
+        yield (
+            f"[merge] lora = {merge.lora!r} needs the products of each client's factors, and there is the "
+            "mean of the factors: take another"
+        )
+    if getattr(experiment.method.settings, "alignment", "off") != "off":
+        yield "alignment weighs each upload by its angle to the others: set it to 'off'"

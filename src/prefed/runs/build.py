@@ -19,7 +19,7 @@ from prefed.merge import Aggregator, TooFewUploads
 from prefed.merge.rules import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base import ClusterSettings
-from prefed.methods.base.ppo import BaselineSettings
+from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.runs.reference import reference_folder
 from prefed.train.trainer_factory import PairTrainerFactory

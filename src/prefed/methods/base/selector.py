@@ -1,99 +1,15 @@
-"""How a client trains a selector, and what it does with several of them."""
+"""What a method does with several selectors."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
-
-from prefed.core import ClientTrainer, Download, Objective, Owner, State, Tensors
+from prefed.core import ClientTrainer, Download, Owner, State, Tensors
 from prefed.methods.base.fedavg import FedAvgBase
-from prefed.methods.base.settings import TrainingSettings
-from prefed.train.losses import CHOICE
-
-GOAL = Objective(CHOICE.name)
-"""The loss that clients minimise, and by which they are grouped."""
-
-
-class SelectorSettings(TrainingSettings):
-    """How a client trains a selector: FedBiscuit, tables 3 and 4.
-
-    >>> SelectorSettings().batches(), SelectorSettings().local_steps
-    ((16, 1), 30)
-    >>> SelectorSettings(local_epochs=2).local_steps is None
-    True
-    """
-
-    reads: ClassVar[Literal["policy", "choice"]] = "choice"
-
-    lr: float = Field(1e-5, gt=0, description="learning rate of the local optimiser")
-    batch_size: int = Field(
-        32, ge=2, description="pairs in a batch, each order of a pair counted: 32 is 16 pairs in both orders"
-    )
-    local_steps: int | None = Field(
-        30, ge=1, description="optimiser steps of a visit; give this or local_epochs"
-    )
-    local_epochs: int | None = Field(
-        None, ge=1, description="passes of a visit over the client's pairs; give this or local_steps"
-    )
-    betas: tuple[float, float] = Field(
-        (0.9, 0.95), description="decay rates of adamw's and adam's moment estimates"
-    )
-
-    @model_validator(mode="after")
-    def _both_orders(self) -> SelectorSettings:
-        if self.batch_size % 2:
-            raise ValueError(f"batch_size counts both orders of a pair: make {self.batch_size} even")
-        return self
-
-    def goal(self) -> Objective:
-        """The loss that clients minimise."""
-        return GOAL
-
-    def batches(self) -> tuple[int, int]:
-        """Pairs in a batch, and batches that make an optimiser step."""
-        return self.batch_size // 2, self.accumulate
-
-
-class ClusterSettings(SelectorSettings):
-    """Several selectors and their clusters of clients: FedBiscuit, tables 3 and 4.
-
-    >>> [ClusterSettings(selectors=count).intervals(500) for count in (3, 5)]
-    [(50, 50), (50, 50)]
-    >>> ClusterSettings().intervals(10), ClusterSettings(regroup_every=4).intervals(20)
-    ((1, 1), (3, 4))
-    """
-
-    selectors: int = Field(
-        3, ge=1, description="selectors, and clusters of clients; the paper takes odd numbers, 3 and 5"
-    )
-    warmup_rounds: int | None = Field(
-        None,
-        ge=0,
-        description="rounds of each selector, one after the other, before clients are grouped; left out: 50, "
-        "or fewer, so that all of them take at most half of the rounds",
-    )
-    regroup_every: int | None = Field(
-        None,
-        ge=1,
-        description="rounds from one grouping of the clients to the next (the paper: 50 or 100); left out: "
-        "as many as a selector's warm-up has where that is left out",
-    )
-
-    def intervals(self, rounds: int) -> tuple[int, int]:
-        """Rounds of each selector's warm-up, and rounds from grouping to grouping, in a run of ``rounds``."""
-        # The paper's 50 of 500 are half of the rounds for 5 selectors.
-        usual = max(1, min(50, rounds // (2 * self.selectors)))
-        warmup = usual if self.warmup_rounds is None else self.warmup_rounds
-        return warmup, self.regroup_every or usual
-
-    def for_rounds(self, rounds: int) -> Self:
-        """These settings with their schedule in a run of ``rounds`` rounds."""
-        warmup, every = self.intervals(rounds)
-        return self.model_copy(update={"warmup_rounds": warmup, "regroup_every": every})
+from prefed.methods.base.settings import SELECTOR_GOAL
 
 
 @dataclass(frozen=True)
@@ -145,7 +61,7 @@ class Selectors:
         """The client's mean loss under each selector; infinite where it is NaN."""
         start = self.fedavg.start
         models = (start(trainer, private, self.one(download, u)) for u in range(self.count))
-        losses = [trainer.loss(model, GOAL, split) for model in models]
+        losses = [trainer.loss(model, SELECTOR_GOAL, split) for model in models]
         return [math.inf if math.isnan(loss) else loss for loss in losses]
 
     def predict(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:

@@ -1,4 +1,10 @@
-"""Settings that methods have in common: how a client trains."""
+"""Settings that methods have in common: how a client trains on pairs, by offline PPO, or a selector.
+
+Offline PPO is the objective of a baseline (FedPDPO, arXiv:2603.19741, D.3.1): FedDPO, Per-FedAvg, FedAMP,
+FedPer and FedRep can each train on it: ``objective = "ppo"``. A frozen reward model scores the responses of
+the fixed pairs. PPO also trains a critic, the part ``"value"``. The critic stays with its client in every
+method.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,8 @@ from pydantic import Field, model_validator
 
 from prefed.core import Objective, Optimizer, Phase
 from prefed.core.strict import StrictModel
-from prefed.train.losses import OBJECTIVES, PPO, objective
+from prefed.merge import lora
+from prefed.train.losses import CHOICE, OBJECTIVES, PPO, objective
 
 PAIRWISE = tuple(name for name, loss in OBJECTIVES.items() if not loss.needs_reward)
 """The objectives that any model can be trained on."""
@@ -242,3 +249,153 @@ class LocalSettings(TrainingSettings):
             )
         beta = {"beta": self.beta} if "beta" in loss.defaults else {}
         return Objective(loss.name, loss.resolve({**beta, **self.objective_settings}))
+
+
+VALUE = "value"
+"""The part of a model that holds PPO's critic."""
+
+
+class BaselineSettings(LocalSettings):
+    """How a client trains on its preferences: by a loss on pairs, or by offline PPO.
+
+    With PPO an optimiser step takes one minibatch. A pass of ``local_epochs`` then goes over the pairs
+    ``ppo_epochs`` times.
+
+    >>> settings = BaselineSettings(objective="ppo", objective_settings={"kl": 0.2})
+    >>> settings.goal().settings["kl"], settings.batches(), settings.passes(1)
+    (0.2, (2, 1), 4)
+    """
+
+    objective: str = Field(
+        "dpo", description=f"loss on preference pairs: {', '.join(PAIRWISE)}; or ppo, offline PPO"
+    )
+    objective_settings: dict[str, float] = Field(
+        default_factory=dict,
+        description=str(LocalSettings.model_fields["objective_settings"].description)
+        + "".join(f", {name} (ppo)" for name in PPO.defaults),
+    )
+    reward_model: str = Field(
+        "OpenAssistant/reward-model-deberta-v3-large-v2",
+        description="for ppo: the sequence classification model that scores responses: a folder or hub name",
+    )
+    ppo_epochs: int = Field(4, ge=1, description="for ppo: times that a pass goes over the client's pairs")
+    ppo_minibatch: int = Field(
+        4, ge=2, description="for ppo: sequences of one optimiser step, two to a pair, in place of batch_size"
+    )
+
+    @model_validator(mode="after")
+    def _whole_pairs(self) -> BaselineSettings:
+        if self.ppo_minibatch % 2:
+            raise ValueError(f"ppo_minibatch counts both responses of a pair: make {self.ppo_minibatch} even")
+        return self
+
+    @property
+    def ppo(self) -> bool:
+        """Whether the objective is offline PPO."""
+        return self.objective == PPO.name
+
+    def goal(self) -> Objective:
+        """The loss that clients minimise, its settings checked and complete."""
+        return Objective(PPO.name, PPO.resolve(self.objective_settings)) if self.ppo else super().goal()
+
+    def batches(self) -> tuple[int, int]:
+        """Pairs in a batch, and batches that make an optimiser step."""
+        return (self.ppo_minibatch // 2, 1) if self.ppo else super().batches()
+
+    def passes(self, epochs: int) -> int:
+        """How often a phase of ``epochs`` goes over the client's pairs."""
+        return epochs * self.ppo_epochs if self.ppo else epochs
+
+
+def lora_parts(settings: TrainingSettings, *parts: str, **optional: bool) -> frozenset[str]:
+    """The parts that a method needs of a model: the LoRA, ``parts``, and PPO's critic for objective PPO.
+
+    ``optional`` says of further parts whether they are needed.
+
+    >>> sorted(lora_parts(BaselineSettings(objective="ppo"), "head", gate=False))
+    ['head', 'lora', 'value']
+    """
+    optional = {**optional, VALUE: isinstance(settings, BaselineSettings) and settings.ppo}
+    return frozenset({lora.LORA, *parts, *(part for part, needed in optional.items() if needed)})
+
+
+SELECTOR_GOAL = Objective(CHOICE.name)
+"""The loss that clients minimise, and by which they are grouped."""
+
+
+class SelectorSettings(TrainingSettings):
+    """How a client trains a selector: FedBiscuit, tables 3 and 4.
+
+    >>> SelectorSettings().batches(), SelectorSettings().local_steps
+    ((16, 1), 30)
+    >>> SelectorSettings(local_epochs=2).local_steps is None
+    True
+    """
+
+    reads: ClassVar[Literal["policy", "choice"]] = "choice"
+
+    lr: float = Field(1e-5, gt=0, description="learning rate of the local optimiser")
+    batch_size: int = Field(
+        32, ge=2, description="pairs in a batch, each order of a pair counted: 32 is 16 pairs in both orders"
+    )
+    local_steps: int | None = Field(
+        30, ge=1, description="optimiser steps of a visit; give this or local_epochs"
+    )
+    local_epochs: int | None = Field(
+        None, ge=1, description="passes of a visit over the client's pairs; give this or local_steps"
+    )
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="decay rates of adamw's and adam's moment estimates"
+    )
+
+    @model_validator(mode="after")
+    def _both_orders(self) -> SelectorSettings:
+        if self.batch_size % 2:
+            raise ValueError(f"batch_size counts both orders of a pair: make {self.batch_size} even")
+        return self
+
+    def goal(self) -> Objective:
+        """The loss that clients minimise."""
+        return SELECTOR_GOAL
+
+    def batches(self) -> tuple[int, int]:
+        """Pairs in a batch, and batches that make an optimiser step."""
+        return self.batch_size // 2, self.accumulate
+
+
+class ClusterSettings(SelectorSettings):
+    """Several selectors and their clusters of clients: FedBiscuit, tables 3 and 4.
+
+    >>> [ClusterSettings(selectors=count).intervals(500) for count in (3, 5)]
+    [(50, 50), (50, 50)]
+    >>> ClusterSettings().intervals(10), ClusterSettings(regroup_every=4).intervals(20)
+    ((1, 1), (3, 4))
+    """
+
+    selectors: int = Field(
+        3, ge=1, description="selectors, and clusters of clients; the paper takes odd numbers, 3 and 5"
+    )
+    warmup_rounds: int | None = Field(
+        None,
+        ge=0,
+        description="rounds of each selector, one after the other, before clients are grouped; left out: 50, "
+        "or fewer, so that all of them take at most half of the rounds",
+    )
+    regroup_every: int | None = Field(
+        None,
+        ge=1,
+        description="rounds from one grouping of the clients to the next (the paper: 50 or 100); left out: "
+        "as many as a selector's warm-up has where that is left out",
+    )
+
+    def intervals(self, rounds: int) -> tuple[int, int]:
+        """Rounds of each selector's warm-up, and rounds from grouping to grouping, in a run of ``rounds``."""
+        # The paper's 50 of 500 are half of the rounds for 5 selectors.
+        usual = max(1, min(50, rounds // (2 * self.selectors)))
+        warmup = usual if self.warmup_rounds is None else self.warmup_rounds
+        return warmup, self.regroup_every or usual
+
+    def for_rounds(self, rounds: int) -> Self:
+        """These settings with their schedule in a run of ``rounds`` rounds."""
+        warmup, every = self.intervals(rounds)
+        return self.model_copy(update={"warmup_rounds": warmup, "regroup_every": every})

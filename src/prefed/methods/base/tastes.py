@@ -35,7 +35,7 @@ from prefed.core.privacy import check_noise
 from prefed.merge import Aggregator, WeightFunction, lora
 from prefed.merge.tastes import CENTER, Posterior, active_units, bound_posteriors, privatize, summarize
 from prefed.methods.base.fedavg import FedAvgBase
-from prefed.methods.base.selector import SelectorSettings
+from prefed.methods.base.settings import SelectorSettings
 
 
 class TasteSettings(SelectorSettings):

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import make_absolute, read_toml
-from prefed.config.method import method_kind
+from prefed.config.settings import method_kind
 from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data.config import DataConfig

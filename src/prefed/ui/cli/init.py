@@ -25,7 +25,7 @@ def init(
 ) -> None:
     """Write a commented starting file for a method, or a small example that runs."""
     from prefed.config import method_kind
-    from prefed.config.starting import MODEL, example_file, example_pairs, starting_file
+    from prefed.config.init import MODEL, example_file, example_pairs, starting_file
     from prefed.core import files
 
     with usage():
