@@ -34,7 +34,7 @@ from prefed.merge.mixing import ConsensusFactors, Topology, consensus_factors
 from prefed.runs.constants import squared_gradients
 from prefed.runs.record import RunRecord
 from prefed.runs.replicates import Case, cases, find_runs
-from prefed.ui.pages.differences import case_names
+from prefed.ui.pages.compared import case_names
 
 LAST = 5
 """A final figure is the mean of the last so many rounds in which it was measured."""

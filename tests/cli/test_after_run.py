@@ -105,7 +105,7 @@ def test_clients_that_never_took_part_are_judged_apart(place):
         assert figures[name] == before[name]
     assert set(figures["preference_accuracy"]["per_client"]) == {"left"}
     text = prefed_("evaluate", place / "newcomer", "--client", "right")
-    assert "clients that never took part" in text
+    assert "Clients that never took part" in text
     assert re.search(r"2 +1 +\d\.\d\d\d", text)
     run = load_run(place / "newcomer")
     assert run.model("right").equal(run.published_model)

@@ -411,7 +411,7 @@ def test_the_aligned_model_of_a_run_is_judged(runs, place):
 
 def test_a_table_for_people(runs, place):
     text = prefed_("judge", runs / "feddpo", "--judge", "utility", "--prompts", place / "test.jsonl")
-    assert re.search(r"win rate .* length-controlled", text)
+    assert "length-controlled" in text
     assert "feddpo against base, judged by utility" in text
     assert "verdicts: " in text
 

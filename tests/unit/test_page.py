@@ -14,8 +14,8 @@ from jinja2 import UndefinedError
 from finished import CLIENTS, write_run
 from prefed.runs.record import read_run
 from prefed.train.metrics import federated_metric
-from prefed.ui.pages import clients, curves, drawing, origin
-from prefed.ui.pages.compare_plot import comparison
+from prefed.ui.pages import clients, origin, plot_file, rounds
+from prefed.ui.pages.compare_charts import comparison
 from prefed.ui.pages.html import environment
 from prefed.ui.pages.page import render, write_page
 
@@ -93,7 +93,7 @@ def test_the_page_says_in_words_what_its_plots_show(text):
     0.510 to 1. Of the mean, the root of the squared distances over 3. Before, of ¼, ½ and 0: 0.204, 0.350 and
     0 below, 0.135 in all, and 0.449, 0.350 and 0.490 above, 0.250. After, of ¾, 1 and ¼: 0.232 and 0.165."""
     page = Page(text)
-    texts = [attributes["aria-label"] for attributes in page.named("div") if attributes.get("role") == "img"]
+    texts = [attributes["aria-label"] for attributes in page.named("svg") if attributes.get("role") == "img"]
     assert texts[::2] == texts[1::2]
     assert (
         "begins at 25% (11% to 50%) and ends at 67% (43% to 83%); the worst client goes from 0.0% to 25.0%."
@@ -123,14 +123,11 @@ def test_cards_have_both_accuracies_with_their_intervals(tmp_path):
     ):
         assert words in page
     assert "worst tenth" not in page.partition("Over rounds")[0]
-    policy, reward = curves.accuracy(run, drawing.LIGHT).axes
-    assert (policy.get_title(), reward.get_title()) == ("preference accuracy", "reward accuracy")
-    assert [line.get_ydata().tolist() for line in reward.lines] == [[pytest.approx(2 / 3)] * 2, [0.5, 0.5]]
-    assert policy.get_ylim() == reward.get_ylim()
-    each = {
-        line.get_label(): line.get_ydata().tolist()
-        for line in curves.clients(run, drawing.LIGHT).axes[0].lines
-    }
+    chart = rounds.accuracy(run)
+    policy, reward = chart.panels
+    assert (policy.title, reward.title, chart.same) == ("preference accuracy", "reward accuracy", True)
+    assert [[y for _, y in line.points] for line in reward.shown] == [[pytest.approx(2 / 3)] * 2, [0.5, 0.5]]
+    each = {line.name: [y for _, y in line.points] for line in rounds.clients(run).panels[0].shown}
     assert each == {client: list(values) for client, values in CLIENTS.items()}
 
 
@@ -155,23 +152,20 @@ def test_the_page_names_the_best_round_and_what_noise_promises(tmp_path):
 
 def test_clients_with_equal_curves_all_show(tmp_path):
     """Each later curve is thinner than the one that it lies on."""
-    figure = curves.clients(
-        read_run(write_run(tmp_path / "run", dict.fromkeys("abcdefghij", (0.5,) * 3))), drawing.LIGHT
-    )
-    lines = figure.axes[0].get_lines()
-    widths, orders = [line.get_linewidth() for line in lines], [line.get_zorder() for line in lines]
-    assert len(lines) == 10
+    run = read_run(write_run(tmp_path / "run", dict.fromkeys("abcdefghij", (0.5,) * 3)))
+    widths = [line.look.width for line in rounds.clients(run).panels[0].shown]
+    assert len(widths) == 10
     assert widths == sorted(set(widths), reverse=True)
-    assert orders == sorted(orders)
 
 
 def test_of_more_clients_quantiles_are_drawn_over_rounds(tmp_path):
     """The k-th of 21 clients has k/20 after the only round: the quartiles are ¼, ½ and ¾."""
     run = read_run(write_run(tmp_path / "run", {f"c{k:02}": (0.5, k / 20) for k in range(21)}))
-    (axes,) = curves.clients(run, drawing.LIGHT).axes
-    assert [line.get_label() for line in axes.lines] == list(curves.QUANTILES)
-    assert [line.get_ydata()[-1] for line in axes.lines] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
-    assert clients.curves_plot(run) is None  # one evaluation is shown by the bars
+    assert rounds.clients(run) is None  # one evaluation is shown by the bars
+    run = read_run(write_run(tmp_path / "two", {f"c{k:02}": (0.5, 0.5, k / 20) for k in range(21)}))
+    lines = rounds.clients(run).panels[0].shown
+    assert [line.name for line in lines] == list(rounds.QUANTILES)
+    assert [line.points[-1][1] for line in lines] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
     assert "preference accuracy, worst tenth" in render(run)
 
 
@@ -191,9 +185,8 @@ def test_no_interval_is_beyond_what_a_share_can_be(tmp_path):
     assert "in brackets the 95% interval" in table.caption
     (row,) = [cells for name, cells in clients.fairness(run).rows if name == "95% interval of the mean"]
     assert row[:2] == ["0.000 to 0.346", "0.255 to 0.745"]
-    (axes,) = curves.accuracy(run, drawing.LIGHT).axes
-    band = axes.collections[0].get_paths()[0].vertices[:, 1]
-    assert (band.min(), band.max()) == (0.0, pytest.approx(0.745, abs=1e-3))
+    mean = rounds.accuracy(run).panels[0].shown[0]
+    assert (min(mean.low), max(mean.high)) == (0.0, pytest.approx(0.745, abs=1e-3))
 
 
 def test_a_run_that_does_not_say_how_many_pairs_has_no_intervals(tmp_path):
@@ -265,7 +258,7 @@ def test_names_cannot_break_the_page(tmp_path):
     text = render(run)
     assert text.count("<script") == 1
     assert nasty in Page(text).data
-    drawing.save(lambda theme: comparison([run, run], theme), tmp_path / "p.png")
+    plot_file.save(comparison([run, run]), tmp_path / "p.png")
 
 
 def test_dropped_uploads_and_silent_clients_are_said(tmp_path):

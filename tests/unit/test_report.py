@@ -1,9 +1,7 @@
 """Run records, tables and plots, on runs written by hand."""
 
-import io
 import json
 import re
-import warnings
 
 import pytest
 from hypothesis import given
@@ -14,13 +12,12 @@ from finished import CLIENTS, write_run
 from prefed.core import Privacy
 from prefed.runs.record import RunError, read_run
 from prefed.train.metrics import federated_metric, federated_metrics, spread
-from prefed.ui.pages import clients, curves, drawing, over_rounds, plots
-from prefed.ui.pages.compare_plot import comparison
-from prefed.ui.pages.comparison import comparison_table, differences_table
-from prefed.ui.pages.differences import differences, disagreements, labels
+from prefed.ui.pages import clients, rounds
+from prefed.ui.pages.compared import Compared, differences, disagreements, labels
+from prefed.ui.pages.comparison import differences_table, runs_table
 from prefed.ui.pages.page import render
 from prefed.ui.pages.result import print_result
-from prefed.ui.pages.tables import clients_table, unseen_table
+from prefed.ui.pages.tables import metrics_table, terminal, unseen_table
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +29,15 @@ def printed(renderable, width=200):
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
     console.print(renderable)
     return console.export_text()
+
+
+def side_by_side(*runs):
+    compared = Compared(runs)
+    return printed(terminal(runs_table(compared, compared.labels)))
+
+
+def differing(runs):
+    return printed(terminal(differences_table(runs, labels(runs))))
 
 
 def test_a_spread_in_six_numbers():
@@ -124,7 +130,7 @@ def test_clients_too_small_for_a_figure_are_said_and_counted(tmp_path):
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
     print_result({**run.summary, "dropped": 0, "reward_accuracy": figure}, console)
     assert warning in console.export_text()
-    assert "0.500" in printed(comparison_table([run, read_run(write_run(tmp_path / "other"))]))
+    assert "0.500" in side_by_side(run, read_run(write_run(tmp_path / "other")))
 
 
 def test_whatever_has_a_value_for_every_client_is_a_figure(tmp_path):
@@ -228,7 +234,7 @@ def test_a_misspelt_directory_is_told_the_nearest(tmp_path):
 
 
 def test_a_table_of_clients(run):
-    text = printed(clients_table("title", list(run.figures.values()), run.pairs))
+    text = printed(terminal(metrics_table("title", list(run.figures.values()), run.pairs)))
     assert re.search(r"ann +4 +0.250 +0.750", text)
     assert re.search(r"mean +0.250 +0.667", text)
     assert re.search(r"Jain index +0.600 +0.821", text)  # (3/4)²/(3·5/16) = 0.6; 32/39
@@ -237,7 +243,7 @@ def test_a_table_of_clients(run):
 def test_of_many_clients_the_lowest_are_listed(tmp_path):
     clients = {f"c{k:03}": (0.5, k / 100) for k in range(100)}
     run = read_run(write_run(tmp_path / "run", clients))
-    text = printed(clients_table("title", list(run.figures.values()), run.pairs))
+    text = printed(terminal(metrics_table("title", list(run.figures.values()), run.pairs)))
     assert "c039" in text
     assert "c040" not in text
     assert "… and 60 clients that do better" in text
@@ -258,15 +264,12 @@ def test_rows_of_clients_that_never_took_part_are_explained(tmp_path):
     ):
         figures = dict.fromkeys(names, one)
         table = unseen_table(figures)
-        assert (table.title, table.columns[0].header) == (
-            f"clients that never took part, {words}{more}",
-            first,
-        )
+        assert (table.caption, table.heads[0]) == (f"Clients that never took part, {words}{more}.", first)
         record = read_run(write_run(tmp_path / "-".join(names), unseen_accuracy=figures))
         found = clients.unseen(record)
-        assert (found.caption, found.heads[0]) == (f"Clients that never took part, {words}{more}.", first)
+        assert found == table
     table = unseen_table({"8": one}, "8")
-    assert (table.columns[0].header, "taste that was asked for" in table.title) == ("taste", True)
+    assert (table.heads[0], "taste that was asked for" in table.caption) == ("taste", True)
 
 
 def test_a_comparison_marks_the_best_and_what_differs(tmp_path):
@@ -282,7 +285,7 @@ def test_a_comparison_marks_the_best_and_what_differs(tmp_path):
             )
         ),
     ]
-    text = printed(comparison_table(runs))
+    text = side_by_side(*runs)
     assert re.search(r"a +feddpo +2 +0.667 +0.250 +0.250 +0.250 +2.0 kB +4.0 kB +3.0 s", text)
     assert re.search(r"b +fedprox +2 +1.000 +1.000", text)
     assert "*" not in text
@@ -290,8 +293,8 @@ def test_a_comparison_marks_the_best_and_what_differs(tmp_path):
         "method.name": ["feddpo", "fedprox"],
         "method.lr": ["0.01", "0.02"],
     }
-    assert re.search(r"method.lr +0.01 a; 0.02 b", printed(differences_table(runs)))
-    assert differences_table(runs[:1]) is None
+    assert re.search(r"method.lr +0.01 a; 0.02 b", differing(runs))
+    assert differences_table(runs[:1], ["a"]) is None
 
 
 def test_a_setting_that_one_run_leaves_out_is_a_difference(tmp_path):
@@ -310,7 +313,7 @@ def test_a_setting_that_one_run_leaves_out_is_a_difference(tmp_path):
         "cohort.size": ["3", None, None],
         "method.clip": [None, "1.0", None],
     }
-    assert re.search(r"cohort.size +3 a; left out b, c", printed(differences_table(runs)))
+    assert re.search(r"cohort.size +3 a; left out b, c", differing(runs))
 
 
 @pytest.mark.parametrize(
@@ -328,7 +331,7 @@ def test_runs_that_cannot_be_set_side_by_side_are_flagged(tmp_path, changes, why
     other = read_run(write_run(tmp_path / "b", **changes))
     assert list(disagreements([first, first, other])) == [2]
     assert re.fullmatch(why, disagreements([first, other])[1])
-    assert "b *" in printed(comparison_table([first, other]))
+    assert "b *" in side_by_side(first, other)
 
 
 def test_the_engine_is_no_difference(tmp_path):
@@ -344,60 +347,36 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     assert labels([read_run(paths[0])]) == ["run"]
 
 
-def test_names_in_any_script_are_drawn_without_a_word(tmp_path):
-    """A letter that no font has is a box, without a warning; a control is written out wherever it stands."""
-    names = {"安娜": (0.2, 0.3), "ミナ": (0.3, 0.4), "민아": (0.4, 0.5), "a\x1b[31mb\u202ec": (0.1, 0.4)}
-    run = read_run(write_run(tmp_path / "run", names))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        drawing.save(lambda theme: plots.clients(run, theme), tmp_path / "p.png")
-        text = render(run)
-    file = io.StringIO()
-    Console(file=file, width=100).print(clients_table("", list(run.figures.values()), run.pairs))
-    for output in (text, file.getvalue()):
-        assert "\x1b" not in output
-        assert "\u202e" not in output
-        assert "a\\x1b[31mb\\u202ec" in output
-        assert "安娜" in output
-
-
-def test_a_font_for_other_scripts_is_taken_where_there_is_one(monkeypatch):
-    """Matplotlib's own comes first; one that is not installed is not asked for, which would be a warning."""
-    drawing._fonts.cache_clear()
-    monkeypatch.setattr(drawing, "SCRIPTS", ("Nobody's Font", "DejaVu Sans Mono"))
-    try:
-        assert drawing._fonts() == ["sans-serif", "DejaVu Sans Mono"]
-    finally:
-        drawing._fonts.cache_clear()
-
-
 def test_figures_of_one_family_share_a_panel(tmp_path):
     run = read_run(
-        write_run(tmp_path / "run", figures={"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.4], "merged": [2, 2]})
+        write_run(
+            tmp_path / "run",
+            figures={"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.4], "merged": [2, 2], "more": [1, 2]},
+        )
     )
-    names = curves.diagnostics(run)
-    figure = curves.figures(run, names, drawing.LIGHT)
-    panels = {axes.get_title(): axes for axes in figure.axes if axes.get_visible()}
-    assert set(panels) == {"gate", "merged"}
-    assert [line.get_ydata().tolist() for line in panels["gate"].lines] == [[0.1, 0.9], [0.5, 0.4]]
+    (panel, other) = rounds.numbers(run, rounds.own_metrics(run)).plot.panels
+    assert (panel.title, other.title) == ("gate", "more")
+    assert [(line.name, [y for _, y in line.points]) for line in panel.shown] == [
+        ("0", [0.1, 0.9]),
+        ("1", [0.5, 0.4]),
+    ]
 
 
 def test_figures_that_do_not_change_are_lines(tmp_path):
     """Of one family all are drawn if one of them changes. Means of evaluations stand apart."""
     told = {"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.5], "merged": [2, 2]}
     run = read_run(write_run(tmp_path / "run", figures=told))
-    assert curves.evaluated_figures(run) == ["margin"]
-    assert curves.moving(run, curves.diagnostics(run)) == (["gate/0", "gate/1"], {"merged": 2.0})
-    numbers = over_rounds.numbers(run, curves.diagnostics(run))
-    assert numbers.constant == ["merged: 2 in all 2 rounds that tell it."]
+    assert rounds.evaluated_metrics(run) == ["margin"]
+    assert rounds.moving(run, rounds.own_metrics(run)) == (["gate/0", "gate/1"], {"merged": 2.0})
+    numbers = rounds.numbers(run, rounds.own_metrics(run))
+    assert numbers.constant == ["merged: 2 in all 2 rounds that report it."]
     assert numbers.plot.alt == "gate/0 from 0.1 to 0.9; gate/1 from 0.5 to 0.5."
-    assert over_rounds.numbers(run, ["merged"]).plot is None
+    assert rounds.numbers(run, ["merged"]).plot is None
 
 
 def test_curves_begin_at_the_untouched_model(run):
     """Round 0 is the baseline: mean (0.25 + 0.5 + 0)/3 = 0.25, worst 0."""
-    (axes,) = curves.accuracy(run, drawing.LIGHT).axes
-    mean, worst = (line.get_ydata().tolist() for line in axes.lines)
+    mean, worst = ([y for _, y in line.points] for line in rounds.accuracy(run).panels[0].shown)
     assert mean == pytest.approx([0.25, 0.5, 2 / 3])
     assert worst == [0.0, 0.25, 0.25]
 
@@ -405,17 +384,6 @@ def test_curves_begin_at_the_untouched_model(run):
 def test_many_clients_are_drawn_as_a_distribution(tmp_path):
     """The k-th of 200 clients stands at k/200: the curve is the sorted accuracies."""
     run = read_run(write_run(tmp_path / "run", {f"c{k}": (0.5, (k * 37 % 200) / 200) for k in range(200)}))
-    (axes,) = plots.clients(run, drawing.LIGHT).axes
-    assert axes.lines[-1].get_xdata().tolist() == pytest.approx([k / 200 for k in range(200)])
-    assert axes.lines[-1].get_ydata().tolist() == pytest.approx([(k + 1) / 200 for k in range(200)])
-
-
-@pytest.mark.parametrize(("name", "head"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml"), ("p.PDF", b"%PDF")])
-def test_a_plot_is_of_the_kind_its_name_says(tmp_path, run, name, head):
-    drawing.save(lambda theme: comparison([run, run], theme), tmp_path / name)
-    assert (tmp_path / name).read_bytes().startswith(head)
-
-
-def test_a_plot_of_another_kind_is_refused(tmp_path, run):
-    with pytest.raises(ValueError, match=r"ends in \.png, \.svg or \.pdf"):
-        drawing.save(lambda theme: curves.loss(run, theme), tmp_path / "p.jpg")
+    line = clients.ends(run).panels[0].shown[-1]
+    assert [x for x, _ in line.points] == pytest.approx([k / 200 for k in range(200)])
+    assert [y for _, y in line.points] == pytest.approx([(k + 1) / 200 for k in range(200)])

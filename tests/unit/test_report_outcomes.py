@@ -16,10 +16,9 @@ from rich.console import Console
 from finished import write_run
 from prefed.runs.outcomes import EXAMPLES, Outcome, alignment_of, judged_of
 from prefed.runs.record import RunError, read_run
+from prefed.ui.pages.chart import Bars, Line
 from prefed.ui.pages.comparison import print_comparison
-from prefed.ui.pages.drawing import LIGHT
-from prefed.ui.pages.judged import print_judged
-from prefed.ui.pages.outcomes import alignment_facts, draw_win_rates, epochs_table, judged_table
+from prefed.ui.pages.outcomes import alignment_facts, epochs_table, judged_chart, judged_table, print_judged
 from prefed.ui.pages.page import render, write_page
 
 SUMMARY = {
@@ -103,7 +102,7 @@ def test_an_alignment_by_a_judge_has_its_words(tmp_path: Path) -> None:
 
 def test_a_page_has_the_win_rate_its_interval_and_its_note(tmp_path: Path) -> None:
     page = re.sub(r"</?t[hd][^>]*>", "|", render(read_run(judged_run(tmp_path / "run"))))
-    row = "|feddpo against base||reward:model||62.5%||50.0% to 75.0%||50.0%||||2||8|"
+    row = "|feddpo against base||reward:model||62.5%||50.0% to 75.0%||50.0%||8||2||1|||"
     assert row in page
     assert "feddpo against base: 1 prompt has no usable verdict." in page
     for text in ("prompt 1", "ours 1", "theirs 1", "Prompt 1 · win"):
@@ -119,10 +118,13 @@ def test_the_first_prompts_are_shown_and_the_last_verdict_of_each_counts(tmp_pat
 
 
 def test_a_plot_has_a_point_and_its_interval(tmp_path: Path) -> None:
-    (axes,) = draw_win_rates(judged_of(judged_run(tmp_path / "run")), LIGHT).axes
-    half, point = axes.lines
-    assert (half.get_xdata(), point.get_xdata()) == ([0.5, 0.5], [0.625])
-    assert axes.collections[0].get_segments()[0].tolist() == [[0.5, 0.0], [0.75, 0.0]]
+    chart = judged_chart(judged_of(judged_run(tmp_path / "run")))
+    assert chart is not None
+    (panel,) = chart.panels
+    interval, point = panel.shown
+    assert isinstance(interval, Bars)
+    assert isinstance(point, Line)
+    assert (panel.at_x, point.points, interval.spans) == (0.5, [(0.625, 0.0)], [(0.0, 0.5, 0.75)])
 
 
 def test_texts_are_escaped_and_capped(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_an_interval_is_said_to_be_of_its_run(tmp_path):
     """On the terminal and on the page: other prompts are in it, other seeds are not."""
     file = io.StringIO()
     print_judged(SUMMARY, tmp_path, Console(file=file, width=200))
-    table = judged_table([Outcome(SUMMARY, [])])
+    table = judged_table([SUMMARY])
     for words in (file.getvalue(), table.caption):
         assert "of this run, for other prompts" in words
         assert "nothing of other seeds" in words

@@ -9,9 +9,10 @@ from rich.console import Console
 from finished import CLIENTS, write_run
 from prefed.runs.record import read_run
 from prefed.train.metrics import federated_metric
-from prefed.ui.pages import clients, curves, drawing, plots
+from prefed.ui.pages import clients, rounds
 from prefed.ui.pages.comparison import reward_table
 from prefed.ui.pages.page import render
+from prefed.ui.pages.tables import terminal
 
 GATES = {"gate": {"ann": {"0": 0.25, "1": 0.5, "11": 1.0}, "cyd": {"0": 0.75, "1": 0.25, "11": 0.0}}}
 HEAD = {
@@ -57,23 +58,21 @@ def test_a_profile_has_clients_in_rows_and_blocks_in_their_order(gated):
 
 
 def test_few_clients_are_a_heat_map_with_its_numbers(gated):
-    axes, scale = plots.blocks(gated, "gate", drawing.LIGHT).axes
-    (mesh,) = axes.collections
-    assert mesh.get_array().tolist() == [[0.25, 0.5, 1.0], [0.75, 0.25, 0.0]]
-    assert mesh.get_clim() == (0.0, 1.0)
-    assert [text.get_text() for text in axes.texts] == ["0.25", "0.50", "1.00", "0.75", "0.25", "0.00"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "11"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["ann", "cyd"]
-    assert scale.get_ylabel() == "gates"
+    ((_, chart, _),) = clients.blocks(gated)
+    (panel,) = chart.panels
+    (cells,) = panel.shown
+    assert cells.values == [[0.25, 0.5, 1.0], [0.75, 0.25, 0.0]]
+    assert (cells.low, cells.high) == (0.0, 1.0)
+    assert (panel.x.names, panel.y.names, panel.title) == (["0", "1", "11"], ("ann", "cyd"), "gates")
 
 
 def test_a_heat_map_spans_its_data_and_says_so(tmp_path):
     """Gates between 0.50 and 0.53 would be one grey on a scale from 0 to 1."""
     gates = {"ann": {"0": 0.5, "1": 0.53}, "bob": {"0": 0.51, "1": 0.52}}
     run = read_run(write_run(tmp_path / "run", personal={"gate": gates}))
-    axes, _ = plots.blocks(run, "gate", drawing.LIGHT).axes
-    assert axes.collections[0].get_clim() == (0.5, 0.53)
     ((label, plot, _),) = clients.blocks(run)
+    (cells,) = plot.panels[0].shown
+    assert (cells.low, cells.high) == (0.5, 0.53)
     assert (label, plot.caption.partition(",")[0]) == ("Gates", "From 0.50 to 0.53")
 
 
@@ -90,11 +89,11 @@ def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
     """Client k of 0 … 100 has k/100: the median is 0.5, the middle half 0.25 to 0.75; in block 1 halved."""
     gates = {f"c{k}": {"0": k / 100, "1": k / 200} for k in range(101)}
     run = read_run(write_run(tmp_path / "run", personal={"gate": gates}))
-    (axes,) = plots.blocks(run, "gate", drawing.LIGHT).axes
-    assert axes.lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.25])
-    everybody, half = (band.get_paths()[0].get_extents() for band in axes.collections[:2])
-    assert (everybody.y0, everybody.y1) == (0.0, 1.0)
-    assert (half.y0, half.y1) == (pytest.approx(0.125), pytest.approx(0.75))
+    ((_, chart, _),) = clients.blocks(run)
+    everybody, half = chart.panels[0].shown
+    assert [y for _, y in half.points] == pytest.approx([0.5, 0.25])
+    assert (everybody.low, everybody.high) == ([0.0, 0.0], [1.0, 0.5])
+    assert (half.low, half.high) == (pytest.approx([0.25, 0.125]), pytest.approx([0.75, 0.375]))
 
 
 def test_a_client_without_one_of_the_blocks_is_a_gap(tmp_path):
@@ -125,13 +124,13 @@ def test_the_page_says_what_a_reward_head_comes_to(rewarded):
     )
     assert "the reward head scores higher" in page
     assert "what the reward head gives the chosen response less the rejected one" in page
-    (axes,) = curves.reward_head(rewarded, drawing.LIGHT).axes
-    assert [line.get_label() for line in axes.lines] == [
-        "combined accuracy",
-        "explicit accuracy",
-        "agreement",
-    ]
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.75] * 2, [0.25] * 2, [0.125] * 2]
+    (chart,) = rounds.reward_head(rewarded)
+    curves = {line.name: [y for _, y in line.points] for line in chart.panels[0].shown}
+    assert curves == {
+        "combined accuracy": [0.75] * 2,
+        "explicit accuracy": [0.25] * 2,
+        "agreement": [0.125] * 2,
+    }
 
 
 def test_a_run_without_either_says_nothing_of_them(tmp_path):
@@ -141,8 +140,8 @@ def test_a_run_without_either_says_nothing_of_them(tmp_path):
 
 
 def test_a_comparison_sets_reward_heads_side_by_side_where_runs_have_one(gated, rewarded):
-    text = printed(reward_table([gated, rewarded]))
+    text = printed(terminal(reward_table([gated, rewarded], ["gated", "rewarded"])))
     assert re.search(r"accuracy +accuracy +agreement +margin +margin", text)
     assert re.search(r"rewarded +0.750 +0.250 +0.125 +0.500 +0.438", text)
     assert "gated" not in text
-    assert reward_table([gated]) is None
+    assert reward_table([gated], ["gated"]) is None

@@ -19,7 +19,8 @@ from prefed.runs.evaluate import Evaluation
 from prefed.runs.groupings import VOTE, groupings_of
 from prefed.runs.record import RunRecord, read_run
 from prefed.train.metrics import federated_metric
-from prefed.ui.pages import drawing, selectors
+from prefed.ui.pages import selectors
+from prefed.ui.pages.chart import Bars, Line
 from prefed.ui.pages.comparison import print_comparison
 from prefed.ui.pages.page import render
 from prefed.ui.pages.result import print_evaluation, print_result
@@ -69,8 +70,8 @@ def test_agreement_by_hand(run: RunRecord) -> None:
 def test_before_the_first_grouping_there_are_no_members(tmp_path: Path) -> None:
     run = selectors_run(tmp_path / "run")
     assert [(each.clients, each.members, each.others) for each in run.agreements] == [(None,) * 3] * 3
-    assert selectors.clusters_plot(run) is None
-    table = selectors.agreement_table(run)
+    assert selectors.clusters_chart(run) is None
+    table = selectors.agreement_table(run.agreements, "test pairs")
     assert table is not None
     assert table.heads == ["selector", "mean", "worst"]
 
@@ -102,7 +103,7 @@ def test_newcomers_have_a_column(tmp_path: Path) -> None:
     unseen = {name: federated_metric({"dee": k / 4}) for k, name in enumerate(names)}
     run = selectors_run(tmp_path / "run", FIRST, unseen_selectors=unseen)
     assert [each.newcomers for each in run.agreements] == [0.25, 0.5, 0.0]
-    table = selectors.agreement_table(run)
+    table = selectors.agreement_table(run.agreements, "test pairs")
     assert table is not None
     assert table.heads[-1] == "newcomers"
     again = Evaluation("test pairs", {}, {}, {}, unseen_selectors=unseen)
@@ -148,14 +149,15 @@ def test_spans_are_the_groupings_again(table: list[list[int]]) -> None:
 
 def test_each_client_is_a_bar_in_the_colour_of_its_cluster(run: RunRecord) -> None:
     """Ann and bob end in the first cluster and stand above cyd; bob is in the second for round 1."""
-    (axes,) = selectors.draw_clusters(run, drawing.LIGHT).axes
-    bars = {
-        (round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()): bar.get_facecolor()
-        for bar in axes.patches
-    }
-    assert set(bars) == {(0, 0.5, 2), (1, 0.5, 1), (1, 1.5, 1), (2, 0.5, 2)}
-    assert bars[0, 0.5, 2] == bars[1, 1.5, 1] != bars[2, 0.5, 2] == bars[1, 0.5, 1]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["ann", "bob", "cyd"]
+    chart = selectors.clusters_chart(run)
+    assert chart is not None
+    (panel,) = chart.panels
+    shown = [each for each in panel.shown if isinstance(each, Bars)]
+    bars = {span: each.color for each in shown for span in each.spans}
+    assert set(bars) == {(0, 0.5, 2.5), (1, 0.5, 1.5), (1, 1.5, 2.5), (2, 0.5, 2.5)}
+    assert bars[0, 0.5, 2.5] == bars[1, 1.5, 2.5] != bars[2, 0.5, 2.5] == bars[1, 0.5, 1.5]
+    assert panel.y.names == ["ann", "bob", "cyd"]
+    assert "ann, selector-0: rounds 1 to 2" in shown[0].notes
 
 
 def test_of_very_many_clients_sizes_and_moves_are_drawn(tmp_path: Path) -> None:
@@ -165,9 +167,13 @@ def test_of_very_many_clients_sizes_and_moves_are_drawn(tmp_path: Path) -> None:
         for cut, moved in ((100, 0), (150, 50))
     ]
     run = selectors_run(tmp_path / "run", *groupings)
-    sizes, moves = selectors.draw_clusters(run, drawing.LIGHT).axes
-    assert [line.get_ydata().tolist() for line in sizes.lines] == [[100, 150], [201, 151]]
-    assert moves.lines[0].get_ydata().tolist() == [0, 50]
+    chart = selectors.clusters_chart(run)
+    assert chart is not None
+    curves = [
+        [[y for _, y in line.points] for line in panel.shown if isinstance(line, Line)]
+        for panel in chart.panels
+    ]
+    assert curves == [[[100, 150], [201, 151]], [[0, 50]]]
     page = render(run)
     assert "How many clients each selector" in page
     assert "c0039 and 110 more" in page
@@ -180,7 +186,7 @@ def test_the_terminal_after_a_run(run: RunRecord) -> None:
     assert re.search(r"selector-0 +2 +0.500 +0.000 +0.750 +0.000", text)
     assert re.search(r"vote of all +0.417 +0.250", text)
     assert "clusters of 2, 1 clients since round 2, where 1 client moved" in text
-    assert re.search(r"client .*before .*after .*majority", text)
+    assert re.search(r"(?s)majority.*client +pairs +before +after", text)
 
 
 def test_runs_side_by_side(run: RunRecord, tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from finished import config, write_run
 from prefed.runs import seeds
 from prefed.runs.record import read_run
 from prefed.runs.replicates import cases
-from prefed.ui.pages.differences import case_names, disagreements
-from prefed.ui.pages.seeds import few_seeds, rows_of_tests, seeds_tables
+from prefed.ui.pages.compared import Compared, case_names, disagreements, few_seeds, rows_of_tests
 
 
 def run(folder, method, seed, ends, *, by="column", data="x", shared=None, **summary):
@@ -143,7 +142,7 @@ def test_few_seeds_are_called_few(tmp_path):
                  *several(tmp_path / "b", "fedprox", dict.fromkeys(range(10), 0.6))])  # fmt: skip
     assert "cannot be below 0.00195" in few_seeds(ten)
     assert few_seeds(cases(several(tmp_path / "c", "feddpo", {1: 0.5}))).startswith("One seed says little")
-    assert seeds_tables(cases(several(tmp_path / "d", "feddpo", {1: 0.5})), ["feddpo"]) == []
+    assert not Compared(tuple(several(tmp_path / "d", "feddpo", {1: 0.5}))).several_seeds
 
 
 def test_gains_of_clients_on_common_seeds(tmp_path):

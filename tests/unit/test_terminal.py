@@ -16,10 +16,11 @@ from prefed.trackers.terminal import Terminal, stdout_console
 from prefed.ui.cli import app
 from prefed.ui.cli.errors import user_errors
 from prefed.ui.cli.generate import print_responses
-from prefed.ui.pages.comparison import comparison_table, differences_table
+from prefed.ui.pages.compared import Compared
+from prefed.ui.pages.comparison import differences_table, runs_table
 from prefed.ui.pages.dataset import print_dataset_statistics
 from prefed.ui.pages.result import print_result
-from prefed.ui.pages.tables import clients_table
+from prefed.ui.pages.tables import metrics_table, terminal
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
 
@@ -81,11 +82,14 @@ def test_runs_and_clients_in_80_columns(tmp_path):
     long = "distilgpt2-harmless-from-helpful-fedpdpo-seed"
     clients = dict.fromkeys(NAMES, (0.25, 0.5, 0.75))
     runs = [read_run(write_run(tmp_path / f"{long}{k}", clients)) for k in (42, 43)]
-    text, first = narrow(lambda console: console.print(comparison_table(runs)))
+    labels = Compared(tuple(runs)).labels
+    text, first = narrow(lambda console: console.print(terminal(runs_table(Compared(tuple(runs)), labels))))
     assert all(f"{long}{k}" in first for k in (42, 43))
     assert text.count("4.0 kB") == 2
     figures = list(runs[0].figures.values()) * 3
-    text, first = narrow(lambda console: console.print(clients_table("title", figures, runs[0].pairs)))
+    text, first = narrow(
+        lambda console: console.print(terminal(metrics_table("title", figures, runs[0].pairs)))
+    )
     assert all(name.replace(" ", "") in first for name in NAMES)
     assert "…" not in text
 
@@ -125,9 +129,10 @@ def test_a_run_from_elsewhere_steers_no_terminal(tmp_path):
     runs = [read_run(write_run(tmp_path / n, settings={"note": v}, method=v)) for n, v in names.items()]
     file = io.StringIO()
     console = Console(file=file, width=200)
-    console.print(comparison_table(runs))
-    console.print(differences_table(runs))
-    console.print(clients_table(nasty, list(runs[0].figures.values()), runs[0].pairs))
+    compared = Compared(tuple(runs))
+    console.print(terminal(runs_table(compared, compared.labels)))
+    console.print(terminal(differences_table(runs, compared.labels)))
+    console.print(terminal(metrics_table(nasty, list(runs[0].figures.values()), runs[0].pairs)))
     output = file.getvalue()
     assert "\x1b" not in output
     assert "\u202e" not in output
@@ -158,14 +163,14 @@ def test_stages_of_an_alignment_in_a_pipe_and_on_a_terminal():
     """In a pipe: a line for each tenth of the steps, and one at the end. A terminal has a bar."""
     figures = {"completions": 1600, "tokens": 9000, "tokens_per_second": 12.5, "seconds": 95.0}
     shown = {}
-    for terminal in (False, True):
+    for forced in (False, True):
         file = io.StringIO()
-        tracker = Terminal(Console(file=file, width=100, highlight=False, force_terminal=terminal))
+        tracker = Terminal(Console(file=file, width=100, highlight=False, force_terminal=forced))
         tracker.on_stage_begin("completions", 0, 1600)
         for done in range(16, 1601, 16):
             tracker.on_stage_step("completions", done, 1600, {"tokens_per_second": 1234.56})
         tracker.on_stage_end("completions", figures)
-        shown[terminal] = file.getvalue()
+        shown[forced] = file.getvalue()
     lines = shown[False].splitlines()
     assert lines[0] == "completions 16/1600  tokens/second 1235"
     assert lines[-2:] == [

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from finished import CLIENTS, write_run
@@ -56,12 +55,6 @@ class Run:
 
 def words(page: Path) -> str:
     return re.sub(r"<[^>]*>", " ", page.read_text().partition("<main>")[2])
-
-
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What plots look like is nothing to a watcher."""
-    monkeypatch.setattr("prefed.ui.pages.parts.inline", lambda draw, salt: ("<svg/>", "<svg/>", Figure()))
 
 
 @pytest.fixture

@@ -33,12 +33,12 @@ def compare(
     """Set finished runs side by side: a table, what they do differently, and a plot or a page."""
     from prefed.runs.record import read_run
     from prefed.runs.replicates import find_runs
-    from prefed.ui.pages import drawing
+    from prefed.ui.pages import plot_file
 
     if out is None and html is None and not as_json:
         out = Path("compare.png")
     if out is not None:
-        drawing.file_format(out)
+        plot_file.file_format(out)
     if html is not None and html.is_dir():
         raise ValueError(f"{html} is a folder; name a file for the page")
     for path in runs:
@@ -59,9 +59,9 @@ def compare(
         print_comparison(records, stdout_console())
     made = []
     if out is not None:
-        from prefed.ui.pages.compare_plot import comparison
+        from prefed.ui.pages.compare_charts import comparison
 
-        drawing.save(lambda theme: comparison(records, theme), out)
+        plot_file.save(comparison(records), out)
         made.append(f"plot: {out}")
     if html is not None:
         from prefed.ui.pages.compare_page import write_comparison

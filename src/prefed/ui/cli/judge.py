@@ -106,7 +106,7 @@ def judge(
     from prefed.runs.judge import judge as judge_run
     from prefed.trackers.terminal import stdout_console
     from prefed.train.generation import Sampling
-    from prefed.ui.pages.judged import print_judged
+    from prefed.ui.pages.outcomes import print_judged
 
     silence_transformers()
     with usage():

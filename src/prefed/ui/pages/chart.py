@@ -1,21 +1,56 @@
-"""Curves and points of many cases as drawings inside a page.
+"""Charts as data: what a chart shows, in which looks, and its numbers as CSV.
 
-A page over many runs has a dozen of them, so each is one SVG text for both kinds of screen: its colours are
-names that the page's style gives values to. Pointing at a mark shows its figures. Lines that run over each
-other stay visible: each has a colour, a width, a dash and a mark of its own, and thin dashed ones lie on
-thick whole ones.
+``svg.py`` draws a chart inside a page, ``plot_file.py`` as a file.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from prefed.ui.pages.drawing import LIGHT
+import numpy as np
+
+from prefed.core.text import printable, safe_cell
+
+BARS = 40
+"""Clients that get bars of their own at most; of more, the distribution is drawn."""
+COLUMNS = ("panel", "series", "x", "y", "start", "low", "high", "value")
+"""Columns of :func:`csv_of`: ``start`` of bars, ``low`` and ``high`` of bands, ``value`` of cells."""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of charts, and of the page around them. A page has both themes and follows the screen.
+
+    People with any colour vision can tell the colours apart (Okabe and Ito 2008).
+
+    Attributes:
+        text: of labels and titles.
+        quiet: of grids, axes, and values that others are compared with.
+        page: behind the chart.
+        lines: of runs and metrics, in turn.
+    """
+
+    text: str
+    quiet: str
+    page: str
+    lines: tuple[str, ...]
+
+
+LIGHT = Theme(
+    "#1f2328", "#8b949e", "#ffffff",
+    ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7a5195", "#444444"),
+)  # fmt: skip
+DARK = Theme(
+    "#e6edf3", "#7d8590", "#0d1117",
+    ("#56b4e9", "#ff9a3c", "#3fd6a4", "#e59ac6", "#f0e442", "#3b82f6", "#c3a6ff", "#c9d1d9"),
+)  # fmt: skip
 
 COLORS = len(LIGHT.lines)
-"""Colours that lines have in turn: those of the page's themes."""
 STROKES = ((4.5, ""), (3.0, "9 4"), (1.8, "2.5 3"), (2.2, "11 3 2 3"), (1.4, ""))
 """Width and dashes that lines have in turn; the numbers of colours and marks are no multiples of theirs."""
 MARKS = (
@@ -27,242 +62,341 @@ MARKS = (
     "M-3.6-3.6 3.6 3.6M-3.6 3.6 3.6-3.6",
     "M0-4.6V4.6M-4.6 0H4.6",
 )
-"""Marks that lines have in turn: circle, square, triangle, diamond, triangle on its point, cross, plus."""
-MARKED = 12
-"""Marks of a line at most."""
-LETTER = 6.7
-"""Width of a letter in a drawing, in pixels."""
-LINE = 15.0
-"""Height of a line of text, in pixels."""
+"""Marks that lines have in turn, as SVG paths: circle, square, triangle, diamond, triangle on its point,
+cross, plus."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A case in a chart.
-
-    The name of a joined line stands at its end; loose points have its letter beside the main one.
+class Look:
+    """How a line looks.
 
     Attributes:
-        key: its letter.
-        index: its number, which decides how it looks.
-        points: x, y, and what is said at the point.
-        low, high: of a band around the points; empty for none.
-        joined: whether the points are joined; of loose points the first is the main one.
+        color: a number of the theme's colours, from 1; 0 is its quiet one.
+        mark: a number of :data:`MARKS`.
     """
 
-    key: str
-    name: str
-    index: int
-    points: Sequence[tuple[float, float, str]]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    joined: bool = True
+    color: int = 1
+    width: float = 2.0
+    dash: str = ""
+    mark: int = 0
+
+    @property
+    def path(self) -> str:
+        """The mark, as an SVG path."""
+        return MARKS[self.mark]
+
+
+def look_of(index: int) -> Look:
+    """The look of one of many lines: neighbours differ in colour, width, dashes and mark."""
+    width, dash = STROKES[index % len(STROKES)]
+    return Look(index % COLORS + 1, width, dash, index % len(MARKS))
+
+
+def color_of(index: int) -> int:
+    """The colour of one of many series, from 1."""
+    return index % COLORS + 1
+
+
+def number(value: float) -> str:
+    """A number along an axis.
+
+    >>> number(0.25), number(1e6)
+    ('0.25', '1e+06')
+    """
+    return f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    """A share of pairs along an axis.
+
+    >>> percent(0.5), percent(0.625)
+    ('50%', '62.5%')
+    """
+    return f"{100 * value:.4g}%"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: what is along it, how a value on it is written, and whether values are ``whole`` numbers."""
+    """An axis.
 
-    label: str
-    write: Callable[[float], str]
+    Attributes:
+        write: a value along it, in words.
+        whole: ticks are whole numbers.
+        zero: it starts at 0.
+        names: what is at 0, 1, 2 …, from the top or the left; empty on an axis of numbers.
+    """
+
+    label: str = ""
+    write: Callable[[float], str] = number
     log: bool = False
     whole: bool = False
+    zero: bool = False
+    names: Sequence[str] = ()
+
+
+ROUNDS = Axis("round", whole=True)
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A case in pixels, as the template puts it down; ``path`` and ``band`` are those of SVG."""
+class Line:
+    """A curve or loose points.
 
-    line: Line
-    color: int
-    stroke: tuple[float, str]
-    mark: str
-    path: str
-    band: str
-    marks: Sequence[tuple[str, str, str]]
-    label: tuple[str, str, str, str]
+    Attributes:
+        points: x and y.
+        notes: what is said at each point.
+        low, high: of a band around the points; empty for none.
+        key: a short name where there is no room for the name.
+        joined: whether the points are joined.
+        step: whether the curve goes in steps.
+        main: how many loose points have a large mark; the others have a small one. ``None``: all.
+        texts: next to loose points; empty for none.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    notes: Sequence[str]
+    look: Look = field(default_factory=Look)
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    key: str = ""
+    joined: bool = True
+    step: bool = False
+    main: int | None = None
+    texts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars along one axis.
+
+    Attributes:
+        spans: the place on the other axis, where the bar starts and where it ends.
+        notes: what is said at each bar.
+        texts: at the ends of the bars; empty for none.
+        thickness: 1 is the distance between two names.
+        lying: whether the bars go to the right; otherwise they go up.
+        faint: for the second part of a stack.
+    """
+
+    name: str
+    spans: Sequence[tuple[float, float, float]]
+    notes: Sequence[str]
+    color: int = 1
+    texts: Sequence[str] = ()
+    thickness: float = 0.8
+    lying: bool = True
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A map of values as colours from ``low`` to ``high``.
+
+    Attributes:
+        values: a row for each name of the y axis, NaN for none.
+        notes: what is said at each cell, row by row.
+    """
+
+    values: Sequence[Sequence[float]]
+    notes: Sequence[str]
+    low: float
+    high: float
+    name: str = ""
+
+
+Shown: TypeAlias = Line | Bars | Cells
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Axes with what is drawn between them.
+
+    Attributes:
+        height: in pixels.
+        at_x, at_y: a line where the axis has this value.
+        diagonal: also draw where x and y are equal.
+    """
+
+    x: Axis
+    y: Axis
+    shown: Sequence[Shown]
+    title: str = ""
+    height: int = 300
+    at_x: float | None = None
+    at_y: float | None = None
+    diagonal: bool = False
+
+    def values(self) -> tuple[list[float], list[float]]:
+        """All x and all y that the axes must hold."""
+        xs, ys = [], []
+        for each in self.shown:
+            if isinstance(each, Line):
+                xs += [x for x, _ in each.points]
+                ys += [*(y for _, y in each.points), *each.low, *each.high]
+            elif isinstance(each, Bars):
+                along = [end for _, *ends in each.spans for end in ends]
+                places = [place + side for place, *_ in each.spans for side in (-0.5, 0.5)]
+                xs, ys = (xs + along, ys + places) if each.lying else (xs + places, ys + along)
+        xs += [] if self.at_x is None else [self.at_x]
+        ys += [] if self.at_y is None else [self.at_y]
+        return xs, ys
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart in pixels: ``x`` and ``y`` are ticks, ``frame`` is left, top, right and bottom."""
+    """One or more panels, with words for those who do not see them.
 
-    width: int
-    height: int
-    frame: tuple[int, int, int, int]
-    x: Sequence[tuple[str, str]]
-    y: Sequence[tuple[str, str]]
-    x_label: str
-    y_label: str
-    diagonal: tuple[str, str, str, str] | None
-    drawn: Sequence[Drawn]
+    Attributes:
+        name: of a file with its numbers, without an ending.
+        alt: what the chart shows, in words.
+        caption: next to it; may be empty.
+        title: above it; may be empty.
+        same: whether all panels have the same scales.
+        named: whether the lines' names are at their ends.
+    """
 
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart in two widths, with the words for those who do not see it."""
-
-    title: str
+    name: str
     alt: str
     caption: str
-    wide: Chart
-    narrow: Chart
+    panels: Sequence[Panel]
+    title: str = ""
+    same: bool = False
+    named: bool = False
+
+    @property
+    def legend(self) -> list[tuple[str, str, Look]]:
+        """Key, name and look of each series that has a name."""
+        found: dict[str, tuple[str, str, Look]] = {}
+        for panel in self.panels:
+            for each in panel.shown:
+                if isinstance(each, Line) and each.name:
+                    found.setdefault(each.name, (each.key, each.name, each.look))
+                elif isinstance(each, Bars) and each.name:
+                    found.setdefault(each.name, ("", each.name, Look(each.color, 9.0, mark=-1)))
+        return list(found.values())
 
 
-def figure(
-    title: str, alt: str, caption: str, lines: Sequence[Line], x: Axis, y: Axis, *, diagonal: bool = False
-) -> Figure:
-    """Lines over a page's width, with names at their ends, and over a phone's, with letters.
+def over_rounds(
+    name: str, rounds: Sequence[int], values: Sequence[float], look: Look, write: Callable[[float], str]
+) -> Line:
+    """A curve over rounds, which says each of its values."""
+    called = f"{name}, " if name else ""
+    notes = [f"{called}round {r}: {write(value)}" for r, value in zip(rounds, values, strict=True)]
+    return Line(name, list(zip(map(float, rounds), values, strict=True)), notes, look)
 
-    Args:
-        diagonal: also draw where x and y are equal.
+
+Group: TypeAlias = tuple[str, int, Mapping[str, float]]
+"""Accuracies that are drawn alike: a label, a colour, and client → accuracy."""
+
+
+def bars_of(clients: Sequence[str], groups: Sequence[Group], title: str = "") -> Panel:
+    """Bars to the right, one of each group per client, the first client at the top."""
+    thick = 0.8 / len(groups)
+    shown = []
+    for index, (label, color, per_client) in enumerate(groups):
+        places = {c: at - 0.4 + (index + 0.5) * thick for at, c in enumerate(clients)}
+        values = {client: per_client.get(client) for client in clients}
+        shown.append(
+            Bars(
+                label,
+                [(places[c], 0.0, v or 0.0) for c, v in values.items()],
+                [f"{c}, {label}: {'none' if v is None else f'{v:.1%}'}" for c, v in values.items()],
+                color,
+                ["" if v is None else f"{v:.0%}" for v in values.values()] if len(groups) <= 4 else (),
+                0.9 * thick,
+            )
+        )
+    x, y = Axis("share of pairs", percent, zero=True), Axis(names=clients)
+    return Panel(x, y, shown, title, 60 + (12 + 14 * len(groups)) * len(clients))
+
+
+def distributions_of(groups: Sequence[Group], title: str = "") -> Panel:
+    """For each accuracy the share of clients that have it or less, as steps."""
+    shown = []
+    for label, color, per_client in groups:
+        values = sorted(per_client.values())
+        shares = [count / len(values) for count in range(1, len(values) + 1)]
+        pairs = list(zip(values, shares, strict=True))
+        notes = [f"{label}: {share:.0%} of clients have at most {value:.1%}" for value, share in pairs]
+        shown.append(Line(label, pairs, notes, Look(color), step=True))
+    x, y = Axis("share of pairs", percent), Axis("clients with at most so much", percent)
+    return Panel(x, y, shown, title)
+
+
+def short_name(name: str, most: int = 28) -> str:
+    """A name along an axis: control characters written out, and cut if it is long."""
+    name = printable(name)
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+Row: TypeAlias = dict[str, str]
+
+
+def csv_of(chart: Chart) -> str:
+    """The numbers of a chart as CSV, a row for each point, bar and cell.
+
+    A position that has a name on its axis, such as a client's, is written as this name. A column that no row
+    needs is left out. A name that a spreadsheet would take for a formula has an apostrophe before it.
     """
-    most = max((len(line.name) for line in lines if line.joined), default=0)
-    wide, narrow = (
-        _chart(lines, x, y, width, margin, short, diagonal)
-        for width, margin, short in ((880, min(230, 34 + round(LETTER * (most + 3))), False), (350, 34, True))
-    )
-    return Figure(title, alt, caption, wide, narrow)
+    rows = [
+        {"panel": panel.title or panel.y.label, **row}
+        for panel in chart.panels
+        for each in panel.shown
+        for row in _rows(panel, each)
+    ]
+    used = [name for name in COLUMNS if any(row.get(name) for row in rows)]
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(used)
+    table.writerows([safe_cell(printable(row.get(name, ""))) for name in used] for row in rows)
+    return text.getvalue()
 
 
-def _chart(
-    lines: Sequence[Line], x: Axis, y: Axis, width: int, margin: int, short: bool, diagonal: bool
-) -> Chart:
-    height = max(260 if short else 340, round(LINE * len(lines)) + 70)
-    frame = (52, 28, width - margin, height - 46)
-    xs = [point[0] for line in lines for point in line.points]
-    ys = [value for line in lines for value in (*(p[1] for p in line.points), *line.low, *line.high)]
-    x_scale, x_ticks = _scale(xs, frame[0], frame[2], x, 4 if short else 7)
-    y_scale, y_ticks = _scale(ys, frame[3], frame[1], y, 6)
-    joined = [line for line in lines if line.joined]
-    ends = [(x_scale(line.points[-1][0]), y_scale(line.points[-1][1])) for line in joined]
-    places = spread_out([end[1] for end in ends], LINE, frame[1] + 4, frame[3])
-    drawn = []
-    for line, end, place in zip(joined, ends, places, strict=True):
-        text, room = f"{line.key} {line.name}", int((width - frame[2] - 22) / LETTER)
-        text = line.key if short else text if len(text) <= room else f"{text[: room - 1]}…"
-        # A dotted line leads from the end of the curve to its name, where the name had to move.
-        leader = _path([end, (frame[2] + 6, place), (frame[2] + 14, place)])
-        drawn.append(_drawn(line, x_scale, y_scale, (*_pixels((frame[2] + 17, place + 4)), text, leader)))
-    beside: list[tuple[float, float]] = []
-    for line in sorted((each for each in lines if not each.joined), key=lambda each: -each.points[0][1]):
-        x_at, y_at = x_scale(line.points[0][0]) + 9, y_scale(line.points[0][1]) + 4
-        while any(abs(x_at - left) < 2 * LETTER and abs(y_at - top) < LINE - 3 for left, top in beside):
-            y_at += 3
-        beside.append((x_at, y_at))
-        drawn.append(_drawn(line, x_scale, y_scale, (*_pixels((x_at, y_at)), line.key, "")))
-    # The thickest lie below.
-    drawn.sort(key=lambda each: -each.stroke[0])
-    cross = None
-    if diagonal and xs:
-        low, high = max(min(xs), min(ys)), min(max(xs), max(ys))
-        cross = (_pixel(x_scale(low)), _pixel(y_scale(low)), _pixel(x_scale(high)), _pixel(y_scale(high)))
-        cross = cross if low < high else None
-    return Chart(
-        width,
-        height,
-        frame,
-        [(_pixel(x_scale(tick)), x.write(tick)) for tick in x_ticks],
-        [(_pixel(y_scale(tick)), y.write(tick)) for tick in y_ticks],
-        x.label,
-        y.label,
-        cross,
-        drawn,
-    )
-
-
-def _drawn(
-    line: Line,
-    x_scale: Callable[[float], float],
-    y_scale: Callable[[float], float],
-    label: tuple[str, str, str, str],
-) -> Drawn:
-    points = [(x_scale(x), y_scale(y)) for x, y, _ in line.points]
-    # Each line has its marks at other points, so that marks of equal lines do not hide each other.
-    every = max(1, math.ceil(len(points) / MARKED)) if line.joined else 1
-    at = {*range(line.index % every, len(points), every), len(points) - 1}
-    marks = [(*_pixels(points[k]), line.points[k][2]) for k in sorted(at)]
-    band = ""
-    if line.low:
-        along = [x for x, _ in points]
-        edge = [*zip(along, map(y_scale, line.low), strict=True)]
-        edge += reversed([*zip(along, map(y_scale, line.high), strict=True)])
-        band = f"{_path(edge)}Z"
-    path = _path(points) if line.joined else ""
-    return Drawn(
-        line, color(line.index), stroke(line.index), MARKS[line.index % len(MARKS)], path, band, marks, label
-    )
-
-
-def color(index: int) -> int:
-    """The number of a line's colour among those of the page, from 1."""
-    return index % COLORS + 1
-
-
-def stroke(index: int) -> tuple[float, str]:
-    """Width and dashes of a line."""
-    return STROKES[index % len(STROKES)]
-
-
-def _scale(
-    values: Sequence[float], start: float, end: float, axis: Axis, ticks: int
-) -> tuple[Callable[[float], float], list[float]]:
-    """The map from values to pixels, with a little room at both ends, and the ticks inside."""
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    log = axis.log
-    along: Callable[[float], float] = math.log10 if log else float
-    first, last = along(low), along(high)
-    room = 0.04 * (last - first) or 0.05 * abs(first) or 0.5
-    first, last = first - room, last + room
-    if low >= 0 > first and not log:
-        first = 0.0
-
-    def to_pixel(value: float) -> float:
-        return start + (end - start) * (along(value) - first) / (last - first)
-
-    if log:
-        found = LogLocator(base=10, subs=(1, 2, 5), numticks=3 * ticks).tick_values(10**first, 10**last)
+def _rows(panel: Panel, shown: Shown) -> Iterator[Row]:
+    if isinstance(shown, Line):
+        for at, (x, y) in enumerate(shown.points):
+            band = {"low": _plain(shown.low[at]), "high": _plain(shown.high[at])} if shown.low else {}
+            yield {"series": shown.name, "x": _plain(x), "y": _plain(y), **band}
+    elif isinstance(shown, Bars):
+        names = (panel.y if shown.lying else panel.x).names
+        for place, start, end in shown.spans:
+            where = names[round(place)] if names else _plain(place)
+            across, up = (_plain(end), where) if shown.lying else (where, _plain(end))
+            yield {"series": shown.name, "x": across, "y": up, "start": _plain(start) if start else ""}
     else:
-        found = MaxNLocator(ticks, steps=[1, 2, 5, 10], integer=axis.whole).tick_values(first, last)
-    inside = [float(tick) for tick in found if not log or tick > 0]
-    inside = [tick for tick in inside if first - 1e-12 <= along(tick) <= last + 1e-12]
-    apart: list[float] = []
-    for tick in inside:
-        if not apart or abs(to_pixel(tick) - to_pixel(apart[-1])) >= abs(end - start) / ticks / 1.5:
-            apart.append(tick)
-    return to_pixel, apart
+        for name, values in zip(panel.y.names, shown.values, strict=True):
+            for column, value in zip(panel.x.names, values, strict=True):
+                yield {"x": column, "y": name, "value": _plain(value)}
 
 
-def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places as near as may be to those that are wanted, in their order, each ``gap`` from the next.
+def _plain(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.10g}"
 
-    >>> spread_out([10, 11, 50], 5, 0, 60)
-    [10, 15, 50]
-    >>> spread_out([60, 60], 5, 0, 60)
-    [55, 60]
+
+CIVIDIS = np.array(
+    [
+        [0, 34, 78],
+        [18, 53, 112],
+        [59, 73, 108],
+        [87, 93, 109],
+        [112, 113, 115],
+        [138, 134, 120],
+        [165, 156, 116],
+        [195, 179, 105],
+        [225, 204, 85],
+        [254, 232, 56],
+    ],
+    dtype=np.float64,
+)
+"""The colours of maps from low to high, red, green and blue: cividis (Nuñez, Anderton and Renslow 2018)."""
+
+
+def heat(value: float, low: float, high: float) -> str:
+    """The colour of a value in a map.
+
+    >>> heat(0.0, 0.0, 1.0), heat(1.0, 0.0, 1.0)
+    ('#00224e', '#fee838')
     """
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    places = list(wanted)
-    floor = low
-    for index in order:
-        places[index] = max(places[index], floor)
-        floor = places[index] + gap
-    ceiling = high
-    for index in reversed(order):
-        places[index] = min(places[index], ceiling)
-        ceiling = places[index] - gap
-    return places
-
-
-def _path(points: Iterable[tuple[float, float]]) -> str:
-    return "M" + "L".join(" ".join(_pixels(point)) for point in points)
-
-
-def _pixels(point: tuple[float, float]) -> tuple[str, str]:
-    return _pixel(point[0]), _pixel(point[1])
-
-
-def _pixel(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+    at = (len(CIVIDIS) - 1) * (0.5 if high <= low else (value - low) / (high - low))
+    red, green, blue = (round(float(np.interp(at, range(len(CIVIDIS)), channel))) for channel in CIVIDIS.T)
+    return f"#{red:02x}{green:02x}{blue:02x}"

@@ -1,110 +1,110 @@
-"""What a run's page says of its clients: each before and after, how they are spread, what is their own."""
+"""What a run's page shows of its clients: each before and after, how they are spread, what is personal."""
 
 from __future__ import annotations
 
-from functools import partial
+import math
 
 from prefed.runs.figures import Profile
 from prefed.runs.record import RunRecord
 from prefed.train.metrics import spread
-from prefed.ui.pages import curves, plots
-from prefed.ui.pages.parts import ROWS, Plot, Table, number, plot
+from prefed.ui.pages.chart import (
+    BARS,
+    Axis,
+    Cells,
+    Chart,
+    Line,
+    Look,
+    Panel,
+    bars_of,
+    distributions_of,
+)
 from prefed.ui.pages.shares import Interval, interval_of, interval_of_mean
-from prefed.ui.pages.tables import SPREAD, UNSEEN, unseen_rows, unseen_words
+from prefed.ui.pages.tables import ROWS, SPREAD, Table, cell, unseen_table
 
 WITH_INTERVALS = ("preference_accuracy", "reward_accuracy")
 """Columns of the clients' table that have intervals."""
 
 
-def ends_plot(run: RunRecord) -> Plot:
-    """Every client before and after."""
-    ranking, accuracies = plots.ranking(run), run.figures["preference_accuracy"].values["per_client"]
-    text = f"{len(ranking):,} clients; lowest {ranking[0]} with {accuracies[ranking[0]]:.1%}, "
-    text += f"highest {ranking[-1]} with {accuracies[ranking[-1]]:.1%}."
+def ranking(run: RunRecord) -> list[str]:
+    """The judged clients, the least accurate first."""
+    accuracies = run.figures["preference_accuracy"].values["per_client"]
+    return sorted(run.clients, key=lambda client: accuracies[client])
+
+
+def ends(run: RunRecord) -> Chart:
+    """Every client before and after; of more than :data:`BARS`, the distribution of accuracies."""
+    colors = {"baseline_accuracy": 0, "shared_accuracy": 2, "preference_accuracy": 1}
+    if "choice_loss" not in run.summary:
+        colors["reward_accuracy"] = 3
+    metrics = {name: run.figures[name] for name in colors if name in run.figures}
+    groups = [(metric.label, colors[name], metric.values["per_client"]) for name, metric in metrics.items()]
+    order, accuracies = ranking(run), run.figures["preference_accuracy"].values["per_client"]
+    panel = distributions_of(groups) if len(order) > BARS else bars_of(order, groups)
+    text = f"{len(order):,} clients; lowest {order[0]} with {accuracies[order[0]]:.1%}, "
+    text += f"highest {order[-1]} with {accuracies[order[-1]]:.1%}."
     caption = f"Preference accuracy on each client's {run.split} pairs, lowest first."
-    return plot(partial(plots.clients, run), text, caption)
-
-
-def curves_plot(run: RunRecord) -> Plot | None:
-    """The clients over rounds; ``None`` where there was one evaluation or none."""
-    rounds, _ = run.curve("preference_accuracy")
-    if len(rounds) < 2:
-        return None
-    if len(run.clients) > curves.FEW:
-        caption = "The clients over rounds: the lowest and the highest, the middle half, and the median."
-    else:
-        caption = "Each client over rounds."
-    after = run.figures["preference_accuracy"].values["per_client"].values()
-    text = f"Shares of {len(run.clients):,} clients over {len(rounds):,} evaluations; at the end they lie "
-    text += f"between {min(after):.1%} and {max(after):.1%}."
-    return plot(partial(curves.clients, run), text, caption)
+    return Chart("clients", text, caption, [panel])
 
 
 def fairness(run: RunRecord) -> Table:
-    """How the figures are spread over clients."""
-    figures = run.figures.values()
-    spreads = [spread(figure.values) for figure in figures]
-    intervals = [interval_of_mean(run, figure.values) for figure in figures]
+    """How the metrics are spread over clients."""
+    metrics = run.figures.values()
+    spreads = [spread(metric.values) for metric in metrics]
+    intervals = [interval_of_mean(run, metric.values) for metric in metrics]
     rows = [(name, [f"{of(s):.3f}" for s in spreads]) for name, of in SPREAD.items()]
     if any(intervals):
         rows.insert(1, ("95% interval of the mean", [_between(each, ".3f") for each in intervals]))
-    return Table(
-        "How the figures are spread; every client counts alike.",
-        ["over clients", *(figure.label for figure in figures)],
-        rows,
-    )
+    caption = "How the metrics are spread; every client has the same weight."
+    return Table(caption, ["over clients", *(metric.label for metric in metrics)], rows)
 
 
 def unseen(run: RunRecord) -> Table | None:
     """Clients that never took part; ``None`` where there are none."""
     accuracies = run.summary.get("unseen_accuracy")
-    if not accuracies:
-        return None
-    words, first = unseen_words(accuracies)
-    return Table(f"{words.capitalize()}.", [first, *UNSEEN], unseen_rows(accuracies))
+    return unseen_table(accuracies) if accuracies else None
 
 
 def clients_table(run: RunRecord) -> Table:
-    """Every client's figures, the lowest first."""
-    ranking, figures = plots.ranking(run), run.figures
+    """Every client's metrics, the lowest first."""
+    order, metrics = ranking(run), run.figures
     clusters = run.groupings[-1].clusters if run.groupings else ()
     own = {client: f"selector-{u}" for u, clients in enumerate(clusters) for client in clients}
     rows = []
-    for client in ranking[:ROWS]:
+    for client in order[:ROWS]:
         pairs = run.pairs(client)
-        values = [_cell(run, client, name) for name in figures]
+        values = [_cell(run, client, name) for name in metrics]
         cluster = [own.get(client, "")] if own else []
         rows.append((client, ["" if pairs is None else f"{pairs:,}", *cluster, *values]))
-    more = f"The {ROWS:,} lowest of {len(ranking):,}; the others are in summary.json. "
-    caption = f"{more if len(ranking) > ROWS else ''}Lowest first; in brackets the 95% interval of a share."
-    labels = [figure.label for figure in figures.values()]
+    more = f"The {ROWS:,} lowest of {len(order):,}; the others are in summary.json. "
+    caption = f"{more if len(order) > ROWS else ''}Lowest first; in brackets the 95% interval of a share."
+    labels = [metric.label for metric in metrics.values()]
     return Table(caption, ["client", "pairs", *(["cluster"] if own else []), *labels], rows)
 
 
 def _cell(run: RunRecord, client: str, name: str) -> str:
     value = run.figures[name].values["per_client"].get(client)
     interval = interval_of(run, client, value) if value is not None and name in WITH_INTERVALS else None
-    return number(value) + (f" ({_between(interval, '.2f')})" if interval else "")
+    return cell(value) + (f" ({_between(interval, '.2f')})" if interval else "")
 
 
 def _between(interval: Interval | None, form: str) -> str:
     return f"{interval[0]:{form}} to {interval[1]:{form}}" if interval else ""
 
 
-def blocks(run: RunRecord) -> list[tuple[str, Plot | str, Table]]:
-    """What clients personalise, figure by figure: its heading, its plot and its table.
+def blocks(run: RunRecord) -> list[tuple[str, Chart | str, Table]]:
+    """What clients personalise, metric by metric: its heading, its chart and its table.
 
-    Where every client has the same in every block, a line takes the place of the plot.
+    Where every client has the same in every block, a line takes the place of the chart.
     """
-    return [(profile.label.capitalize(), *_block(run, profile)) for profile in run.profiles.values()]
+    return [(profile.label.capitalize(), *_block(profile)) for profile in run.profiles.values()]
 
 
-def _block(run: RunRecord, profile: Profile) -> tuple[Plot | str, Table]:
+def _block(profile: Profile) -> tuple[Chart | str, Table]:
     label, clients = profile.label.capitalize(), len(profile.clients)
     means = [f"{mean:.2f}" for mean in profile.means]
     text = ", ".join(f"block {block} {mean}" for block, mean in zip(profile.blocks, means, strict=True))
     low, high = profile.range
-    told = (
+    private = (
         f"{label}: {profile.meaning}. They are read from clients' private "
         "states and rounded to two digits: whoever has this page learns so much of each client named "
         "here. Clients that never took part have none."
@@ -118,7 +118,33 @@ def _block(run: RunRecord, profile: Profile) -> tuple[Plot | str, Table]:
     more = more if clients > ROWS else ""
     table = Table(f"By block.{more}", ["client", *map(str, profile.blocks)], rows)
     if low == high:
-        return f"{label}: {low:.2f} in every block of every client. {told}", table
-    caption = f"From {low:.2f} to {high:.2f}, which the colours or the axis span. {told}"
-    draw = partial(plots.blocks, run, profile.name)
-    return plot(draw, f"{label}, means over {clients:,} clients: {text}.", caption), table
+        return f"{label}: {low:.2f} in every block of every client. {private}", table
+    caption = f"From {low:.2f} to {high:.2f}, which the colours or the axis span. {private}"
+    alt = f"{label}, means over {clients:,} clients: {text}."
+    return Chart("blocks", alt, caption, [_profile(profile)]), table
+
+
+def _profile(profile: Profile) -> Panel:
+    """A row for each client, or of more than :data:`BARS` the median, the middle half and the range."""
+    import numpy as np
+
+    values, numbers = profile.values, [str(block) for block in profile.blocks]
+    if len(profile.clients) <= BARS:
+        cells = [(client, block) for client in profile.clients for block in profile.blocks]
+        notes = [
+            f"{client}, block {block}: {'none' if math.isnan(value) else f'{value:.2f}'}"
+            for (client, block), value in zip(cells, values.flat, strict=True)
+        ]
+        shown = Cells(values.tolist(), notes, *profile.range)
+        height = 90 + 24 * len(profile.clients)
+        return Panel(
+            Axis("block", names=numbers), Axis(names=profile.clients), [shown], profile.label, height
+        )
+    low, quarter, median, most, high = np.nanquantile(values, (0, 0.25, 0.5, 0.75, 1), axis=0).tolist()
+    points = list(zip(map(float, profile.blocks), median, strict=True))
+    notes = [f"median, block {block:.0f}: {value:.2f}" for block, value in points]
+    lines = [
+        Line("all clients", points, notes, Look(1, 0.5), low, high),
+        Line("middle half, median", points, notes, Look(1), quarter, most),
+    ]
+    return Panel(Axis("block", whole=True), Axis(profile.label), lines)

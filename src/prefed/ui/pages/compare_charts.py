@@ -1,36 +1,113 @@
-"""The charts of a page over many runs: accuracy over rounds, bytes and time, worst client against mean."""
+"""Charts of many runs: over rounds, bytes and time, the worst client, and who gains, client by client."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prefed.core.text import pluralize, size
+from prefed.runs.record import RunRecord
 from prefed.runs.replicates import Case
 from prefed.runs.seeds import ACCURACIES, by_seed, spent
-from prefed.ui.pages.chart import Axis, Figure, Line, figure
-from prefed.ui.pages.compared import Compared
-from prefed.ui.pages.drawing import percent
-from prefed.ui.pages.seeds import plus_minus
+from prefed.ui.pages.chart import (
+    BARS,
+    ROUNDS,
+    Axis,
+    Bars,
+    Chart,
+    Line,
+    Look,
+    Panel,
+    bars_of,
+    color_of,
+    distributions_of,
+    look_of,
+    percent,
+)
+from prefed.ui.pages.chart import over_rounds as rounds_line
+from prefed.ui.pages.compared import Compared, disagreements, labels, plus_minus
+from prefed.ui.pages.svg import LINE, diagonal
 
 BANDS = 6
 """Cases of which deviations over seeds are drawn as bands at most."""
 WIDE = 20.0
 """What is spent is drawn on a logarithmic axis where one case spends so many times as much as another."""
+CELLS = 6000
+"""Cells of the table of clients at most."""
+DOTS = 200
+"""Clients that a strip has a dot for at most."""
+STEPS = (0.2, 0.1, 0.03)
+"""From which difference on a cell of that table is coloured more strongly."""
 
 
-def over_rounds(compared: Compared, drawn: Sequence[int], name: str) -> Figure | None:
-    """A figure over rounds, mean over clients and seeds; ``None`` where no case has it in two rounds."""
+def comparison(runs: Sequence[RunRecord]) -> Chart:
+    """Runs next to each other for a file: accuracy over rounds, clients at the end, bytes sent."""
+    marked = disagreements(runs)
+    names = [name + (" *" if i in marked else "") for i, name in enumerate(labels(runs))]
+    everybody = sorted({client for run in runs for client in run.clients})
+    accuracies = [run.figures["preference_accuracy"].values["per_client"] for run in runs]
+    groups = [(name, color_of(k), own) for k, (name, own) in enumerate(zip(names, accuracies, strict=True))]
+    if len(everybody) <= BARS and len(everybody) * len(runs) <= 4 * BARS:
+        order = sorted(everybody, key=lambda client: accuracies[0].get(client, -1.0))
+        clients = bars_of(order, groups, "clients at the end")
+    else:
+        clients = distributions_of(groups, "clients at the end")
+    return Chart(
+        "comparison",
+        "",
+        "",
+        [
+            Panel(
+                ROUNDS,
+                Axis("preference accuracy", percent),
+                [
+                    line
+                    for k, (run, name) in enumerate(zip(runs, names, strict=True))
+                    for line in _ends(run, name, k)
+                ],
+                "over rounds: mean over clients, and the worst client dashed",
+                360,
+            ),
+            replace(clients, title=clients.title + (", * on other data or models" if marked else "")),
+            _traffic(runs, names),
+        ],
+    )
+
+
+def _ends(run: RunRecord, name: str, index: int) -> Iterator[Line]:
+    """A line for the mean and a dashed one for the worst client; round 0 is the untouched model."""
+    for of, dash, label in (("mean", "", name), ("worst", "5 4", "")):
+        rounds, values = run.curve("preference_accuracy", of)
+        before = run.figures.get("baseline_accuracy")
+        if rounds and before is not None:
+            value = before.values["mean"] if of == "mean" else before.values["worst"]
+            rounds, values = [0, *rounds], [value, *values]
+        yield rounds_line(label, rounds, values, Look(color_of(index), 2.4, dash), percent)
+
+
+def _traffic(runs: Sequence[RunRecord], names: Sequence[str]) -> Panel:
+    shown = []
+    for k, run in enumerate(runs):
+        up, down = (float(run.summary["bytes"][way]) for way in ("up", "down"))
+        text = f"{size(up)} up, {size(down)} down"
+        shown += [
+            Bars("", [(k, 0.0, up)], [text], color_of(k)),
+            Bars("", [(k, up, up + down)], [text], color_of(k), [text], faint=True),
+        ]
+    return Panel(Axis(write=size, zero=True), Axis(names=names), shown, "bytes sent", 60 + 26 * len(runs))
+
+
+def over_rounds(compared: Compared, drawn: Sequence[int], name: str) -> Chart | None:
+    """A metric over rounds, mean over clients and seeds; ``None`` where no case has it in two rounds."""
     points = {k: _curve(compared.cases[k], name) for k in drawn}
     if all(len(some) < 2 for some in points.values()):
         return None
-    axis = Axis("round", lambda value: f"{value:g}", whole=True)
-    return _curves(compared, points, axis, name, "over rounds", lambda x: f"round {x:g}")
+    return _curves(compared, points, ROUNDS, name, "over rounds", lambda x: f"round {x:g}")
 
 
-def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -> Figure | None:
-    """A figure over the bytes or the seconds that were spent by the end of a round."""
+def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -> Chart | None:
+    """A metric over the bytes or the seconds that were spent by the end of a round."""
     points: dict[int, list[_Point]] = {}
     for k in drawn:
         by_round = {0: 0.0, **spent(compared.cases[k], what)}
@@ -58,35 +135,35 @@ def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -
     return _curves(compared, scaled, axis, name, "against time", lambda x: f"{x:.3g} {word}")
 
 
-def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> Figure | None:
-    """The worst client's figure over the mean of all, after the last round."""
+def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> Chart | None:
+    """The worst client's metric over the mean of all, after the last round."""
     lines = []
     for k in drawn:
         case, label = compared.cases[k], compared.names[k]
         means, worst = by_seed(case, name), by_seed(case, name, "worst")
         if not means:
             continue
-        told = f"mean {plus_minus(means)}, worst client {plus_minus(worst)}"
-        points = [(statistics.fmean(means.values()), statistics.fmean(worst.values()), told)]
+        points = [(statistics.fmean(means.values()), statistics.fmean(worst.values()))]
+        notes = [f"mean {plus_minus(means)}, worst client {plus_minus(worst)}"]
         if len(means) > 1:
-            points += [
-                (mean, worst[seed], f"seed {seed}: mean {mean:.3f}, worst client {worst[seed]:.3f}")
-                for seed, mean in means.items()
-            ]
-        lines.append(Line(compared.keys[k], label, k, points, joined=False))
+            points += [(mean, worst[seed]) for seed, mean in means.items()]
+            notes += [f"seed {s}: mean {m:.3f}, worst client {worst[s]:.3f}" for s, m in means.items()]
+        key = compared.keys[k]
+        lines.append(Line(label, points, notes, look_of(k), key=key, joined=False, main=1))
     if not lines:
         return None
     best = max(lines, key=lambda line: line.points[0][1])
     called = compared.accuracies[name]
     count = pluralize(len(lines), "case", "cases")
     alt = f"{called.capitalize()} of the worst client against the mean, {count}. "
-    alt += f"The worst client does best in {best.name}: {best.points[0][2]}."
+    alt += f"The worst client does best in {best.name}: {best.notes[0]}."
     small = " Small marks are single seeds." if any(len(line.points) > 1 for line in lines) else ""
     x, y = Axis("mean over clients", percent), Axis("worst client", percent)
     title = f"{called.capitalize()}: worst client against mean."
-    made = figure(title, alt, "", lines, x, y, diagonal=True)
-    alike = "; on the dotted line all clients are alike" if made.wide.diagonal else ""
-    return replace(made, caption=f"Up is fairer, to the right is better{alike}.{small}")
+    panel = Panel(x, y, lines, height=_height(lines), diagonal=True)
+    alike = "; on the dotted line all clients are alike" if diagonal(panel) else ""
+    caption = f"Up is fairer, to the right is better{alike}.{small}"
+    return Chart(f"worst-client-{name}", alt, caption, [panel], title)
 
 
 @dataclass(frozen=True)
@@ -98,7 +175,7 @@ class _Point:
 
 
 def _curve(case: Case, name: str) -> list[_Point]:
-    """A figure over rounds; of the policy's or choices' accuracy round 0 is the untouched model."""
+    """A metric over rounds; of the policy's or choices' accuracy round 0 is the untouched model."""
     rounds, values = case.over_rounds(name)
     points = []
     before = by_seed(case, "baseline_accuracy") if name == ACCURACIES[0] else {}
@@ -120,7 +197,7 @@ def _curves(
     name: str,
     over: str,
     write: Callable[[float], str],
-) -> Figure | None:
+) -> Chart | None:
     points = {k: some for k, some in points.items() if some}
     if not points:
         return None
@@ -129,20 +206,26 @@ def _curves(
     bands = several and len(points) <= BANDS
     lines = []
     for k, some in points.items():
-        told = [(p.x, p.y, f"{p.note} at {write(p.x)}") for p in some]
+        points_of = [(p.x, p.y) for p in some]
+        notes = [f"{p.note} at {write(p.x)}" for p in some]
         banded = bands and all(point.std is not None for point in some)
         low = [max(0.0, point.y - (point.std or 0.0)) for point in some] if banded else []
         high = [min(1.0, point.y + (point.std or 0.0)) for point in some] if banded else []
-        lines.append(Line(compared.keys[k], compared.names[k], k, told, low, high))
+        lines.append(Line(compared.names[k], points_of, notes, look_of(k), low, high, compared.keys[k]))
     best = max(lines, key=lambda line: line.points[-1][1])
     lowest = min(lines, key=lambda line: line.points[-1][1])
     alt = f"{called.capitalize()} {over}, {pluralize(len(lines), 'case', 'cases')}, means over clients. "
-    alt += f"Highest at the end: {best.name}, {best.points[-1][2]}"
-    alt += f"; lowest: {lowest.name}, {lowest.points[-1][2]}." if len(lines) > 1 else "."
+    alt += f"Highest at the end: {best.name}, {best.notes[-1]}"
+    alt += f"; lowest: {lowest.name}, {lowest.notes[-1]}." if len(lines) > 1 else "."
     caption = "Mean over clients" + (" and seeds" if several else "")
     caption += ", with one standard deviation over seeds." if bands else "."
-    y = Axis("", percent)
-    return figure(f"{called.capitalize()} {over}.", alt, caption, lines, axis, y)
+    panel = Panel(axis, Axis("", percent), lines, height=_height(lines))
+    file = f"{over}-{name}".replace(" ", "-")
+    return Chart(file, alt, caption, [panel], f"{called.capitalize()} {over}.", named=True)
+
+
+def _height(lines: Sequence[Line]) -> int:
+    return max(340, round(LINE * len(lines)) + 70)
 
 
 def _unit(seconds: float) -> tuple[float, str]:
@@ -154,3 +237,161 @@ def _unit(seconds: float) -> tuple[float, str]:
     if seconds < 300:
         return 1.0, "seconds"
     return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A case as the page tells it apart: its letter, its name, and how its line looks."""
+
+    key: str
+    name: str
+    index: int
+
+    @property
+    def look(self) -> Look:
+        """How its line looks."""
+        return look_of(self.index)
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Who gains, case by case: a row has its case, its cells and a strip with a dot for each client."""
+
+    caption: str
+    rows: Sequence[tuple[Shown, Sequence[str], Strip]]
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Clients against cases: a row has the client, and for each case a figure and how strongly it differs."""
+
+    title: str
+    caption: str
+    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One dot for each client, in pixels: ``dots`` are x, y, what colour, and what is said at it."""
+
+    alt: str
+    dots: Sequence[tuple[str, str, str, str]]
+    zero: str
+    mean: str
+
+
+def strips(each: Sequence[Mapping[str, float]]) -> tuple[list[Strip], float]:
+    """A strip for each case's gains, on one scale from −most to +most, and ``most``.
+
+    Of many clients :data:`DOTS` are drawn, evenly by rank. Gains that are nearly equal lie above each other,
+    as far as there is room.
+    """
+    most = max((abs(value) for values in each for value in values.values()), default=0.0) or 1.0
+
+    def place(value: float) -> str:
+        return f"{130 + 124 * value / most:.1f}"
+
+    found = []
+    for values in each:
+        heights: dict[int, int] = {}
+        dots = []
+        ranked = sorted(values.items(), key=lambda item: item[1])
+        shown = min(len(ranked), DOTS)
+        for rank in range(shown):
+            client, value = ranked[round(rank * (len(ranked) - 1) / max(1, shown - 1))]
+            x = place(value)
+            near = round(float(x) / 4)
+            above = heights[near] = heights.get(near, -1) + 1
+            y = 13 + (above + 1) // 2 % 4 * 3 * (1 if above % 2 else -1)
+            kind = "gain" if value > 1e-9 else "loss" if value < -1e-9 else "even"
+            dots.append((x, str(y), kind, f"{client}: {100 * value:+.1f}"))
+        mean = statistics.fmean(values.values()) if values else 0.0
+        low, high = (pick(values.values(), default=0.0) for pick in (min, max))
+        alt = f"from {100 * low:+.1f} to {100 * high:+.1f} points, mean {100 * mean:+.1f}"
+        found.append(Strip(alt, dots, place(0.0), place(mean)))
+    return found, most
+
+
+def gains_of(compared: Compared, cases: Sequence[Shown], names: Sequence[str]) -> list[Gains]:
+    """Who gains by models of their own, and who gains over the reference case."""
+    called = compared.accuracies
+    tables = [
+        _gain_rows(
+            f"Each client's own model against the shared model of its run: {called[ACCURACIES[0]]}",
+            compared.own_gains(),
+            cases,
+        )
+    ]
+    if len(cases) > 1:
+        first = cases[compared.reference]
+        for name in names:
+            each = [{} if k == compared.reference else own for k, own in enumerate(compared.gains(name))]
+            comparable = cases[: compared.comparable]
+            tables.append(_gain_rows(f"Against {first.key} {first.name}: {called[name]}", each, comparable))
+    return [table for table in tables if table.rows]
+
+
+def _gain_rows(what: str, each: Sequence[Mapping[str, float]], cases: Sequence[Shown]) -> Gains:
+    some = [(shown, gain) for shown, gain in zip(cases, each, strict=True) if gain]
+    drawn, most = strips([gain for _, gain in some])
+    ends = f"{100 * most:.0f}"
+    rows = []
+    for (shown, gain), strip in zip(some, drawn, strict=True):
+        values = list(gain.values())
+        up, down = sum(v > 1e-9 for v in values), sum(v < -1e-9 for v in values)
+        cells = [
+            f"{up:,}",
+            f"{down:,}",
+            f"{len(values) - up - down:,}",
+            f"{100 * statistics.fmean(values):+.1f}",
+        ]
+        lowest = min(gain, key=gain.__getitem__)
+        cells.append(f"{100 * gain[lowest]:+.1f} {lowest}")
+        rows.append((shown, cells, strip))
+    many = any(len(gain) > DOTS for _, gain in some)
+    dots = f"The dots are {DOTS} clients of each case, evenly by rank" if many else "A dot is a client"
+    return Gains(f"{what}, in percentage points. {dots}; strips go from −{ends} to +{ends}.", rows)
+
+
+def clients_of(compared: Compared, drawn: Sequence[int], name: str) -> Clients:
+    """Every client in every case, those first between whose figures in two cases most lies."""
+    values = compared.values(name)
+    of_drawn = [values[k] for k in drawn]
+    clients = sorted({client for own in of_drawn for client in own})
+
+    def width(client: str) -> float:
+        own = [figures[client] for figures in of_drawn if client in figures]
+        return max(own) - min(own)
+
+    clients.sort(key=lambda client: -width(client))
+    most = max(1, CELLS // len(drawn))
+    first = values[compared.reference]
+    rows = []
+    for client in clients[:most]:
+        cells = []
+        for figures in of_drawn:
+            figure = figures.get(client)
+            gain = 0.0 if figure is None or client not in first else figure - first[client]
+            cells.append(("" if figure is None else f"{100 * figure:.0f}", _strength(gain)))
+        rows.append((client, cells))
+    called = compared.accuracies[name]
+    key = compared.keys[compared.reference]
+    caption = f"{called.capitalize()} in percent, those clients first on whom the cases differ the most. "
+    caption += f"The colour is the difference to {key}: blue above, orange below. "
+    if len(clients) > most:
+        caption += f"{most:,} of {len(clients):,} clients. "
+    if not compared.fixed:
+        caption += "Each seed deals the pairs anew, so it has clients of its own."
+    return Clients(f"Every client: {called}", caption.strip(), rows)
+
+
+def _strength(gain: float) -> str:
+    """How a cell is coloured.
+
+    >>> [_strength(gain) for gain in (0.25, 0.0, -0.05)]
+    ['up3', '', 'down1']
+    """
+    for strength, step in zip((3, 2, 1), STEPS, strict=True):
+        if abs(gain) >= step:
+            return f"{'up' if gain > 0 else 'down'}{strength}"
+    return ""

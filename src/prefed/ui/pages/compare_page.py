@@ -7,42 +7,25 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from prefed.core import files
-from prefed.core.text import duration, pluralize, size
+from prefed.core.text import pluralize
 from prefed.runs.record import RunRecord
 from prefed.runs.seeds import ACCURACIES, by_seed
 from prefed.runs.track import told_settings
 from prefed.ui.pages import compare_charts as charts
-from prefed.ui.pages.chart import Figure
-from prefed.ui.pages.compare_clients import Shown, clients_of, gains_of
-from prefed.ui.pages.compared import ChosenCase, Compared
-from prefed.ui.pages.differences import labels
+from prefed.ui.pages.chart import Chart
+from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of
+from prefed.ui.pages.compared import ChosenCase, Compared, few_seeds, plus_minus
+from prefed.ui.pages.comparison import FURTHER, cases_table, runs_table, settings_table, tests_table
 from prefed.ui.pages.html import render_template
 from prefed.ui.pages.meanings import WORST_TENTH
-from prefed.ui.pages.parts import Facts, Table
-from prefed.ui.pages.seeds import few_seeds, plus_minus, rows_of_tests
+from prefed.ui.pages.tables import Facts, Table
 
 CURVES = 24
 """Cases that are drawn at most; the tables have them all."""
-FURTHER = {
-    "shared_accuracy": "shared model",
-    "majority_accuracy": "majority accuracy",
-    "combined_accuracy": "combined accuracy",
-    "explicit_accuracy": "explicit accuracy",
-}
-"""Further figures of the table of results."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A table with a row for each of some cases."""
-
-    caption: str
-    heads: Sequence[str]
-    rows: Sequence[tuple[Shown, Sequence[str]]]
 
 
 def write_comparison(runs: Sequence[RunRecord], path: Path, chosen: Sequence[ChosenCase] = ()) -> None:
@@ -65,7 +48,8 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
     ]
     names = ACCURACIES[:1] if compared.one_accuracy else ACCURACIES
     drawings = _charts(compared, drawn, names)
-    settings = _settings(compared, cases)
+    called = [case.name for case in cases]
+    settings = settings_table(compared, called)
     sections = {
         **({"choice": "What was chosen"} if chosen else {}),
         "results": "Results",
@@ -83,15 +67,16 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
         warnings=_warnings(compared),
         chosen=[(each.text, _test(compared, each)) for each in chosen],
         chosen_cases=_chosen_cases(compared, chosen),
-        results=_results(compared, cases),
+        results=cases_table(compared, called),
         settings=settings,
-        cases=[cases[k] for k in drawn],
+        cases=cases,
+        drawn=[cases[k] for k in drawn],
         left_out=compared.comparable - len(drawn),
-        charts={key: figures for key, (_, figures) in drawings.items()},
+        charts={key: some for key, (_, some) in drawings.items()},
         gains=gains_of(compared, cases, names),
         clients=[clients_of(compared, drawn, name) for name in names],
-        clients_heads=[cases[k] for k in drawn],
-        seeds=[_seeds(compared, cases, name) for name in names] if _several(compared) else [],
+        tested=[case for case in cases[: compared.comparable] if case.index != compared.reference],
+        seeds=[tests_table(compared, name, called) for name in names] if compared.several_seeds else [],
         seeds_note=few_seeds(compared.cases[: compared.comparable]),
         runs=_runs(compared),
         meanings=_meanings(compared),
@@ -104,10 +89,6 @@ def _drawn(compared: Compared) -> list[int]:
     means = [statistics.fmean(by_seed(case, ACCURACIES[0]).values()) for case in drawable]
     best = sorted(range(len(means)), key=lambda k: (k != compared.reference, -means[k]))
     return sorted(best[:CURVES])
-
-
-def _several(compared: Compared) -> bool:
-    return any(len(case.runs) > 1 for case in compared.cases)
 
 
 def _lead(compared: Compared) -> str:
@@ -126,7 +107,7 @@ def _lead(compared: Compared) -> str:
 
 
 def _warnings(compared: Compared) -> list[str]:
-    first = labels(compared.runs)[0]
+    first = compared.labels[0]
     warnings = [
         f"{name} is not comparable with {first}: {why}. It has a * in the tables, and is in no chart or test."
         for name, why in compared.marked.items()
@@ -136,7 +117,7 @@ def _warnings(compared: Compared) -> list[str]:
             "Some runs train selectors, which choose between responses, and others policies, which write "
             "them: their accuracies are of different things."
         )
-    for name, run in zip(labels(compared.runs), compared.runs, strict=True):
+    for name, run in zip(compared.labels, compared.runs, strict=True):
         if run.unlisted:
             warnings.append(f"{name}: {run.unlisted}.")
         if run.summary.get("not_finite"):
@@ -160,42 +141,9 @@ def _test(compared: Compared, chosen: ChosenCase) -> Facts:
     ]
 
 
-def _results(compared: Compared, cases: Sequence[Shown]) -> Rows:
-    own, reward = compared.accuracies.values()
-    further = {
-        name: head for name, head in FURTHER.items() if any(name in run.figures for run in compared.runs)
-    }
-    columns = [(own, ACCURACIES[0], "mean"), ("worst client", ACCURACIES[0], "worst")]
-    columns += [("worst tenth", ACCURACIES[0], "worst_decile"), (reward, ACCURACIES[1], "mean")]
-    columns += [("worst client", ACCURACIES[1], "worst"), ("before", "baseline_accuracy", "mean")]
-    columns += [(head, name, "mean") for name, head in further.items()]
-    rows = []
-    for shown, case in zip(cases, compared.cases, strict=True):
-        figures = [plus_minus(by_seed(case, name, of)) for _, name, of in columns]
-        sent = statistics.fmean(
-            run.summary["bytes"]["up"] + run.summary["bytes"]["down"] for run in case.runs
-        )
-        took = statistics.fmean(run.summary["seconds"] for run in case.runs)
-        seeds = ", ".join(map(str, case.seeds))
-        rows.append((shown, [case.runs[0].method, seeds, *figures, size(sent), duration(took)]))
-    deviation = ", ± standard deviation over seeds" if _several(compared) else ""
-    caption = f"Shares of pairs after the last round, over clients{deviation}; bytes and time of a run."
-    heads = ["case", "method", "seeds", *(head for head, _, _ in columns), "sent", "time"]
-    return Rows(caption, heads, rows)
-
-
-def _settings(compared: Compared, cases: Sequence[Shown]) -> Rows | None:
-    settings = compared.settings
-    if not settings:
-        return None
-    rows = [(shown, [values[k] or "–" for values in settings.values()]) for k, shown in enumerate(cases)]
-    caption = "Only what differs. – is a setting that the case's method does not have, or that is left out."
-    return Rows(caption, ["case", *settings], rows)
-
-
 def _charts(
     compared: Compared, drawn: Sequence[int], names: Sequence[str]
-) -> dict[str, tuple[str, list[Figure]]]:
+) -> dict[str, tuple[str, list[Chart]]]:
     """The sections with charts: anchor → heading and charts."""
     clock = "time" if all("time" in run.rounds[-1] for run in compared.runs) else "seconds"
     sections = {
@@ -208,26 +156,14 @@ def _charts(
     return {key: (title, some) for key, (title, some) in found.items() if some}
 
 
-def _seeds(compared: Compared, cases: Sequence[Shown], name: str) -> Rows:
-    first = compared.cases[compared.reference]
-    others = [k for k in range(compared.comparable) if k != compared.reference]
-    tests = rows_of_tests(first, [compared.cases[k] for k in others], name)
-    against = cases[compared.reference].key
-    caption = f"{compared.accuracies[name].capitalize()}, mean over clients: each case against {against}."
-    heads = ["case", "seeds in common", "mean difference, 95% interval", "paired t-test, p", "Wilcoxon, p"]
-    return Rows(caption, heads, [(cases[k], cells) for k, cells in zip(others, tests, strict=True)])
-
-
 def _runs(compared: Compared) -> Table:
-    """Every run by itself."""
-    own, reward = compared.accuracies.values()
-    rows = []
-    for name, run in zip(labels(compared.runs), compared.runs, strict=True):
-        cells = [f"{run.spread(figure).mean:.3f}" if figure in run.figures else "" for figure in ACCURACIES]
-        rows.append((name, [str(run.seed), *cells, str(run.summary["rounds"]), str(run.path)]))
-    return Table(
-        "Each run by itself; means over clients.", ["run", "seed", own, reward, "rounds", "directory"], rows
-    )
+    """Every run by itself, with its seed and directory."""
+    table = runs_table(compared, compared.labels)
+    rows = [
+        (name, [*cells, str(run.seed), str(run.path)])
+        for (name, cells), run in zip(table.rows, compared.runs, strict=True)
+    ]
+    return replace(table, heads=[*table.heads, "seed", "directory"], rows=rows)
 
 
 def _meanings(compared: Compared) -> Facts:

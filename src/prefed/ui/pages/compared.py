@@ -1,7 +1,8 @@
-"""Runs side by side, as the page and ``--json`` have them: cases, what differs, who gains, seed by seed."""
+"""Runs next to each other: their names, what differs, cases over seeds, who gains, and all of it as JSON."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from prefed.core.strict import flatten
 from prefed.runs.record import RunRecord
-from prefed.runs.replicates import Case
+from prefed.runs.replicates import Case, cases
 from prefed.runs.seeds import (
     ACCURACIES,
     Paired,
@@ -19,10 +21,11 @@ from prefed.runs.seeds import (
     fixed_clients,
     fold,
     gains,
+    holm,
     paired,
     reference_case,
 )
-from prefed.ui.pages.differences import case_names, cases_apart, differences, disagreements, labels, letters
+from prefed.ui.pages.tables import setting
 
 OF = ("mean", "worst", "worst_decile")
 """Values of a figure over clients."""
@@ -59,6 +62,21 @@ class Compared:
     def comparable(self) -> int:
         """How many cases can be compared with the first run: so many of the first."""
         return len(cases_apart(self.runs)[0])
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """The runs' names."""
+        return labels(self.runs)
+
+    @cached_property
+    def disagreements(self) -> dict[int, str]:
+        """The runs that are not comparable with the first: index → why."""
+        return disagreements(self.runs)
+
+    @cached_property
+    def several_seeds(self) -> bool:
+        """Whether any case has more than one run."""
+        return any(len(case.runs) > 1 for case in self.cases)
 
     @cached_property
     def names(self) -> list[str]:
@@ -98,8 +116,7 @@ class Compared:
     @cached_property
     def marked(self) -> dict[str, str]:
         """The runs that are not comparable with the first: name → why."""
-        names = labels(self.runs)
-        return {names[index]: why for index, why in disagreements(self.runs).items()}
+        return {self.labels[index]: why for index, why in self.disagreements.items()}
 
     @cached_property
     def settings(self) -> dict[str, list[str | None]]:
@@ -129,8 +146,7 @@ class Compared:
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON has it."""
-        names = labels(self.runs)
-        of_run = {run.path: name for run, name in zip(self.runs, names, strict=True)}
+        of_run = {run.path: name for run, name in zip(self.runs, self.labels, strict=True)}
         return {
             "reference": self.names[self.reference],
             "differences": {
@@ -181,7 +197,7 @@ class Compared:
                     "seconds": run.summary["seconds"],
                     **{figure: each.values for figure, each in run.figures.items()},
                 }
-                for name, run in zip(names, self.runs, strict=True)
+                for name, run in zip(self.labels, self.runs, strict=True)
             ],
         }
 
@@ -194,3 +210,140 @@ def _folded(case: Case) -> dict[str, dict[str, dict[str, float | None]]]:
             figure = fold(list(by_seed(case, name, of).values()))
             told.setdefault(name, {})[of] = {"mean": figure.mean, "std": figure.std}
     return told
+
+
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A short name for each run, no two alike: the directory's, with as many parents as it takes."""
+    parts = [run.path.resolve().parts for run in runs]
+    depth = 1
+    while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(p[-depth:]) for p in parts]
+
+
+def case_names(known: Sequence[Case]) -> list[str]:
+    """A short name for each case, no two alike: its first run's without the seed."""
+    whole = labels([case.runs[0] for case in known])
+    names = [
+        re.sub(rf"[-_./ ]*seed[-_=]?{case.seeds[0]}$", "", name)
+        for case, name in zip(known, whole, strict=True)
+    ]
+    return [own if own and names.count(own) == 1 else name for own, name in zip(names, whole, strict=True)]
+
+
+def letters(count: int) -> list[str]:
+    """Short names in the place of long ones.
+
+    >>> letters(3), letters(28)[-2:]
+    (['A', 'B', 'C'], ['AA', 'AB'])
+    """
+    alphabet = [chr(ord("A") + number) for number in range(26)]
+    return [*alphabet, *(first + second for first in alphabet for second in alphabet)][:count]
+
+
+def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
+    """The runs whose figures cannot be compared with the first run's: index → why.
+
+    They had other data, were judged on other pairs or clients, or began at another base model. A seed may
+    decide who has which pairs, so each run is compared with the first one of its own seed.
+    """
+    first, reasons = runs[0], {}
+    of_seed: dict[int, RunRecord] = {}
+    for index, run in enumerate(runs):
+        peer = of_seed.get(run.seed)
+        mine, theirs = (each.fingerprint.get("data") for each in (run, peer or first))
+        why = []
+        if mine and theirs and (peer or mine == theirs):
+            if mine != theirs:
+                why.append("other data")
+        elif run.config["data"] != first.config["data"]:
+            why.append("other [data] settings")
+        if run.split != first.split:
+            why.append(f"judged on {run.split} pairs, not {first.split} pairs")
+        elif not why and peer and run.clients != peer.clients:
+            why.append("judged on other clients")
+        if run.config["model"]["name"] != first.config["model"]["name"]:
+            why.append("another base model")
+        if why:
+            reasons[index] = ", ".join(why)
+        else:
+            of_seed.setdefault(run.seed, run)
+    return reasons
+
+
+def cases_apart(runs: Sequence[RunRecord]) -> tuple[list[Case], list[Case]]:
+    """The cases that can be compared with the first run, and those that cannot: no case has runs of both."""
+    marked = disagreements(runs)
+    fine = [run for index, run in enumerate(runs) if index not in marked]
+    return cases(fine), cases([runs[index] for index in marked])
+
+
+def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
+    """The settings in which runs differ: dotted name → each run's value, ``None`` where it has none.
+
+    A method's own settings are compared between the runs of methods that have them. ``[engine]`` says where
+    the work was done and decides nothing, so it is left out.
+    """
+    settings = [{name: setting(value) for name, value in flatten(run.config).items()} for run in runs]
+    methods: dict[str, set[str]] = {}
+    for run, own in zip(runs, settings, strict=True):
+        methods.setdefault(run.method, set()).update(own)
+    result = {}
+    for name in dict.fromkeys(name for own in settings for name in own):
+        values = [own.get(name) for own in settings]
+        compared = {
+            value
+            for value, run in zip(values, runs, strict=True)
+            if not name.startswith("method.") or name in methods[run.method]
+        }
+        if len(compared) > 1 and not name.startswith("engine."):
+            result[name] = values
+    return result
+
+
+def plus_minus(values: Mapping[int, float]) -> str:
+    """Mean ± sample standard deviation of a figure; the mean alone of one seed; empty without any.
+
+    >>> plus_minus({1: 0.7, 2: 0.8, 3: 0.9}), plus_minus({1: 0.7}), plus_minus({})
+    ('0.800 ± 0.100', '0.700', '')
+    """
+    if not values:
+        return ""
+    figure = fold(list(values.values()))
+    return f"{figure.mean:.3f}" + ("" if figure.std is None else f" ± {figure.std:.3f}")
+
+
+def rows_of_tests(first: Case, others: Sequence[Case], name: str) -> list[tuple[str, str, str, str]]:
+    """For each case against the first: seeds in common, mean difference, p of the t-test, p of Wilcoxon's.
+
+    The mean has its 95% interval over seeds.
+
+    The t-tests are adjusted for their number by Holm's rule. A cell is empty where there is nothing to say.
+    """
+    found = [paired(case, first, name) for case in others]
+    told = [each.t for each in found if each and each.t is not None]
+    adjusted = iter(holm(told))
+    rows = []
+    for each in found:
+        if each is None:
+            rows.append(("0", "", "", ""))
+            continue
+        shown = f"{each.folded.mean:+.3f}"
+        shown += " [{:+.3f}, {:+.3f}]".format(*each.interval) if each.interval else ""
+        p = ("", "") if each.t is None else (f"{next(adjusted):.3f}", f"{each.wilcoxon:.3f}")
+        rows.append((f"{each.folded.n}", shown, *p))
+    return rows
+
+
+def few_seeds(known: Sequence[Case]) -> str:
+    """What a reader must know of tests over few seeds."""
+    reference = reference_case(known)
+    first = set(known[reference].seeds)
+    counts = [len(first & set(case.seeds)) for k, case in enumerate(known) if k != reference]
+    most = max(counts, default=len(first))
+    if most < 2:
+        return "One seed says little: what lies between two cases may be the seed's. Run several seeds."
+    least = f"with {most} Wilcoxon's p cannot be below {2 / 2**most:.3g}"
+    if most < 6:
+        return f"{most} seeds say little: {least}, and the t-test takes the differences to be normal."
+    return f"{most} seeds in common: {least}. The t-test takes the differences to be normal."

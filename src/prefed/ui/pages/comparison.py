@@ -1,189 +1,222 @@
-"""Finished runs side by side on the terminal: what they came to, what differs, which cannot be compared."""
+"""The tables of runs next to each other, for the terminal and the page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import duration, size
 from prefed.runs.figures import REWARDED
 from prefed.runs.outcomes import judged_of
 from prefed.runs.record import RunRecord
-from prefed.ui.pages.differences import case_names, cases_apart, differences, disagreements, labels, letters
-from prefed.ui.pages.judged import interval, judge_of, sides
-from prefed.ui.pages.seeds import few_seeds, seeds_tables
-from prefed.ui.pages.tables import LISTED, literal, new_table
+from prefed.runs.seeds import ACCURACIES, by_seed
+from prefed.ui.pages.compared import Compared, differences, few_seeds, letters, plus_minus, rows_of_tests
+from prefed.ui.pages.outcomes import judged_table
+from prefed.ui.pages.tables import LISTED, Table, cell, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+
+FURTHER = {
+    "shared_accuracy": "shared model",
+    "majority_accuracy": "majority accuracy",
+    "combined_accuracy": "combined accuracy",
+    "explicit_accuracy": "explicit accuracy",
+}
+"""Further metrics of the table of cases."""
+COLUMNS = (
+    ("preference accuracy", "preference_accuracy", "mean"),
+    ("worst client", "preference_accuracy", "worst"),
+    ("worst tenth", "preference_accuracy", "worst_decile"),
+    ("reward accuracy", "reward_accuracy", "mean"),
+    ("worst reward accuracy", "reward_accuracy", "worst"),
+    ("before", "baseline_accuracy", "mean"),
+    *((head, name, "mean") for name, head in FURTHER.items()),
+)
+"""Columns of accuracies: heading, metric, and which of its values over clients. Those without any value in a
+table are left out."""
 
 
 def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
-    """All that this file says of runs: tables, and a line for each thing that a reader must know.
+    """Tables, and a line for each thing that a reader must know.
 
     Where the terminal has no room for the runs' names, letters stand for them.
     """
-    names, (tested, others) = labels(runs), cases_apart(runs)
-    known = [*tested, *others]
-    shown = case_names(known)
+    compared = Compared(tuple(runs))
+    names, shown = compared.labels, compared.names
+    tested = shown[: compared.comparable]
     endless = console.options.update(max_width=10_000)
 
     def room(tables: Sequence[Table]) -> bool:
-        return all(console.measure(each, options=endless).maximum <= console.width for each in tables)
+        measured = (console.measure(terminal(each), options=endless).maximum for each in tables)
+        return all(width <= console.width for width in measured)
 
-    if not room(_of_runs(runs, names)):
+    if not room(_of_runs(compared, names)):
         whole, names = names, letters(len(names))
         for letter, name in zip(names, whole, strict=True):
             console.print(f"{letter:>2}  {name}", markup=False, highlight=False, soft_wrap=True)
-        if len(known) == len(runs) or not room(seeds_tables(tested, shown[: len(tested)])):
+        if len(compared.cases) == len(runs) or not room(_over_seeds(compared, shown)):
             of_path = {run.path: letter for run, letter in zip(runs, names, strict=True)}
-            shown = [of_path[case.runs[0].path] for case in known]
-    firsts = [case.runs[0] for case in known]
-    differing = differences_table(firsts, shown) if len(known) < len(runs) else differences_table(runs, names)
-    for table in (*_of_runs(runs, names), differing, *seeds_tables(tested, shown[: len(tested)])):
+            shown = [of_path[case.runs[0].path] for case in compared.cases]
+    firsts = [case.runs[0] for case in compared.cases]
+    together = len(firsts) < len(runs)
+    differing = differences_table(firsts, shown) if together else differences_table(runs, names)
+    for table in (*_of_runs(compared, names), differing, *_over_seeds(compared, shown)):
         if table is not None:
-            console.print(table)
-    if any(len(case.runs) > 1 for case in tested):
-        console.print(few_seeds(tested), markup=False, soft_wrap=True)
+            console.print(terminal(table))
+    if any(len(case.runs) > 1 for case in compared.cases[: len(tested)]):
+        console.print(few_seeds(compared.cases[: len(tested)]), markup=False, soft_wrap=True)
     for name, run in zip(names, runs, strict=True):
         if run.unlisted:
             console.print(f"{name}: {run.unlisted}", markup=False, soft_wrap=True)
-    for index, why in disagreements(runs).items():
+    for index, why in compared.disagreements.items():
         text = f"* {names[index]} is not comparable with {names[0]}, and in no test: {why}"
         console.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
-def _of_runs(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Table]:
+def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
     """The tables with a row for each run."""
+    judged = [
+        (n, e.summary) for n, run in zip(names, compared.runs, strict=True) for e in judged_of(run.path)
+    ]
     some = (
-        comparison_table(runs, names),
-        reward_table(runs, names),
-        selectors_table(runs, names),
-        judged_table(runs, names),
+        runs_table(compared, names),
+        reward_table(compared.runs, names),
+        selectors_table(compared.runs, names),
+        judged_table([summary for _, summary in judged], [name for name, _ in judged]),
     )
     return [table for table in some if table is not None]
 
 
-def comparison_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table:
-    """Each run's accuracy and costs; a mark where a run cannot be compared with the first."""
-    title = "preference accuracy on held-out pairs over clients, and cost"
-    rewarded = any("reward_accuracy" in run.figures for run in runs)
-    rewards = ("reward accuracy", "worst reward accuracy") if rewarded else ()
-    heads = ("method", "rounds", "mean", "worst", "worst tenth", "before", *rewards, "up", "down", "time")
-    table = new_table(title, "run", *heads)
-    marked = disagreements(runs)
-    best = max(run.spread("preference_accuracy").mean for run in runs)
-    for index, (name, run) in enumerate(zip(names or labels(runs), runs, strict=True)):
-        figure = run.spread("preference_accuracy")
-        before = run.spread("baseline_accuracy").mean if "baseline_accuracy" in run.figures else None
-        reward = run.spread("reward_accuracy") if "reward_accuracy" in run.figures else None
-        cells = (f"{reward.mean:.3f}", f"{reward.worst:.3f}") if reward else ("", "")
-        mean = f"{figure.mean:.3f}"
-        table.add_row(
-            literal(name) + (" [yellow]*[/]" if index in marked else ""),
-            literal(run.method),
-            str(run.summary["rounds"]),
-            f"[bold]{mean}[/]" if figure.mean == best and not marked else mean,
-            f"{figure.worst:.3f}",
-            f"{figure.worst_decile:.3f}",
-            "" if before is None else f"{before:.3f}",
-            *(cells if rewarded else ()),
-            size(run.summary["bytes"]["up"]),
-            size(run.summary["bytes"]["down"]),
-            duration(run.summary["seconds"]),
+def _over_seeds(compared: Compared, names: Sequence[str]) -> list[Table]:
+    """The tables of cases over their seeds; none if every case has one seed."""
+    if not compared.several_seeds:
+        return []
+    last = compared.comparable
+    whole = cases_table(compared, names, brief=True)
+    tests = [tests_table(compared, name, names) for name in ACCURACIES]
+    return [replace(whole, rows=whole.rows[:last]), *(table for table in tests if table.rows)]
+
+
+def runs_table(compared: Compared, names: Sequence[str]) -> Table:
+    """Each run's accuracies and costs; a * where a run is not comparable with the first."""
+    metrics = _columns(compared)
+    heads = ["run", "method", "rounds", *(head for head, _, _ in metrics), "up", "down", "time"]
+    rows = []
+    for index, (name, run) in enumerate(zip(names, compared.runs, strict=True)):
+        values = [_value(run, metric, of) for _, metric, of in metrics]
+        cells = [run.method, str(run.summary["rounds"]), *map(cell, values)]
+        cells += [size(run.summary["bytes"][way]) for way in ("up", "down")]
+        mark = " *" if index in compared.disagreements else ""
+        rows.append((f"{name}{mark}", [*cells, duration(run.summary["seconds"])]))
+    return Table("Each run: shares of held-out pairs after the last round, over clients; cost.", heads, rows)
+
+
+def _value(run: RunRecord, name: str, of: str) -> float | None:
+    values: Mapping[str, Any] = run.figures[name].values if name in run.figures else {}
+    return values.get(of)
+
+
+def cases_table(compared: Compared, names: Sequence[str], *, brief: bool = False) -> Table:
+    """Each case's accuracies and costs, over its seeds.
+
+    Args:
+        brief: leave out the method, the untouched model, further metrics and costs, for a terminal.
+    """
+    metrics = [each for each in _columns(compared) if not brief or each[1] in ACCURACIES]
+    rows = []
+    for name, case in zip(names, compared.cases, strict=True):
+        cells = [plus_minus(by_seed(case, metric, of)) for _, metric, of in metrics]
+        if brief:
+            rows.append((name, [str(len(case.runs)), *cells]))
+            continue
+        sent = statistics.fmean(
+            run.summary["bytes"]["up"] + run.summary["bytes"]["down"] for run in case.runs
         )
-    return table
+        took = statistics.fmean(run.summary["seconds"] for run in case.runs)
+        seeds = ", ".join(map(str, case.seeds))
+        rows.append((name, [case.runs[0].method, seeds, *cells, size(sent), duration(took)]))
+    deviation = ", ± standard deviation over seeds" if compared.several_seeds else ""
+    caption = f"Shares of pairs after the last round, over clients{deviation}"
+    accuracies = [head for head, _, _ in metrics]
+    if brief:
+        return Table(f"{caption}.", ["case", "seeds", *accuracies], rows)
+    heads = ["case", "method", "seeds", *accuracies, "sent", "time"]
+    return Table(f"{caption}; bytes and time of a run.", heads, rows)
 
 
-def reward_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table | None:
-    """The figures of runs' explicit reward heads, means over clients; ``None`` where no run has one."""
-    rewarded = [
-        (name, run)
-        for name, run in zip(names or labels(runs), runs, strict=True)
-        if REWARDED[0] in run.figures
-    ]
+def _columns(compared: Compared) -> list[tuple[str, str, str]]:
+    return [each for each in COLUMNS if any(each[1] in run.figures for run in compared.runs)]
+
+
+def tests_table(compared: Compared, name: str, names: Sequence[str]) -> Table:
+    """Each comparable case against the reference case, seed by seed."""
+    first = compared.reference
+    others = [k for k in range(compared.comparable) if k != first]
+    tests = rows_of_tests(compared.cases[first], [compared.cases[k] for k in others], name)
+    heads = ["case", "seeds in common", "mean difference, 95% interval", "paired t-test, p", "Wilcoxon, p"]
+    caption = (
+        f"{compared.accuracies[name].capitalize()}, mean over clients: each case against {names[first]}."
+    )
+    return Table(caption, heads, [(names[k], cells) for k, cells in zip(others, tests, strict=True)])
+
+
+def reward_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
+    """The metrics of runs' explicit reward heads, means over clients; ``None`` where no run has one."""
+    rewarded = [(name, run) for name, run in zip(names, runs, strict=True) if REWARDED[0] in run.figures]
     if not rewarded:
         return None
-    heads = [rewarded[0][1].figures[figure].label for figure in REWARDED]
-    title = "explicit reward heads, means over clients"
-    table = new_table(title, "run", *heads, "margin", "its margin")
+    heads = [rewarded[0][1].figures[metric].label for metric in REWARDED]
+    rows = []
     for name, run in rewarded:
-        shares = (run.spread(figure).mean for figure in REWARDED)
+        shares = (run.spread(metric).mean for metric in REWARDED)
         margins = (run.summary["margin"], run.summary["explicit_margin"])
-        table.add_row(literal(name), *(f"{value:.3f}" for value in (*shares, *margins)))
-    return table
+        rows.append((name, [cell(value) for value in (*shares, *margins)]))
+    title = "Explicit reward heads, means over clients."
+    return Table(title, ["run", *heads, "margin", "its margin"], rows)
 
 
-def selectors_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table | None:
+def selectors_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
     """How the selectors of runs agree with clients, and the clusters; ``None`` where no run has several."""
-    several = [(name, run) for name, run in zip(names or labels(runs), runs, strict=True) if run.agreements]
-    if not several:
-        return None
-    heads = (
-        "selectors",
-        "own",
-        "lowest alone",
-        "highest alone",
-        "vote",
-        "worst by vote",
-        "groupings",
-        "moves",
-    )
-    table = new_table("selectors: preference accuracy over clients", "run", *heads)
-    for name, run in several:
+    rows = []
+    for name, run in zip(names, runs, strict=True):
+        if not run.agreements:
+            continue
         *alone, vote = run.agreements
-        shares = [run.spread("preference_accuracy").mean, *(f(a.mean for a in alone) for f in (min, max))]
-        table.add_row(
-            literal(name),
-            f"{len(alone)}",
-            *(f"{share:.3f}" for share in (*shares, vote.mean, vote.worst)),
-            f"{len(run.groupings):,}",
-            f"{sum(len(grouping.moved) for grouping in run.groupings):,}",
-        )
-    return table
+        shares = [
+            run.spread("preference_accuracy").mean,
+            *(pick(a.mean for a in alone) for pick in (min, max)),
+        ]
+        cells = [f"{len(alone)}", *map(cell, (*shares, vote.mean, vote.worst)), f"{len(run.groupings):,}"]
+        rows.append((name, [*cells, f"{sum(len(grouping.moved) for grouping in run.groupings):,}"]))
+    heads = ["run", "selectors", "own", "lowest by itself", "highest by itself", "vote", "worst by vote"]
+    title = "Selectors: preference accuracy over clients."
+    return Table(title, [*heads, "groupings", "moves"], rows) if rows else None
 
 
-def judged_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table | None:
-    """The win rates that runs have; ``None`` where no run has any."""
-    named = zip(names or labels(runs), runs, strict=True)
-    judged = [(name, outcome.summary) for name, run in named for outcome in judged_of(run.path)]
-    if not judged:
-        return None
-    heads = ("compared", "judge", "win rate", "95% interval", "wins", "judged")
-    title = (
-        "win rates: a tie counts half; wins: a tie counts nothing; intervals: of each run, for other prompts"
-    )
-    table = new_table(title, "run", *heads)
-    for name, summary in judged:
-        rate = summary["win_rate"]
-        table.add_row(
-            literal(name),
-            literal(sides(summary)),
-            literal(judge_of(summary)),
-            f"{rate['mean']:.1%}",
-            interval(rate),
-            f"{summary['wins']:.1%}",
-            f"{summary['judged']:,}",
-        )
-    return table
-
-
-def differences_table(runs: Sequence[RunRecord], names: Sequence[str] = ()) -> Table | None:
+def differences_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
     """The settings in which runs differ and which run has which value; ``None`` where they do not differ."""
-    settings, names = differences(runs), names or labels(runs)
+    settings = differences(runs)
     settings.pop("method.name", None)
     if not settings:
         return None
-    table = new_table("settings that differ", "setting")
-    table.add_column("values")
+    rows = []
     for name, values in list(settings.items())[:LISTED]:
         runs_of: dict[str, list[str]] = {}
         for run, value in zip(names, values, strict=True):
             if value is not None or not name.startswith("method."):
                 runs_of.setdefault("left out" if value is None else value, []).append(run)
-        cells = (f"[bold]{literal(value)}[/] {literal(', '.join(some))}" for value, some in runs_of.items())
-        table.add_row(literal(name), "; ".join(cells))
+        rows.append((name, ["; ".join(f"{value} {', '.join(some)}" for value, some in runs_of.items())]))
     if len(settings) > LISTED:
-        table.add_row(f"… and {len(settings) - LISTED} more")
-    return table
+        rows.append((f"… and {len(settings) - LISTED} more", []))
+    return Table("Settings that differ.", ["setting", "values"], rows, left=1)
+
+
+def settings_table(compared: Compared, names: Sequence[str]) -> Table | None:
+    """The same for a page: a row for each case, a column for each setting."""
+    settings = compared.settings
+    rows = [(name, [values[k] or "–" for values in settings.values()]) for k, name in enumerate(names)]
+    caption = "Only what differs. – is a setting that the case's method does not have, or that is left out."
+    return Table(caption, ["case", *settings], rows) if settings else None

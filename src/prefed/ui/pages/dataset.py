@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from prefed.core.text import pluralize
 from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
 from prefed.runs.data_notices import CUT, LEFT_OUT
-from prefed.ui.pages.tables import literal, new_table
+from prefed.ui.pages.tables import LISTED, Row, Table, terminal
 
-_MOST_CLIENTS = 40
-"""The largest number of clients that the table lists."""
-_MIN_WIDTH = {"prompt": 9, "response": 9, "category": 10}
-"""Columns that may fold, and their least widths."""
 _COUNTS = {
     **{name: f"left out: {text}" for name, (text, _) in LEFT_OUT.items()},
     "dropped": "clients left out: nothing to train on",
@@ -26,43 +21,34 @@ _COUNTS = {
 
 def print_dataset_statistics(statistics: DatasetStatistics, console: Console) -> None:
     """Print a table with one line per client (the first 40), then a table of the whole dataset."""
-    table = new_table(pluralize(len(statistics.clients), "client", "clients"), "client")
-    table.caption = (
+    rows: list[Row] = [_client_row(client) for client in statistics.clients[:LISTED]]
+    if len(statistics.clients) > LISTED:
+        rows.append((f"… and {len(statistics.clients) - LISTED:,} more", []))
+    heads = ["client", "train", "val.", "test", "prompt", "response", "JSD cat.", "JSD tok.", "category"]
+    console.print(
+        terminal(
+            Table(
+                pluralize(len(statistics.clients), "client", "clients"),
+                heads,
+                rows,
+                left=1,
+                fold=("prompt", "response"),
+            )
+        )
+    )
+    console.print(
         "prompt, response: tokens, median/95%/largest. JSD: distance from all clients together, 0 to 1."
     )
-    for name in ("train", "val.", "test", "prompt", "response", "category", "JSD\ncat.", "JSD\ntok."):
-        table.add_column(
-            name,
-            justify="left" if name == "category" else "right",
-            overflow="fold",
-            min_width=_MIN_WIDTH.get(name),
-            no_wrap=name not in _MIN_WIDTH,
-        )
-    for client in statistics.clients[:_MOST_CLIENTS]:
-        table.add_row(*_client_row(client))
-    if len(statistics.clients) > _MOST_CLIENTS:
-        table.add_row(f"… and {len(statistics.clients) - _MOST_CLIENTS:,} more", *[""] * 8)
-    console.print(table)
-    whole = Table(show_header=False, title="all clients", title_justify="left")
-    whole.add_column()
-    whole.add_column(justify="right")
-    for row in _dataset_rows(statistics):
-        whole.add_row(*row)
-    console.print(whole)
+    whole = [(name, [text]) for name, text in _dataset_rows(statistics)]
+    console.print(terminal(Table("", ["all clients", ""], whole)))
 
 
-def _client_row(client: ClientStatistics) -> list[str]:
-    return [
-        literal(client.id) + (" (flipped)" if client.flipped else ""),
-        f"{client.train:,}",
-        f"{client.validation:,}",
-        f"{client.test:,}",
-        _quantiles(client.prompt),
-        _quantiles(client.response),
-        literal(_largest(client.categories)),
-        "–" if client.category_distance is None else f"{client.category_distance:.2f}",
-        f"{client.token_distance:.2f}",
-    ]
+def _client_row(client: ClientStatistics) -> Row:
+    cells = [f"{count:,}" for count in (client.train, client.validation, client.test)]
+    cells += [_quantiles(client.prompt), _quantiles(client.response)]
+    cells += ["–" if client.category_distance is None else f"{client.category_distance:.2f}"]
+    cells += [f"{client.token_distance:.2f}", _largest(client.categories)]
+    return client.id + (" (flipped)" if client.flipped else ""), cells
 
 
 def _dataset_rows(statistics: DatasetStatistics) -> list[tuple[str, str]]:

@@ -14,8 +14,7 @@ from prefed.runs.grid import Chosen, GridSweep
 from prefed.runs.record import read_run
 from prefed.runs.seeds import fold
 from prefed.ui.pages.compare_page import write_comparison
-from prefed.ui.pages.compared import ChosenCase
-from prefed.ui.pages.seeds import plus_minus
+from prefed.ui.pages.compared import ChosenCase, plus_minus
 
 
 def keep_grid(sweep: GridSweep, chosen: Sequence[Chosen]) -> tuple[Path, Path] | None:

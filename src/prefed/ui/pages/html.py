@@ -16,7 +16,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from prefed.core.text import printable_lines
-from prefed.ui.pages.drawing import DARK, LIGHT
+from prefed.ui.pages.chart import DARK, LIGHT
+from prefed.ui.pages.svg import csv_address, drawings
 
 SCRIPT = "page.js"
 
@@ -39,7 +40,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.globals |= {"light": LIGHT, "dark": DARK}
+    made.globals |= {"light": LIGHT, "dark": DARK, "drawings": drawings, "csv_address": csv_address}
     script = loader.get_source(made, SCRIPT)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     made.globals["script"] = Markup(script)

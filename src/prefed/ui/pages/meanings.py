@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefed.runs.record import RunRecord
-from prefed.ui.pages.parts import Facts
+from prefed.ui.pages.tables import Facts
 
 NUMBERS = {
     "margin": "mean gain in likelihood of the chosen over that of the rejected response, in nats.",

@@ -14,8 +14,7 @@ from prefed.core.text import pluralize
 from prefed.data.statistics import gini
 from prefed.runs.data_notices import left_out_text
 from prefed.runs.record import RunRecord
-from prefed.ui.pages.parts import Facts, Table
-from prefed.ui.pages.tables import setting
+from prefed.ui.pages.tables import Facts, Table, setting
 
 
 def data_facts(run: RunRecord) -> Facts:

@@ -1,26 +1,47 @@
-"""What was made of a finished run, for its page: win rates, an alignment, responses side by side."""
+"""What was made of a finished run: win rates, an alignment, responses side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
-
-import numpy as np
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prefed.runs.outcomes import Example, Outcome
-from prefed.ui.pages.drawing import Theme, canvas, percent_axis, short_name, tell_points
-from prefed.ui.pages.judged import interval, judge_of, sides
-from prefed.ui.pages.parts import Facts, Plot, Table, number, plot
+from prefed.ui.pages.chart import Axis, Bars, Chart, Line, Panel, percent
+from prefed.ui.pages.tables import Facts, Table, cell, terminal
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from rich.console import Console
 
 LETTERS = 700
 """Characters of a prompt or a response that a page shows at most."""
 DRAWN = 40
 """Comparisons that are drawn at most."""
+
+
+def sides(summary: Mapping[str, Any]) -> str:
+    """Which two a judge compared; ``summary`` is what ``summary.json`` of a comparison holds."""
+    return f"{summary['model']} against {summary['against']}"
+
+
+def judge_of(summary: Mapping[str, Any]) -> str:
+    """The judge of a comparison, and the taste by which it judged if one was named.
+
+    >>> judge_of({"judge": "utility", "taste": "ward-7"}), judge_of({"judge": "utility"})
+    ('utility, taste ward-7', 'utility')
+    """
+    taste = summary.get("taste")
+    return str(summary["judge"]) if taste is None else f"{summary['judge']}, taste {taste}"
+
+
+def interval(rate: Mapping[str, float]) -> str:
+    """The 95% interval of a win rate.
+
+    >>> interval({"mean": 0.625, "low": 0.5, "high": 0.75})
+    '50.0% to 75.0%'
+    """
+    return f"{rate['low']:.1%} to {rate['high']:.1%}"
 
 
 @dataclass(frozen=True)
@@ -38,18 +59,25 @@ class Examples:
     rows: Sequence[tuple[str, str, str, str]]
 
 
-def judged_table(judged: Sequence[Outcome]) -> Table | None:
-    """The win rates of all comparisons; ``None`` without any."""
+def judged_table(judged: Sequence[Mapping[str, Any]], runs: Sequence[str] = ()) -> Table | None:
+    """The win rates of all comparisons, given as ``summary.json`` has each; ``None`` without any.
+
+    Args:
+        runs: the run of each comparison, where there are several.
+    """
     if not judged:
         return None
-    heads = ["compared", "judge", "win rate", "95% interval", "wins", "length-controlled", "ties", "judged"]
+    heads = ["compared", "judge", "win rate", "95% interval", "wins", "judged"]
+    heads += ["ties", "failed", "length-controlled"]
     rows = []
-    for each in judged:
-        summary, rate = each.summary, each.summary["win_rate"]
-        cells = [judge_of(summary), f"{rate['mean']:.1%}", interval(rate)]
-        cells += [f"{summary['wins']:.1%}", number(summary["length_controlled"], ".1%")]
-        cells += [f"{summary['ties']:,}", f"{summary['judged']:,}"]
-        rows.append((sides(summary), cells))
+    for summary in judged:
+        rate = summary["win_rate"]
+        cells = [judge_of(summary), f"{rate['mean']:.1%}", interval(rate), f"{summary['wins']:.1%}"]
+        cells += [f"{summary[name]:,}" for name in ("judged", "ties", "failed")]
+        rows.append((sides(summary), [*cells, cell(summary["length_controlled"], ".1%")]))
+    if runs:
+        heads = ["run", *heads]
+        rows = [(run, [name, *cells]) for run, (name, cells) in zip(runs, rows, strict=True)]
     caption = (
         "How often a judge prefers the first model's responses, asked in both orders. In the win rate a tie "
         "counts half, in the wins nothing. The interval is of this run, for other prompts: it "
@@ -63,37 +91,22 @@ def judged_notes(judged: Sequence[Outcome]) -> list[str]:
     return [f"{sides(each.summary)}: {each.summary['note']}." for each in judged if each.summary["note"]]
 
 
-def judged_plot(judged: Sequence[Outcome]) -> Plot | None:
-    """The win rates with their intervals, beside one half; ``None`` without any."""
+def judged_chart(judged: Sequence[Outcome]) -> Chart | None:
+    """The win rates with their intervals, next to one half; ``None`` without any."""
     if not judged:
         return None
-    rates = (f"{sides(each.summary)}: {each.summary['win_rate']['mean']:.1%}" for each in judged[:DRAWN])
+    drawn = judged[:DRAWN]
+    rates = [each.summary["win_rate"] for each in drawn]
+    texts = [f"{sides(e.summary)}: {r['mean']:.1%}" for e, r in zip(drawn, rates, strict=True)]
+    notes = [f"{text}, 95% interval {interval(r)}" for text, r in zip(texts, rates, strict=True)]
+    spans = [(float(at), rate["low"], rate["high"]) for at, rate in enumerate(rates)]
+    points = [(rate["mean"], float(at)) for at, rate in enumerate(rates)]
+    shown = (Bars("", spans, notes, thickness=0.12), Line("", points, notes, joined=False))
+    names = [each.summary["name"] for each in drawn]
+    panel = Panel(Axis("win rate", percent), Axis(names=names), shown, height=70 + 30 * len(drawn), at_x=0.5)
     more = f" The first {DRAWN} of {len(judged):,} comparisons." if len(judged) > DRAWN else ""
     caption = f"Win rates with their 95% intervals. At one half the two models are equal.{more}"
-    return plot(partial(draw_win_rates, judged[:DRAWN]), f"Win rates. {'; '.join(rates)}.", caption)
-
-
-def draw_win_rates(judged: Sequence[Outcome], theme: Theme) -> Figure:
-    """A point for each comparison, and a line as long as its interval."""
-    figure, (axes,) = canvas(7.2, 1.0 + 0.35 * len(judged))
-    at = np.arange(len(judged))[::-1]
-    rates = [each.summary["win_rate"] for each in judged]
-    axes.axvline(0.5, color=theme.quiet, linewidth=1.2)
-    axes.hlines(at, [r["low"] for r in rates], [r["high"] for r in rates], color=theme.lines[0])
-    means = [rate["mean"] for rate in rates]
-    axes.plot(means, at, "o", color=theme.lines[0], markersize=5)
-    told = [
-        f"{sides(each.summary)}: {r['mean']:.1%}, 95% interval {interval(r)}"
-        for each, r in zip(judged, rates, strict=True)
-    ]
-    tell_points(axes, means, at.tolist(), told)
-    axes.set_yticks(at, [short_name(each.summary["name"], 44) for each in judged])
-    axes.set_ylim(-0.6, len(judged) - 0.4)
-    axes.tick_params("y", length=0)
-    axes.grid(visible=False, axis="y")
-    axes.set(xlim=(-0.02, 1.02), xlabel="win rate")
-    percent_axis(axes.xaxis)
-    return figure
+    return Chart("win_rates", f"Win rates. {'; '.join(texts)}.", caption, [panel])
 
 
 def judged_examples(judged: Sequence[Outcome]) -> list[Examples]:
@@ -156,7 +169,7 @@ def epochs_table(alignment: Outcome) -> Table:
         place = epoch["epoch"] if not several else epoch["generation"]
         within = f", epoch {(epoch['epoch'] - 1) % each + 1}" if several and each > 1 else ""
         kept = " (kept)" if epoch["epoch"] == train["kept"] else ""
-        rows.append((f"{place}{within}{kept}", [number(epoch["loss"], ".4f"), number(epoch["agreement"])]))
+        rows.append((f"{place}{within}{kept}", [cell(epoch["loss"], ".4f"), cell(epoch["agreement"])]))
     caption = "Agreement: share of held-out pairs that the aligned model orders as the selectors do."
     if several:
         caption += " The held-out pairs are those of the first generation."
@@ -184,3 +197,14 @@ def _short(text: str) -> str:
     """
     text = text.strip() or "(no text)"
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
+
+
+def print_judged(summary: Mapping[str, Any], run: Path, console: Console) -> None:
+    """What ``summary.json`` of a comparison holds, and where the verdicts of ``run`` are."""
+    table = judged_table([summary])
+    assert table is not None
+    console.print(terminal(table))
+    if summary["note"]:
+        console.print(summary["note"], markup=False, soft_wrap=True)
+    path = run / "judge" / summary["name"] / "verdicts.jsonl"
+    console.print(f"verdicts: {path}", markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from prefed.runs.outcomes import Outcome, alignment_of, judged_of
 from prefed.runs.record import RunRecord
 from prefed.runs.track import told_settings
 from prefed.train.metrics import flat_loss_warning
-from prefed.ui.pages import clients, curves, distributed, origin, outcomes, over_rounds, selectors, tastes
+from prefed.ui.pages import clients, origin, outcomes, rounds, selectors, tastes
 from prefed.ui.pages.html import render_template
 from prefed.ui.pages.meanings import meanings
 from prefed.ui.pages.result import best_line, privacy_line, verdict
@@ -95,19 +95,19 @@ def render(run: RunRecord) -> str:
 def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> str:
     alignment = alignment_of(run.path)
     config = told_settings(run.config)
-    rounds = pluralize(run.summary["rounds"], "round", "rounds")
+    length = pluralize(run.summary["rounds"], "round", "rounds")
     evaluated = pluralize(run.evaluated, "client", "clients")
     # Parts that a run may not have, by the section that shows them.
     parts: dict[str, Any] = {
-        "agreement": selectors.agreement_table(run),
+        "agreement": selectors.agreement_table(run.agreements, f"{run.split} pairs"),
         "clusters": selectors.clusters_table(run),
         "tastes": tastes.section(run.tastes) if run.tastes else None,
         "alignment": outcomes.alignment_facts(alignment) if alignment else None,
-        "judged": outcomes.judged_table(judged),
+        "judged": outcomes.judged_table([each.summary for each in judged]),
         "blocks": clients.blocks(run),
-        "evaluation": over_rounds.numbers(run, curves.evaluated_figures(run)),
-        "distributed": distributed.distributed(run),
-        "diagnostics": over_rounds.numbers(run, curves.diagnostics(run)),
+        "evaluation": rounds.numbers(run, rounds.evaluated_metrics(run)),
+        "distributed": rounds.distributed(run),
+        "diagnostics": rounds.numbers(run, rounds.own_metrics(run)),
         "data": origin.data_facts(run),
     }
     there = {*ALWAYS, *(name for name, part in parts.items() if part)}
@@ -118,7 +118,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> s
         name=run.name,
         method=run.method,
         kind=METHODS.get(run.method),
-        setup=f"{config['model']['name']}, {rounds}, {evaluated} judged, seed {config['seed']}",
+        setup=f"{config['model']['name']}, {length}, {evaluated} judged, seed {config['seed']}",
         going=going.text if going else None,
         refresh=going.refresh if going else None,
         sections={name: title for name, title in SECTIONS.items() if name in there},
@@ -126,21 +126,21 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> s
         cards=_cards(run),
         verdict=verdict(run.summary),
         told=_told(run),
-        curves=over_rounds.accuracy_plots(run),
-        rounds=over_rounds.rounds_table(run),
-        clients_plot=clients.ends_plot(run),
-        clients_curves=clients.curves_plot(run),
+        curves=rounds.accuracy_charts(run),
+        rounds=rounds.rounds_table(run),
+        clients_plot=clients.ends(run),
+        clients_curves=rounds.clients(run),
         fairness=clients.fairness(run),
         unseen=clients.unseen(run),
         clients=clients.clients_table(run),
-        clusters_plot=selectors.clusters_plot(run),
+        clusters_plot=selectors.clusters_chart(run),
         epochs=outcomes.epochs_table(alignment) if alignment else None,
         alignment_examples=outcomes.alignment_examples(alignment) if alignment else [],
-        judged_plot=outcomes.judged_plot(judged),
+        judged_plot=outcomes.judged_chart(judged),
         judged_notes=outcomes.judged_notes(judged),
         judged_examples=outcomes.judged_examples(judged),
-        costs=over_rounds.costs(run),
-        costs_plot=over_rounds.costs_plot(run),
+        costs=rounds.costs(run),
+        costs_plot=rounds.cost(run),
         origin=origin.origin_facts(run),
         settings=origin.settings_table(run),
         experiment=tomli_w.dumps(config),
@@ -186,7 +186,7 @@ def _warnings(run: RunRecord) -> list[str]:
 
 def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     """Label, value and note of each: both accuracies, of the mean and of the worst client, and the costs."""
-    titles = curves.accuracies(run)
+    titles = rounds.accuracies(run)
     cards = [_mean_card(run, name, title) for name, title in titles.items()]
     cards += [_worst_card(run, name, title) for name, title in titles.items()]
     if len(run.clients) >= TENTHS:
@@ -196,8 +196,8 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
         ]
     up, down = run.summary["bytes"]["up"], run.summary["bytes"]["down"]
     cards.append(("sent", size(up + down), f"{size(up)} up, {size(down)} down"))
-    rounds = pluralize(run.summary["rounds"], "round", "rounds")
-    return [*cards, ("time", duration(run.summary["seconds"]), rounds)]
+    length = pluralize(run.summary["rounds"], "round", "rounds")
+    return [*cards, ("time", duration(run.summary["seconds"]), length)]
 
 
 def _mean_card(run: RunRecord, name: str, title: str) -> tuple[str, str, str]:

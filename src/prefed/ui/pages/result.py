@@ -11,13 +11,12 @@ from prefed.core.text import pluralize, size
 from prefed.runs.figures import REWARD_MEANING, REWARDED, figures_of, profiles_of
 from prefed.runs.groupings import Grouping, agreements, selector_figures
 from prefed.train.metrics import MEAN_METRICS, small_clients_note
-from prefed.ui.pages.selectors import agreement_terminal
-from prefed.ui.pages.tables import clients_table, literal, lowest_clients, unseen_table
+from prefed.ui.pages.selectors import agreement_table
+from prefed.ui.pages.tables import Row, Table, lowest_clients, metrics_table, terminal, unseen_table
 from prefed.ui.pages.tastes import tastes_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from prefed.runs.evaluate import Evaluation
 
@@ -35,7 +34,7 @@ def print_result(
     ``preference_accuracy`` is in the summary. ``groupings`` are the run's, where it has selectors,
     ``tastes`` what its ``tastes.json`` holds.
     """
-    console.print(_clients(summary, more or {}, narrow=console.width < 100))
+    console.print(terminal(_clients(summary, more or {})))
     console.print(verdict(summary), soft_wrap=True)
     if "majority_accuracy" not in summary:
         console.print(f"reward accuracy: {REWARD_MEANING}", soft_wrap=True, style="dim")
@@ -61,8 +60,8 @@ def print_result(
             soft_wrap=True,
         )
     selectors = agreements(summary, groupings[-1].clusters if groupings else ())
-    if selectors:
-        console.print(agreement_terminal(selectors, f"{summary['split']} pairs"))
+    if table := agreement_table(selectors, f"{summary['split']} pairs"):
+        console.print(terminal(table))
     if groupings:
         last = groupings[-1]
         sizes = ", ".join(f"{len(clients):,}" for clients in last.clusters)
@@ -145,9 +144,7 @@ def best_line(stop: Mapping[str, Any]) -> str:
     )
 
 
-def _clients(summary: Summary, more: Mapping[str, Mapping[str, Any]], *, narrow: bool) -> Table:
-    from rich.table import Table
-
+def _clients(summary: Summary, more: Mapping[str, Mapping[str, Any]]) -> Table:
     after = summary["preference_accuracy"]
     columns: dict[str, Mapping[str, Any]] = {"before": summary["baseline_accuracy"]}
     if "shared_accuracy" in summary:
@@ -161,23 +158,22 @@ def _clients(summary: Summary, more: Mapping[str, Mapping[str, Any]], *, narrow:
     if "combined_accuracy" in summary:
         columns["combined accuracy"] = summary["combined_accuracy"]
     columns |= more
-    rounds = pluralize(summary["rounds"], "round", "rounds")
-    title = f"{summary['method']}, {rounds}: preference accuracy on {summary['split']} pairs"
-    table = Table(title=title, title_justify="left")
-    table.add_column("client", overflow="fold", min_width=12)
-    for name in ("pairs", *columns):
-        table.add_column(name.replace(" ", "\n") if narrow else name, justify="right", no_wrap=True)
     clients, others = lowest_clients(after["per_client"])
+    rows: list[Row] = []
     for client in clients:
         pairs = summary["clients"][client][summary["split"]]
-        figures = (f"{values['per_client'][client]:.3f}" for values in columns.values())
-        table.add_row(literal(client), f"{pairs:,}", *figures)
+        rows.append(
+            (client, [f"{pairs:,}", *(f"{own['per_client'][client]:.3f}" for own in columns.values())])
+        )
     if others:
-        table.add_row(others)
-    table.add_section()
-    for name, key in (("mean", "mean"), ("worst client", "worst"), ("worst tenth", "worst_decile")):
-        table.add_row(name, "", *(f"{values[key]:.3f}" for values in columns.values()), style="bold")
-    return table
+        rows.append((others, []))
+    spreads = [
+        (name, ["", *(f"{own[key]:.3f}" for own in columns.values())])
+        for name, key in (("mean", "mean"), ("worst client", "worst"), ("worst tenth", "worst_decile"))
+    ]
+    rounds = pluralize(summary["rounds"], "round", "rounds")
+    title = f"{summary['method']}, {rounds}: preference accuracy on {summary['split']} pairs"
+    return Table(title, ["client", "pairs", *columns], rows, spreads)
 
 
 def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> None:
@@ -190,14 +186,15 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
         single = selector_figures(figures)
         usual = [figure for n, figure in figures.items() if n not in (*REWARDED, *single)]
         title = f"{name}: preference accuracy on {evaluation.what}"
-        console.print(clients_table(title, usual, evaluation.pairs.get))
+        console.print(terminal(metrics_table(title, usual, evaluation.pairs.get)))
         if single:
             title = f"{name}: each selector by itself"
-            console.print(clients_table(title, [figures[n] for n in single], evaluation.pairs.get))
+            alone = [figures[n] for n in single]
+            console.print(terminal(metrics_table(title, alone, evaluation.pairs.get)))
         rewarded = [figures[n] for n in ("preference_accuracy", *REWARDED) if n in figures]
         if len(rewarded) > 1:
             title = f"{name}: with the reward head"
-            console.print(clients_table(title, rewarded, evaluation.pairs.get))
+            console.print(terminal(metrics_table(title, rewarded, evaluation.pairs.get)))
         margin = f"mean margin {evaluation.figures['margin']['mean']:.3f} nats"
         for loss, name_of_loss in (("dpo_loss", "DPO loss"), ("choice_loss", "cross-entropy")):
             if loss in evaluation.figures:
@@ -206,9 +203,10 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
             explicit = evaluation.figures["explicit_margin"]["mean"]
             console.print(f"mean margin of the reward head {explicit:.3f}")
     if evaluation.unseen:
-        console.print(unseen_table(evaluation.unseen, evaluation.taste))
+        console.print(terminal(unseen_table(evaluation.unseen, evaluation.taste)))
     if evaluation.unseen_selectors:
-        selectors = agreements(evaluation.unseen_selectors)
-        console.print(agreement_terminal(selectors, "the pairs of clients that never took part,"))
+        pairs = "the pairs of clients that never took part,"
+        if table := agreement_table(agreements(evaluation.unseen_selectors), pairs):
+            console.print(terminal(table))
     for note in evaluation.notes:
         console.print(note, markup=False, soft_wrap=True)

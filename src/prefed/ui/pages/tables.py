@@ -1,17 +1,20 @@
-"""Figures as text: tables of clients for the terminal, and how settings and names are written everywhere."""
+"""Tables as values, and their three outputs: the terminal, HTML (``templates/parts.html``) and Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefed.core.text import printable
 from prefed.runs.figures import Figure
 from prefed.train.metrics import FederatedMetric, Spread, spread
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
+ROWS = 500
+"""Rows that a table of clients or rounds has on a page at most."""
 LISTED = 40
 """Clients or settings that a table lists at most."""
 
@@ -23,7 +26,74 @@ SPREAD: Mapping[str, Callable[[Spread], float]] = {
     "standard deviation": lambda s: s.std,
     "Jain index": lambda s: s.jain,
 }
-"""How a figure is spread over clients: name → number."""
+"""How a metric is spread over clients: name → number."""
+
+Row: TypeAlias = tuple[str, Sequence[str]]
+"""The name of a row and the cells that follow it."""
+Facts: TypeAlias = list[tuple[str, str]]
+"""Names and texts."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        caption: above it.
+        heads: of all columns, that of the names first.
+        summary: rows below a line, such as means; the first one is emphasised.
+        left: columns of text: so many of the last ones.
+        fold: heads of other columns that a narrow terminal may break into lines.
+    """
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[Row]
+    summary: Sequence[Row] = ()
+    left: int = 0
+    fold: Sequence[str] = ()
+
+
+def terminal(table: Table) -> RichTable:
+    """A table for the terminal."""
+    from rich import box
+    from rich.table import Table as RichTable
+
+    made = RichTable(
+        title=literal(table.caption) or None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    first, *others = table.heads
+    made.add_column(literal(first), overflow="fold", min_width=10)
+    for at, name in enumerate(others, 1):
+        if at >= len(table.heads) - table.left:
+            made.add_column(literal(name), overflow="fold", min_width=10)
+        elif name in table.fold:
+            made.add_column(literal(name), justify="right", overflow="fold", min_width=9)
+        else:
+            made.add_column(literal(name).replace(" ", "\n"), justify="right", no_wrap=True)
+    for name, cells in table.rows:
+        made.add_row(literal(name), *map(literal, cells))
+    if table.summary:
+        made.add_section()
+    for at, (name, cells) in enumerate(table.summary):
+        made.add_row(literal(name), *map(literal, cells), style="" if at else "bold")
+    return made
+
+
+def markdown(table: Table) -> str:
+    """A table in Markdown, without its caption."""
+    rows = ([name, *cells] for name, cells in (*table.rows, *table.summary))
+    lines = [table.heads, ["---"] * len(table.heads), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def cell(value: Any, form: str = ".3f") -> str:
+    """A number as a cell has it; empty for what is none."""
+    return format(value, form) if isinstance(value, int | float) else ""
 
 
 def setting(value: Any) -> str:
@@ -59,85 +129,46 @@ def lowest_clients(values: Mapping[str, float]) -> tuple[list[str], str]:
     return sorted(clients, key=lambda client: values[client])[:LISTED], more
 
 
-def clients_table(title: str, figures: Sequence[Figure], pairs: Callable[[str], int | None]) -> Table:
-    """Clients against figures, and each figure's spread; of many clients the lowest are listed.
+def metrics_table(title: str, metrics: Sequence[Figure], pairs: Callable[[str], int | None]) -> Table:
+    """Clients against metrics, and each metric's spread; of many clients the lowest are listed.
 
     Args:
         title: above the table.
-        figures: one column each. The clients are those of the preference accuracy, which also says who is
-            lowest; of the last figure if it is not among them.
+        metrics: one column each. The clients are those of the preference accuracy, which also says who is
+            lowest; of the last metric if it is not among them.
         pairs: client → pairs it was judged on.
     """
-    leading = next((figure for figure in figures if figure.name == "preference_accuracy"), figures[-1])
+    leading = next((metric for metric in metrics if metric.name == "preference_accuracy"), metrics[-1])
     clients, more = lowest_clients(leading.values["per_client"])
-    table = new_table(title, "client", "pairs", *(figure.label for figure in figures))
+    rows: list[Row] = []
     for client in clients:
-        count = pairs(client)
-        values = (figure.values["per_client"].get(client) for figure in figures)
-        cells = ("" if value is None else f"{value:.3f}" for value in values)
-        table.add_row(literal(client), "" if count is None else f"{count:,}", *cells)
+        values = (metric.values["per_client"].get(client) for metric in metrics)
+        rows.append((client, [cell(pairs(client), ","), *map(cell, values)]))
     if more:
-        table.add_row(more)
-    table.add_section()
-    spreads = [spread(figure.values) for figure in figures]
-    for name, of in SPREAD.items():
-        table.add_row(name, "", *(f"{of(s):.3f}" for s in spreads), style="bold" if name == "mean" else "")
-    return table
+        rows.append((more, []))
+    spreads = [spread(metric.values) for metric in metrics]
+    summary = [(name, ["", *(f"{of(s):.3f}" for s in spreads)]) for name, of in SPREAD.items()]
+    return Table(title, ["client", "pairs", *(metric.label for metric in metrics)], rows, summary)
 
 
-UNSEEN = ("clients", "mean", "worst", "worst tenth")
-"""Columns of :func:`unseen_rows`."""
-
-
-def unseen_words(unseen: Mapping[str, FederatedMetric], taste: str | None = None) -> tuple[str, str]:
-    """What stands above a table of :func:`unseen_rows`, and above its first column.
+def unseen_table(unseen: Mapping[str, FederatedMetric], taste: str | None = None) -> Table:
+    """Clients that never took part: steps, pairs or taste → accuracy over those clients.
 
     Args:
         taste: the one taste by which these clients judge, if there is one.
     """
-    if taste is not None:
-        return "clients that never took part, by the taste that was asked for", "taste"
-    words = "clients that never took part, after some local steps from what was published"
-    if all(name.isdecimal() for name in unseen):
-        return words, "steps"
-    zero = "; 0: as published, with the population's taste" if "0" in unseen else ""
-    return f"{words}, or with a taste inferred from some pairs{zero}", "steps or pairs"
-
-
-def unseen_rows(unseen: Mapping[str, FederatedMetric]) -> list[tuple[str, list[str]]]:
-    """How clients that never took part do: steps, pairs or taste → accuracy over those clients, as text."""
+    words, first = "Clients that never took part, by the taste that was asked for", "taste"
+    if taste is None:
+        words, first = "Clients that never took part, after some local steps from what was published", "steps"
+        if not all(name.isdecimal() for name in unseen):
+            zero = "; 0: as published, with the population's taste" if "0" in unseen else ""
+            words, first = f"{words}, or with a taste inferred from some pairs{zero}", "steps or pairs"
     rows = []
     for steps, accuracy in unseen.items():
-        figures = (accuracy["mean"], accuracy["worst"], accuracy["worst_decile"])
+        shares = (accuracy["mean"], accuracy["worst"], accuracy["worst_decile"])
         count = len(accuracy["per_client"]) + accuracy.get("mean_alone", 0)
-        rows.append((steps, [f"{count:,}", *(f"{figure:.3f}" for figure in figures)]))
-    return rows
-
-
-def unseen_table(unseen: Mapping[str, FederatedMetric], taste: str | None = None) -> Table:
-    """:func:`unseen_rows` for the terminal; ``taste`` as :func:`unseen_words` takes it."""
-    table = new_table(*unseen_words(unseen, taste), *UNSEEN)
-    for name, cells in unseen_rows(unseen):
-        table.add_row(literal(name), *cells)
-    return table
-
-
-def new_table(title: str, first: str, *others: str) -> Table:
-    """An empty table for the terminal, columns of figures behind a first one of names."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=literal(title),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    table.add_column(literal(first), overflow="fold", min_width=10)
-    for name in others:
-        table.add_column(literal(name).replace(" ", "\n"), justify="right", no_wrap=True)
-    return table
+        rows.append((steps, [f"{count:,}", *(f"{value:.3f}" for value in shares)]))
+    return Table(f"{words}.", [first, "clients", "mean", "worst", "worst tenth"], rows)
 
 
 def literal(text: str) -> str:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from prefed.train.metrics import COLLAPSE_REMEDY
-from prefed.ui.pages.drawing import BARS, Theme, canvas, color_of, legend, percent_axis, short_name, tell
-from prefed.ui.pages.parts import Facts, Plot, Table, number, plot
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from prefed.ui.pages.chart import (
+    BARS,
+    Axis,
+    Bars,
+    Cells,
+    Chart,
+    Line,
+    Look,
+    Panel,
+    color_of,
+    percent,
+    short_name,
+)
+from prefed.ui.pages.tables import Facts, Table, cell
 
 TasteRecord = Mapping[str, Any]
 """What ``tastes.json`` of a run holds."""
@@ -28,7 +36,7 @@ READERS = (
 
 def section(tastes: TasteRecord) -> dict[str, Any]:
     """What the page's section on tastes shows."""
-    plots = (gains_plot(tastes), map_plot(tastes), trust_plot(tastes), kl_plot(tastes))
+    plots = (gains_chart(tastes), map_chart(tastes), trust_chart(tastes), kl_chart(tastes))
     return {
         "readers": READERS,
         "facts": tastes_facts(tastes),
@@ -101,7 +109,7 @@ def gains(tastes: TasteRecord) -> dict[str, float]:
     return dict(zip(tastes["clients"], (table.diagonal() - others).tolist(), strict=True))
 
 
-def gains_plot(tastes: TasteRecord) -> Plot | None:
+def gains_chart(tastes: TasteRecord) -> Chart | None:
     """What own z is worth to each client; ``None`` where there is one client."""
     if not (each := gains(tastes)):
         return None
@@ -109,26 +117,14 @@ def gains_plot(tastes: TasteRecord) -> Plot | None:
     text = f"Own z less another's: lowest {order[0]} with {100 * each[order[0]]:.1f} points, "
     text += f"highest {order[-1]} with {100 * each[order[-1]]:.1f}."
     caption = "Accuracy of each client's pairs with its own z, less the mean with the other clients' z."
-    return plot(partial(_draw_gains, {client: each[client] for client in order}), text, caption)
+    spans = [(float(at), 0.0, each[client]) for at, client in enumerate(order)]
+    bars = Bars("", spans, [f"{client}: {100 * each[client]:.1f} points" for client in order])
+    x, y = Axis("preference accuracy, own z less another's", percent, zero=True), Axis(names=order)
+    panel = Panel(x, y, [bars], height=70 + 18 * len(order), at_x=0)
+    return Chart("gains", text, caption, [panel])
 
 
-def _draw_gains(each: Mapping[str, float], theme: Theme) -> Figure:
-    figure, (axes,) = canvas(7.2, 0.8 + 0.2 * len(each))
-    at = np.arange(len(each))[::-1]
-    bars = axes.barh(at, list(each.values()), 0.8, color=theme.lines[0])
-    for bar, (client, gain) in zip(bars, each.items(), strict=True):
-        tell(bar, [f"{client}: {100 * gain:.1f} points"])
-    axes.axvline(0, color=theme.quiet)
-    axes.set_yticks(at, [short_name(client) for client in each])
-    axes.set_ylim(-0.6, len(each) - 0.4)
-    axes.tick_params("y", length=0)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("preference accuracy, own z less another's")
-    percent_axis(axes.xaxis)
-    return figure
-
-
-def map_plot(tastes: TasteRecord) -> Plot | None:
+def map_chart(tastes: TasteRecord) -> Chart | None:
     """The clients' tastes on the plane of most variance; ``None`` where there is one client."""
     if len(tastes["clients"]) < 2:
         return None
@@ -144,7 +140,26 @@ def map_plot(tastes: TasteRecord) -> Plot | None:
     )
     if not tastes["prototypes"]:
         caption = caption.partition(" Colours")[0]
-    return plot(partial(_draw_map, tastes), f"{text}.", caption)
+    points, clients = tastes["map"]["clients"], tastes["clients"]
+    shown = []
+    for index, (name, places) in enumerate(groups.items()):
+        few = len(clients) <= BARS // 2
+        line = Line(
+            name if tastes["prototypes"] else "",
+            [(points[place][0], points[place][1]) for place in places],
+            [f"{clients[place]}, {name}" for place in places],
+            Look(color_of(index)),
+            joined=False,
+            texts=[short_name(clients[place], 16) for place in places] if few else (),
+        )
+        shown.append(line)
+    marks = [(x, y) for x, y in tastes["map"]["prototypes"]]
+    notes = [f"prototype {label}" for label in range(len(marks))]
+    shown.append(
+        Line("", marks, notes, Look(0, mark=5), joined=False, texts=list(map(str, range(len(marks)))))
+    )
+    panel = Panel(Axis("first component"), Axis("second component"), shown, height=420)
+    return Chart("map", f"{text}.", caption, [panel])
 
 
 def _by_prototype(tastes: TasteRecord) -> dict[str, list[int]]:
@@ -158,48 +173,21 @@ def _by_prototype(tastes: TasteRecord) -> dict[str, list[int]]:
     return groups | ({"without one": rest} if rest else {})
 
 
-def _draw_map(tastes: TasteRecord, theme: Theme) -> Figure:
-    figure, (axes,) = canvas(7.2, 4.2)
-    points, groups = np.array(tastes["map"]["clients"], dtype=np.float64), _by_prototype(tastes)
-    for index, (name, places) in enumerate(groups.items()):
-        shown = name if tastes["prototypes"] else None
-        color = color_of(theme, index, len(groups))
-        drawn = axes.scatter(points[places, 0], points[places, 1], s=28, color=color, label=shown)
-        tell(drawn, [f"{tastes['clients'][place]}, {name}" for place in places])
-    marks = np.array(tastes["map"]["prototypes"], dtype=np.float64).reshape(-1, 2)
-    axes.scatter(marks[:, 0], marks[:, 1], s=70, marker="x", color=theme.text)
-    for label, (x, y) in enumerate(marks):
-        axes.annotate(f" {label}", (x, y), fontsize=9)
-    if len(points) <= BARS // 2:
-        for client, (x, y) in zip(tastes["clients"], points, strict=True):
-            axes.annotate(f" {short_name(client, 16)}", (x, y), fontsize=8)
-    axes.set(xlabel="first component", ylabel="second component")
-    axes.set_aspect("equal", adjustable="datalim")
-    legend(axes)
-    return figure
-
-
-def kl_plot(tastes: TasteRecord) -> Plot:
+def kl_chart(tastes: TasteRecord) -> Chart:
     """How far posteriors are from N(0, 1) in each dimension of z."""
     values = tastes["kl_per_dimension"]
     top = int(np.argmax(values))
     most = f"most in dimension {top} with {values[top]:.2f}"
     text = f"KL per dimension of z: {sum(values):.2f} nats in all, {most}."
     caption = "KL of clients' posteriors to N(0, 1) in each dimension, means over clients."
-    return plot(partial(_draw_kl, values), text, caption)
+    spans = [(float(at), 0.0, value) for at, value in enumerate(values)]
+    bars_notes = [f"dimension {at}: {value:.3g} nats" for at, value in enumerate(values)]
+    bars = Bars("", spans, bars_notes, 3, lying=False)
+    panel = Panel(Axis("dimension of z", whole=True), Axis("nats", zero=True), [bars], height=220)
+    return Chart("kl", text, caption, [panel])
 
 
-def _draw_kl(values: list[float], theme: Theme) -> Figure:
-    figure, (axes,) = canvas(7.2, 2.2)
-    bars = axes.bar(np.arange(len(values)), values, 0.8, color=theme.lines[2])
-    for dimension, (bar, value) in enumerate(zip(bars, values, strict=True)):
-        tell(bar, [f"dimension {dimension}: {value:.3g} nats"])
-    axes.set(xlabel="dimension of z", ylabel="nats")
-    axes.grid(visible=False, axis="x")
-    return figure
-
-
-def trust_plot(tastes: TasteRecord) -> Plot | None:
+def trust_chart(tastes: TasteRecord) -> Chart | None:
     """Whom each client trusts; ``None`` where the prior is no mixture of the others' posteriors."""
     if not tastes["trust"]:
         return None
@@ -208,32 +196,21 @@ def trust_plot(tastes: TasteRecord) -> Plot | None:
         "How much each client, a row, trusts each other client, a column, as a source of its prior. A row "
         "sums to 1."
     )
-    return plot(partial(_draw_trust, tastes), f"{text}.", caption)
+    columns, trust = tastes["clients"], tastes["trust"]
+    rows = [client for client in columns if client in trust]
+    values = [[trust[row].get(column, np.nan) for column in columns] for row in rows]
+    notes = [
+        f"{row} trusts {column}: {trust[row].get(column, 0.0):.2f}" for row in rows for column in columns
+    ]
+    most = max(weight for own in trust.values() for weight in own.values())
+    cells = Cells(values, notes, 0.0, most)
+    panel = Panel(Axis(names=columns), Axis(names=rows), [cells], height=160 + 22 * len(rows))
+    return Chart("trust", f"{text}.", caption, [panel])
 
 
 def most_trusted(weights: Mapping[str, float]) -> str:
     """The client that is trusted most, the first one on a tie."""
     return max(sorted(weights), key=lambda client: weights[client])
-
-
-def _draw_trust(tastes: TasteRecord, theme: Theme) -> Figure:
-    from matplotlib import colormaps
-
-    rows, columns = [c for c in tastes["clients"] if c in tastes["trust"]], tastes["clients"]
-    values = [[tastes["trust"][row].get(column, np.nan) for column in columns] for row in rows]
-    figure, (axes,) = canvas(7.2, 1.6 + 0.2 * len(rows))
-    edges = [np.arange(len(side) + 1) - 0.5 for side in (columns, rows)]
-    mesh = axes.pcolormesh(*edges, np.array(values), cmap=colormaps["cividis"].resampled(40), vmin=0)
-    cells = ((row, column, tastes["trust"][row].get(column)) for row in rows for column in columns)
-    named = [f"{row} trusts {column}: {value or 0:.2f}" for row, column, value in cells]
-    tell(mesh, named)
-    axes.invert_yaxis()
-    axes.set_yticks(range(len(rows)), [short_name(client) for client in rows])
-    axes.set_xticks(range(len(columns)), [short_name(client, 16) for client in columns], rotation=90)
-    axes.grid(visible=False)
-    axes.tick_params(length=0)
-    figure.colorbar(mesh, ax=axes, shrink=0.8)
-    return figure
 
 
 def tastes_table(tastes: TasteRecord) -> Table:
@@ -247,7 +224,7 @@ def tastes_table(tastes: TasteRecord) -> Table:
                 client,
                 [
                     f"{own:.3f}",
-                    number(own - each[client] if each else None),
+                    cell(own - each[client] if each else None),
                     "" if label is None else str(label),
                     most_trusted(trusted) if trusted else "",
                 ],
