@@ -203,6 +203,8 @@ def print_judged(summary: Mapping[str, Any], run: Path, console: Console) -> Non
     """What ``summary.json`` of a comparison holds, and where the verdicts of ``run`` are."""
     table = judged_table([summary])
     assert table is not None
+    between = f"{sides(summary)}, judged by {judge_of(summary)}"
+    console.print(between, markup=False, highlight=False, soft_wrap=True)
     console.print(terminal(table))
     if summary["note"]:
         console.print(summary["note"], markup=False, soft_wrap=True)
