@@ -148,7 +148,7 @@ def agreement_table(agreements: Sequence[Agreement], pairs: str) -> Table | None
     used = [k for k in range(len(AGREEMENT)) if any(values[k] is not None for _, values in each)]
     rows = [(name, [cell(values[k], ".3f" if k else ",") for k in used]) for name, values in each]
     caption = (
-        f"Selectors: preference accuracy on {pairs} of each selector by itself, and of the vote of all: means "
+        f"Selectors: preference accuracy on {pairs} of each selector, and of the vote of all: means "
         "over all clients, over those of its cluster, over the others"
     )
     if AGREEMENT.index("newcomers") in used:
