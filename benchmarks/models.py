@@ -39,8 +39,8 @@ from tokenizers import ByteLevelBPETokenizer
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.core import Owner
+from prefed.data.encoding import Template
 from prefed.data.responses import ResponseEncoder
-from prefed.data.templates import Template
 from prefed.methods import METHODS
 from prefed.models import ModelError, load_client
 from prefed.runs.export import Export, write_tensors

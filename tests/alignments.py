@@ -12,7 +12,7 @@ from prefed.align import Alignment, ClientPrompts, Selectors, align
 from prefed.config import AlignConfig
 from prefed.core import Key
 from prefed.data import DataConfig, SelectorConfig
-from prefed.data.writer import prompt_hash
+from prefed.data.tokens import prompt_hash
 from prefed.models import ModelConfig, load_backbone
 from small_models import away
 

@@ -30,7 +30,7 @@ from prefed.data import DataError, instruction
 from prefed.data.errors import ErrorCollector, RowLocation
 from prefed.data.sources import files as local
 from prefed.data.sources import hub
-from prefed.data.sources.found import data_files
+from prefed.data.sources.folders import data_files
 
 SUMMARIZE = "Summarize the following Reddit post in a paragraph of 50 words or less."
 SFT_SHARE = 0.6

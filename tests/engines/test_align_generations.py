@@ -14,7 +14,7 @@ from prefed.align.policy import read_state
 from prefed.align.tastes import Generation, draw, dumps_tastes, load_tastes
 from prefed.core import Callback, Key
 from prefed.data import Record, SelectorConfig
-from prefed.data.writer import prompt_hash
+from prefed.data.tokens import prompt_hash
 from prefed.models import ModelConfig, load_backbone
 from prefed.train.generation import Sampling, complete_batch, prompt_ids
 from small_models import away

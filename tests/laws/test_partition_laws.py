@@ -10,8 +10,8 @@ from hypothesis.extra.numpy import arrays
 
 from prefed.core import Key
 from prefed.data import partition
-from prefed.data.assign import RowTable, assign_clients
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin
+from prefed.data.partition import RowTable, assign_clients
 
 keys = st.builds(Key, st.integers(0, 2**31))
 clients = st.integers(1, 8)

@@ -13,7 +13,7 @@ from prefed.core import Key
 from prefed.data import DataConfig, Message, Record
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, read_records
-from prefed.data.writer import prompt_hash
+from prefed.data.tokens import prompt_hash
 from prefed.models import ModelConfig, load_backbone
 from prefed.models.tiny import make_tiny
 from prefed.runs.record import RunError

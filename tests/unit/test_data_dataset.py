@@ -7,7 +7,7 @@ import pytest
 
 from prefed.core import Key
 from prefed.data import DataConfig, DataError, FederatedDataset, build_dataset
-from prefed.data.assign import ROLES
+from prefed.data.partition import ROLES
 from preferences import jsonl, pairs, tokenizer
 
 IID = {"by": "iid", "clients": 3}

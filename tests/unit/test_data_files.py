@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 from prefed.data import DataConfig, DataError, Source
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, files, read_records
-from prefed.data.sources.found import data_files
+from prefed.data.sources.folders import data_files
 from preferences import pairs
 
 ROWS = [

@@ -5,8 +5,8 @@ import pytest
 
 from prefed.core import Key
 from prefed.data import DataError, partition
-from prefed.data.assign import RowTable, assign_clients, partition_value
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin
+from prefed.data.partition import RowTable, assign_clients, partition_value
 from prefed.data.record import Record
 
 

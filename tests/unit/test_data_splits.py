@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from prefed.core import Key
-from prefed.data.splits import duplicate_mask, leak_mask, random_split
+from prefed.data.partition import duplicate_mask, leak_mask, random_split
 
 small = st.integers(1, 40).flatmap(
     lambda n: st.tuples(

@@ -9,7 +9,7 @@ from prefed.core import Key
 from prefed.data import DataError, Message, PolicyEncoder, Record, Template, TokenSet, TokenWriter
 from prefed.data.errors import ErrorCollector, RowLocation
 from prefed.data.synthetic import corpus
-from prefed.data.writer import tokenizer_digest
+from prefed.data.tokens import tokenizer_digest
 from preferences import CHATML, merging, tokenizer
 
 EOS, BOS, END = 0, 1, 4

@@ -27,7 +27,7 @@ from prefed.data import (
     TokenSet,
     write_choices,
 )
-from prefed.data.writer import write_records
+from prefed.data.tokens import write_records
 from prefed.models import Backbone, ModelConfig
 from prefed.train import PairTrainer
 from prefed.train.trainer_factory import longest_input

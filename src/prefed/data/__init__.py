@@ -9,14 +9,12 @@ if TYPE_CHECKING:
     from prefed.data.choices import ChoiceEncoder, ChoiceTemplate, write_choices
     from prefed.data.config import Columns, DataConfig, Partition, SelectorConfig, Source
     from prefed.data.dataset import ClientData, ClientSizes, FederatedDataset, RowCounts
-    from prefed.data.encoding import Encoder, PolicyEncoder
+    from prefed.data.encoding import Encoder, PolicyEncoder, Template, dialogue, instruction
     from prefed.data.errors import DataError, DataMismatchError
     from prefed.data.record import Message, Prompt, Record
     from prefed.data.responses import ResponseEncoder
     from prefed.data.sources import FORMATS
-    from prefed.data.templates import Template, dialogue, instruction
-    from prefed.data.tokens import Pair, TokenSet
-    from prefed.data.writer import TokenWriter
+    from prefed.data.tokens import Pair, TokenSet, TokenWriter
 
 __all__ = [
     "FORMATS",

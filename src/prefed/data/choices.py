@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from prefed.data.config import SelectorConfig
-from prefed.data.encoding import Encoded, Outcome, TooLong, token_ids, triple_ids
+from prefed.data.encoding import (
+    Encoded,
+    Outcome,
+    Tokenizer,
+    TooLong,
+    dialogue,
+    start_tokens,
+    token_ids,
+    triple_ids,
+)
 from prefed.data.errors import DataError, RowError
 from prefed.data.record import Prompt, Record
-from prefed.data.templates import Tokenizer, dialogue, start_tokens
-from prefed.data.tokens import TokenSet
-from prefed.data.writer import write_records
+from prefed.data.tokens import TokenSet, write_records
 
 Tokens: TypeAlias = tuple[list[int], list[int], list[int]]
 """The token ids of a question and of its two continuations."""
@@ -220,7 +227,7 @@ class ChoiceEncoder:
 def write_choices(
     folder: Path, tokenizer: Tokenizer, config: SelectorConfig, records: Iterable[Record], max_length: int
 ) -> TokenSet:
-    """Write a selector's questions about ``records``, as :func:`~prefed.data.writer.write_records` does.
+    """Write a selector's questions about ``records``, as :func:`~prefed.data.tokens.write_records` does.
 
     Args:
         records: which response is the chosen one makes no difference to the tokens.

@@ -1,7 +1,7 @@
-"""Partitions: which client gets which rows. Pure functions of a few columns and a key.
+"""Partitions: which client gets which rows, and which of its rows train, validate and test.
 
-Every function gives each row exactly one client, as an index. No row is left over. Results depend on the
-arguments alone.
+Partitions are pure functions of a few columns and a key. Each gives every row exactly one client, as an
+index. No row is left over. Splits put no pair into two of training, validation and test.
 
 flwr-datasets has partitioners of these names. It pins ``datasets<5``, its shards drop leftover rows by
 default, and its Dirichlet partitioner splits the rows of a prompt between clients.
@@ -9,14 +9,28 @@ default, and its Dirichlet partitioner splits the rows of a prompt between clien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core.key import Key
-from prefed.data.errors import DataError
+from prefed.core.text import control_character
+from prefed.data.config import (
+    ByColumn,
+    ByFile,
+    BySource,
+    Conflict,
+    DataConfig,
+    Dirichlet,
+    Iid,
+    Margin,
+    Partition,
+)
+from prefed.data.errors import DataError, MissingColumnError
+from prefed.data.record import Record
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -212,3 +226,410 @@ def conflict_partition(category: Ints, weight: Floats, ratio: float, key: Key, *
         rows = np.flatnonzero(category == kind)
         client[rows] = iid_partition(len(rows), members, key.at("kind", kind), least=least) + kind * first
     return client
+
+
+ROLES = ("train", "validation", "test")
+"""The roles of rows. A row's role is stored as an index into this tuple."""
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The columns that a partition needs, one entry per row.
+
+    Attributes:
+        role: ``int64 [n]``, index into :data:`ROLES`.
+        value: ``int64 [n]``, index into ``values``.
+        values: the different values of the partition's column, or the names of the sources.
+        margin: ``float [n]``.
+        prompt: ``uint64 [n]``, equal for equal prompts.
+        usable: ``bool [n]``, false for rows that get no client.
+    """
+
+    role: NDArray[np.int64]
+    value: NDArray[np.int64]
+    values: Sequence[str]
+    margin: NDArray[np.floating[Any]]
+    prompt: NDArray[np.uint64]
+    usable: NDArray[np.bool_]
+
+    def rows_of(self, role: int) -> NDArray[np.int64]:
+        """The indices of the usable rows of a role."""
+        return np.flatnonzero(self.usable & (self.role == role))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The client of every row.
+
+    Attributes:
+        ids: the ids of the clients.
+        client: ``int64 [n]``, index into ``ids``; −1 for a row without a client.
+        flipped: ``bool [clients]``, true for clients whose chosen and rejected are swapped.
+    """
+
+    ids: tuple[str, ...]
+    client: NDArray[np.int64]
+    flipped: NDArray[np.bool_]
+
+
+def partition_value(partition: Partition, record: Record, source: str | None) -> str:
+    """A record's value for the partition: that of the partition's column, or the name of its source.
+
+    It is empty for a partition that needs neither.
+
+    Raises:
+        MissingColumnError: the record has no such value.
+        ValueError: the value cannot be a name.
+    """
+    if isinstance(partition, BySource | ByFile):
+        return source or ""
+    if isinstance(partition, Margin) and record.margin is None:
+        raise MissingColumnError("margin", "no margin", record.columns)
+    column = getattr(partition, "column", None)
+    if column is None:
+        return ""
+    value = record.column(column)
+    if value is None or value == "":
+        raise MissingColumnError(column, f"no value in column {column!r}", record.columns)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    name = str(value)
+    control = control_character(name)
+    if control is not None:
+        raise ValueError(f"{column} is {name!r}: a name has no control character, and this has {control}")
+    return name
+
+
+def natural_partition(partition: Partition, table: RowTable) -> Assignment | None:
+    """The assignment where the data themselves name the clients, otherwise ``None``.
+
+    Raises:
+        DataError: a value belongs to no group, or a group has no rows.
+    """
+    if not isinstance(partition, ByColumn | BySource):
+        return None
+    present = [table.values[k] for k in np.unique(table.value[table.rows_of(0)])]
+    if isinstance(partition, ByColumn) and partition.groups is not None:
+        ids = list(partition.groups)
+        client_of = _client_of_value(partition.groups, present)
+    else:
+        ids = present if isinstance(partition, BySource) else sorted(present)
+        client_of = {name: k for k, name in enumerate(ids)}
+    of_value = np.array([client_of.get(value, -1) for value in table.values], dtype=np.int64)
+    client = np.where(table.usable, of_value[table.value], -1)
+    return Assignment(tuple(ids), client, np.zeros(len(ids), dtype=np.bool_))
+
+
+def client_names(partition: Partition, values: Sequence[str]) -> list[str] | None:
+    """The name of each value's client where the data themselves name the clients, otherwise ``None``."""
+    if not isinstance(partition, ByColumn | BySource):
+        return None
+    groups = partition.groups or {} if isinstance(partition, ByColumn) else {}
+    client_of = {value: name for name, inside in groups.items() for value in inside}
+    return [client_of.get(value, value) for value in values]
+
+
+def _client_of_value(groups: dict[str, list[str]], present: list[str]) -> dict[str, int]:
+    """The index of the client of each value that a group names. ``present`` are the values of the data."""
+    ids = list(groups)
+    client_of: dict[str, int] = {}
+    for index, (name, values) in enumerate(groups.items()):
+        for value in values:
+            if value in client_of:
+                raise DataError(f"value {value!r} is in two groups: {ids[client_of[value]]} and {name}")
+            client_of[value] = index
+    without_group = sorted(value for value in present if value not in client_of)
+    if without_group:
+        raise DataError(f"these values belong to no group: {_listed(without_group)}")
+    empty = set(range(len(ids))) - {client_of[value] for value in present}
+    if empty:
+        raise DataError(
+            f"these groups have no rows: {_listed([ids[k] for k in sorted(empty)])}; "
+            f"the values are {_listed(sorted(present))}"
+        )
+    return client_of
+
+
+def assign_clients(partition: Partition, table: RowTable, key: Key) -> Assignment:
+    """A client for every row.
+
+    Rows for validation and test follow the rule of the training rows:
+
+    - Column, source: a row goes to the client of its value. A row whose value no client trains on gets no
+      client.
+    - Iid, margin, conflict: the rows of each role are shuffled, or sorted, and cut on their own. The relative
+      sizes are those of the training rows.
+    - Dirichlet: a row goes to the client that trains on its prompt. Other rows follow the shares that were
+      drawn for the training rows.
+
+    Raises:
+        DataError: the rows cannot be divided by this rule.
+    """
+    natural = natural_partition(partition, table)
+    if natural is not None:
+        return natural
+    if isinstance(partition, Conflict):
+        return _conflict(partition, table, key)
+    client = np.full(len(table.role), -1, dtype=np.int64)
+    if isinstance(partition, Dirichlet):
+        _dirichlet(partition, table, key, client)
+    else:
+        assert isinstance(partition, Iid | Margin)
+        weight = client_weights(partition.clients, partition.sizes)
+        for role, name in enumerate(ROLES):
+            rows, least = table.rows_of(role), int(role == 0)
+            if isinstance(partition, Margin):
+                client[rows] = margin_partition(table.margin[rows], weight, least=least)
+            else:
+                client[rows] = iid_partition(len(rows), weight, key.at(name), least=least)
+    ids = _numbered("client", partition.clients)
+    return Assignment(ids, client, np.zeros(len(ids), dtype=np.bool_))
+
+
+def _conflict(partition: Conflict, table: RowTable, key: Key) -> Assignment:
+    client = np.full(len(table.role), -1, dtype=np.int64)
+    weight = client_weights(partition.clients, partition.sizes)
+    kind_of, kinds = _kinds(partition, table) if partition.column else (None, ("as-given", "reversed"))
+    for role, name in enumerate(ROLES):
+        rows, least, role_key = table.rows_of(role), int(role == 0), key.at(name)
+        if kind_of is None:
+            client[rows] = iid_partition(len(rows), weight, role_key, least=least)
+            continue
+        kind = kind_of[table.value[rows]]
+        rows, kind = rows[kind >= 0], kind[kind >= 0]
+        client[rows] = conflict_partition(kind, weight, partition.ratio, role_key, least=least)
+    first = first_kind_count(partition.clients, partition.ratio)
+    ids = (*_numbered(kinds[0], first), *_numbered(kinds[1], partition.clients - first))
+    flipped = (np.arange(partition.clients) >= first) & partition.flip
+    return Assignment(ids, client, flipped)
+
+
+def _dirichlet(partition: Dirichlet, table: RowTable, key: Key, client: NDArray[np.int64]) -> None:
+    train = table.rows_of(0)
+    # Categories are sorted by name, so that the order of the rows does not change the draw.
+    present = sorted(np.unique(table.value[train]).tolist(), key=lambda k: table.values[k])
+    category_of = np.full(len(table.values), -1, dtype=np.int64)
+    category_of[present] = np.arange(len(present))
+    category = category_of[table.value]
+    # With share_prompts every row counts as a prompt of its own.
+    prompt = np.arange(len(table.role), dtype=np.uint64) if partition.share_prompts else table.prompt
+    if not partition.share_prompts:
+        _check_prompts(prompt[train], category[train])
+    share = dirichlet_shares(len(present), partition.clients, partition.alpha, key.at("shares"))
+    first = dirichlet_partition(category[train], prompt[train], share, key.at("train"))
+    client[train] = fill_empty_clients(first, prompt[train], partition.clients)
+    assigned = train
+    for role in (1, 2):
+        rows = table.rows_of(role)
+        rows = rows[category[rows] >= 0]
+        placed = (prompt[assigned], client[assigned])
+        client[rows] = dirichlet_partition(category[rows], prompt[rows], share, key.at(ROLES[role]), placed)
+        assigned = np.concatenate([assigned, rows])
+
+
+def _check_prompts(prompt: NDArray[np.uint64], category: NDArray[np.int64]) -> None:
+    """Refuse data in which most pairs have a prompt of several categories.
+
+    A prompt goes to one client as a whole. In such data the prompts would decide the partition, not the
+    shares.
+    """
+    codes, group = np.unique(prompt, return_inverse=True)
+    group = group.reshape(-1)
+    low, high = np.full(len(codes), category.max()), np.zeros(len(codes), dtype=np.int64)
+    np.minimum.at(low, group, category)
+    np.maximum.at(high, group, category)
+    crossing = float((low != high)[group].mean())
+    if crossing > 0.5:
+        raise DataError(
+            f"{crossing:.0%} of the pairs have a prompt that occurs in several categories ({len(codes)} "
+            "different prompts in all); keeping each prompt with one client would undo the Dirichlet shares: "
+            "set share_prompts = true"
+        )
+
+
+def _kinds(partition: Conflict, table: RowTable) -> tuple[NDArray[np.int64], tuple[str, str]]:
+    """The kind of each value (0 or 1; −1 for neither), and the two categories."""
+    present = sorted(table.values[k] for k in np.unique(table.value[table.rows_of(0)]))
+    categories = partition.categories or tuple(present)
+    if len(categories) != 2 or set(categories) != set(present):
+        raise DataError(
+            f"a conflict is between two categories, and column {partition.column!r} has {len(present)}: "
+            f"{_listed(present)}"
+            + (f"; categories names {_listed(categories)}" if partition.categories else "")
+        )
+    kind_of = {categories[0]: 0, categories[1]: 1}
+    kind = np.array([kind_of.get(value, -1) for value in table.values], dtype=np.int64)
+    return kind, (categories[0], categories[1])
+
+
+def _numbered(stem: str, count: int) -> tuple[str, ...]:
+    """``stem-0``, ``stem-1``, … with numbers of equal width."""
+    width = len(str(count - 1))
+    return tuple(f"{stem}-{k:0{width}d}" for k in range(count))
+
+
+def _listed(names: Sequence[str], most: int = 12) -> str:
+    shown = ", ".join(names[:most]) or "none"
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+Mask: TypeAlias = NDArray[np.bool_]
+
+_NO_ROLE = -1
+"""The role of a row that no client gets."""
+
+
+def duplicate_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64], orientation: NDArray[Any]) -> Mask:
+    """Rows that repeat an earlier row of the same scope and role, ``bool [n]``.
+
+    Args:
+        scope: ``int64 [n]``; rows are compared within a scope. Rows of a negative scope are never marked.
+        role: ``int64 [n]``.
+        pair: ``uint64 [n]``, equal for equal prompts with the same two responses.
+        orientation: ``[n]``, which of the two responses is chosen. The opposite preference is no duplicate.
+    """
+    # lexsort is stable: of equal rows, the first in the data comes first.
+    order = np.lexsort((orientation, pair, role, scope))
+    same = np.ones(len(order), dtype=np.bool_)
+    for column in (scope, role, pair, orientation):
+        ordered = column[order]
+        same[1:] &= ordered[1:] == ordered[:-1]
+    same[:1] = False
+    mask = np.zeros(len(order), dtype=np.bool_)
+    mask[order] = same
+    return mask & (scope >= 0)
+
+
+def leak_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64]) -> Mask:
+    """Rows whose pair has a later role too within the scope, ``bool [n]``.
+
+    The order of the roles is train, validation, test. So a test pair is used for nothing else. Which response
+    is chosen does not matter.
+    """
+    order = np.lexsort((role, pair, scope))
+    last = np.ones(len(order), dtype=np.bool_)
+    last[:-1] = (pair[order][1:] != pair[order][:-1]) | (scope[order][1:] != scope[order][:-1])
+    group = np.cumsum(np.concatenate([[False], last[:-1]]))
+    highest = role[order][last][group]
+    mask = np.zeros(len(order), dtype=np.bool_)
+    mask[order] = role[order] < highest
+    return mask & (scope >= 0)
+
+
+def random_split(group: NDArray[np.uint64], validation: float, test: float, key: Key) -> Ints:
+    """Draw the role of each of a client's rows, ``int64 [n]``: 0 train, 1 validation, 2 test.
+
+    All rows of a group get the same role. Of m groups, the whole numbers nearest to ``test · m`` and
+    ``validation · m`` are drawn. At least one group is left for training: a client with a single pair trains
+    on it and has no test pair.
+
+    >>> random_split(np.arange(1, dtype=np.uint64), 0.5, 0.4, Key(0)).tolist()
+    [0]
+    """
+    if validation == 0 and test == 0:
+        return np.zeros(len(group), dtype=np.int64)
+    _, first, of_row = np.unique(group, return_index=True, return_inverse=True)
+    count = len(first)
+    tests = min(int(np.floor(test * count + 0.5)), count - 1)
+    validations = min(int(np.floor(validation * count + 0.5)), count - 1 - tests)
+    # Groups are shuffled in the order in which they first appear, not in that of their numbers.
+    order = np.argsort(first, kind="stable")[key.numpy().permutation(count)]
+    role = np.zeros(count, dtype=np.int64)
+    role[order[:tests]] = 2
+    role[order[tests : tests + validations]] = 1
+    return np.asarray(role[of_row.reshape(-1)])
+
+
+@dataclass(frozen=True)
+class ClientSplits:
+    """The rows of each client by role.
+
+    Attributes:
+        ids: the clients that have a training pair.
+        rows: ``int64 [m]``, client by client; a client's rows for training come first, then those for
+            validation, then those for test, each sorted.
+        bounds: ``int64 [clients, 4]``, where a client's three parts begin in ``rows``, and where the last
+            ends.
+        counts: rows, or clients, that were left out, by the names of the fields of
+            :class:`~prefed.data.dataset.RowCounts`.
+        tested: rows that ``drop_tested`` left out, since another client is tested on them.
+    """
+
+    ids: list[str]
+    rows: Ints
+    bounds: Ints
+    counts: dict[str, int]
+    tested: Ints
+
+
+def split_clients(
+    config: DataConfig, assignment: Assignment, table: RowTable, pair: NDArray[np.uint64], key: Key
+) -> ClientSplits:
+    """Split the rows of each client into training, validation and test.
+
+    ``pair`` is ``uint64 [n]``, equal for equal pairs. ``key`` draws the splits, and the rows that stay within
+    the limit.
+
+    Raises:
+        DataError: no client has a training pair, or the data and the settings both name the splits.
+    """
+    fractions = _fractions(config, table)
+    group = table.prompt if config.split_by == "prompt" else pair
+    usable = np.flatnonzero(table.usable & (assignment.client >= 0))
+    order = usable[np.argsort(assignment.client[usable], kind="stable")]
+    edges = np.searchsorted(assignment.client[order], np.arange(len(assignment.ids) + 1))
+    role = table.role.copy()
+    for k, name in enumerate(assignment.ids):
+        train = order[edges[k] : edges[k + 1]]
+        train = train[role[train] == 0]
+        if len(train):
+            role[train] = random_split(group[train], *fractions(name), key.at("client", name).at("split"))
+    counts = {"unplaced": int(table.usable.sum()) - len(usable), "limited": 0, "dropped": 0, "leaks": 0}
+    if config.duplicates == "drop_tested":
+        # All clients are one scope. This comes after the draws, which decide what is tested on.
+        scope = np.full(len(pair), -1, dtype=np.int64)
+        scope[usable] = 0
+        role[leak_mask(scope, role, pair)] = _NO_ROLE
+        counts["leaks"] = int((role[usable] == _NO_ROLE).sum())
+    ids: list[str] = []
+    # One array for all clients: many small ones would need more memory.
+    rows = np.empty(len(order), dtype=np.int64)
+    ends = [0]
+    for k, name in enumerate(assignment.ids):
+        own = order[edges[k] : edges[k + 1]]
+        train, validation, test = (own[role[own] == index] for index in range(3))
+        if not len(train):
+            counts["dropped"] += 1
+            counts["unplaced"] += len(validation) + len(test)
+            continue
+        if config.limit is not None and len(train) > config.limit:
+            counts["limited"] += len(train) - config.limit
+            drawn = key.at("client", name).at("limit").numpy().permutation(len(train))[: config.limit]
+            train = train[np.sort(drawn)]
+        ids.append(name)
+        for part in (train, validation, test):
+            rows[ends[-1] : ends[-1] + len(part)] = np.sort(part)
+            ends.append(ends[-1] + len(part))
+    if not ids:
+        raise DataError('no client keeps a pair to train on: all are tested on; set duplicates = "drop"')
+    every = np.array(ends, dtype=np.int64)
+    bounds = np.stack([every[0:-1:3], every[1::3], every[2::3], every[3::3]], axis=1)
+    return ClientSplits(ids, rows[: ends[-1]], bounds, counts, usable[role[usable] == _NO_ROLE])
+
+
+def _fractions(config: DataConfig, table: RowTable) -> Callable[[str], tuple[float, float]]:
+    """For a client's name, the shares of its training rows to take for validation and for test."""
+    test_fraction = 0.1 if config.test_fraction is None else config.test_fraction
+    if config.partition.by == "source":
+        # With one data set per client, both are tables by client where they are there.
+        validated, tested = (
+            set(s) if isinstance(s, dict) else set() for s in (config.validation, config.test)
+        )
+        return lambda name: (
+            0.0 if name in validated else config.validation_fraction,
+            0.0 if name in tested else test_fraction,
+        )
+    has_validation, has_test = (bool(len(table.rows_of(role))) for role in (1, 2))
+    if (has_test and config.test_fraction) or (has_validation and config.validation_fraction):
+        raise DataError("the rows say which are for validation or test: leave that fraction out")
+    return lambda name: (config.validation_fraction, 0.0 if has_test else test_fraction)

@@ -12,9 +12,8 @@ from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Message, Prompt
 from prefed.data.sources import format_setting, read_rows, source_digests
 from prefed.data.sources.files import sha256_of
-from prefed.data.sources.formats import POST_FIELDS, detect_format, get_format
+from prefed.data.sources.formats import POST_FIELDS, Format, detect_format, get_format
 from prefed.data.sources.pairs import extra_columns, parse_messages, split_prompt, value_at
-from prefed.data.sources.row_format import Format
 
 RESPONSES = ("response", "completion", "output", "chosen")
 """The columns that may hold the response beside a column ``prompt``; the first one there counts."""

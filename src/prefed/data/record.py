@@ -36,7 +36,7 @@ class Message:
 
 
 Prompt: TypeAlias = "str | tuple[Message, ...]"
-"""Text that is used unchanged, or the turns of a conversation (see :mod:`prefed.data.templates`)."""
+"""Text that is used unchanged, or the turns of a conversation (see :mod:`prefed.data.encoding`)."""
 
 
 @dataclass(frozen=True)

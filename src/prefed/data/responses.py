@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefed.data.encoding import Encoded, PolicyEncoder, TooLong
+from prefed.data.encoding import Encoded, PolicyEncoder, Template, Tokenizer, TooLong
 from prefed.data.errors import DataError, RowError
 from prefed.data.record import Record
-from prefed.data.templates import Template, Tokenizer
 from prefed.data.tokens import Pair
 
 

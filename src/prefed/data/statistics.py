@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prefed.core.key import Key
 from prefed.core.strict import StrictModel
 from prefed.data.dataset import FederatedDataset, RowCounts
-from prefed.data.splits import duplicate_mask
+from prefed.data.partition import duplicate_mask
 from prefed.data.tokens import TokenSet
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.data import DataError, Source, TokenSet, TokenWriter, make_encoder
-from prefed.data.assign import partition_value
+from prefed.data.build import client_of
 from prefed.data.config import ByColumn, ByFile, Partition
 from prefed.data.errors import ErrorCollector
-from prefed.data.per_file import client_of
+from prefed.data.partition import partition_value
 from prefed.data.sources import ReadCounts, read_records
 from prefed.runs.build import selector_settings
 from prefed.runs.loaded import LoadedRun

@@ -10,7 +10,7 @@ from prefed.config import ConfigError, Experiment
 from prefed.data import DataConfig, DataError
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources.files import read_rows
-from prefed.data.sources.found import data_files
+from prefed.data.sources.folders import data_files
 from prefed.data.sources.hub import looks_like_hub_name
 from prefed.runs.sweep import SweepCell
 

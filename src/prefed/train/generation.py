@@ -27,8 +27,7 @@ from pydantic import Field
 from prefed.core import Key, Tensors
 from prefed.core.strict import StrictModel
 from prefed.data import Message, Prompt, Template
-from prefed.data.encoding import continuation_text
-from prefed.data.templates import start_tokens
+from prefed.data.encoding import continuation_text, start_tokens
 from prefed.models import Backbone
 from prefed.models.tastes import tasting
 from prefed.train.packed import NAME as PACKED

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from prefed.data import Prompt, Record, TokenSet
-from prefed.data.templates import Template
+from prefed.data.encoding import Template
 from prefed.models import ModelError, load_pretrained
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 

@@ -12,11 +12,9 @@ from prefed.data.config import Columns, DataConfig, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Record
 from prefed.data.sources import files, hub
-from prefed.data.sources.formats import FORMATS, detect_format, get_format, pairs_format
-from prefed.data.sources.found import data_files
-from prefed.data.sources.pairs import RawPair, split_prompt, value_at
-from prefed.data.sources.row_format import Format
-from prefed.data.sources.whole import whole_texts
+from prefed.data.sources.folders import data_files
+from prefed.data.sources.formats import FORMATS, Format, detect_format, get_format, pairs_format
+from prefed.data.sources.pairs import RawPair, split_prompt, value_at, whole_texts
 
 __all__ = [
     "FORMATS",

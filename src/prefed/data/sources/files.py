@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from prefed.data.errors import DataError, ErrorCollector, RowLocation
-from prefed.data.sources import saved
-from prefed.data.sources.found import NOT_TEXT, file_kind
+from prefed.data.sources.folders import (
+    NOT_TEXT,
+    file_kind,
+    saved_files,
+    saved_rows,
+)
 
 Row: TypeAlias = "Mapping[str, Any]"
 
@@ -59,7 +63,7 @@ def read_rows(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tup
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal; of a saved data set those of its rows."""
     if path.is_dir():
-        return hashlib.sha256("".join(map(sha256_of, saved.row_files(path))).encode()).hexdigest()
+        return hashlib.sha256("".join(map(sha256_of, saved_files(path))).encode()).hexdigest()
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -330,7 +334,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _saved(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
-    for number, row in enumerate(saved.rows(path), 1):
+    for number, row in enumerate(saved_rows(path), 1):
         yield row, RowLocation(str(path), number)
 
 

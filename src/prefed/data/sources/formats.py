@@ -1,19 +1,27 @@
-"""Formats: how the rows of known preference sets become pairs."""
+"""Formats: how the rows of known preference sets become pairs.
+
+Of rated responses to a prompt the best is paired with the worst. In other sets people chose between
+responses.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
 from prefed.core.text import did_you_mean
 from prefed.data.config import Columns
+from prefed.data.encoding import instruction
 from prefed.data.errors import DataError, RowError
 from prefed.data.sources.files import Row
 from prefed.data.sources.pairs import (
     RawPair,
     extra_columns,
+    list_at,
     pair_from_columns,
     parse_name,
     parse_number,
@@ -23,10 +31,284 @@ from prefed.data.sources.pairs import (
     usual_columns,
     value_at,
 )
-from prefed.data.sources.ratings import RATINGS
-from prefed.data.sources.row_format import Format
-from prefed.data.sources.votes import VOTES
-from prefed.data.templates import instruction
+
+
+@dataclass(frozen=True)
+class Format:
+    """How to read the rows of one data set.
+
+    Attributes:
+        name: the name for ``data.format``.
+        convert: gives the pair of a row, or a list where a row has several comparisons. ``None`` in place of
+            a pair: the source says that neither response is better.
+        hub: the name of the data set on the hub. It may be used in place of ``name``.
+        subset: the configuration to load where the source names none.
+        subset_is_folder: the subsets of the hub set are folders.
+        detected_by: the columns by which such rows are detected; empty where they cannot be detected.
+    """
+
+    name: str
+    convert: Callable[[Row], RawPair | list[RawPair | None] | None]
+    hub: str | None = None
+    subset: str | None = None
+    subset_is_folder: bool = False
+    detected_by: frozenset[str] = frozenset()
+
+    def pairs(self, row: Row) -> list[RawPair | None]:
+        """One entry per comparison of a row, at least one; ``None`` where neither response is better.
+
+        Raises:
+            RowError: the row does not have the format.
+        """
+        found = self.convert(row)
+        return found if isinstance(found, list) else [found]
+
+
+_NO_TEXT = "EMPTY STRING"
+"""What PRISM has in place of a response without text (``process_text`` in its repository)."""
+
+
+def best_and_worst(rated: Iterable[tuple[Any, float | None]]) -> tuple[Any, Any, float] | None:
+    """The responses of the highest and of the lowest rating, and the difference of the two ratings.
+
+    Of equal ratings the first counts. Responses without a rating are left out. ``None``: fewer than two
+    responses are rated, or all alike.
+
+    >>> best_and_worst([("a", 3), ("b", 5), ("c", 1), ("d", 5), ("e", None)])
+    ('b', 'c', 4)
+    """
+    known = [(response, rating) for response, rating in rated if rating is not None]
+    if len({rating for _, rating in known}) < 2:
+        return None
+    best, worst = (choose(known, key=lambda item: item[1]) for choose in (max, min))
+    return best[0], worst[0], best[1] - worst[1]
+
+
+def _ratings(row: Row) -> RawPair | None:
+    """Columns prompt, responses and ratings; the others as in the format ``pairs``."""
+    responses, ratings = list_at(row, "responses"), list_at(row, "ratings")
+    if len(responses) != len(ratings):
+        raise RowError(f"there are {len(responses)} responses and {len(ratings)} ratings")
+    numbers = [parse_number(item, f"rating {k}") for k, item in enumerate(ratings, 1)]
+    pair = best_and_worst(zip(responses, numbers, strict=True))
+    if pair is None:
+        return None
+    others = {name: item for name, item in row.items() if name not in ("responses", "ratings")}
+    found = {**others, **dict(zip(("chosen", "rejected", "margin"), pair, strict=True))}
+    return pair_from_columns(found, usual_columns(found), "prompt")
+
+
+def _ultrafeedback(row: Row) -> RawPair | None:
+    """Four completions, each rated by the mean of four aspects.
+
+    ``overall_score`` is not used: in copies from before December 2023 it is 10 where it should be 1
+    (https://github.com/OpenBMB/UltraFeedback, issue 8).
+    """
+    name = "fine-grained_score"
+    rated = [
+        (text_at(completion, "response"), parse_number(value_at(completion, name), name))
+        for completion in list_at(row, "completions")
+    ]
+    pair = best_and_worst(rated)
+    if pair is None:
+        return None
+    chosen, rejected, margin = pair
+    return RawPair(
+        user_turn(text_at(row, "instruction")),
+        chosen,
+        rejected,
+        margin=margin,
+        domain=parse_name(row.get("source"), "source"),
+        extra=extra_columns(row, ("instruction",)),
+    )
+
+
+def _prism(row: Row) -> list[RawPair | None]:
+    """A conversation. Each turn has a user's message and rated responses, and continues from one of them."""
+    pairs: list[RawPair | None] = []
+    start: list[dict[str, str]] = []
+    client = parse_name(value_at(row, "user_id"), "user_id")
+    category = parse_name(row.get("conversation_type"), "conversation_type")
+    extra = extra_columns(row, ("opening_prompt", "open_feedback"))
+    for turn, entries in groupby(list_at(row, "conversation_history"), lambda entry: value_at(entry, "turn")):
+        question, *responses = entries
+        if question.get("role") != "user" or any(entry.get("role") != "model" for entry in responses):
+            raise RowError(f"turn {turn} is not one message of the user and then those of models")
+        if len(start) % 2:
+            raise RowError(f"turn {turn} follows a turn without a chosen response")
+        start = [*start, *user_turn(text_at(question, "content"))]
+        # Of equal ratings the one of the response that the user continued with counts.
+        responses.sort(key=lambda entry: not value_at(entry, "if_chosen"))
+        rated = [
+            (text_at(entry, "content"), parse_number(entry.get("score"), "score")) for entry in responses
+        ]
+        pair = best_and_worst((text, score) for text, score in rated if text != _NO_TEXT)
+        if pair is None:
+            pairs.append(None)
+        else:
+            chosen, rejected, margin = pair
+            pairs.append(
+                RawPair(start, chosen, rejected, margin, client=client, category=category, extra=extra)
+            )
+        if responses and responses[0]["if_chosen"]:
+            start = [*start, {"role": "assistant", "content": rated[0][0]}]
+    if not pairs:
+        raise RowError("conversation_history is empty")
+    return pairs
+
+
+RATINGS = (
+    Format("ratings", _ratings, detected_by=frozenset({"prompt", "responses", "ratings"})),
+    Format(
+        "ultrafeedback-ratings",
+        _ultrafeedback,
+        "openbmb/UltraFeedback",
+        detected_by=frozenset({"instruction", "completions", "models"}),
+    ),
+    Format(
+        "prism",
+        _prism,
+        "HannahRoseKirk/prism-alignment",
+        subset="conversations",
+        detected_by=frozenset({"conversation_history", "conversation_id", "user_id"}),
+    ),
+)
+
+
+_OTHER = {"a": "b", "b": "a"}
+
+
+def _arena(row: Row) -> RawPair | None:
+    """A vote between two dialogues; see https://huggingface.co/datasets/lmsys/chatbot_arena_conversations."""
+    winner = text_at(row, "winner")
+    if winner in ("tie", "tie (bothbad)"):
+        return None
+    if winner not in ("model_a", "model_b"):
+        raise RowError(f"winner is {winner!r}, neither model_a nor model_b nor a tie")
+    better = winner[-1]
+    return RawPair(
+        None,
+        list_at(row, f"conversation_{better}"),
+        list_at(row, f"conversation_{_OTHER[better]}"),
+        client=parse_name(row.get("judge"), "judge"),
+        extra=extra_columns(row, ("conversation_a", "conversation_b")),
+    )
+
+
+def _arena_55k(row: Row) -> RawPair | None:
+    """A vote of which each turn is an entry of three lists, and each outcome a column that is 0 or 1."""
+    outcomes = [f"winner_{name}" for name in ("model_a", "model_b", "tie")]
+    votes = [parse_number(value_at(row, name), name) for name in outcomes]
+    if sorted(vote or 0 for vote in votes) != [0, 0, 1]:
+        raise RowError(f"not one of {', '.join(outcomes)} is 1 and the others 0")
+    if votes[2] == 1:
+        return None
+    better = "a" if votes[0] == 1 else "b"
+    questions = list_at(row, "prompt")
+
+    def dialogue(which: str) -> list[dict[str, Any]]:
+        answers = list_at(row, f"response_{which}")
+        if len(answers) != len(questions):
+            raise RowError(f"response_{which} has {len(answers)} turns and prompt {len(questions)}")
+        turns = zip(questions, answers, strict=True)
+        return [
+            {"role": role, "content": text}
+            for turn in turns
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
+
+    return RawPair(
+        None,
+        dialogue(better),
+        dialogue(_OTHER[better]),
+        extra=extra_columns(row, ("prompt", "response_a", "response_b", *outcomes)),
+    )
+
+
+def _helpsteer3(row: Row) -> RawPair | None:
+    """A preference from -3, response 1 is much better, to 3, response 2 is."""
+    preference = parse_number(value_at(row, "overall_preference"), "overall_preference")
+    if preference is None or abs(preference) > 3:
+        raise RowError(f"overall_preference is {preference}, not a number from -3 to 3")
+    if preference == 0:
+        return None
+    better, worse = ("1", "2") if preference < 0 else ("2", "1")
+    return RawPair(
+        list_at(row, "context"),
+        text_at(row, f"response{better}"),
+        text_at(row, f"response{worse}"),
+        margin=abs(preference),
+        category=parse_name(row.get("domain"), "domain"),
+        extra=extra_columns(row, ("context", "response1", "response2", "domain")),
+    )
+
+
+def _community(row: Row) -> list[RawPair | None]:
+    """Up to four turns. In each the preferred response is paired with every other one of the turn.
+
+    A turn's prompt has the turns before it, with the response that was preferred in each.
+    """
+    pairs: list[RawPair | None] = []
+    start: list[dict[str, str]] = []
+    end = None
+    client = parse_name(row.get("annotator_id"), "annotator_id")
+    language = parse_name(row.get("assigned_lang"), "assigned_lang")
+    extra = extra_columns(row, [str(name) for name in row if "_turn_" in str(name)])
+    for turn in ("first", "second", "third", "fourth"):
+        if not row.get(f"{turn}_turn_prompt"):
+            end = end or f"{turn}_turn_prompt"
+            continue
+        if end:
+            raise RowError(f"{turn}_turn_prompt is there and {end} is missing, so the dialogue has a gap")
+        start = [*start, *user_turn(text_at(row, f"{turn}_turn_prompt"))]
+        choice = row.get(f"{turn}_turn_preferred_response")
+        if not choice:
+            pairs.append(None)
+            end = f"{turn}_turn_preferred_response"
+            continue
+        names = {f"response_{k}": f"{turn}_turn_response_{k}" for k in "abcd"}
+        texts = {label: text_at(row, name) for label, name in names.items() if row.get(name)}
+        if choice not in texts:
+            raise RowError(f"{turn}_turn_preferred_response is {choice!r}, not one of {', '.join(texts)}")
+        chosen = texts.pop(choice)
+        pairs += [
+            RawPair(start, chosen, other, client=client, category=language, extra=extra)
+            for other in texts.values()
+        ] or [None]
+        start = [*start, {"role": "assistant", "content": chosen}]
+    if not pairs:
+        raise RowError("first_turn_prompt is missing")
+    return pairs
+
+
+VOTES = (
+    Format(
+        "chatbot-arena",
+        _arena,
+        "lmsys/chatbot_arena_conversations",
+        detected_by=frozenset({"conversation_a", "conversation_b", "winner"}),
+    ),
+    Format(
+        "arena-55k",
+        _arena_55k,
+        "lmsys/lmsys-arena-human-preference-55k",
+        detected_by=frozenset({"prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"}),
+    ),
+    Format(
+        "helpsteer3",
+        _helpsteer3,
+        "nvidia/HelpSteer3",
+        subset="preference",
+        detected_by=frozenset({"context", "response1", "response2", "overall_preference"}),
+    ),
+    Format(
+        "community-alignment",
+        _community,
+        "facebook/community-alignment-dataset",
+        detected_by=frozenset({"annotator_id", "first_turn_prompt", "first_turn_preferred_response"}),
+    ),
+)
+
 
 POST_FIELDS = ("subreddit", "title", "post")
 """The fields of a Reddit post, which FedBiscuit's templates show."""

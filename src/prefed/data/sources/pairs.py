@@ -1,4 +1,4 @@
-"""Turns the values of a row into a pair: text or messages, implicit prompts, repeated prompts."""
+"""Turns the values of a row into a pair: text or messages, implicit or repeated prompts, whole texts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefed.data.config import Columns
+from prefed.data.encoding import dialogue
 from prefed.data.errors import RowError
-from prefed.data.record import Message, Role, Split
+from prefed.data.record import Message, Prompt, Role, Split
 from prefed.data.sources.files import Row
 
 TURN = "\n\nAssistant:"
@@ -329,3 +330,24 @@ def _join(prompt: tuple[Message, ...], shared: tuple[Message, ...]) -> tuple[Mes
         return shared
     overlap = next(n for n in range(len(prompt), -1, -1) if prompt[len(prompt) - n :] == shared[:n])
     return prompt + shared[overlap:]
+
+
+def whole_texts(prompt: Prompt, responses: tuple[str, str], tail: int | None) -> tuple[str, str]:
+    r"""Prompt and response as one text, for each response; of a conversation in the Human/Assistant form.
+
+    Such texts are scored as a whole and may lose their beginning. Distributed DPO (arXiv:2605.20696), E.1:
+    the last 300 characters of each branch of a dialogue are all that its model reads, and its code scores
+    every token of them.
+
+    Args:
+        tail: keep so many characters of each, its last ones; ``None``: all.
+
+    >>> whole_texts("\n\nHuman: Hi\n\nAssistant:", (" Hello", " Hey"), 10)
+    ('ant: Hello', 'stant: Hey')
+    """
+    start = prompt if isinstance(prompt, str) else dialogue(prompt)
+    apart = "" if isinstance(prompt, str) else " "
+    chosen, rejected = (
+        start + (response if response[:1].isspace() else apart + response) for response in responses
+    )
+    return (chosen, rejected) if tail is None else (chosen[-tail:], rejected[-tail:])

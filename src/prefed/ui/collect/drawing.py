@@ -12,7 +12,7 @@ from prefed.data import Message, Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.data.errors import RowError
 from prefed.data.prompts import plain_prompt
-from prefed.data.writer import prompt_hash
+from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone
 from prefed.train.generation import Sampling, as_prompt, complete_batch, prompt_ids
 from prefed.train.trainer_factory import model_digest

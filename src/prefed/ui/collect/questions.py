@@ -10,7 +10,7 @@ from prefed.data import Columns, DataConfig, Prompt, Record, Source
 from prefed.data.errors import ErrorCollector
 from prefed.data.prompts import parse_prompt, plain_prompt, read_prompts
 from prefed.data.sources import ReadCounts, read_records
-from prefed.data.writer import pair_hash, prompt_hash
+from prefed.data.tokens import pair_hash, prompt_hash
 from prefed.runs.journal import Journal
 from prefed.ui.collect.errors import CollectError
 

@@ -1,13 +1,71 @@
-"""Finds the data files in a folder, and tells what they are by their names."""
+"""The data files in a folder, by their names, and folders that ``datasets`` wrote with ``save_to_disk``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from prefed.core.text import did_you_mean
 from prefed.data.errors import DataError
-from prefed.data.sources import saved
+
+_SET = ("state.json", "dataset_info.json")
+_SPLITS = "dataset_dict.json"
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether the folder is a saved data set, with or without splits."""
+    return (folder / _SPLITS).is_file() or all((folder / name).is_file() for name in _SET)
+
+
+def saved_home(item: Path, top: Path) -> Path | None:
+    """The saved data set, ``top`` or a folder within it, that a file belongs to."""
+    within = [folder for folder in item.parents if folder == top or top in folder.parents]
+    return next((folder for folder in reversed(within) if is_saved(folder)), None)
+
+
+def saved_parts(folder: Path, split: str | None) -> list[Path]:
+    """The folders of a saved data set: itself, or that of a split; ``None`` gives all splits.
+
+    Raises:
+        DataError: it has no such split.
+    """
+    if not (folder / _SPLITS).is_file():
+        return [folder]
+    names = [str(name) for name in _read(folder / _SPLITS, "splits")]
+    if split is not None and split not in names:
+        raise DataError(f"{folder}: this saved data set has no split {split!r}; it has {', '.join(names)}")
+    return [folder / name for name in names if split in (None, name)]
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """The files that hold the rows of a saved data set without splits, in order."""
+    return [folder / str(entry["filename"]) for entry in _read(folder / _SET[0], "_data_files")]
+
+
+def saved_rows(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """The rows of a saved data set without splits.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    from datasets import load_from_disk
+
+    try:
+        yield from load_from_disk(str(folder))
+    except Exception as error:  # errors of the library and of Arrow
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise DataError(f"{folder}: this saved data set cannot be read: {reason}") from error
+
+
+def _read(path: Path, key: str) -> list[Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not what save_to_disk writes ({type(error).__name__}: {error})") from error
+    return list(value)
+
 
 _KINDS = {
     ".jsonl": "lines",
@@ -72,8 +130,8 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, beside, show=lambda near: str(path.with_name(near)))
         raise DataError(f"{path}: no such file or folder{hint}")
-    found = {saved.home(item, path) or item for item in _visible(path) if file_kind(item) is not None}
-    items = [part for item in found for part in (saved.parts(item, split) if item.is_dir() else [item])]
+    found = {saved_home(item, path) or item for item in _visible(path) if file_kind(item) is not None}
+    items = [part for item in found for part in (saved_parts(item, split) if item.is_dir() else [item])]
     if not items:
         raise DataError(f"{path}: the folder holds no data file; supported types: {known}")
     return sorted(items, key=lambda item: item.relative_to(path).as_posix())
@@ -84,7 +142,7 @@ def other_files(path: Path) -> list[str]:
     return sorted(
         item.relative_to(path).as_posix()
         for item in _visible(path)
-        if file_kind(item) is None and saved.home(item, path) is None
+        if file_kind(item) is None and saved_home(item, path) is None
     )
 
 
