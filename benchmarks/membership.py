@@ -126,7 +126,7 @@ def score(
 ) -> tuple[float, float]:
     """How far the update goes down the loss of one candidate: in slope, and in the loss itself."""
     visit = job.trainers.trainer(client, job.round(1), Key(0), job.method.ownership)
-    alone = replace(visit, train_rows=np.array([row]))
+    alone = replace(visit, rows=np.array([row]))
     slope, loss = alone.gradient(before, goal, batch_size=0, name="candidate")
     flat = slope.flat.double()
     return float(-(update @ flat) / flat.norm()), loss - alone.loss(after, goal, "train")

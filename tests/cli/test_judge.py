@@ -17,7 +17,7 @@ from endpoint import answer, failure, serving
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.align.judge import endpoint
-from prefed.align.judge.registry import JudgeOptions
+from prefed.align.judge.questions import JudgeOptions
 from prefed.core import Key
 from prefed.data import synthetic
 from prefed.models.tiny import make_tiny

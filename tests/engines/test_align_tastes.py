@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from prefed import run
 from prefed.align import AlignError
 from prefed.align.judge import Question
-from prefed.align.judge.registry import JudgeOptions
+from prefed.align.judge.questions import JudgeOptions
 from prefed.config import AlignConfig
 from prefed.core import Callback, Key, Privacy
 from prefed.data import Record
@@ -248,7 +248,7 @@ def test_a_new_users_pairs_tell_a_taste(finished, opened, place, tmp_path):
     tokens = opened.trainers.dataset.tokens
     texts = {(row["prompt"], row["chosen"]) for row in own}
     numbers = [k for k in range(len(tokens)) if (tokens.record(k).prompt, tokens.record(k).chosen) in texts]
-    trainer = replace(opened.job.trainer("w1", 3, "predict"), train_rows=np.array(numbers))
+    trainer = replace(opened.job.trainer("w1", 3, "predict"), rows=np.array(numbers))
     goal = opened.experiment.method.settings.goal()
     ((mean,), _) = trainer.posteriors(opened.published_model, goal)
     posterior, _ = taste_of_file(opened, str(file))

@@ -137,8 +137,8 @@ def test_a_flipped_bit_in_a_kept_value_is_computed_anew(tmp_path):
     np.testing.assert_array_equal(PairScoreCache(3, tmp_path).get(rows), values)
 
 
-def test_values_of_an_earlier_version_are_computed_anew(tmp_path):
-    """It kept two floats a record and no check: 8 bytes in the place of 12."""
+def test_values_without_a_check_are_computed_anew(tmp_path):
+    """Two floats a record: 8 bytes instead of 12."""
     np.full((3, 2), -1.5, np.float32).tofile(tmp_path / "reference.f32")
     cache, rows = PairScoreCache(3, tmp_path), np.arange(3)
     assert all(cache.missing(rows[row : row + 1]) for row in rows)

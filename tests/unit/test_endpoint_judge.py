@@ -10,6 +10,7 @@ from endpoint import answer, failure, serving
 from prefed.align.judge import JudgeError, Question, outcome
 from prefed.align.judge import endpoint as module
 from prefed.align.judge.endpoint import EndpointJudge
+from prefed.align.judge.questions import JudgeOptions
 
 pytest.importorskip("openai")
 
@@ -33,7 +34,7 @@ def naps(monkeypatch):
 
 def ask(server, questions=(PAIR,), **options):
     options = {"template": "plain", "parallel": 1, "timeout": 20.0, **options}
-    return list(EndpointJudge("org/model", url=server.url, **options).compare(questions))
+    return list(EndpointJudge("org/model", JudgeOptions(url=server.url, **options)).compare(questions))
 
 
 def prefers_good(text, number):
@@ -142,7 +143,7 @@ def test_a_closed_port(naps):
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     with pytest.raises(JudgeError, match=r"cannot be reached .*check --url"):
-        list(EndpointJudge("m", url=url, timeout=5).compare([PAIR]))
+        list(EndpointJudge("m", JudgeOptions(url=url, timeout=5)).compare([PAIR]))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_newer_parameters_are_taken_where_the_older_ones_are_refused():
 def test_openais_own_endpoint_needs_a_key(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(JudgeError, match=r"put the key for https://api.openai.com/v1 into .*OPENAI_API_KEY"):
-        EndpointJudge("m")
+        EndpointJudge("m", JudgeOptions())
     with serving(lambda text, number: answer("A")) as server:
         assert ask(server)[0].preference == 1.0
     monkeypatch.setenv("MY_KEY", KEY)
@@ -242,12 +243,12 @@ def test_an_answer_of_a_million_characters_is_not_kept_whole():
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://me:word@host/v1", "https://"])
 def test_urls_that_are_none(url):
     with pytest.raises(JudgeError, match="--url is http") as caught:
-        EndpointJudge("m", url=url)
+        EndpointJudge("m", JudgeOptions(url=url))
     assert "word@" not in str(caught.value)
 
 
 def test_what_verdicts_depend_on_holds_no_key():
-    judge = EndpointJudge("m", url="http://127.0.0.1:1/v1")
+    judge = EndpointJudge("m", JudgeOptions(url="http://127.0.0.1:1/v1"))
     assert dict(judge.identity) == {
         "model": "m",
         "url": "http://127.0.0.1:1/v1",

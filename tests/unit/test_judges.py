@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2Fo
 from prefed.align.judge import TEMPLATES, JudgeError, PairTemplate, Question, Verdict, outcome
 from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
 from prefed.align.judge.questions import (
+    JudgeOptions,
     criterion_template,
     get_template,
     numbered_prompts,
@@ -26,6 +27,7 @@ from prefed.data.record import Message
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
 
+CPU = JudgeOptions(device="cpu")
 WORDS = ["good bad fine poor red blue", "the red one is good", "the blue one is poor and bad"]
 
 
@@ -133,7 +135,7 @@ def test_a_reward_judge_prefers_the_higher_reward(place):
             return float(model(torch.tensor([ids])).logits[0, 0])
 
     rewards = {text: reward(text) for text in texts}
-    judge = RewardJudge(str(place / "reward"), torch.device("cpu"))
+    judge = RewardJudge(str(place / "reward"), CPU)
     verdicts = list(judge.compare(questions))
     for question, verdict in zip(questions, verdicts, strict=True):
         gap = rewards[question.first] - rewards[question.second]
@@ -145,16 +147,16 @@ def test_a_reward_judge_prefers_the_higher_reward(place):
 
 def test_a_causal_model_is_no_reward_model(place):
     with pytest.raises(ModelError, match=r"--judge reward = .*: this is no reward model"):
-        RewardJudge(str(place / "lm"), torch.device("cpu"))
+        RewardJudge(str(place / "lm"), CPU)
     with pytest.raises(ModelError, match=r"--judge local = .*no such folder"):
-        LocalJudge(str(place / "none"))
+        LocalJudge(str(place / "none"), CPU)
 
 
 def test_a_local_judge_answers_as_generate_does(place, monkeypatch):
     """Oracle: ``generate`` of plain transformers on the template's bare text."""
     template = PairTemplate("{prompt} {first} {second}", parse_plain, "{text}\n\nAnswer:")
     monkeypatch.setitem(TEMPLATES, "short", template)
-    judge = LocalJudge(str(place / "lm"), template="short", max_tokens=6, device="cpu")
+    judge = LocalJudge(str(place / "lm"), JudgeOptions(template="short", judge_tokens=6, device="cpu"))
     (verdict,) = judge.compare([Question("good", "red", "blue")])
     model = AutoModelForCausalLM.from_pretrained(place / "lm").eval()
     tokenizer = AutoTokenizer.from_pretrained(place / "lm")
@@ -166,7 +168,7 @@ def test_a_local_judge_answers_as_generate_does(place, monkeypatch):
 
 
 def test_a_question_beyond_the_window_has_no_answer(place):
-    judge = LocalJudge(str(place / "lm"), template="auto-j", device="cpu")
+    judge = LocalJudge(str(place / "lm"), JudgeOptions(template="auto-j", device="cpu"))
     (verdict,) = judge.compare([Question("good", "red", "blue")])
     assert verdict.preference is None
     assert "the model's window 256" in verdict.text

@@ -54,7 +54,7 @@ def test_features_are_the_last_hidden_states_of_plain_transformers(pairs, fast, 
             count = len(plain.tokenizer(text + "<eos>")["input_ids"])
             want = states[-1] if pool == "end" else states[-count:].mean(0)
             torch.testing.assert_close(got[place, response], want, rtol=1e-4, atol=1e-4)
-    (path,) = tmp_path.glob("x-*.h32")
+    (path,) = tmp_path.glob("x-*.f32")
     assert path.stat().st_mode & 0o777 == 0o600
     again = ResponseFeatures(trainer.model, None, tmp_path, "x")
     again.fill(rows)

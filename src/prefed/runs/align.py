@@ -15,7 +15,8 @@ import torch
 
 from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors, check_inputs
 from prefed.align import align as run_stages
-from prefed.align.judge.registry import JudgeOptions, split_name
+from prefed.align.judge.questions import JudgeOptions
+from prefed.align.judge.registry import split_name
 from prefed.align.run import SETTINGS, SUMMARY
 from prefed.align.tastes import check_told
 from prefed.config import AlignConfig, Experiment

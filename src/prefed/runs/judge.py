@@ -18,8 +18,8 @@ from typing import Any
 
 from prefed.align.judge import Judge, Question, Verdict, outcome
 from prefed.align.judge.local import MEAN
-from prefed.align.judge.questions import NumberedPrompt, numbered_prompts, references
-from prefed.align.judge.registry import JudgeOptions, split_name
+from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, numbered_prompts, references
+from prefed.align.judge.registry import split_name
 from prefed.core import files
 from prefed.core.text import pluralize
 from prefed.data.prompts import plain_prompt

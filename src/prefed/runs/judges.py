@@ -14,8 +14,8 @@ import torch
 from prefed.align import Selectors
 from prefed.align.judge import Judge, Question, Verdict, outcome
 from prefed.align.judge.local import UtilityJudge, read_taste
-from prefed.align.judge.questions import blocks, by_score
-from prefed.align.judge.registry import JUDGES, JudgeOptions, split_name
+from prefed.align.judge.questions import JudgeOptions, blocks, by_score
+from prefed.align.judge.registry import JUDGES, split_name
 from prefed.core import files
 from prefed.data import Record
 from prefed.runs.loaded import LoadedRun, load_run

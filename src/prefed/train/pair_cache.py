@@ -19,32 +19,30 @@ def split_rows(rows: Rows, size: int) -> list[Rows]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-class TokenLogprobCache:
-    """One float per completion token of every record, the chosen response's before the rejected one's.
+class RecordCache:
+    """Floats of every record, such as one per completion token, the chosen response's first.
 
-    Beside a record's floats lies a check value over them and the record's number, in as many bits as one
-    float. The check value is wrong where a record was never written, and where the disk returns other bytes
-    than were written. Such a record counts as missing.
+    Before a record's floats is a check value over them and the record's number, in as many bits as one float.
+    The check value is wrong if the record was never written, or if the disk returns other bytes than were
+    written. Such a record counts as missing.
 
     Args:
-        tokens: ``[n]`` completion tokens of each record, of both responses together.
+        sizes: ``[n]`` how many floats each record has.
         folder: where to keep them; ``None`` keeps them in memory.
-        name: tells apart caches of different models or data in one folder.
+        name: distinguishes the caches of different models or data in one folder.
 
     Raises:
         WriteError: the disk has no room for them.
     """
 
-    suffix, check_first = ".u32", True
-
-    def __init__(self, tokens: npt.NDArray[np.int64], folder: Path | None = None, name: str = "") -> None:
-        self._starts = np.concatenate([[0], np.cumsum(tokens + 1)])
+    def __init__(self, sizes: npt.NDArray[np.int64], folder: Path | None = None, name: str = "") -> None:
+        self._starts = np.concatenate([[0], np.cumsum(sizes + 1)])
         size = int(self._starts[-1])
         self._words: npt.NDArray[np.uint32] = np.zeros(size, np.uint32)
         self._file: np.memmap[tuple[int], np.dtype[np.uint32]] | None = None
         if folder is None or not size:
             return
-        path = folder / f"{name}{self.suffix}"
+        path = folder / f"{name}.f32"
         files.private_folder(folder)
         files.allocate(path, 4 * size, mode=0o600)
         self._file = np.memmap(path, np.uint32, "r+", shape=(size,))
@@ -74,13 +72,11 @@ class TokenLogprobCache:
     def _record(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
         """Views of a record's check value and of its floats."""
         words = self._words[self._starts[row] : self._starts[row + 1]]
-        return (words[:1], words[1:]) if self.check_first else (words[-1:], words[:-1])
+        return words[:1], words[1:]
 
 
-class PairScoreCache(TokenLogprobCache):
-    """Two floats of every record, e.g. log π_ref of both responses; see :class:`TokenLogprobCache`."""
-
-    suffix, check_first = ".f32", False
+class PairScoreCache(RecordCache):
+    """Two floats of every record, e.g. log π_ref of both responses."""
 
     def __init__(self, records: int, folder: Path | None = None, name: str = "reference") -> None:
         super().__init__(np.full(records, 2, np.int64), folder, name)

@@ -22,7 +22,7 @@ from prefed.train.losses import PPO
 from prefed.train.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
 from prefed.train.packed import Packing, trunk_hidden
 from prefed.train.padded import PaddedForward, PairForward, by_response, logits_at, pad, shifted
-from prefed.train.pair_cache import Rows, TokenLogprobCache
+from prefed.train.pair_cache import RecordCache, Rows
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards
 from prefed.train.steps import PhaseSteps, Visit, backward, batches, read_gradient
@@ -78,9 +78,9 @@ class PPOTrainer:
         self._rollouts: WeakKeyDictionary[Visit, _PairRollouts] = WeakKeyDictionary()
 
     @cached_property
-    def _reference(self) -> TokenLogprobCache:
+    def _reference(self) -> RecordCache:
         tokens = self._model.tokens.lengths[:, 1:].sum(1, dtype=np.int64)
-        return TokenLogprobCache(tokens, self._folder, self._name)
+        return RecordCache(tokens, self._folder, self._name)
 
     def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
         """Run ``phase`` from ``tensors``.

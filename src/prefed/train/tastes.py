@@ -40,25 +40,12 @@ from prefed.train.losses.tastes import (
 )
 from prefed.train.packed import PackedForward, Packing, trunk_hidden
 from prefed.train.padded import logits_at, pad
-from prefed.train.pair_cache import Rows, TokenLogprobCache, split_rows
+from prefed.train.pair_cache import RecordCache, Rows, split_rows
 from prefed.train.pair_model import PairModel, ReferenceLogprobs
 from prefed.train.steps import PhaseSteps, Visit, backward, batches, dropout, make_optimizer, read_gradient
 
 BLOCK = 512
 """Pairs whose token ids are in memory at a time."""
-
-
-class HiddenStateCache(TokenLogprobCache):
-    """Two hidden states of every record; see :class:`TokenLogprobCache`.
-
-    Args:
-        width: numbers of a hidden state.
-    """
-
-    suffix = ".h32"
-
-    def __init__(self, records: int, width: int, folder: Path | None = None, name: str = "") -> None:
-        super().__init__(np.full(records, 2 * width, np.int64), folder, name)
 
 
 class ResponseFeatures:
@@ -76,10 +63,11 @@ class ResponseFeatures:
         self._mean = model.backbone.config.variational.pool == "mean"
 
     @cached_property
-    def _cache(self) -> HiddenStateCache:
+    def _cache(self) -> RecordCache:
         width = self._model.backbone.width
         pool = self._model.backbone.config.variational.pool
-        return HiddenStateCache(len(self._model.tokens), width, self._folder, f"{self._name}-{pool}")
+        sizes = np.full(len(self._model.tokens), 2 * width, np.int64)
+        return RecordCache(sizes, self._folder, f"{self._name}-{pool}")
 
     def fill(self, rows: Rows) -> None:
         """Compute what is missing of ``rows``, all training or all held-out pairs of a client.

@@ -9,9 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from prefed.align.judge.questions import JudgeError, Question, Verdict, get_template
+from prefed.align.judge.questions import URL, JudgeError, JudgeOptions, Question, Verdict, get_template
 
-URL = "https://api.openai.com/v1"
 RETRIES = 6
 """Further attempts at a question after a time-out, a broken connection, 408, 409, 429 or 5xx."""
 
@@ -32,31 +31,15 @@ class EndpointJudge:
 
     Args:
         model: the model's name at the endpoint.
-        url: the endpoint, up to and with ``/v1``.
-        template: a name of :data:`~prefed.align.judge.questions.TEMPLATES`.
-        max_tokens: of an answer.
-        key_variable: the environment's variable that holds the key. The key goes to the endpoint alone; it is
-            neither stored nor shown. An endpoint of one's own may need none.
-        timeout: seconds to wait for an answer.
-        parallel: questions under way at a time.
 
     Raises:
         JudgeError: the package ``openai`` is not there, OpenAI's own endpoint is asked without a key, or the
             key is none that a header can hold.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        url: str = URL,
-        template: str = "plain",
-        max_tokens: int = 1024,
-        key_variable: str = "OPENAI_API_KEY",
-        timeout: float = 120.0,
-        parallel: int = 4,
-    ) -> None:
-        self._template = get_template(template)
+    def __init__(self, model: str, options: JudgeOptions) -> None:
+        url, key_variable = options.url, options.key_variable
+        self._template = get_template(options.template)
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
             raise JudgeError(
@@ -81,14 +64,16 @@ class EndpointJudge:
         self.identity: Mapping[str, Any] = {
             "model": model,
             "url": url,
-            "template": template,
-            "judge_tokens": max_tokens,
+            "template": options.template,
+            "judge_tokens": options.judge_tokens,
         }
         self._model, self._url, self._key = model, url, key
-        self._options: Mapping[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
-        self._parallel, self._timeout = parallel, timeout
+        self._options: Mapping[str, Any] = {"max_tokens": options.judge_tokens, "temperature": 0.0}
+        self._parallel, self._timeout = options.parallel, options.timeout
         # The package demands some key; without one the header says "none".
-        self._client = OpenAI(api_key=key or "none", base_url=url, timeout=timeout, max_retries=RETRIES)
+        self._client = OpenAI(
+            api_key=key or "none", base_url=url, timeout=options.timeout, max_retries=RETRIES
+        )
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
         """A verdict for every question, in their order; ``parallel`` of them are under way at a time.

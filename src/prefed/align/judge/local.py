@@ -6,14 +6,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from prefed.align.judge.questions import JudgeError, Question, Verdict, blocks, by_score, get_template
+from prefed.align.judge.questions import (
+    JudgeError,
+    JudgeOptions,
+    Question,
+    Verdict,
+    blocks,
+    by_score,
+    get_template,
+)
 from prefed.core import Key
 from prefed.core.text import did_you_mean
 from prefed.data import Record
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.models import ModelConfig, load_pretrained, make_backbone
+from prefed.models.pretrained import find_device
 from prefed.train.generation import Sampling, complete
 from prefed.train.rewards import RewardModel, model_fingerprint
 
@@ -28,31 +36,26 @@ class LocalJudge:
 
     Args:
         folder: a folder or a hub name.
-        template: a name of :data:`~prefed.align.judge.questions.TEMPLATES`.
-        max_tokens: of an answer.
-        device: as ``[model] device``.
 
     Raises:
         ModelError: there is no such model.
         ValueError: there is no such template.
     """
 
-    def __init__(
-        self, folder: str, *, template: str = "plain", max_tokens: int = 1024, device: str = "auto"
-    ) -> None:
+    def __init__(self, folder: str, options: JudgeOptions) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self._template = get_template(template)
+        self._template = get_template(options.template)
         tokenizer = load_pretrained(AutoTokenizer, KEY, folder, "tokenizer")
         # With "auto" a large model keeps the type in which it is stored.
         model = load_pretrained(AutoModelForCausalLM, KEY, folder, KIND, dtype="auto")
-        config = ModelConfig.model_validate({"name": folder, "device": device, "lora": {"rank": 1}})
+        config = ModelConfig.model_validate({"name": folder, "device": options.device, "lora": {"rank": 1}})
         self._backbone = make_backbone(model, tokenizer, config, Key(0))
-        self._how = Sampling(max_tokens=max_tokens, temperature=0)
+        self._how = Sampling(max_tokens=options.judge_tokens, temperature=0)
         self.identity: Mapping[str, Any] = {
             "model": model_fingerprint(folder, KEY, KIND),
-            "template": template,
-            "judge_tokens": max_tokens,
+            "template": options.template,
+            "judge_tokens": options.judge_tokens,
         }
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
@@ -92,8 +95,8 @@ class RewardJudge:
         ModelError: there is no such model, or it is no reward model.
     """
 
-    def __init__(self, folder: str, device: torch.device) -> None:
-        self._model = RewardModel(folder, device, REWARD_KEY)
+    def __init__(self, folder: str, options: JudgeOptions) -> None:
+        self._model = RewardModel(folder, find_device(options.device), REWARD_KEY)
         self.identity: Mapping[str, Any] = {"model": model_fingerprint(folder, REWARD_KEY)}
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:

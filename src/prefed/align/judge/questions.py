@@ -9,6 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from pydantic import Field
+
+from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data import Columns, DataError, Prompt, Source, dialogue
 from prefed.data.prompts import read_prompts
@@ -50,6 +53,35 @@ class Verdict:
 
     preference: float | None
     text: str
+
+
+URL = "https://api.openai.com/v1"
+
+
+class JudgeOptions(StrictModel):
+    """Settings of judges. Each judge reads those that apply to it.
+
+    Attributes:
+        url: of an endpoint, up to and including ``/v1``.
+        template: how a language model is asked, a name of :data:`TEMPLATES`.
+        judge_tokens: most tokens of a language model's answer.
+        key_variable: the environment variable that holds an endpoint's key. The key goes only to the
+            endpoint; it is neither stored nor shown. An endpoint of your own may need none.
+        timeout: seconds to wait for an endpoint's answer.
+        parallel: questions that an endpoint is asked at a time.
+        taste: a client of a synthetic set, or ``"mean"``; of selectors with a latent taste, one that the
+            server was told.
+        device: where a model on this machine lives, as ``[model] device``.
+    """
+
+    url: str = URL
+    template: str = "plain"
+    judge_tokens: int = Field(1024, ge=1)
+    key_variable: str = "OPENAI_API_KEY"
+    timeout: float = Field(120.0, gt=0)
+    parallel: int = Field(4, ge=1)
+    taste: str = "mean"
+    device: str = "auto"
 
 
 class Judge(Protocol):

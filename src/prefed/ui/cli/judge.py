@@ -93,14 +93,14 @@ def judge(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Let a judge compare a finished run's model with another one: win rates, and every verdict in a file."""
-    from prefed.align.judge.registry import JudgeOptions, split_name
+    from prefed.align.judge.questions import JudgeOptions
+    from prefed.align.judge.registry import split_name
 
     if timeout <= 0:
         raise UsageError(f"--timeout {timeout:g}: above 0")
     with usage():
         split_name(judge)
-    from prefed.align.judge.endpoint import URL
-    from prefed.align.judge.questions import criterion_template, get_template
+    from prefed.align.judge.questions import URL, criterion_template, get_template
     from prefed.models.notices import silence_transformers
     from prefed.runs.judge import Comparison
     from prefed.runs.judge import judge as judge_run
