@@ -30,9 +30,8 @@ from prefed.networks.federation.flare import process as processes
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits
 from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess
 from prefed.networks.federation.flare.transport import FlareTransport
-from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.unix_socket import Door
+from prefed.networks.federation.unix_socket import Door, pack, unpack
 
 INTRUDER = Path(__file__).resolve().with_name("intruder.py")
 SECRET = '{"prompt": "a secret"}\n'

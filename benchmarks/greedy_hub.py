@@ -43,8 +43,9 @@ from prefed.networks.federation.federate import told_experiment
 from prefed.networks.federation.flare.kits import Kits, Project, make_kits
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.hub import SiteError, Sites
+from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
-from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.build import assemble_job, build_job, build_trainers
 
 Row = tuple[str, str, str, str]

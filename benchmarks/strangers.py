@@ -36,7 +36,7 @@ from prefed.networks.federation.flare.job import write_job
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
 from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
 from prefed.networks.federation.flare.transport import FlareTransport
-from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import (
     FederationError,
@@ -44,7 +44,7 @@ from prefed.networks.federation.transport import (
     TooLongError,
     UnreachableError,
 )
-from prefed.networks.federation.unix_socket import Door
+from prefed.networks.federation.unix_socket import Door, pack, unpack
 
 SITES = ("north", "south")
 HUB_MB, SITE_MB = 4, 2

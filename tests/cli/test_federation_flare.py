@@ -24,14 +24,13 @@ import pytest
 
 from prefed.config.errors import ConfigError
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.transport import (
     FederationError,
     LongAnswerError,
     TooLongError,
     UnreachableError,
 )
-from prefed.networks.federation.unix_socket import Door
+from prefed.networks.federation.unix_socket import Door, pack, unpack
 from prefed.store import StoreError
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")

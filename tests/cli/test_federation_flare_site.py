@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from prefed.config.errors import ConfigError
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.protocol import FORMAT, pack
-from prefed.networks.federation.unix_socket import ask
+from prefed.networks.federation.messages import FORMAT
+from prefed.networks.federation.unix_socket import ask, pack
 from prefed.ui.cli import app
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")

@@ -15,10 +15,11 @@ from prefed.networks.federation import site as site_module
 from prefed.networks.federation.config import Limits
 from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.limits import RefusalError, check_experiment
+from prefed.networks.federation.messages import FORMAT, order_digest
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
-from prefed.networks.federation.protocol import FORMAT, order_digest, pack, unpack
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.status import status_lines
+from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.privacy import guarantee_of, mechanism
 from prefed.store import StoreError
 from workers import CLIENTS, make_place
@@ -169,10 +170,10 @@ def asks(tmp_path, monkeypatch):
         site.close()
 
 
-def joined(site, run, header):
+def joined(site, run, text):
     site._write_order(
         run,
-        {"data": "", "round": 0, "experiment": header["experiment"], "names": {"w0": "told"}}
+        {"data": "", "round": 0, "experiment": text, "names": {"w0": "told"}}
         | {"pairs": {"told": [8, 0, 2]}},
     )
     return pack()

@@ -23,9 +23,9 @@ from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.final_models import Published
 from prefed.networks.federation.personal import export_client
-from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import UnreachableError
+from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.export import write_model
 from prefed.runs.record import RunError
 from prefed.ui.cli import app

@@ -10,8 +10,8 @@ from prefed.networks.federation import silence
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.hub import FederationBackend, Sites
-from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.transport import UnreachableError
+from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.store import RunReader
 from workers import CLIENTS, make_place
 

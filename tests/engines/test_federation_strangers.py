@@ -14,8 +14,8 @@ from prefed.engines.backends.pool import StateOfTask
 from prefed.engines.tasks import Task, run_task
 from prefed.engines.validation import longest_answer
 from prefed.networks.federation.hub import FederationBackend, Sites
-from prefed.networks.federation.protocol import HEADER, pack, unpack
 from prefed.networks.federation.transport import TooLongError
+from prefed.networks.federation.unix_socket import HEADER, pack, unpack
 from prefed.store import RunReader
 
 BAD = "Client 2/ü"
@@ -29,7 +29,7 @@ class ToySite:
 
     def answer(self, request):
         header, body = unpack(request)
-        fields = {name: header[name] for name in ("kind", "client", "round", "exchange", "asked", "split")}
+        fields = {name: header[name] for name in ("kind", "client", "round", "exchange", "asked")}
         states = StateOfTask(self.kept.get(header["receipt"]))
         result = run_task(self.job, Task(message=body, **fields), states)
         receipt = header["receipt"]

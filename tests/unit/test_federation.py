@@ -24,12 +24,12 @@ from prefed.networks.federation.experiment import HELD, load_federated
 from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.limits import RefusalError, check_experiment, check_members, check_task
-from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.site_job import own_experiment, told_names
 from prefed.networks.federation.status import status_lines
 from prefed.networks.federation.transport import UnreachableError
-from prefed.networks.federation.unix_socket import Door, ask, when_gone
+from prefed.networks.federation.unix_socket import Door, ask, pack, unpack, when_gone
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.store import StoreError
 from prefed.ui.cli import app

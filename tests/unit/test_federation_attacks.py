@@ -14,14 +14,14 @@ from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Task, WorkerError
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, line_of
-from prefed.networks.federation.claims import compare_versions, told_clients
-from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.federate import compare_versions, told_clients, told_experiment
 from prefed.networks.federation.hub import FederationBackend, Sites
+from prefed.networks.federation.messages import FORMAT, Joined, order_digest, read_answer
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
-from prefed.networks.federation.protocol import FORMAT, order_digest, pack, unpack
 from prefed.networks.federation.site import WITHHELD, Site
 from prefed.networks.federation.site_job import own_experiment
 from prefed.networks.federation.transport import FederationError
+from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault
 
 RUN = "a" * 16
@@ -208,35 +208,39 @@ def test_one_site_does_not_end_the_run(lie):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({}, "does not tell its clients"),
-        ({"clients": 5}, "does not tell its clients"),
-        ({"clients": {"x": 5}}, "no numbers of pairs of 'x'"),
-        ({"clients": {"x": [1, 2]}}, "no numbers of pairs of 'x'"),
-        ({"clients": {"x": [True, 0, 1]}}, "no numbers of pairs of 'x'"),
-        ({"clients": {"x": [1, -1, 1]}}, "no numbers of pairs of 'x'"),
-        ({"clients": {"x": [0, 0, 4]}}, "'x' without training pairs"),
-        ({"clients": {"x": [10**300, 0, 0]}}, "more pairs of 'x' than --most-pairs = 1,000"),
-        ({"clients": {"": [1, 1, 1]}}, "a client of the name ''"),
-        ({"clients": {"\ud800": [1, 1, 1]}}, "a client of the name"),
-        ({"clients": {"a\n": [1, 1, 1]}}, "a client of the name"),
-        ({"clients": {"a" * 256: [1, 1, 1]}}, "a client of the name"),
+        ({}, "clients"),
+        ({"clients": 5}, "clients"),
+        ({"clients": {"x": 5}}, "clients.x"),
+        ({"clients": {"x": [1, 2]}}, "clients.x"),
+        ({"clients": {"x": [True, 0, 1]}}, "clients.x"),
+        ({"clients": {"x": [1.0, 0, 1]}}, "clients.x"),
+        ({"clients": {"x": [1, -1, 1]}}, "clients.x"),
+        ({"clients": {"x": [0, 0, 4]}}, "clients.x.*training pairs"),
+        ({"clients": {"x": [10**300, 0, 0]}}, "'x' .*--most-pairs = 1,000"),
+        ({"clients": {"": [1, 1, 1]}}, "clients"),
+        ({"clients": {"\ud800": [1, 1, 1]}}, "clients"),
+        ({"clients": {"a\n": [1, 1, 1]}}, "clients"),
+        ({"clients": {"a" * 256: [1, 1, 1]}}, "clients"),
+        ({"clients": {"x": [1, 0, 0]}, "versions": 5}, "versions"),
+        ({"clients": {"x": [1, 0, 0]}, "versions": {"prefed": ["x"]}}, "versions.prefed"),
         ({"clients": {str(k): [1, 0, 0] for k in range(5)}}, "5 clients, and --most-clients = 4"),
     ],
 )
 def test_what_a_site_claims_is_checked_and_bounded(answer, message):
-    with pytest.raises(FederationError, match=f"site 'b' .*{message}"):
-        told_clients(None, {"b": answer}, 4, 1000)
+    answer = {"versions": {}, **answer}
     known = {"sites": {"b": answer.get("clients")}}
-    with pytest.raises(FederationError, match=message):
-        told_clients(known, {"b": answer}, 4, 1000)
+    for before in (None, known):
+        with pytest.raises(FederationError, match=f"site 'b' .*{message}") as caught:
+            told_clients(before, {"b": read_answer("b", answer, Joined)}, 4, 1000)
+        assert len(str(caught.value).encode()) < 2000
     fair = {"../../ward 7": [1000, 0, 3]}
-    assert told_clients(None, {"b": {"clients": fair}}, 4, 1000) == {"b": fair}
+    joined = read_answer("b", {"clients": fair, "versions": {}}, Joined)
+    assert told_clients(None, {"b": joined}, 4, 1000) == {"b": fair}
 
 
-@pytest.mark.parametrize("versions", [None, 5, {}, {"prefed": ["x"]}])
-def test_a_site_that_tells_no_version_is_named(versions):
+def test_a_site_that_reports_no_version_is_named():
     with pytest.raises(FederationError, match="site 'b'"):
-        compare_versions("b", {"versions": versions}, lambda text: None)
+        compare_versions("b", {}, lambda text: None)
 
 
 def test_a_hub_that_names_no_state_deletes_none(opens, tmp_path):
@@ -273,10 +277,13 @@ def test_a_hub_can_lose_a_clients_progress(opens, tmp_path):
 @pytest.mark.parametrize(("epsilon", "left"), [(None, 6), (3.5e-6, 3)], ids=["any", "three"])
 def test_visits_of_one_round_pile_up_but_for_a_budget(opens, tmp_path, epsilon, left):
     """Six requests of round 1 that differ, none of which names a state: each leaves a private state and an
-    answer. With a budget for three visits three do, and the rest are refused."""
+    answer. A key that no request has makes no difference. With a budget for three visits three do, and the
+    rest are refused."""
     limits = {} if epsilon is None else {"epsilon": epsilon_of(epsilon, 1e-5)}
     say = opens(asked(tmp_path), **limits)
-    answers = [say("visit", 8, round=1, nonce=number) for number in range(6)]
+    bodies = [encode(Download({}, {"do": 8, "nonce": number})) for number in range(6)]
+    answers = [say("visit", 8, round=1, body=body) for body in bodies]
+    assert say("visit", 8, round=1, body=bodies[0], nonce=1) == answers[0]
     assert sum("receipt" in answer for answer in answers) == left
     assert all("[limits] epsilon" in answer["refused"] for answer in answers[left:])
     assert len(list((folder(tmp_path) / "clients").iterdir())) == left

@@ -15,9 +15,10 @@ from prefed.models import ModelError
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation import site_job
 from prefed.networks.federation.federate import told_experiment
-from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import LONGEST_REASON, Site
 from prefed.networks.federation.site_job import own_dataset
+from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.store import StoreError
 
 ROWS = "w0.jsonl: 2 rows cannot be used:\n  row 3: empty\n  row 4: \x1b[31m"

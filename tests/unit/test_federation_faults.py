@@ -10,10 +10,12 @@ from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.hub import FederationBackend, SiteError, Sites
-from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
+from prefed.networks.federation.unix_socket import pack, unpack
 from workers import CLIENTS
+
+JOINED = {"clients": {}, "versions": {}}
 
 
 class Receipts:
@@ -42,9 +44,9 @@ class Forgetful:
 def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone():
     """Site w0 comes back whole, w1 without its data, w2 with another base model. The run goes on with w0."""
     sites = {
-        "site-w0": Forgetful({}),
+        "site-w0": Forgetful(JOINED),
         "site-w1": Forgetful({"failed": "FileNotFoundError: the site's log says more"}),
-        "site-w2": Forgetful({}, model="another"),
+        "site-w2": Forgetful(JOINED, model="another"),
     }
     asked = Sites(Within(sites), "wards", "0" * 16, 1.0)
     with pytest.raises(SiteError, match="'site-w2' has another base model"):
@@ -74,7 +76,7 @@ def test_a_site_that_forgot_the_run_is_told_of_it_before_it_gets_models():
         if header["kind"] == "published":
             asked.append((site, header["clients"], body))
 
-    sites = {"forgot": Forgetful({}), "never": Never({})}
+    sites = {"forgot": Forgetful(JOINED), "never": Never(JOINED)}
     homes = {"a": "forgot", "b": "forgot", "c": "forgot", "d": "never", "e": "gone"}
     hub = Sites(Within(sites, notes), "wards", "0" * 16, 1.0)
     hub.start("forgot", [*homes], [], "m")

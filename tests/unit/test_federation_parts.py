@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefed.networks.federation.protocol import pack, unpack
+from prefed.networks.federation.unix_socket import pack, unpack
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 

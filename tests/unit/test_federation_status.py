@@ -10,10 +10,11 @@ from prefed.data import ClientSizes, FederatedDataset
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.federate import told_experiment
-from prefed.networks.federation.protocol import FORMAT, pack, unpack
+from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.site_job import told_names
 from prefed.networks.federation.status import status_lines
+from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
 
 RUN, OTHER = "3fa9b2c4d5e6f708", "0123456789abcdef"

@@ -16,13 +16,14 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
 from prefed.core import Callback, files
 from prefed.core.records import Summary
+from prefed.core.text import pluralize, printable
 from prefed.core.wire import encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import ServerRounds
 from prefed.engines.validation import longest_answer
-from prefed.networks.federation.claims import claim_lines, compare_versions, told_clients
 from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import FederationBackend, Sites
+from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
 from prefed.runs.bootstrap import commit_start, digests_of, open_run
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
@@ -142,7 +143,7 @@ def _run(
     answers = _each(present, lambda site: sites.join(site, text))
     clients = told_clients(known, answers, terms.most_clients, terms.most_pairs)
     for site in present:
-        compare_versions(site, answers[site], callback.on_warning)
+        compare_versions(site, answers[site].versions, callback.on_warning)
     for line in claim_lines(clients):
         tell(line)
     homes = {client: site for site, own in clients.items() for client in own}
@@ -197,6 +198,80 @@ def told_experiment(experiment: Experiment) -> str:
     import tomli_w
 
     return tomli_w.dumps(tables)
+
+
+def told_clients(
+    known: Mapping[str, Any] | None, answers: Mapping[str, Joined], most_clients: int, most_pairs: int
+) -> dict[str, dict[str, list[int]]]:
+    """Site → its clients, each with its numbers of pairs.
+
+    Nobody but the site knows whether they are true. A merge weighs by them, so they are bounded.
+
+    Args:
+        known: what ``federation.json`` holds, for a run that continues.
+        answers: site → its answer when it was sent the experiment.
+        most_clients: of one site.
+        most_pairs: of one client.
+
+    Raises:
+        FederationError: a site has more than it may, two sites have a client of one name, or a site's clients
+            are others than at the start.
+    """
+    clients, homes = {site: answer.clients for site, answer in answers.items()}, dict[str, str]()
+    for site, told in clients.items():
+        if len(told) > most_clients:
+            raise FederationError(
+                f"site {site!r} reports {len(told):,} clients, and --most-clients = {most_clients:,}: raise "
+                "it if that is right"
+            )
+        for client, counts in told.items():
+            if max(counts) > most_pairs:
+                raise FederationError(
+                    f"site {site!r} reports more pairs of {client!r} than --most-pairs = {most_pairs:,}: "
+                    "raise it if that is right"
+                )
+            if known is None and client in homes:
+                raise FederationError(
+                    f"sites {homes[client]!r} and {site!r} both have a client {client!r}: rename it at one "
+                    "of them, or set [tell] names = false"
+                )
+            homes[client] = site
+        if known is not None and told != known["sites"][site]:
+            raise FederationError(f"the clients of site {site!r} changed since the run began")
+    return clients if known is None else dict(known["sites"])
+
+
+def claim_lines(clients: Mapping[str, Mapping[str, list[int]]]) -> list[str]:
+    """What each site claims, and its weight in a merge by pairs, for a person.
+
+    >>> for line in claim_lines({"north": {"ada": [30, 0, 4]}, "south": {"ben": [5, 0, 1], "cy": [5, 0, 1]}}):
+    ...     print(line)
+    north says: 1 client, 30 training pairs (75% of all)
+    south says: 2 clients, 10 training pairs (25% of all)
+    """
+    pairs = {site: sum(counts[0] for counts in own.values()) for site, own in clients.items()}
+    total = sum(pairs.values()) or 1
+    return [
+        f"{site} says: {pluralize(len(own), 'client', 'clients')}, "
+        f"{pluralize(pairs[site], 'training pair', 'training pairs')} ({pairs[site] / total:.0%} of all)"
+        for site, own in clients.items()
+    ]
+
+
+def compare_versions(site: str, versions: Mapping[str, str], warn: Callable[[str], None]) -> None:
+    """Refuse another version of prefed at a site, and warn of other versions of libraries.
+
+    Raises:
+        FederationError: it has another version of prefed, or does not say which.
+    """
+    for name in PACKAGES:
+        here, there = own_version(name), versions.get(name)
+        if here == there:
+            continue
+        text = f"site {site!r} has {name} {there and printable(there[:40])}, and the hub has {here}"
+        if name == "prefed":
+            raise FederationError(f"{text}: install the same version")
+        warn(f"{text}: last digits may differ")
 
 
 def _gather(

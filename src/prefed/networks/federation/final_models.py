@@ -16,7 +16,7 @@ from typing import Any
 
 from prefed.core import files
 from prefed.networks.federation.limits import RefusalError
-from prefed.networks.federation.requests import published_in
+from prefed.networks.federation.messages import Publish, check_download
 from prefed.networks.federation.vault import Vault
 from prefed.store import StoreError
 
@@ -111,7 +111,7 @@ class Published:
 
 
 def take_in(
-    folder: Path, order: Mapping[str, Any], rounds: int, secret: bytes, header: dict[str, Any], body: bytes
+    folder: Path, order: Mapping[str, Any], rounds: int, secret: bytes, request: Publish, body: bytes
 ) -> int:
     """Check and keep what a hub publishes to clients of this site. Gives the round.
 
@@ -122,11 +122,12 @@ def take_in(
         secret: of the site's receipts.
 
     Raises:
-        RefusalError: the request has another form, is of an earlier round, or names a client or a private
-            state that is not here.
+        RefusalError: the body is no download, or the request is of an earlier round, or names a client or a
+            private state that is not here.
         WriteError: it cannot be kept.
     """
-    number, receipts, model = published_in(header, body)
+    check_download(body, "a model of the end")
+    number, receipts = request.round, request.clients
     if not 1 <= number <= rounds:
         raise RefusalError(f"round {number} of {rounds}")
     if number < order["round"]:
@@ -140,5 +141,5 @@ def take_in(
         except StoreError as error:
             # The text names this machine's files.
             raise RefusalError(f"a private state of {client!r} that is not here") from error
-    Published(folder).keep(number, receipts, model, body)
+    Published(folder).keep(number, receipts, request.model, body)
     return number

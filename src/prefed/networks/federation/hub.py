@@ -13,12 +13,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from itertools import chain, groupby
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from prefed.core import Plain
 from prefed.core.text import printable
 from prefed.engines import Backend, ClientStates, Task, TaskResult
-from prefed.networks.federation.protocol import FORMAT, HEADER, order_digest, pack, unpack
+from prefed.networks.federation.messages import (
+    Answer,
+    Done,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    Publish,
+    Request,
+    SiteError,
+    Start,
+    Started,
+    Visit,
+    order_digest,
+    read_answer,
+    what_is_wrong,
+)
 from prefed.networks.federation.silence import Silence
 from prefed.networks.federation.transport import (
     FederationError,
@@ -27,21 +45,17 @@ from prefed.networks.federation.transport import (
     Transport,
     UnreachableError,
 )
-from prefed.networks.federation.unix_socket import MOST
-from prefed.networks.federation.vault import is_receipt
+from prefed.networks.federation.unix_socket import HEADER, MOST, pack, unpack
 from prefed.store.receipts import receipt_in, receipt_state
 
 _log = logging.getLogger("prefed")
+A = TypeVar("A", bound=Answer)
 
 HELLO = 10.0
 """Seconds in which a site that was away must answer to be asked again."""
 
 LONGEST_REASON = 2000
 """Characters of a site's reason that are read."""
-
-
-class SiteError(FederationError):
-    """A site refuses to take part in a run, or cannot."""
 
 
 class Sites:
@@ -58,7 +72,7 @@ class Sites:
     def __init__(self, transport: Transport, federation: str, run: str, timeout: float) -> None:
         self.most: Callable[[str, str, int], int] = lambda client, exchange, number: MOST
         self._transport, self._timeout = transport, timeout
-        self._common = {"format": FORMAT, "federation": federation, "run": run}
+        self._common: dict[str, Any] = {"federation": federation, "run": run}
         self._experiment, self._members, self._unseen = "", list[str](), list[str]()
         self._order, self._model = "", ""
 
@@ -66,8 +80,8 @@ class Sites:
         """The sites that can be reached at the moment."""
         return frozenset(self._transport.connected())
 
-    def join(self, site: str, experiment: str, timeout: float | None = None) -> dict[str, Any]:
-        """Tell a site of the run: its clients, each with its numbers of pairs, and its versions.
+    def join(self, site: str, experiment: str, timeout: float | None = None) -> Joined:
+        """Send a site the experiment; its clients, each with its numbers of pairs, and its versions.
 
         Args:
             timeout: seconds for the answer; left out: as for every answer that needs no training.
@@ -77,7 +91,7 @@ class Sites:
             UnreachableError: it does not answer.
         """
         self._experiment = experiment
-        return self._agreed(site, timeout, kind="join", experiment=experiment)
+        return self._agreed(site, Join(**self._common, experiment=experiment), Joined, timeout)
 
     def start(
         self,
@@ -94,13 +108,8 @@ class Sites:
         """
         self._members, self._unseen, self._model = list(members), list(unseen), model
         self._order = order_digest(self._experiment, self._members, self._unseen)
-        answer = self._agreed(site, timeout, kind="start", members=self._members, unseen=self._unseen)
-        told = answer.get("fingerprint")
-        if not isinstance(told, dict) or not isinstance(told.get("model"), str):
-            raise SiteError(
-                f"site {site!r} does not say which base model it has: install the same prefed there"
-            )
-        if told["model"] != model:
+        request = Start(**self._common, members=self._members, unseen=self._unseen)
+        if self._agreed(site, request, Started, timeout).fingerprint.get("model") != model:
             raise SiteError(
                 f"site {site!r} has another base model, or another version of it: put the same one there"
             )
@@ -108,7 +117,7 @@ class Sites:
     def hello(self, site: str) -> bool:
         """Whether a site answers."""
         try:
-            self._agreed(site, timeout=HELLO, kind="hello")
+            self._agreed(site, Hello(**self._common), Answer, HELLO)
         except (UnreachableError, FederationError):
             return False
         return True
@@ -116,7 +125,7 @@ class Sites:
     def leave(self, site: str) -> None:
         """Tell a site that the run is over, if it answers."""
         try:
-            self._agreed(site, timeout=HELLO, kind="leave")
+            self._agreed(site, Leave(**self._common), Answer, HELLO)
         except (UnreachableError, FederationError):
             return
 
@@ -126,14 +135,14 @@ class Sites:
         If it cannot take part any longer, its clients miss the round, and the others go on.
         """
         fields = {name: value for name, value in vars(task).items() if name != "message"}
-        fields |= {"receipt": receipt, "order": self._order}
-        answer, message = self._ask(site, timeout, task.message, **fields)
-        if answer.get("unknown"):
+        fields |= {**self._common, "receipt": receipt}
+        answer, message = self._ask(site, Visit(**fields, order=self._order), timeout, task.message)
+        if answer.get("unknown") is True:
             try:
                 self._tell_again(site, timeout)
             except SiteError as error:
                 return {"withheld": str(error)}, b""
-            answer, message = self._ask(site, timeout, task.message, **fields)
+            answer, message = self._ask(site, Visit(**fields, order=self._order), timeout, task.message)
         return answer, message
 
     def publish(
@@ -149,12 +158,19 @@ class Sites:
             SiteError: it refuses, or cannot keep it.
             UnreachableError: it does not answer.
         """
-        fields = {"kind": "published", "round": number, "clients": dict(receipts)}
-        fields |= {"order": self._order, "model": self._model}
-        if self._agreed(site, timeout, message, **fields).get("unknown"):
-            self._tell_again(site, timeout)
-            if self._agreed(site, timeout, message, **fields).get("unknown"):
-                raise SiteError(f"site {site!r} does not know the run")
+        fields: dict[str, Any] = {
+            **self._common,
+            "round": number,
+            "clients": dict(receipts),
+            "model": self._model,
+        }
+        for again in (True, False):
+            request = Publish(**fields, order=self._order)
+            if not self._agreed(site, request, Answer, timeout, message).unknown:
+                return
+            if again:
+                self._tell_again(site, timeout)
+        raise SiteError(f"site {site!r} does not know the run")
 
     def _tell_again(self, site: str, timeout: float) -> None:
         """Tell a site of the run that has lost its memory of it. Raises as :meth:`start`."""
@@ -162,31 +178,29 @@ class Sites:
         self.start(site, self._members, self._unseen, self._model, timeout)
 
     def _agreed(
-        self, site: str, timeout: float | None = None, body: bytes = b"", **header: Any
-    ) -> dict[str, Any]:
-        answer, _ = self._ask(site, self._timeout if timeout is None else timeout, body, **header)
+        self, site: str, request: Request, kind: type[A], timeout: float | None = None, body: bytes = b""
+    ) -> A:
+        header, _ = self._ask(site, request, self._timeout if timeout is None else timeout, body)
         for how in ("refused", "failed"):
-            if how in answer:
+            if how in header:
                 verb = "refuses" if how == "refused" else "cannot take part"
-                raise SiteError(f"site {site!r} {verb}: {_reason(answer[how])}")
-        return answer
+                raise SiteError(f"site {site!r} {verb}: {_reason(header[how])}")
+        return read_answer(site, header, kind)
 
-    def _ask(
-        self, site: str, timeout: float, body: bytes = b"", **header: Any
-    ) -> tuple[dict[str, Any], bytes]:
+    def _ask(self, site: str, request: Request, timeout: float, body: bytes) -> tuple[dict[str, Any], bytes]:
         most = HEADER
-        if "exchange" in header:
-            most += self.most(header["client"], header["exchange"], header["asked"] or header["round"])
+        if isinstance(request, Visit):
+            most += self.most(request.client, request.exchange, request.asked or request.round)
         try:
-            answer = self._transport.call(site, pack(body, **self._common, **header), timeout, most)
+            answer = self._transport.call(site, pack(body, **request.model_dump()), timeout, most)
         except TooLongError as error:
             return {"refused": str(error)}, b""
         except LongAnswerError as error:
-            return _broken(str(error))
+            return _broken(str(error)).model_dump(exclude_defaults=True), b""
         try:
             return unpack(answer)
         except ValueError:
-            return _broken("its answer is no message")
+            return _broken("its answer is no message").model_dump(exclude_defaults=True), b""
 
 
 class FederationBackend(Backend):
@@ -276,21 +290,19 @@ class FederationBackend(Backend):
     def _do(self, site: str, task: Task, stored: bytes | None) -> tuple[TaskResult, bytes | None]:
         receipt = None if stored is None else receipt_in(stored)
         try:
-            answer, message = self._sites.do(site, task, receipt, self._timeout)
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            # Whatever a site sends, the others go on.
+            header, message = self._sites.do(site, task, receipt, self._timeout)
+            answer = Done.model_validate(header)
+        except ValidationError as error:
+            answer, message = _broken(f"its answer cannot be used: {what_is_wrong(error)}"), b""
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            # Whatever a site sends, the others continue.
             _log.exception("the answer of site %r cannot be read", site)
-            answer, message = _broken(f"its answer cannot be read: {error!r}")
-        new = answer.get("receipt")
-        if new is not None and not (isinstance(new, str) and is_receipt(new)):
-            answer, message = _broken("it names a private state by what is no receipt")
-            new = None
-        reason = next((_reason(answer[how]) for how in ("refused", "failed") if how in answer), "")
-        reason = f"its site says: {reason}" if reason else _reason(answer.get("withheld", ""))
-        kept = None if new is None else receipt_state(site, new)
-        broken = answer.get("broken") is True
-        result = TaskResult(task.client, b"" if reason else message, reason, task.asked, broken=broken)
-        return result, None if reason else kept
+            answer, message = _broken(f"its answer cannot be read: {error!r}"), b""
+        reason = answer.refused or answer.failed
+        reason = _reason(f"its site says: {reason}" if reason else answer.withheld)
+        kept = None if reason or answer.receipt is None else receipt_state(site, answer.receipt)
+        message = b"" if reason else message
+        return TaskResult(task.client, message, reason, task.asked, broken=answer.broken), kept
 
     def publish(self, number: int, message_to: Callable[[str], bytes]) -> None:
         """Give each site what its clients' models need after the last round, and which private states count.
@@ -351,9 +363,9 @@ class FederationBackend(Backend):
         return site in self._sites.connected() and self._sites.hello(site)
 
 
-def _broken(reason: str) -> tuple[dict[str, Any], bytes]:
-    """What stands for an answer that no site with our code gives."""
-    return {"failed": reason, "broken": True}, b""
+def _broken(reason: str) -> Done:
+    """Replaces an answer that no site with our code gives."""
+    return Done(failed=reason, broken=True)
 
 
 def _reason(value: object) -> str:

@@ -28,17 +28,21 @@ from prefed.networks.federation.limits import (
     check_same,
     check_task,
 )
-from prefed.networks.federation.privacy_ledger import Releases
-from prefed.networks.federation.protocol import (
+from prefed.networks.federation.messages import (
     FORMAT,
     PACKAGES,
+    Join,
+    Leave,
+    Publish,
+    Start,
+    Visit,
+    check_download,
     is_run,
     order_digest,
     own_version,
-    pack,
-    unpack,
+    read_request,
 )
-from prefed.networks.federation.requests import check_download, task_in, texts_in
+from prefed.networks.federation.privacy_ledger import Releases
 from prefed.networks.federation.site_job import (
     begun_experiment,
     own_dataset,
@@ -46,6 +50,7 @@ from prefed.networks.federation.site_job import (
     site_factory,
     told_names,
 )
+from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.runs.data_notices import data_notices
 from prefed.store.directory import lock
@@ -150,25 +155,23 @@ class Site:
             raise RefusalError("a request without the name of its run")
         if header.get("federation") != self.config.federation:
             raise RefusalError(f"this site belongs to the federation {self.config.federation!r}")
+        request = read_request(header)
         with self._turn:
-            if kind == "join":
-                return self._join(run, header)
-            if kind == "start":
-                return self._start(run, header)
-            if kind in ("visit", "evaluate"):
-                return self._do(run, header, body)
-            if kind == "published":
-                return self._keep(run, header, body)
-            if kind == "leave":
-                self._stop()
-                return pack()
-        raise RefusalError("a request of an unknown kind")
+            match request:
+                case Join():
+                    return self._join(run, request.experiment)
+                case Start():
+                    return self._start(run, request.members, request.unseen)
+                case Visit():
+                    return self._do(run, request, body)
+                case Publish():
+                    return self._keep(run, request, body)
+                case Leave():
+                    self._stop()
+        return pack()
 
-    def _join(self, run: str, header: dict[str, Any]) -> bytes:
-        """Read a run's experiment, and tell of the site's clients."""
-        text = header.get("experiment")
-        if not isinstance(text, str):
-            raise RefusalError("a run without an experiment")
+    def _join(self, run: str, text: str) -> bytes:
+        """Read a run's experiment, and report the site's clients."""
         try:
             experiment = own_experiment(text, self.config)
             check_experiment(experiment, self.config)
@@ -191,12 +194,11 @@ class Site:
         self.log.add("join", run=run, told=", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items()))
         return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
 
-    def _start(self, run: str, header: dict[str, Any]) -> bytes:
-        """Begin, or go on with, a run whose members the hub knows."""
+    def _start(self, run: str, members: list[str], unseen: list[str]) -> bytes:
+        """Start or continue a run whose members the hub knows."""
         order = self._read_order(run)
         if order is None:
             raise RefusalError("a run that this site was not told of")
-        members, unseen = texts_in(header, "members"), texts_in(header, "unseen")
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order["experiment"], members, unseen)}
         self._begin(run, order)
@@ -236,15 +238,15 @@ class Site:
         rounds = pluralize(experiment.rounds, "round", "rounds")
         self._say(f"run {run[:8]}: {experiment.method.name}, {rounds}")
 
-    def _do(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
+    def _do(self, run: str, request: Visit, body: bytes) -> bytes:
         """A visit or an evaluation of one of the site's clients."""
-        key = files.digest(pack(**header)) + files.digest(body)
+        key = files.digest(pack(**request.model_dump())) + files.digest(body)
         if key in self._answers:
             return self._answers[key]
         order = self._read_order(run) or {}
-        if not ("exchanges" in order and "pairs" in order) or _told(order) != header.get("order"):
+        if not ("exchanges" in order and "pairs" in order) or _told(order) != request.order:
             return pack(unknown=True)
-        receipt, task = header.get("receipt"), task_in(header, body)
+        receipt, task = request.receipt, request.task(body)
         if task.round < order["round"]:
             raise RefusalError(
                 f"round {task.round} is over: this site has answered in round {order['round']}"
@@ -253,7 +255,7 @@ class Site:
         if own is None:
             raise RefusalError("a client that is not here")
         # What may change in a run that goes on, such as its rounds, is no reason for a second draw.
-        lasting = {name: value for name, value in header.items() if name != "order"}
+        lasting = request.model_dump(exclude={"order"})
         release = files.digest(pack(**lasting)) + files.digest(body)
         released = self._releases.answer(run, task.round, release)
         if released is not None:
@@ -297,13 +299,13 @@ class Site:
             self._answers.popitem(last=False)
         return answer
 
-    def _keep(self, run: str, header: dict[str, Any], body: bytes) -> bytes:
+    def _keep(self, run: str, request: Publish, body: bytes) -> bytes:
         """Keep what the hub publishes to clients of this site after the last round."""
         order = self._read_order(run) or {}
-        if "order" not in order or _told(order) != header.get("order"):
+        if "order" not in order or _told(order) != request.order:
             return pack(unknown=True)
         rounds = own_experiment(order["experiment"], self.config).rounds
-        number = take_in(self._state / "runs" / run, order, rounds, self._secret, header, body)
+        number = take_in(self._state / "runs" / run, order, rounds, self._secret, request, body)
         self.log.add("published", run=run, round=number)
         self._say(f"run {run[:8]}: ended after round {number}; `prefed site export` writes its models")
         return pack()

@@ -11,8 +11,8 @@ from prefed.core import files
 from prefed.core.text import pluralize, printable, size
 from prefed.networks.federation.audit_log import SentLog, line_of
 from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.messages import is_run
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
-from prefed.networks.federation.protocol import is_run
 from prefed.privacy.accountant import AccountantError
 
 

@@ -1,4 +1,4 @@
-"""Requests and answers between processes of one machine, over a Unix socket that its owner alone can reach.
+"""Messages of a JSON header and bytes, and requests over a Unix socket that only its owner can reach.
 
 What carries messages between machines runs in processes of its own. Those processes relay bytes: they know
 neither methods nor models, and losing one loses nothing.
@@ -6,6 +6,7 @@ neither methods nor models, and losing one loses nothing.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -25,6 +26,38 @@ STAY = b"stay"
 """A first frame after which a connection is kept open, as a sign that its other end lives."""
 MOST = 1 << 34
 """Bytes of the longest frame that is read."""
+HEADER = 1 << 24
+"""Bytes of the longest header of a message that is read: a hundred thousand clients' names fit."""
+
+
+def pack(body: bytes = b"", **header: Any) -> bytes:
+    """A JSON header and bytes, as one message.
+
+    >>> unpack(pack(b"tensors", kind="visit", round=3))
+    ({'kind': 'visit', 'round': 3}, b'tensors')
+    """
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """What :func:`pack` made.
+
+    Raises:
+        ValueError: it is no such message.
+    """
+    end = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < max(8, end):
+        raise ValueError(f"not a message: {len(data):,} bytes")
+    if end > 8 + HEADER:
+        raise ValueError(f"not a message: {end:,} bytes of header")
+    try:
+        header = json.loads(data[8:end])
+    except RecursionError as error:
+        raise ValueError("not a message: its header is nested too deep") from error
+    if not isinstance(header, dict):
+        raise ValueError("not a message: its header is no object")
+    return header, data[end:]
 
 
 class Door:

@@ -19,8 +19,7 @@ from typing import Any
 from nvflare.collab import collab
 
 from prefed.networks.federation.flare.process import HUB_DOOR, SITE_DOOR
-from prefed.networks.federation.protocol import pack, unpack
-from prefed.networks.federation.unix_socket import Door, ask, end, when_gone
+from prefed.networks.federation.unix_socket import Door, ask, end, pack, unpack, when_gone
 
 # Bytes alone pass here. Without this module of its own FLARE leaves PyTorch out of these processes.
 sys.modules.setdefault("nvflare.app_opt.pt.decomposers", None)  # type: ignore[arg-type]

@@ -24,8 +24,7 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from prefed.networks.federation.flare.process import ACCOUNT, GUARDED, SITE_DOOR
-from prefed.networks.federation.protocol import pack
-from prefed.networks.federation.unix_socket import ask
+from prefed.networks.federation.unix_socket import ask, pack
 
 _log = logging.getLogger("prefed.guard")
 

@@ -25,14 +25,13 @@ from prefed.networks.federation.flare.job import write_job
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, address, settle
 from prefed.networks.federation.flare.port import check_port
 from prefed.networks.federation.flare.process import ACCOUNT, HUB_DOOR, SERVER, FlareProcess, longest
-from prefed.networks.federation.protocol import pack, unpack
 from prefed.networks.federation.transport import (
     FederationError,
     LongAnswerError,
     TooLongError,
     UnreachableError,
 )
-from prefed.networks.federation.unix_socket import Door, ask, when_gone
+from prefed.networks.federation.unix_socket import Door, ask, pack, unpack, when_gone
 from prefed.store.directory import lock
 
 _log = logging.getLogger("prefed")
