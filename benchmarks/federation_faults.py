@@ -32,7 +32,7 @@ from prefed.core import Key
 from prefed.data import synthetic
 from prefed.engines import BACKENDS, InProcess, Task, TaskResult
 from prefed.models.tiny import make_tiny
-from prefed.store.receipts import receipt_in
+from prefed.store.states import receipt_in
 
 CLIENTS = {"north": 1, "south": 2, "east": 1, "west": 1, "centre": 1}
 THREE = ("north", "south", "east")

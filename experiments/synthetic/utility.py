@@ -35,7 +35,7 @@ from prefed.align.policy import load_base
 from prefed.core import files
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.runs.judge import Comparison, judge
-from prefed.runs.judges import make_judge
+from prefed.runs.labels import make_judge
 from prefed.runs.loaded import LoadedRun, load_run
 from prefed.runs.responses import Models, ModelSide
 from prefed.train.generation import Sampling

@@ -18,7 +18,7 @@ COMMANDS = {
     "data": (["data", "none.toml"], "prefed.config.table.load_cell"),
     "evaluate": (["evaluate", "none"], "prefed.runs.loaded.load_run"),
     "compare": (["compare", "none", "other"], "prefed.runs.record.read_run"),
-    "push": (["push", "none", "ann/none"], "prefed.runs.publish.check_target"),
+    "push": (["push", "none", "ann/none"], "prefed.runs.export.check_target"),
     "report": (["report", "none"], "prefed.runs.record.read_run"),
     "export": (["export", "none"], "prefed.runs.record.read_run"),
     "generate": (["generate", "none", "--prompt", "x"], "prefed.runs.loaded.load_run"),

@@ -13,7 +13,7 @@ from finished import small_experiment, small_place
 from hub import TOKEN, stand_in
 from prefed import Experiment
 from prefed import run as run_experiment
-from prefed.runs.publish import name_base
+from prefed.runs.export import name_base
 from prefed.ui.cli import app
 
 

@@ -28,12 +28,10 @@ from prefed.runs.align import align as align_run
 from prefed.runs.align import check_named_tastes
 from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate
-from prefed.runs.judges import make_judge
+from prefed.runs.labels import make_judge, selectors_of
 from prefed.runs.loaded import load_run
-from prefed.runs.outcomes import alignment_of, judged_of
-from prefed.runs.record import RunError
+from prefed.runs.record import RunError, alignment_of, judged_of
 from prefed.runs.responses import Models
-from prefed.runs.selectors import selectors_of
 from prefed.runs.tastes import at_taste, common_taste, known_tastes, taste_of_file, told_taste
 from prefed.train.generation import Sampling, complete_batch
 from prefed.ui.cli import app

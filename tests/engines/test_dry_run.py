@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-import prefed.runs.trial
+import prefed.runs.dry_run
 import toy
 from finished import small_experiment, small_place
 from prefed import Experiment, run
@@ -17,8 +17,7 @@ from prefed.core import Callback
 from prefed.core.files import WriteError
 from prefed.core.wire import encode
 from prefed.engines import RoundError, Task
-from prefed.runs.dry_run import dry_run
-from prefed.runs.trial import Trial, first_state, steps_of
+from prefed.runs.dry_run import Trial, dry_run, first_state, steps_of
 from prefed.ui.cli import app
 from quadratic import QuadraticTrainer
 
@@ -111,7 +110,7 @@ def test_a_visit_is_as_long_as_its_phases(monkeypatch, method, settings, expecte
     """A phase here takes 5 s and 2 s a step. From 1 and 3 timed steps that is found again for any number, and
     for every phase of a visit, though of many like ones only the first is run. The oracle runs them all."""
     clock, ran = Clock(), []
-    monkeypatch.setattr(prefed.runs.trial.time, "perf_counter", clock)
+    monkeypatch.setattr(prefed.runs.dry_run.time, "perf_counter", clock)
 
     class Slow(QuadraticTrainer):
         def train(self, tensors, phase):

@@ -15,7 +15,7 @@ from prefed.engines import InProcess, base_rounds, privacy
 from prefed.engines.job import draw_cohort
 from prefed.networks.peers.own import of_peer
 from prefed.store import RunReader, RunWriter, StoreError
-from prefed.store.begun import BegunRounds
+from prefed.store.commit import BegunRounds
 
 LOCAL = {"kind": "local", "clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-5}
 CENTRAL = {**LOCAL, "kind": "central"}

@@ -16,12 +16,12 @@ from prefed import Experiment, run
 from prefed.data import Message, Record, write_choices
 from prefed.methods.base.tastes import POPULATION, Z, posteriors
 from prefed.models import load_client, save_client
+from prefed.runs.bootstrap import settings_digest
 from prefed.runs.build import response_encoder
 from prefed.runs.evaluate import evaluate, evaluate_file
+from prefed.runs.labels import selectors_of
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError, read_run
-from prefed.runs.resume import settings_digest
-from prefed.runs.selectors import selectors_of
 from prefed.runs.taste_figures import measure_tastes
 from prefed.runs.tastes import any_taste, at_taste, read_tastes, server_taste, told_taste
 from prefed.store import RunReader

@@ -18,7 +18,7 @@ from finished import small_experiment, small_place, write_run
 from prefed import Experiment, run
 from prefed.config import to_toml
 from prefed.trackers.figures import client_table, round_figures, summary_figures
-from prefed.trackers.registry import TRACKERS
+from prefed.trackers.tools import TRACKERS
 from prefed.ui.cli import app
 from prefed.ui.pages.public import public_page
 

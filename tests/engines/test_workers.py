@@ -17,7 +17,7 @@ from prefed.core import Callback
 from prefed.engines import BackendSettings, InProcess, JobFactory, WorkerError, WorkerProcesses
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.backends import pool
-from prefed.runs.worker_job import job_factory
+from prefed.runs.build import job_factory
 
 TESTS = Path(__file__).resolve().parents[1]
 

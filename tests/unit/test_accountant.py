@@ -14,8 +14,8 @@ from prefed.core import Key, Privacy
 from prefed.engines.job import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of
 from prefed.privacy.accountant import AccountantError
+from prefed.runs.bootstrap import settings_digest
 from prefed.runs.privacy import plan
-from prefed.runs.resume import settings_digest
 from prefed.ui.cli import app
 from prefed.ui.pages.result import privacy_line
 

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from finished import write_run
 from prefed.runs.record import RunError, read_run
-from prefed.trackers.base import Told
-from prefed.trackers.mlflow import MLflow
+from prefed.trackers.tools import MLflow, Told
 from prefed.ui.cli import app
 from prefed.ui.pages.public import public_page
 

@@ -8,7 +8,7 @@ from prefed.align.judge.questions import by_score
 from prefed.config import AlignConfig
 from prefed.data import Record
 from prefed.runs.align import check_judge
-from prefed.runs.judges import JudgeLabels
+from prefed.runs.labels import JudgeLabels
 
 
 class LongerIsBetter:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.runs.evaluate import Evaluation
-from prefed.runs.groupings import VOTE, groupings_of
+from prefed.runs.figures import VOTE, groupings_of
 from prefed.runs.record import RunRecord, read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.pages import selectors

@@ -13,15 +13,13 @@ from finished import write_run
 from prefed.config import Experiment, TrackConfig, to_toml
 from prefed.config.init import starting_file
 from prefed.core import Callback
+from prefed.runs.bootstrap import settings_digest
 from prefed.runs.figures import figures_of
-from prefed.runs.resume import settings_digest
 from prefed.runs.track import tracked
 from prefed.store import reader
-from prefed.trackers.aligning import AlignmentTracking
-from prefed.trackers.base import Tracker, TrackerError
 from prefed.trackers.figures import alignment_figures, client_table, round_figures, summary_figures
-from prefed.trackers.registry import TRACKERS, trackers
-from prefed.trackers.tracking import STATE, Tracking
+from prefed.trackers.tools import TRACKERS, Tracker, TrackerError, trackers
+from prefed.trackers.tracking import STATE, AlignmentTracking, Tracking
 
 
 class Fake(Tracker):

@@ -110,7 +110,7 @@ class Origin(TypedDict, total=False):
 
 
 class DataFigures(TypedDict, total=False):
-    """What became of the rows, and how much clients differ; see :func:`prefed.runs.origin.describe_data`."""
+    """What became of the rows, and how much clients differ; see :func:`prefed.runs.summary.describe_data`."""
 
     rows: int
     pairs: int

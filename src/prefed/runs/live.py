@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from prefed.core.records import Summary
-from prefed.runs.record import RunError, RunRecord
-from prefed.runs.schema import read_config
+from prefed.runs.record import RunError, RunRecord, read_config
 from prefed.store import RunReader, StoreError
 
 

@@ -1,24 +1,270 @@
-"""A finished run as its directory describes it, without its model or its data."""
+"""A finished run as its directory describes it; its files are checked when they are read."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import shlex
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import did_you_mean
-from prefed.runs.figures import USUAL, Figure, Profile, figures_of, profiles_of
-from prefed.runs.groupings import Agreement, Grouping, agreements, groupings_of
-from prefed.runs.schema import read_config, read_rounds, read_summary, read_told_tastes
+from prefed.runs.figures import (
+    USUAL,
+    Agreement,
+    Figure,
+    Grouping,
+    Profile,
+    agreements,
+    figures_of,
+    groupings_of,
+    profiles_of,
+)
 from prefed.store import RunReader, StoreError
 from prefed.train.metrics import FederatedMetric, Spread, small_clients_note, spread
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Named(_Schema):
+    name: str
+
+
+class _Config(_Schema):
+    seed: int
+    data: dict[str, Any]
+    model: _Named
+    method: _Named
+
+
+class _Rate(_Schema):
+    mean: float
+    low: float
+    high: float
+
+
+class _Judged(_Schema):
+    name: str
+    judge: str
+    taste: str | None = None
+    model: str
+    against: str
+    win_rate: _Rate
+    wins: float
+    length_controlled: float | None
+    ties: int
+    judged: int
+    failed: int
+    note: str
+
+
+_Point = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+class _Map(_Schema):
+    clients: list[_Point]
+    prototypes: list[_Point]
+    shares: _Point
+
+
+class _Tastes(_Schema):
+    clients: list[str] = Field(min_length=1)
+    own: float
+    another: float | None
+    population: float
+    collapsed: bool
+    accuracies: list[list[float]]
+    active_units: int
+    kl_per_dimension: list[float]
+    map: _Map
+    prototypes: dict[str, int]
+    trust: dict[str, dict[str, float]]
+    told: float | None = None
+    trainable_share: float | None = None
+    met: float = 0.0
+
+
+class Verdict(_Schema):
+    """A row of ``verdicts.jsonl``."""
+
+    row: int
+    prompt: str | list[dict[str, str]]
+    text: str
+    against: str
+    result: str
+
+
+class _Prompts(_Schema):
+    read: int
+    clients: int
+    duplicates: int
+    kept: int
+
+
+class _Completions(_Schema):
+    completions: int
+    too_long: int
+
+
+class _Labels(_Schema):
+    pairs: int
+    identical: int
+    blank: int
+    # Of selectors the first, of a judge the second.
+    too_long: int = 0
+    failed: int = 0
+    ties: int
+    labelled: int
+    unanimous: int
+
+
+class _Epoch(_Schema):
+    epoch: int
+    loss: float | None
+    agreement: float | None
+
+
+class _Training(_Schema):
+    pairs: int
+    held_out: int
+    epochs: list[_Epoch]
+    kept: int
+
+
+class _Alignment(_Schema):
+    prompts: _Prompts
+    completions: _Completions
+    labels: _Labels
+    train: _Training
+
+
+class Label(_Schema):
+    """A row of ``labels.jsonl``."""
+
+    prompt: str | list[dict[str, str]]
+    chosen: str
+    rejected: str
+    votes: list[int] = Field(min_length=2, max_length=2)
+    margin: float
+    index: int
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read ``config.toml``.
+
+    Raises:
+        ValueError: it is missing or damaged; the message names the file and the problem.
+    """
+    config: dict[str, Any] = _read(path, tomllib.loads, _Config)
+    return config
+
+
+def read_summary(path: Path) -> Summary:
+    """Read ``summary.json``; raises as :func:`read_config`."""
+    summary: Summary = _read(path, json.loads, Summary)
+    return summary
+
+
+def read_told_tastes(path: Path) -> dict[str, Any]:
+    """Read ``tastes.json``; raises as :func:`read_config`."""
+    tastes: dict[str, Any] = _read(path, json.loads, _Tastes)
+    return tastes
+
+
+def read_judged(path: Path) -> dict[str, Any]:
+    """Read ``summary.json`` of a comparison by a judge; raises as :func:`read_config`."""
+    summary: dict[str, Any] = _read(path, json.loads, _Judged)
+    return summary
+
+
+def read_alignment(path: Path) -> dict[str, Any]:
+    """Read ``summary.json`` of an alignment; raises as :func:`read_config`."""
+    summary: dict[str, Any] = _read(path, json.loads, _Alignment)
+    return summary
+
+
+RowT = TypeVar("RowT", bound=_Schema)
+
+
+def read_rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
+    """The whole rows of a file of JSON lines, one at a time; none if it is missing.
+
+    A last line that has no end is under way, and no row.
+
+    Raises:
+        ValueError: a line is damaged; the message names the file, the line and the problem.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield kind.model_validate(json.loads(line))
+            except ValidationError as error:
+                raise _damage(path, f"line {number}: {_problem(error)}") from error
+            except (ValueError, RecursionError) as error:
+                raise _damage(path, f"line {number}: {error}") from error
+
+
+def read_rounds(path: Path, rounds: int) -> tuple[RoundRecord, ...]:
+    """Read the first ``rounds`` records of ``rounds.jsonl``; raises as :func:`read_config`."""
+
+    def parse(text: str) -> list[Any]:
+        # Other ends of lines may stand in a name.
+        lines = [line for line in text.split("\n") if line][:rounds]
+        if len(lines) < rounds:
+            raise ValueError(f"it holds {len(lines)} of {rounds} rounds")
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+        return records
+
+    return tuple(_read(path, parse, list[RoundRecord]))
+
+
+def _read(path: Path, parse: Callable[[str], Any], schema: Any) -> Any:
+    try:
+        content = parse(path.read_text("utf-8"))
+        TypeAdapter(schema).validate_python(content)
+    except FileNotFoundError:
+        wrong = "it is not there"
+    except ValidationError as error:
+        wrong = _problem(error)
+    except (OSError, ValueError, RecursionError) as error:
+        wrong = str(error)
+    else:
+        return content
+    raise _damage(path, wrong)
+
+
+def _problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = [f"line {step + 1}" if isinstance(step, int) else step for step in first["loc"]]
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", first["msg"])
+    wrong = f"{'.'.join(place) or 'all of it'}: {message.removeprefix('Input ').lower()}"
+    return wrong if isinstance(first["input"], Mapping | list) else f"{wrong}, and is {first['input']!r}"
+
+
+def _damage(path: Path, wrong: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {wrong}; put a copy of it back")
+
 
 _ROUND = ("loss", "bytes_up", "bytes_down", "seconds")
 """Numbers that every round's record has."""
@@ -233,3 +479,99 @@ def _runs(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(item.name for item in folder.iterdir() if (item / "config.toml").exists())
+
+
+EXAMPLES = 4
+"""Prompts that are shown of a comparison or an alignment."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Two responses to a prompt.
+
+    Attributes:
+        first: the model's response; of a label the chosen one.
+        second: the other response.
+        outcome: in words.
+    """
+
+    prompt: str
+    first: str
+    second: str
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A comparison by a judge, or an alignment.
+
+    Attributes:
+        summary: what its ``summary.json`` holds.
+        examples: of its first prompts, whatever came of them.
+    """
+
+    summary: Mapping[str, Any]
+    examples: tuple[Example, ...]
+
+
+def judged_of(run: Path) -> list[Outcome]:
+    """The finished comparisons under ``RUN/judge``, by name.
+
+    For whoever may not read that folder there are none.
+
+    Raises:
+        RunError: a file is damaged.
+    """
+    try:
+        return [
+            Outcome(read_judged(path), _verdicts(path.with_name("verdicts.jsonl")))
+            for path in sorted((run / "judge").glob("*/summary.json"))
+            if os.access(path, os.R_OK)
+        ]
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def alignment_of(run: Path) -> Outcome | None:
+    """The finished alignment under ``RUN/align``; ``None`` where there is none.
+
+    Raises:
+        RunError: a file is damaged.
+    """
+    path = run / "align" / "summary.json"
+    if not path.exists():
+        return None
+    try:
+        return Outcome(read_alignment(path), _labels(path.with_name("labels.jsonl")))
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def _verdicts(path: Path) -> tuple[Example, ...]:
+    first: dict[int, Verdict] = {}
+    for row in read_rows(path, Verdict):
+        # The rows stand in the order in which they were judged, and the last one of a prompt counts.
+        first[row.row] = row
+        if len(first) > EXAMPLES:
+            del first[max(first)]
+    rows = (first[number] for number in sorted(first))
+    return tuple(Example(_text(row.prompt), row.text, row.against, row.result) for row in rows)
+
+
+def _labels(path: Path) -> tuple[Example, ...]:
+    first: dict[int, Label] = {}
+    for row in read_rows(path, Label):
+        first.setdefault(row.index, row)
+        if len(first) == EXAMPLES:
+            break
+    return tuple(
+        Example(_text(row.prompt), row.chosen, row.rejected, f"{row.votes[0]} to {row.votes[1]} votes")
+        for row in first.values()
+    )
+
+
+def _text(prompt: str | list[dict[str, str]]) -> str:
+    """A prompt as people read it; the turns of a conversation below one another."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{turn.get('role', '')}: {turn.get('content', '')}" for turn in prompt)

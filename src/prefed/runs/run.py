@@ -30,13 +30,25 @@ from prefed.engines import (
     check_devices,
 )
 from prefed.models import ModelError
-from prefed.runs.bootstrap import build_in_cache, commit_start, digests_of, open_run
-from prefed.runs.build import build_job
+from prefed.runs.bootstrap import (
+    build_in_cache,
+    commit_start,
+    digests_of,
+    moved,
+    open_run,
+    reconcile,
+    update_config,
+)
+from prefed.runs.build import build_job, job_factory
 from prefed.runs.data_notices import announce
-from prefed.runs.origin import describe_data, describe_origin
-from prefed.runs.resume import moved, reconcile, update_config
-from prefed.runs.summary import Profiles, mean_models, read_profiles, summarize
-from prefed.runs.worker_job import job_factory
+from prefed.runs.summary import (
+    Profiles,
+    describe_data,
+    describe_origin,
+    mean_models,
+    read_profiles,
+    summarize,
+)
 from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import flat_loss_warning
 from prefed.train.trainer_factory import PairTrainerFactory

@@ -32,8 +32,7 @@ from prefed.merge.tastes import Posterior, summarize
 from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z, posteriors
 from prefed.models.tastes import DECODER
 from prefed.runs.build import response_encoder
-from prefed.runs.loaded import LoadedRun
-from prefed.runs.new_pairs import EVERYBODY, read_pairs
+from prefed.runs.loaded import EVERYBODY, LoadedRun, read_pairs
 from prefed.runs.record import RunError
 from prefed.runs.taste_figures import TasteFigures, measure_tastes
 from prefed.train import PairTrainer

@@ -13,13 +13,11 @@ from typing import Any, cast
 from prefed.config import TrackConfig
 from prefed.core import Callback, Callbacks
 from prefed.core.records import RoundRecord, Summary
-from prefed.runs.schema import read_config
+from prefed.runs.record import read_config
 from prefed.store import RunReader
-from prefed.trackers.aligning import AlignmentTracking
-from prefed.trackers.base import Tracker, TrackerError
 from prefed.trackers.figures import judged_figures
-from prefed.trackers.registry import trackers
-from prefed.trackers.tracking import Tracking
+from prefed.trackers.tools import Tracker, TrackerError, trackers
+from prefed.trackers.tracking import AlignmentTracking, Tracking
 
 
 def usable(config: TrackConfig) -> dict[str, type[Tracker]]:

@@ -14,10 +14,9 @@ step that makes them count, and only then are the older versions deleted. A file
 was left by a process that was killed: opening the directory for writing removes it.
 """
 
-from prefed.store.client_states import ClientStateFiles
 from prefed.store.commit import Commit, StoreError, client_file
-from prefed.store.nodes import NodeFile, NodeStates
 from prefed.store.reader import RunReader, plain
+from prefed.store.states import ClientStateFiles, NodeFile, NodeStates
 from prefed.store.writer import RunWriter
 
 __all__ = [

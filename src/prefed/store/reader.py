@@ -24,8 +24,7 @@ from prefed.store.commit import (
     read_commit,
     read_state,
 )
-from prefed.store.nodes import read_node
-from prefed.store.receipts import holder_of
+from prefed.store.states import holder_of, read_node
 
 
 class RunReader:

@@ -13,9 +13,8 @@ from typing import Any
 from prefed.core import files
 from prefed.core.records import RoundRecord, Summary
 from prefed.store import directory
-from prefed.store.begun import BegunRounds
-from prefed.store.client_states import ClientStateFiles
 from prefed.store.commit import (
+    BegunRounds,
     Commit,
     Digests,
     StoreError,
@@ -28,8 +27,8 @@ from prefed.store.commit import (
     read_state,
     write_commit,
 )
-from prefed.store.nodes import NodeStates
 from prefed.store.reader import plain, records_in
+from prefed.store.states import ClientStateFiles, NodeStates
 
 
 class RunWriter:

@@ -1,1 +1,1 @@
-"""What shows or records how a run goes: the terminal, and the tools of ``[track]``, one file each."""
+"""What shows or records how a run goes: the terminal, and the tools of ``[track]``."""

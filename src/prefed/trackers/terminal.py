@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from prefed.core import Callback
 from prefed.core.records import RoundRecord
 from prefed.core.text import printable
-from prefed.trackers.lines import loss_and_accuracy, round_line, stage_line
+from prefed.trackers.log import loss_and_accuracy, round_line, stage_line
 
 PIPE_WIDTH = 120
 """Columns of an output that is no terminal, such as a pipe or a log: tables with long names fit."""

@@ -1,4 +1,4 @@
-"""A callback that tells tools of a run. Whatever goes wrong in a tool, the run goes on."""
+"""Callbacks that log a run or an alignment to tools. Whatever goes wrong in a tool, the run continues."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefed.core import Callback, files
 from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import printable
-from prefed.trackers.base import Told, TrackedRun, Tracker
-from prefed.trackers.figures import client_table, round_figures, summary_figures
+from prefed.trackers.figures import (
+    alignment_figures,
+    client_table,
+    epoch_figures,
+    round_figures,
+    summary_figures,
+)
+from prefed.trackers.tools import Told, TrackedRun, Tracker
 
 STATE = "track.json"
 """The file in the run directory that says what each tool was told."""
@@ -25,7 +31,7 @@ class _Listener:
     """A tool, and what it was told.
 
     Attributes:
-        known: as :class:`~prefed.trackers.base.TrackedRun` has it.
+        known: as :class:`~prefed.trackers.tools.TrackedRun` has it.
         told: the last round that it was told of.
         finished: the number of rounds with which it was told of the run's end; 0 before that.
         tracker: the run there, once it is begun or gone on with.
@@ -191,3 +197,48 @@ def _reason(error: Exception) -> str:
     """
     first = (str(error).strip().splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {printable(re.sub('://[^/@ ]+@', '://…@', first))}"
+
+
+@dataclass
+class AlignmentTracking(Tracking):
+    """Tells tools of an alignment, from its first epoch on. Epochs are counted over all generations.
+
+    Its figures are those of :func:`~prefed.trackers.figures.epoch_figures`, and at the end those of
+    :func:`~prefed.trackers.figures.alignment_figures`: never a text, and nothing of a client.
+    """
+
+    figures: Callable[[Mapping[str, Any]], Mapping[str, float]] = epoch_figures
+
+    def on_stage_begin(self, stage: str, done: int, of: int) -> None:
+        """Training that is done again is a new run in the tools."""
+        epoch, _ = _place(stage, done, of)
+        for listener in self._listeners.values():
+            if epoch is not None and epoch < listener.told:
+                listener.known, listener.told, listener.finished = None, 0, 0
+
+    def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
+        """Tell the epoch's figures."""
+        epoch, generation = _place(stage, done, of)
+        if epoch is not None:
+            self.on_round_end(cast(RoundRecord, {"round": epoch, **generation, **figures}))
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Tell what came of the alignment, unless it was told before.
+
+        Args:
+            summary: what ``align/summary.json`` holds.
+        """
+        epochs = len(summary["train"]["epochs"])
+        self.finish_once(epochs, lambda: Told(epochs, alignment_figures(summary), (), (), None))
+
+
+def _place(stage: str, done: int, of: int) -> tuple[int | None, dict[str, int]]:
+    """The number of an epoch over all generations, and that of its generation; none of another stage.
+
+    >>> _place("train-3", 1, 2), _place("train", 1, 2), _place("labels-3", 1, 2)
+    ((5, {'generation': 3}), (1, {}), (None, {}))
+    """
+    name, _, number = stage.partition("-")
+    if name != "train":
+        return None, {}
+    return (int(number or 1) - 1) * of + done, {"generation": int(number)} if number else {}

@@ -26,7 +26,7 @@ JUDGES: Mapping[str, Callable[[str, JudgeOptions], Judge]] = {
     "endpoint": EndpointJudge,
     "local": _local,
 }
-"""Name → what makes the judge of its argument. Two more, of runs, are in :mod:`prefed.runs.judges`."""
+"""Name → what makes the judge of its argument. Two more, of runs, are in :mod:`prefed.runs.labels`."""
 
 ARGUMENTS: Mapping[str, str] = {
     "reward": "FOLDER",

@@ -46,7 +46,7 @@ from prefed.networks.federation.transport import (
     UnreachableError,
 )
 from prefed.networks.federation.unix_socket import HEADER, MOST, pack, unpack
-from prefed.store.receipts import receipt_in, receipt_state
+from prefed.store.states import receipt_in, receipt_state
 
 _log = logging.getLogger("prefed")
 A = TypeVar("A", bound=Answer)

@@ -21,10 +21,9 @@ from prefed.networks.peers.links import Links
 from prefed.networks.peers.own import among, choose, of_peer, own_pairs
 from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.rounds import PeerRounds
-from prefed.runs.bootstrap import build_in_cache, commit_start, digests_of, open_run
+from prefed.runs.bootstrap import build_in_cache, commit_start, digests_of, is_place, open_run, reconcile
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
 from prefed.runs.data_notices import announce, left_out_table
-from prefed.runs.resume import is_place, reconcile
 from prefed.runs.run import conclude
 from prefed.runs.summary import read_profiles
 from prefed.store import RunWriter

@@ -42,7 +42,7 @@ def align(
         from prefed.core.text import pluralize
         from prefed.runs.align import FOLDER, read_settings
         from prefed.runs.align import align as align_run
-        from prefed.runs.selectors import check_selectors
+        from prefed.runs.labels import check_selectors
 
         check_selectors(record)
         folder = record.path / FOLDER

@@ -46,14 +46,13 @@ def push(
 ) -> None:
     """Publish a model of a finished run on the Hugging Face hub, with a model card."""
     check_choice(client, selector, aligned, taste, which)
-    from prefed.runs.publish import check_target
+    from prefed.runs.export import check_target
     from prefed.runs.record import read_run
 
     check_target(repo)
     record = read_run(run)
     from prefed.core import files
-    from prefed.runs.export import write_model
-    from prefed.runs.publish import name_base, publish
+    from prefed.runs.export import name_base, publish, write_model
     from prefed.ui.pages.card import CARD, hub_name, model_card
 
     best = which == "best"

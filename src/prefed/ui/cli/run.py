@@ -79,7 +79,7 @@ def run(
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
     """Run, and tell the result."""
-    from prefed.runs.groupings import groupings_of
+    from prefed.runs.figures import groupings_of
     from prefed.runs.record import read_run
     from prefed.runs.run import run as run_experiment
     from prefed.ui.pages.public import public_page

@@ -8,8 +8,7 @@ from typing import Any
 
 from prefed.core.text import pluralize
 from prefed.runs.align import stored_settings
-from prefed.runs.outcomes import alignment_of
-from prefed.runs.record import RunError, RunRecord
+from prefed.runs.record import RunError, RunRecord, alignment_of
 from prefed.train.metrics import mean_interval
 
 SETTINGS = (

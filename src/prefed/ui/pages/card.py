@@ -16,10 +16,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from prefed.core.strict import flatten
 from prefed.core.text import pluralize, printable, size
 from prefed.methods import METHODS
+from prefed.runs.bootstrap import is_place
 from prefed.runs.export import Export
 from prefed.runs.figures import Figure
 from prefed.runs.record import RunRecord
-from prefed.runs.resume import is_place
 from prefed.train.metrics import mean_interval
 from prefed.ui.pages.aligned import AGREEMENT, AlignedModel
 from prefed.ui.pages.result import privacy_line

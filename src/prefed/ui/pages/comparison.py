@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import duration, size
 from prefed.runs.figures import REWARDED
-from prefed.runs.outcomes import judged_of
-from prefed.runs.record import RunRecord
+from prefed.runs.record import RunRecord, judged_of
 from prefed.runs.seeds import ACCURACIES, by_seed
 from prefed.ui.pages.compared import Compared, differences, few_seeds, letters, plus_minus, rows_of_tests
 from prefed.ui.pages.outcomes import judged_table

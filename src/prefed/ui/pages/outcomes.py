@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefed.runs.outcomes import Example, Outcome
+from prefed.runs.record import Example, Outcome
 from prefed.ui.pages.chart import Axis, Bars, Chart, Line, Panel, percent
 from prefed.ui.pages.tables import Facts, Table, cell, terminal
 

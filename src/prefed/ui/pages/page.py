@@ -15,8 +15,7 @@ import tomli_w
 from prefed.core import files
 from prefed.core.text import duration, pluralize, size
 from prefed.methods import METHODS
-from prefed.runs.outcomes import Outcome, alignment_of, judged_of
-from prefed.runs.record import RunRecord
+from prefed.runs.record import Outcome, RunRecord, alignment_of, judged_of
 from prefed.runs.track import told_settings
 from prefed.train.metrics import flat_loss_warning
 from prefed.ui.pages import clients, origin, outcomes, rounds, selectors, tastes

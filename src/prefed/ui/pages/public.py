@@ -7,8 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from prefed.runs.record import read_run
-from prefed.runs.schema import read_summary
+from prefed.runs.record import read_run, read_summary
 from prefed.ui.pages.page import render
 
 

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from prefed.core.records import Summary, metrics_of_clients
 from prefed.core.text import pluralize, size
-from prefed.runs.figures import REWARD_MEANING, REWARDED, figures_of, profiles_of
-from prefed.runs.groupings import Grouping, agreements, selector_figures
+from prefed.runs.figures import (
+    REWARD_MEANING,
+    REWARDED,
+    Grouping,
+    agreements,
+    figures_of,
+    profiles_of,
+    selector_figures,
+)
 from prefed.train.metrics import MEAN_METRICS, small_clients_note
 from prefed.ui.pages.selectors import agreement_table
 from prefed.ui.pages.tables import Row, Table, lowest_clients, metrics_table, terminal, unseen_table

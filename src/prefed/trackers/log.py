@@ -1,24 +1,53 @@
-"""``run.log``: what happened in a run, with times, for a person."""
+"""What happened in a run as lines of text, and ``run.log``, which holds them with times."""
 
 from __future__ import annotations
 
-import logging
 import os
-import platform
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from prefed.core import Callback
 from prefed.core.records import RoundRecord
-from prefed.core.text import pluralize, printable
-from prefed.runs.origin import command
-from prefed.store.directory import LOG
-from prefed.trackers.lines import round_line, stage_line
+from prefed.core.text import duration, pluralize, printable, size
+
+
+def loss_and_accuracy(record: RoundRecord) -> list[str]:
+    """Loss and accuracy of a round's record, as far as it has them.
+
+    >>> loss_and_accuracy({"loss": 0.69314, "preference_accuracy": 0.5})
+    ['loss 0.6931', 'preference accuracy 0.500']
+    """
+    figures = []
+    if record.get("loss") is not None:
+        figures.append(f"loss {record['loss']:.4f}")
+    if record.get("preference_accuracy") is not None:
+        figures.append(f"preference accuracy {record['preference_accuracy']:.3f}")
+    return figures
+
+
+def round_line(record: RoundRecord, rounds: int) -> str:
+    """A round's record, a line of ``rounds.jsonl``, for a person.
+
+    >>> round_line({"round": 1, "loss": 0.69314, "bytes_up": 1500, "bytes_down": 20, "seconds": 2.04}, 9)
+    'round 1/9  loss 0.6931  up 1.5 kB  down 20 B  2.0 s'
+    """
+    figures = loss_and_accuracy(record)
+    figures.append(f"up {size(record['bytes_up'])}  down {size(record['bytes_down'])}")
+    figures.append(f"{record['seconds']:.1f} s")
+    return f"round {record['round']}/{rounds}  {'  '.join(figures)}"
+
+
+def stage_line(stage: str, figures: Mapping[str, Any]) -> str:
+    """What a stage of an alignment did: its counts, and its time.
+
+    >>> stage_line("labels", {"pairs": 1200, "labelled": 800, "mean": 0.5, "seconds": 95.0})
+    'labels: pairs 1,200  labelled 800  1m35s'
+    """
+    counts = [f"{name} {value:,}" for name, value in figures.items() if isinstance(value, int)]
+    return f"{stage}: {'  '.join([*counts, duration(figures['seconds'])])}"
 
 
 class RunLog(Callback):
@@ -31,11 +60,11 @@ class RunLog(Callback):
     A log that cannot be written ends no run.
 
     Args:
-        path: the run directory.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path / LOG
+        self._path = path
         self._rounds = self._done = 0
 
     def write(self, text: str) -> None:
@@ -77,36 +106,3 @@ class RunLog(Callback):
             self.write(f"interrupted{done}")
         else:
             self.write(f"ended by {type(error).__name__}{done}")
-
-
-@contextmanager
-def run_log(path: Path) -> Iterator[RunLog]:
-    """The log of a run directory while something works there.
-
-    Args:
-        path: the run directory, which exists.
-    """
-    log = RunLog(path)
-    log.write(f"prefed {version('prefed')}: {command(sys.argv)}")
-    log.write(
-        f"Python {platform.python_version()}, PyTorch {version('torch')}, "
-        f"transformers {version('transformers')}, {platform.platform(terse=True)}"
-    )
-    logger = logging.getLogger("prefed")
-
-    def heard(record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING:
-            log.on_warning(record.getMessage())
-        return True
-
-    # With a handler of ours Python would no longer write the library's warnings on standard error.
-    logger.addFilter(heard)
-    try:
-        yield log
-    except BaseException as error:
-        log.ended(error)
-        raise
-    else:
-        log.ended(None)
-    finally:
-        logger.removeFilter(heard)
