@@ -1,7 +1,7 @@
-"""The server aligns a model of its own with prompts and selectors alone, in stages.
+"""The server aligns its own model with only prompts and selectors, in stages.
 
-Source: FedBiscuit (ICLR 2025), stage 2. A stage has named inputs and outputs in a folder, goes on where it
-was stopped, and can be run again alone.
+Source: FedBiscuit (ICLR 2025), stage 2. A stage has named inputs and outputs in a folder, continues where it
+was stopped, and can be run again by itself.
 """
 
 from typing import TYPE_CHECKING

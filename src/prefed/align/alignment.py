@@ -36,7 +36,7 @@ Scores = npt.NDArray[np.float32]
 
 
 class Scorer(Protocol):
-    """Who labels pairs: selectors, or another judge in their place."""
+    """What labels pairs: selectors, or a judge instead of them."""
 
     def scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class Selectors:
 
     Attributes:
         models: name → a selector's tensors (full layout).
-        config: how they are asked.
+        config: the template of their questions.
         max_length: tokens of a question; fewer where the model's context ends.
         max_tokens: tokens of one forward pass.
         fast: use packed batches where the model's family allows them.
@@ -106,7 +106,7 @@ class Selectors:
     def _scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None, folder: Path
     ) -> tuple[npt.NDArray[np.int64], Scores]:
-        # Completions may be longer than all pairs of the clients.
+        # Completions may be longer than all of the clients' pairs.
         longest = longest_input(self.backbone, self.max_length)
         tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, longest)
         asked = tokens.rows.astype(np.int64) - 1
@@ -139,7 +139,7 @@ class ClientPrompts:
 
 @dataclass(frozen=True)
 class KnownTastes:
-    """What the server was told of its clients' latent tastes, of d_z numbers each.
+    """What the clients sent to the server of their latent tastes, of d_z numbers each.
 
     Attributes:
         population: ``[d_z]`` the mean of the clients' μ̄.
@@ -167,12 +167,12 @@ class Alignment:
         max_tokens: tokens of one forward pass.
         client_prompts: reads the clients' prompts.
         selectors: loads the selectors.
-        sources: digests of what comes from outside: ``"clients"`` and ``"selectors"``, which stands for the
-            judge where one labels.
-        judge: labels in the selectors' place, where ``config.judge`` names one.
-        tastes: reads what the server was told of tastes, where ``config.tastes`` asks for a policy that takes
+        sources: digests of what comes from outside: ``"clients"`` and ``"selectors"``, which is the
+            judge's where one labels.
+        judge: labels instead of the selectors, where ``config.judge`` names one.
+        tastes: reads what clients sent of tastes, where ``config.tastes`` asks for a policy that takes
             them.
-        callback: is told how the stages go on.
+        callback: gets the progress of the stages.
     """
 
     folder: Path

@@ -1,7 +1,7 @@
 """Stage ``completions``: several completions of each prompt by the policy at the start.
 
-A policy that takes a taste has one such stage in each generation: it completes the prompts as it then is,
-each prompt with a taste of its own. Prompts that are held out are completed in the first generation alone.
+A policy that takes a taste has one such stage in each generation: the current policy completes each prompt
+with its own taste. Prompts that are held out are completed only in the first generation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         drawn = generation.draw_tastes(alignment, [(number, hashes[number]) for number in numbers])
         tensors = policy_before(alignment, generation)
     ids = [prompt_ids(policy.tokenizer, alignment.template, own.prompt) for own in prompts]
-    # In training a completion ends with the end-of-text token, which is none of its own.
+    # In training a completion is followed by the end-of-text token.
     room = _longest(alignment) - config.max_new_tokens - 1
     # Each prompt is there once for each of its completions.
     wanted = [
@@ -99,7 +99,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
 
 
 def _longest(alignment: Alignment) -> int:
-    """Tokens of a prompt with its completion at most."""
+    """Most tokens of a prompt with its completion."""
     return min(alignment.data.max_length, alignment.policy.window or alignment.data.max_length)
 
 

@@ -27,7 +27,7 @@ from prefed.train.metrics import majority
 
 FILE, SCORES = LABELS, "scores.jsonl"
 BATCH = 256
-"""Pairs that are judged together. They are the same ones after a stop, so scores are equal to the bit."""
+"""Pairs that are judged together. They are the same after a stop, so scores are bit-identical."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def candidates(alignment: Alignment, generation: Generation, counts: dict[str, i
         for one, other in combinations(sorted(texts[prompt]), 2):
             first, second = texts[prompt][one], texts[prompt][other]
             counts["pairs"] += 1
-            # Blanks around a response are no difference to a selector.
+            # Blanks around a response make no difference to a selector.
             if first.strip() == second.strip():
                 counts["identical"] += 1
             elif not first.strip() or not second.strip():
@@ -77,7 +77,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
 
 
 def _not_judged(alignment: Alignment) -> str:
-    """What is said of pairs without scores."""
+    """The name of the count of pairs without scores."""
     return "too_long" if alignment.judge is None else "failed"
 
 

@@ -57,7 +57,7 @@ class AlignError(ValueError):
 
 
 def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozenset[str] = PLAIN) -> Backbone:
-    """A model with an adapter merged into its weights, and a LoRA that changes nothing yet over it.
+    """A model with an adapter merged into its weights, and over it a LoRA that changes nothing yet.
 
     Args:
         adapter: a PEFT adapter's folder; ``None`` merges nothing.
@@ -104,7 +104,7 @@ def _untie(adapted: Any) -> None:
 
 
 def load_policy(model: ModelConfig, seed: int, folder: Path, needs: frozenset[str] = PLAIN) -> Backbone:
-    """The policy that the stage ``policy`` left in an alignment's folder.
+    """The policy that the stage ``policy`` wrote to an alignment's folder.
 
     Raises:
         AlignError: the model changed since.
@@ -113,8 +113,8 @@ def load_policy(model: ModelConfig, seed: int, folder: Path, needs: frozenset[st
     backbone = load_base(model, seed, adapter if adapter.exists() else None, needs)
     if json.loads((folder / FILE).read_text("utf-8"))["model"] != model_digest(backbone):
         raise AlignError(
-            f"the model {model.name!r} is not the one that stage policy in {folder} found; put it back, or "
-            "do this stage and those after it again: --stage policy"
+            f"the model {model.name!r} is not the one that stage policy in {folder} found; restore it, or "
+            "run this stage and those after it again: --stage policy"
         )
     return backbone
 
@@ -144,7 +144,7 @@ def read_policy(backbone: Backbone, path: Path) -> Tensors:
             raise ValueError(f"its tensors are not those of a policy on {backbone.config.name!r}")
         return Tensors.gather(backbone.layout, tensors)
     except (OSError, ValueError, SafetensorError) as error:
-        raise AlignError(f"{path}: no policy: {error}; do the stage again: --stage train") from error
+        raise AlignError(f"{path}: no policy: {error}; run the stage again: --stage train") from error
 
 
 def adapter_settings(folder: Path) -> Mapping[str, Any]:
@@ -175,10 +175,10 @@ def save_over_start(
     """Write ``tensors`` as one adapter for the base model, together with that of the policy at the start.
 
     With W + s₁B₁A₁ at the start and s₂B₂A₂ trained over it, the sum is W + [s₁B₁ s₂B₂][A₁; A₂]: a LoRA whose
-    rank is the sum of both. A module that only one of the two adapts gets zeros in the place of the other.
+    rank is the sum of both. A module that only one of the two adapts gets zeros for the other.
 
     Args:
-        start: an adapter's folder; if there is none, ``tensors`` alone are written.
+        start: an adapter's folder; if there is none, only ``tensors`` are written.
         taste: ``[d_z]``, for a policy that takes one; see :func:`prefed.models.save_adapter`.
     """
     if not start.exists():
@@ -190,7 +190,7 @@ def save_over_start(
         own = Path(temporary) / "adapter"
         save_adapter(backbone, tensors, own, taste)
         settings = json.loads((own / CONFIG).read_text("utf-8"))
-        # A taste has a rank of its own, and nothing to be joined with.
+        # The LoRA of a taste has its own rank, and nothing to join it with.
         tasted = {n: t for n, t in load_file(str(own / WEIGHTS)).items() if ".lora_embedding_" in n}
         parts = []
         for place, about in ((start, adapter_settings(start)), (own, settings)):
@@ -228,23 +228,23 @@ def _join(
 
 
 _MOMENTS = "moments."
-"""The prefix of the groups that are the optimiser's memory."""
+"""The prefix of the groups with the optimiser's state."""
 
 Measure = Callable[[int, Tensors], Mapping[str, Plain]]
-"""Is called with the number of an epoch and the tensors after it; gives the epoch's figures."""
+"""Called with the number of an epoch and the tensors after it; returns the epoch's metrics."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained on what, and for how long.
+    """A training on the server.
 
     Attributes:
         stage: names the randomness, and the stage for callbacks.
         rows: the pairs, by their rows in the trainer's set.
-        state: the file that is kept after each epoch.
+        state: the file that is written after each epoch.
         remedy: what to do if training diverges.
         steps: of an epoch; ``None`` for one pass over the rows.
-        before: the state of an earlier training, from whose tensors and optimiser this one goes on.
+        before: the state of an earlier training, whose tensors and optimiser this one continues.
     """
 
     stage: str
@@ -295,7 +295,7 @@ def train_epochs(
             raise AlignError(f"epoch {epoch} of stage {training.stage} diverged: {training.remedy}")
         figures = {"epoch": epoch, "loss": result.loss, "steps": result.steps, **measure(epoch, tensors)}
         history.append(figures)
-        # From here on the epoch counts.
+        # With this write the epoch counts.
         files.write(training.state, _encode(tensors, moments, history))
         numbers = {name: float(value) for name, value in figures.items() if isinstance(value, float)}
         callback.on_stage_step(training.stage, epoch, training.epochs, numbers)
@@ -311,7 +311,7 @@ def _encode(tensors: Tensors, moments: Moments, history: list[dict[str, Any]]) -
 
 
 def read_state(path: Path, stage: str) -> tuple[Tensors, Moments, list[dict[str, Any]]]:
-    """Tensors, optimiser's memory and figures after the last epoch in a file.
+    """Tensors, optimiser state and metrics after the last epoch in a file.
 
     Args:
         stage: that wrote it, for messages.
@@ -322,7 +322,7 @@ def read_state(path: Path, stage: str) -> tuple[Tensors, Moments, list[dict[str,
     digest, _, data = path.read_bytes().partition(b"\n")
     if digest != files.digest(data).encode():
         raise AlignError(
-            f"{path} is damaged: its content is not what was written; do the stage again: --stage {stage}"
+            f"{path} is damaged: its content is not what was written; run the stage again: --stage {stage}"
         )
     state = decode_state(data)
     slots = {

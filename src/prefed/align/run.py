@@ -57,7 +57,7 @@ def count_of(config: AlignConfig) -> int:
 
 
 def summarize(figures: Mapping[str, Figures]) -> dict[str, Figures]:
-    """The figures of all stages as those of an alignment with a single generation, counts added up."""
+    """The metrics of all stages as those of an alignment with a single generation, with counts summed."""
     single = {name: own for name, own in figures.items() if "-" not in name}
     for kind in ("completions", "labels", "train"):
         own = [figures[name] for name in figures if name.startswith(f"{kind}-")]
@@ -171,19 +171,19 @@ def stages_of(config: AlignConfig) -> tuple[Stage, ...]:
 
 
 def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
-    """Do every stage that is not done yet, and write ``summary.json``.
+    """Run every stage that is not done yet, and write ``summary.json``.
 
-    A process that is killed anywhere can be followed by another one, which ends with the same numbers.
+    If the process is killed at any point, another one continues and ends with the same numbers.
 
     Args:
-        again: the stage to do again, with all stages after it.
+        again: the stage to run again, with all stages after it.
 
     Returns:
-        What ``summary.json`` holds: the figures of each stage, and their ``seconds`` together. The seconds
+        The content of ``summary.json``: the metrics of each stage, and their total ``seconds``. The seconds
         and rates of a stage are those of the process that finished it.
 
     Raises:
-        AlignError: a stage was done with other settings or inputs, there is no such stage, or nothing is left
+        AlignError: a stage was run with other settings or inputs, there is no such stage, or nothing is left
             to label or to train on.
         DataError, ModelError: prompts, rows, selectors or model cannot be used.
         OSError: a file cannot be written. Stages that are done stay.
@@ -204,7 +204,7 @@ def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
 
 
 def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
-    """Delete what stages of another kind than ``stages`` left, or more generations."""
+    """Delete the files of stages of another kind than ``stages``, or of further generations."""
     numbers = [int(path.name) for path in (folder / "generations").glob("*") if path.name.isdecimal()]
     names = {stage.name for stage in stages}
     wanted = {path for stage in stages for path in (*stage.outputs, *stage.parts)}
@@ -215,7 +215,7 @@ def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a folder holds an alignment, be it unfinished."""
+    """Whether a folder holds an alignment, finished or not."""
     return left_anything(folder, STAGES)
 
 

@@ -34,7 +34,7 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, one at a time.
 
     Raises:
-        AlignError: (on the way) a line is no row or was changed.
+        AlignError: (while iterating) a line is no row, or was changed.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -42,12 +42,12 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
                 yield files.loads_with_digest(line)
             except files.DamagedError as error:
                 raise AlignError(
-                    f"{path}, line {number}: damaged: {error}; do the stage that wrote it again (--stage)"
+                    f"{path}, line {number}: damaged: {error}; run the stage that wrote it again (--stage)"
                 ) from error
 
 
 def whole_batches(path: Path, sizes: Iterable[int]) -> int:
-    """How many batches of a file are whole. From the first that is not, all is cut off.
+    """How many batches of a file are whole. The file is truncated at the first that is not.
 
     A batch is not whole if half a line of it is missing, or if a line is not as :func:`append` wrote it.
 
@@ -76,7 +76,7 @@ def _whole(line: bytes) -> bool:
 
 
 Figures = Mapping[str, Any]
-"""What a stage tells of its work, as JSON has it."""
+"""The metrics of a stage, as JSON values."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Stage:
         inputs: the stages whose outputs it reads, and names of :attr:`Alignment.sources`.
         settings: the settings that decide its result.
         outputs: files and folders in the alignment's folder that later stages and people read.
-        parts: what it keeps only to go on after a stop.
-        work: begins or goes on with the work, and gives its figures.
+        parts: files that it keeps only to continue after a stop.
+        work: starts or continues the work, and returns its metrics.
     """
 
     name: str
@@ -101,16 +101,16 @@ class Stage:
 
 
 def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None = None) -> dict[str, Figures]:
-    """Do what is not done yet, in order, and give the figures of every stage.
+    """Run the stages that are not done yet, in order, and return the metrics of every stage.
 
-    Before a stage begins, its manifest says with which settings and inputs. At its end the manifest gets
-    digests of the outputs: this one step makes the stage count.
+    Before a stage starts, its manifest records settings and inputs. At its end the manifest gets digests of
+    the outputs: this single write makes the stage count.
 
     Args:
-        again: the stage to do again, with all stages after it.
+        again: the stage to run again, with all stages after it.
 
     Raises:
-        AlignError: a stage was begun with other settings or other inputs, or its outputs changed since.
+        AlignError: a stage was started with other settings or inputs, or its outputs changed since.
     """
     kept = _kept(stages, again)
     for stage in reversed(stages[kept:]):
@@ -144,7 +144,7 @@ def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None 
 
 
 def check_settings(alignment: Alignment, stages: Sequence[Stage], again: str | None = None) -> None:
-    """Compare the settings with those of every stage that was begun and is not to be done again.
+    """Compare the settings with those of every stage that was started and will not run again.
 
     Raises:
         AlignError: they differ, or there is no stage ``again``.
@@ -157,7 +157,7 @@ def check_settings(alignment: Alignment, stages: Sequence[Stage], again: str | N
 
 
 def _kept(stages: Sequence[Stage], again: str | None) -> int:
-    """How many stages stay if ``again`` is done again."""
+    """How many stages are kept if ``again`` runs again."""
     names = [stage.name for stage in stages]
     if again is None:
         return len(names)
@@ -167,7 +167,7 @@ def _kept(stages: Sequence[Stage], again: str | None) -> int:
 
 
 def _settings(alignment: Alignment, stage: Stage) -> Any:
-    """A stage's settings as JSON gives them back."""
+    """A stage's settings after a round trip through JSON."""
     return json.loads(json.dumps(stage.settings(alignment)))
 
 
@@ -182,19 +182,19 @@ def _manifest(folder: Path, stage: Stage) -> Path:
 
 
 def left_anything(folder: Path, stages: Sequence[Stage]) -> bool:
-    """Whether any of the stages left outputs, or parts of its work."""
+    """Whether any of the stages wrote outputs, or parts of its work."""
     return any((folder / name).exists() for stage in stages for name in (*stage.outputs, *stage.parts))
 
 
 def _read(folder: Path, stage: Stage) -> dict[str, Any] | None:
-    """What the manifest of a stage says; ``None`` if it was not begun, or failed before it left anything."""
+    """The manifest of a stage; ``None`` if it was not started, or failed before it wrote anything."""
     path = _manifest(folder, stage)
     try:
         manifest = files.loads_with_digest(path.read_bytes())
     except FileNotFoundError:
         return None
     except files.DamagedError as error:
-        raise AlignError(f"{path} is damaged: {error}; do the stage again: --stage {stage.name}") from error
+        raise AlignError(f"{path} is damaged: {error}; run the stage again: --stage {stage.name}") from error
     return manifest if "outputs" in manifest or left_anything(folder, [stage]) else None
 
 
@@ -211,11 +211,11 @@ def _check_same(
         f"  {name} changed" for name, value in wanted["inputs"].items() if before["inputs"].get(name) != value
     ]
     if lines:
-        state = "was done" if "outputs" in before else "was begun"
+        state = "was finished" if "outputs" in before else "was started"
         raise AlignError(
             f"stage {stage.name} in {folder} {state} with other settings or inputs (then → now):\n"
             + "\n".join(lines)
-            + f"\nput them back, or do this stage and those after it again: --stage {stage.name}"
+            + f"\nrestore them, or run this stage and those after it again: --stage {stage.name}"
         )
 
 
@@ -228,7 +228,7 @@ def check_outputs(folder: Path, stage: Stage, digests: Mapping[str, str]) -> Non
     for name, digest in digests.items():
         if not (folder / name).exists() or output_digest(folder / name) != digest:
             raise AlignError(
-                f"{folder / name} is not what stage {stage.name} wrote; put a copy of it back, or do this "
+                f"{folder / name} is not what stage {stage.name} wrote; restore a copy of it, or run this "
                 f"stage and those after it again: --stage {stage.name}"
             )
 
@@ -246,7 +246,7 @@ def output_digest(path: Path) -> str:
 
 
 def forget(folder: Path, stage: Stage) -> None:
-    """Delete what a stage left, its manifest first: without it nothing of the stage counts."""
+    """Delete the files of a stage, its manifest first: without it the stage does not count."""
     files.remove(_manifest(folder, stage))
     for name in (*stage.outputs, *stage.parts):
         if (folder / name).is_dir():

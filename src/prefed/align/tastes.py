@@ -37,7 +37,7 @@ class Drawn:
     origin: Mapping[str, str | int] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As JSON values."""
         return {**self.origin, "z": self.z.tolist()}
 
 
@@ -47,15 +47,15 @@ def parse_drawn(row: Mapping[str, Any]) -> Drawn:
 
 
 def check_told(tastes: str, clients: Collection[str], labelled: Collection[str]) -> None:
-    """Refuse tastes to draw from of which there are none.
+    """Check that there are tastes to draw from.
 
     Args:
         tastes: as :func:`draw` takes it.
-        clients: those that tell the server a posterior.
+        clients: those that sent a posterior.
         labelled: those that have a prototype.
 
     Raises:
-        AlignError: no client told a posterior, or none has a prototype.
+        AlignError: no client sent a posterior, or none has a prototype.
     """
     if tastes == "prototypes" and not labelled:
         raise AlignError(
@@ -64,7 +64,7 @@ def check_told(tastes: str, clients: Collection[str], labelled: Collection[str])
         )
     if tastes == "posteriors" and not clients:
         raise AlignError(
-            "[align] tastes = 'posteriors': no client told the server of its taste; each has fewer "
+            "[align] tastes = 'posteriors': no client sent a posterior of its taste; each has fewer "
             "pairs than [privacy] minimum_pairs"
         )
 
@@ -94,7 +94,7 @@ def draw(known: KnownTastes, tastes: str, key: Key) -> Drawn:
 
 
 def dumps_tastes(known: KnownTastes) -> bytes:
-    """The tastes as a JSON file has them; :func:`load_tastes` gives them back to the bit."""
+    """The tastes as a JSON file; :func:`load_tastes` restores them bit for bit."""
     content = {
         "population": known.population.tolist(),
         "clients": {
@@ -108,7 +108,7 @@ def dumps_tastes(known: KnownTastes) -> bytes:
 
 
 def load_tastes(folder: Path) -> KnownTastes:
-    """The tastes that the stage left in an alignment's folder.
+    """The tastes that the stage wrote to an alignment's folder.
 
     Raises:
         AlignError: the file is missing or damaged.
@@ -128,14 +128,14 @@ def load_tastes(folder: Path) -> KnownTastes:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AlignError(
-            f"{path} is missing or damaged ({error}); do the stage again: --stage tastes"
+            f"{path} is missing or damaged ({error}); run the stage again: --stage tastes"
         ) from error
 
 
 def _keep_tastes(alignment: Alignment) -> Figures:
     assert alignment.tastes is not None
     known = alignment.tastes()
-    # Whoever may read a posterior can judge as its client would.
+    # Anyone who can read a posterior can judge as its client would.
     files.write(alignment.folder / KNOWN, dumps_tastes(known), mode=0o600)
     return {"clients": len(known.posteriors), "prototypes": len(known.prototypes)}
 
@@ -148,7 +148,7 @@ TASTES, LABELS, STATE = "tastes.jsonl", "labels.jsonl", "train.state"
 
 @dataclass(frozen=True)
 class Generation:
-    """Where the files of a generation lie, and what it draws with.
+    """The files of a generation, and its randomness.
 
     Attributes:
         number: from 1; ``None`` for the single one of a policy that takes no taste.
@@ -182,7 +182,7 @@ class Generation:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The stages of earlier generations that this one goes on from.
+        """The stages of earlier generations that this one continues.
 
         >>> Generation(1).inputs, Generation(3).inputs
         ((), ('labels-1', 'train-2'))
@@ -223,7 +223,7 @@ class Generation:
 
 
 def policy_before(alignment: Alignment, generation: Generation) -> Tensors:
-    """The policy (full layout) with which a numbered generation begins."""
+    """The policy (full layout) at the start of a numbered generation."""
     if generation.before is None:
         return alignment.policy.initial
     path = generation.before.path(alignment, STATE)
@@ -235,7 +235,7 @@ def held_out(alignment: Alignment, prompts: npt.ArrayLike) -> npt.NDArray[np.int
     """The numbers of the prompts that are not trained on: a share of those given, drawn by the seed.
 
     Args:
-        prompts: numbers of prompts; one may be there several times.
+        prompts: numbers of prompts, which may repeat.
     """
     numbers, share = np.unique(np.asarray(prompts, np.int64)), alignment.config.held_out
     # With a share above 0 at least one prompt is held out, and at least one is trained on.

@@ -60,7 +60,7 @@ class Backbone:
         layout: names and shapes of the movable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
         initial: the tensors every client starts from: A from one seeded draw, B zero, weights as loaded.
         reference: the tensors that make the untouched model: every B is zero, and a personal LoRA is zero
-            throughout. So a shared LoRA put over them acts alone, in whatever way the two branches join. A
+            throughout. So a shared LoRA put over them acts by itself, however the two branches join. A
             variational selector's decoder is zero, so it adds nothing to the base model's log-odds, and a
             taste map is zero, so it adds nothing at any taste.
         scaling: alpha / rank.
@@ -150,7 +150,7 @@ class Backbone:
 
     @cached_property
     def _adapted(self) -> list[Any]:
-        """PEFT's layers; a look through all modules takes longer than a step over kept features."""
+        """PEFT's layers; searching all modules takes longer than a step over kept features."""
         return [layer for _, _, layer in lora_layers(self.causal)]
 
     @property
@@ -299,10 +299,11 @@ def _start(layout: Layout, specs: Sequence[ParameterSpec]) -> Tensors:
 
 
 def recompute_blocks(causal: Any) -> None:
-    """Let every block of a model compute its inner values again in the backward pass.
+    """Gradient checkpointing: every block computes its inner values again in the backward pass.
 
-    The second pass has the inputs, the weights and the random state of the first, so the gradients are equal
-    to the bit. Without gradients, as in an evaluation, a block runs once as before.
+    Of each block a step then holds only the input (Chen et al. 2016, arXiv:1604.06174). The second pass has
+    the inputs, the weights and the random state of the first, so the gradients are bit-identical. Without
+    gradients, as in an evaluation, a block runs once.
 
     Raises:
         ModelError: it is not known which modules are the blocks.

@@ -76,7 +76,7 @@ FAMILIES = {
 
 
 ALL = "all-linear"
-"""Stands for every linear module but the head."""
+"""Selects every linear module except the head."""
 
 _BYPASSED = {
     "falcon_h1": ("out_proj",),

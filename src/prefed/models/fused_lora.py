@@ -66,7 +66,7 @@ def lora_linear(
     scale: float,
     dropped: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A frozen linear layer with a low-rank adapter beside it (LoRA, Hu et al. 2022, section 4.1).
+    """A frozen linear layer with a low-rank adapter (LoRA, Hu et al. 2022, section 4.1).
 
     Args:
         x: ``[..., in]``.

@@ -1,4 +1,4 @@
-"""What transformers and PEFT print by themselves."""
+"""Silences what transformers and PEFT print."""
 
 from __future__ import annotations
 

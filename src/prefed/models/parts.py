@@ -77,7 +77,7 @@ class ParameterSpec:
 def lora_layers(causal: Any) -> Iterator[tuple[str, int | None, Any]]:
     """``<block>/<module>``, block and PEFT layer of every adapted module, in the model's order.
 
-    A model may have several stacks of blocks. Where they share a name, the path stands for the module.
+    A model may have several stacks of blocks. Where they share a name, the path identifies the module.
     """
     found = []
     for path, module in causal.named_modules():

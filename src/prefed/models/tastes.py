@@ -35,7 +35,7 @@ VARIATIONAL = "variational"
 PROTOTYPES = "prototypes"
 """The part that holds the prototypes P ``[M, d_z]``."""
 POSTERIOR = "posterior"
-"""The part of what a client tells of its taste: the mean μ̄ and log σ̄² ``[d_z]`` of its posterior."""
+"""The part of what a client sends of its taste: the mean μ̄ and log σ̄² ``[d_z]`` of its posterior."""
 LATENT = "latent"
 """The part that holds the taste z ``[d_z]`` with which a client judges."""
 
@@ -67,7 +67,7 @@ class VariationalSelector:
         """Part → name → start of every tensor.
 
         Args:
-            key: the randomness; each tensor draws at a key of its own name.
+            key: the randomness; each tensor draws at a key with its name.
             capped: log σ² will have a cap, so its bias starts below it.
         """
         s, last = self.settings, self.settings.widths[-1]

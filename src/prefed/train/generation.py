@@ -42,7 +42,7 @@ class Sampling(StrictModel):
         max_tokens: of a response; fewer where the model's window or its end-of-text token comes first.
         temperature: 0 takes the likeliest token each time.
         top_p: draw from the likeliest tokens that together have this probability.
-        top_k: draw from so many of the likeliest tokens; 0 for all.
+        top_k: draw from this many of the likeliest tokens; 0: from all.
     """
 
     max_tokens: int = Field(default=128, ge=1)
@@ -178,14 +178,14 @@ def complete_batch(
 ) -> list[list[int]]:
     """One response to each prompt, as token ids without the end-of-text token.
 
-    What a sequence draws depends on its key alone. Its logits do not depend on its neighbours either, but for
-    the last digits: the order in which a matrix product adds numbers up may change with the number of rows.
-    Equal batches give equal tokens.
+    What a sequence draws depends only on its key. Its logits do not depend on its neighbours either, except
+    in the last digits: the order in which a matrix product sums may change with the number of rows. Equal
+    batches give equal tokens.
 
     Args:
         tensors: full layout; ``backbone.reference`` makes the untouched model.
         prompts: token ids, all of one length; see :func:`length_batches`.
-        keys: the randomness of each response.
+        keys: one for each response; they set its random draws.
         tastes: ``[B, d_z]``, at which a policy that takes a taste writes each response; ``None`` for none.
 
     Raises:
@@ -230,9 +230,9 @@ def complete_batch(
 
 @contextmanager
 def _usual_attention(backbone: Backbone) -> Iterator[None]:
-    """Attention as the library has it, also in a model that was changed for packed input.
+    """The library's own attention, also in a model that was changed for packed input.
 
-    The attention of packed input makes no mask for a cache that is not full yet.
+    Packed attention makes no mask for a cache that is not full yet.
     """
     causal = backbone.causal
     packed = causal.config._attn_implementation == PACKED

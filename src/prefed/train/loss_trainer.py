@@ -86,7 +86,7 @@ class LossTrainer:
     def _batch(
         self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairScoreCache
     ) -> PairBatch | ChoiceBatch:
-        """What ``loss`` reads of ``rows``, whose ``outputs`` the model's forward gave."""
+        """The input of ``loss`` for ``rows`` with these ``outputs`` of the model."""
         tokens, device = self._model.tokens, outputs.device
         lengths = torch.from_numpy(tokens.lengths[rows, 1:].astype(np.int64)).to(device)
         reference = torch.from_numpy(references.get(rows)).to(device) if loss.needs_reference else None
@@ -131,7 +131,7 @@ class LossTrainer:
             values, figures = losses(forward(0), rows)
             backward(model.backbone, share * values.mean())
         elif not loss.batch_statistics:
-            # The loss of a pair depends on that pair alone, so each group runs forward and backward once.
+            # The loss of a pair depends only on that pair, so each group runs forward and backward once.
             outputs = []
             for number, group in enumerate(groups):
                 part = forward(number)

@@ -1,6 +1,6 @@
 """Packed pairs through unmodified Hugging Face models: no padding, and one prompt for both responses.
 
-An attention function and a mask function of our own are registered with transformers' public
+Our own attention function and mask function are registered with transformers' public
 ``AttentionInterface`` and ``AttentionMaskInterface``; position ids carry the rest.
 """
 
@@ -280,7 +280,7 @@ def _by_parts(
     first = q.shape[2] - segment.chosen - segment.rejected
     qp, *queries = torch.split(q, [first, *sizes[1:]], 2)
     (kp, *keys), (vp, *values) = (torch.split(t, sizes, 2) for t in (k, v))
-    # PyTorch aligns a causal mask with the upper left corner. If ``qp`` is the prompt's last row alone, it
+    # PyTorch aligns a causal mask with the upper left corner. If ``qp`` is only the prompt's last row, it
     # attends to the whole prompt and needs no mask.
     results = [attend(qp, kp, vp, is_causal=first == prompt)]
     for q, k, v in zip(queries, keys, values, strict=True):
@@ -393,7 +393,7 @@ def top_outputs(backbone: Backbone, packing: Packing, hidden: torch.Tensor) -> t
 class PackedForward(PairForward):
     """Packed batches through a model that takes packed input, see :func:`enable_packing`.
 
-    A call runs the trunk and then the top. Both can be run apart: :meth:`features` once, :meth:`top` often.
+    A call runs the trunk and then the top. Both run separately too: :meth:`features` once, :meth:`top` often.
     """
 
     def _forward(
@@ -432,7 +432,7 @@ class PackedChoices(PackedForward):
     """Packed batches of choices, for a model that takes packed input.
 
     A call gives ``[B, 2]`` fp32: for each presentation order, the log-odds that the first response is better.
-    The last block, the final norm and two rows of the head run at the last positions of the branches alone.
+    The last block, the final norm and two rows of the head run only at the last positions of the branches.
     ``rejected`` and ``rewards`` change nothing: a choice needs both branches, and no reward head.
     """
 

@@ -1,4 +1,4 @@
-"""Numbers of every record, such as the frozen reference's log-probabilities, kept with the run."""
+"""Caches of numbers per record, such as the frozen reference's log-probabilities, kept with the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def split_rows(rows: Rows, size: int) -> list[Rows]:
-    """``rows`` in stretches of ``size``; the last may be shorter."""
+    """``rows`` in blocks of ``size``; the last may be shorter."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 

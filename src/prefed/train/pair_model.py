@@ -29,7 +29,7 @@ MAX_LOGITS = 1 << 27
 
 
 class PairModel:
-    """A backbone, the pairs that run through it, and the way in which they do.
+    """A backbone, the pairs that run through it, and the forward pass that they take.
 
     Args:
         tokens: all pairs; callers name them by row.
@@ -71,7 +71,7 @@ class PairModel:
         return np.where(self.tokens.orientations[rows] == 1, 1, -1).astype(np.float32)
 
     def groups(self, rows: Rows, *, rejected: bool = True) -> list[Rows]:
-        """Consecutive groups of ``rows`` that one pass takes; a pair that no group takes is one of its own.
+        """Consecutive groups of ``rows`` that one pass takes; a pair that exceeds the limit is its own group.
 
         A pass has at most ``max_tokens`` tokens. On the packed path a pair has its prompt once. On the plain
         path it has the prompt with each response, all padded to the longest of the group, and the logits of
@@ -177,13 +177,13 @@ class ReferenceLogprobs:
     """log π_ref of both responses of every pair; of a choice, the untouched model's log-odds in both orders.
 
     The last digits of a log-probability depend on the pairs that go through the model with it. Scoring and
-    training group pairs differently, so each has a cache of its own.
+    training group pairs differently, so each has its own cache.
 
     Attributes:
         scoring: the numbers that scoring reads.
         training: the numbers that steps read.
-        one_by_one: for training, each pair goes through the model by itself. That costs little on a CPU;
-            other devices would be idle.
+        one_by_one: for training, each pair goes through the model by itself. That costs little on a CPU,
+            but would leave other devices idle.
     """
 
     def __init__(self, model: PairModel, folder: Path | None, name: str) -> None:
@@ -196,8 +196,8 @@ class ReferenceLogprobs:
         """Compute the numbers of ``rows`` for scoring, all of them if one is missing.
 
         Scoring takes a client's whole split, so a split's rows always go through in the same groups. The
-        policy goes through in these groups too: where the two are the same model, their numbers are equal to
-        the bit.
+        policy goes through in these groups too: where the two are the same model, their numbers are
+        bit-identical.
         """
         if self.scoring.missing(rows):
             self._compute(self.scoring, [rows])
@@ -205,8 +205,8 @@ class ReferenceLogprobs:
     def fill_training(self, rows: Rows, client_rows: Rows) -> None:
         """Compute the numbers of ``rows`` for training, of as few other pairs as possible.
 
-        Only the client's pairs decide which pairs go through the model together. So a pair's numbers are the
-        same to the bit in any order of steps, and after a kill. ``client_rows`` are all pairs of the client,
+        Only the client's pairs decide which pairs go through the model together. So a pair's numbers are
+        bit-identical in any order of steps, and after a kill. ``client_rows`` are all pairs of the client,
         ``rows`` among them.
         """
         if not self.training.missing(rows):
@@ -224,7 +224,7 @@ class ReferenceLogprobs:
         backbone = self._model.backbone
         backbone.load(backbone.reference)
         # Only the first two numbers are stored. But with a reward head the policy is scored with its rewards,
-        # which packs the batch in another way. The reference is packed like the policy, for equal bits.
+        # which packs the batch differently. The reference is packed like the policy, for equal bits.
         rewards = backbone.reward is not None
         values = [self._model.outputs(block, rewards=rewards)[:, :2] for block in blocks]
         cache.put(np.concatenate(blocks), np.concatenate(values))

@@ -53,17 +53,17 @@ class PairTrainer:
         backbone: the model; this trainer becomes its only user.
         tokens: all pairs; a client is a set of rows.
         cache: folder for the numbers of the untouched model; ``None`` keeps them in memory.
-        name: tells apart the caches of different models and data in one folder.
+        name: distinguishes the caches of different models and data in one folder.
         max_tokens: tokens of one forward pass; larger batches are split, with equal results.
         fast: use packed batches where the model's family allows them.
         rewards: a reward model's scores, for offline PPO.
-        responses: how a selector with a latent taste reads responses; left out, by the model's tokenizer and
-            within its context.
-        tastes: ``[len(tokens), d_z]``, at which a policy that takes a taste trains on each pair and scores
-            it. They are constants, and change nothing for the reference.
+        responses: how a selector with a latent taste reads responses; by default with the model's tokenizer
+            and within its context.
+        tastes: ``[len(tokens), d_z]``, the taste at which a policy that takes one trains on each pair and
+            scores it. They are constants, and do not change the reference.
 
     Attributes:
-        trainers: objective → its trainer, where it is no loss of :data:`prefed.train.losses.OBJECTIVES`.
+        trainers: objective → its trainer, unless it is a loss of :data:`prefed.train.losses.OBJECTIVES`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PairTrainer:
         return PairVisit(rows, key, ownership, self)
 
     def score(self, tensors: Tensors, rows: Rows) -> PairScores | ChoiceScores:
-        """What ``tensors`` and the untouched model give to ``rows``, without dropout.
+        """Scores of ``rows`` under ``tensors`` and under the untouched model, without dropout.
 
         They are log-probabilities, or log-odds where the pairs are choices.
         """

@@ -68,7 +68,7 @@ class PPOTrainer:
 
     Args:
         folder: where to keep the reference's log-probabilities; ``None`` keeps them in memory.
-        name: tells apart the caches of different models and data in one folder.
+        name: distinguishes the caches of different models and data in one folder.
     """
 
     def __init__(self, model: PairModel, rewards: Rewards | None, folder: Path | None, name: str) -> None:
@@ -100,7 +100,7 @@ class PPOTrainer:
         scores = self._scores(rows)
         plan = list(batches(rows, phase, visit.key.at("phase", phase.name)))
         self._load(tensors, rows, rows, settings)
-        # A visit's first phase needs the features of all rows, a later one those of its own batches.
+        # A visit's first phase needs the features of all rows, a later one only those of its batches.
         start = self._rollouts.get(visit)
         used = rows if start is None else rows[np.isin(rows, np.concatenate(plan))]
         features = None if backbone.trains_trunk(phase.train) else self._model.features(used)
@@ -188,8 +188,8 @@ class PPOTrainer:
         """Compute log π_ref of every token of ``rows``, of as few other pairs as possible.
 
         Only the client's pairs decide which pairs go through the model together. The policy at the start of a
-        visit takes them in the same groups. So its numbers are equal to the bit if it is the reference. The
-        numbers of a group are stored before the next group begins. ``client_rows`` are all pairs of the
+        visit takes them in the same groups. So its numbers are bit-identical if it is the reference. The
+        numbers of a group are stored before the next group starts. ``client_rows`` are all pairs of the
         client, ``rows`` among them.
         """
         if not self._reference.missing(rows):

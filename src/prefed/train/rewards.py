@@ -178,7 +178,7 @@ class Rewards:
 
         Callers pass all rows of a client at once, because they standardise over all of them. So the rows go
         through the model in the same blocks each time, and the order of calls changes no rounding. A block
-        with a missing score is computed, and stored before the next block begins.
+        with a missing score is computed and stored before the next one starts.
 
         Raises:
             ModelError: the model cannot be used, it is not the model that the folder's scores come from, or

@@ -15,7 +15,7 @@ from prefed.train.pair_cache import Rows
 
 
 def make_optimizer(o: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    """PyTorch's optimiser with these settings, over groups of parameters with rates of their own."""
+    """PyTorch's optimiser with these settings, over groups of parameters, each with its own rate."""
     if o.name == "adamw":
         return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
     if o.name == "adam":
@@ -177,7 +177,7 @@ def dropout(backbone: Backbone, *, trunk: bool) -> Iterator[None]:
 
 
 def first_loss_scale(backbone: Backbone) -> float:
-    """The loss scale with which a phase begins, and of a gradient by itself."""
+    """The loss scale at the start of a phase, and of a single gradient."""
     return LOSS_SCALE if backbone.dtype == torch.float16 else 1.0
 
 
@@ -199,17 +199,17 @@ def read_gradient(backbone: Backbone) -> Tensors:
 
 
 class PhaseSteps:
-    """Takes the optimiser steps of one phase and averages their figures.
+    """Takes the optimiser steps of one phase and averages their metrics.
 
-    Where the frozen model is in float16, losses are scaled, and each phase begins with :data:`LOSS_SCALE`. A
-    step whose gradient overflows is left out, and the scale is halved (Micikevicius et al. 2018,
-    arXiv:1710.03740, section 3.2). The figure ``skipped`` is then the share of such steps.
+    Where the frozen model is in float16, losses are scaled, and each phase starts with :data:`LOSS_SCALE`. A
+    step whose gradient overflows is skipped, and the scale is halved (Micikevicius et al. 2018,
+    arXiv:1710.03740, section 3.2). The metric ``skipped`` is then the share of such steps.
 
     Args:
         backbone: holds the client's tensors. The phase's tensors are the only ones that get gradients.
 
     Attributes:
-        count: steps taken, with those left out.
+        count: steps, including those that were skipped.
     """
 
     def __init__(self, backbone: Backbone, phase: Phase) -> None:
@@ -224,7 +224,7 @@ class PhaseSteps:
         """Step along the gradient in the backbone's buffer, which is that of ``batch``.
 
         Returns:
-            Whether there was a step: a gradient that is infinite for its scale is passed over.
+            Whether there was a step: a gradient that overflowed is skipped.
         """
         self.count, self._pairs = self.count + 1, self._pairs + len(batch)
         if self._overflows():
@@ -245,7 +245,7 @@ class PhaseSteps:
         return not bool(grad.isfinite().all())
 
     def add_figures(self, figures: Mapping[str, float]) -> None:
-        """Count ``figures`` in the means."""
+        """Add ``figures`` to the means."""
         for name, value in figures.items():
             self._sums[name] += value
 
@@ -254,7 +254,7 @@ class PhaseSteps:
         means = {name: value / max(self.count, 1) for name, value in self._sums.items()} | figures
         stepped = self.count - self._skipped
         moments = None if self._phase.moments is None else self._optimizer.moments(stepped)
-        # The copy of the tensors takes the room of the optimiser's state.
+        # Frees the memory of the optimiser's state for the copy of the tensors.
         del self._optimizer
         self._backbone.loss_scale = first_loss_scale(self._backbone)
         loss = means.pop("loss", 0.0)

@@ -49,13 +49,13 @@ BLOCK = 512
 
 
 class ResponseFeatures:
-    """h of both responses of every pair, in alphabetical order: no label has any part in them.
+    """h of both responses of every pair, in alphabetical order: it depends on no label.
 
     Args:
         model: the pairs, and the model, which :meth:`fill` changes to its untouched tensors.
         encoder: gives the token ids of the responses.
         folder: where to keep them; ``None`` keeps them in memory.
-        name: tells apart caches of different models or data in one folder.
+        name: distinguishes caches of different models or data in one folder.
     """
 
     def __init__(self, model: PairModel, encoder: ResponseEncoder, folder: Path | None, name: str) -> None:
@@ -73,8 +73,8 @@ class ResponseFeatures:
         """Compute what is missing of ``rows``, all training or all held-out pairs of a client.
 
         On a CPU each pair goes through the model by itself. Elsewhere the rows' sorted order decides which
-        pairs go through together. So the numbers are the same to the bit in any order of clients, and after a
-        kill: those of a group are stored before the next group begins.
+        pairs go through together. So the numbers are bit-identical in any order of clients, and after a
+        kill: those of a group are stored before the next group starts.
         """
         if not self._cache.missing(rows):
             return
@@ -95,7 +95,7 @@ class ResponseFeatures:
         return hidden.to(self._model.backbone.device)
 
     def _groups(self, pairs: list[Pair]) -> list[slice]:
-        """Stretches of ``pairs`` that go through the model together."""
+        """Slices of ``pairs`` that go through the model together."""
         if self._model.backbone.device.type == "cpu":
             return [slice(k, k + 1) for k in range(len(pairs))]
         groups, start, total = [], 0, 0
@@ -158,10 +158,10 @@ TRUST = "trust/logits"
 
 
 class LatentPrior:
-    """The prior and its weights, which train beside the model.
+    """The prior and its weights, which train together with the model.
 
-    Without a peer it is N(0, I), and the weights stay as they are. The client itself is no peer, whatever the
-    server says.
+    Without a peer it is N(0, I), and the weights do not change. The client itself is never a peer, whatever
+    the server sends.
 
     Args:
         settings: those of the objective, complete.
@@ -403,7 +403,7 @@ class LatentTrainer:
         key: Key,
         generator: torch.Generator,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Z of a step, the terms of the loss beside the likelihood, and their figures."""
+        """Z of a step, the terms of the loss besides the likelihood, and their metrics."""
         device, width = self._model.backbone.device, self._selector.settings.latent
         terms, figures = torch.zeros((), device=device), {}
         prototypes = self._weights.get(PROTOTYPES)
@@ -453,8 +453,8 @@ def draw_context(rows: Rows, batch: Rows, key: Key, pairs: npt.NDArray[np.uint64
     """C ~ U{1 … 16} of ``rows`` whose pairs are not in ``batch``; fewer where fewer are left.
 
     Args:
-        pairs: by row, equal where prompt and both responses are equal. A repeat of a pair of the batch tells
-            its label as the pair itself does.
+        pairs: by row, equal where prompt and both responses are equal. A repeat of a pair of the batch
+            reveals its label as the pair itself does.
 
     >>> rows, batch = np.arange(9), np.arange(7)
     >>> each = rows.astype(np.uint64)

@@ -1,4 +1,4 @@
-"""The factory of client trainers: one frozen model and the data of all clients, once in a process."""
+"""The factory of client trainers: one frozen model and the data of all clients, once per process."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class PairTrainerFactory:
     def score(
         self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]
     ) -> PairScores | ChoiceScores:
-        """What ``tensors`` (full layout) give to a client's pairs of one split."""
+        """The scores of a client's pairs of one split under ``tensors`` (full layout)."""
         return self.pair_trainer.score(tensors, getattr(self._data(client), split))
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:

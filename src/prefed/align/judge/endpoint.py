@@ -17,7 +17,7 @@ RETRIES = 6
 _REASON = 400
 """Most characters of a server's message to repeat."""
 _ANSWER = 100_000
-"""Most characters of an answer to keep. A server need not stop at the number of tokens that it is told."""
+"""Most characters of an answer to keep. A server need not respect the maximum number of tokens."""
 
 
 class EndpointJudge:
@@ -79,7 +79,7 @@ class EndpointJudge:
         """A verdict for every question, in their order; ``parallel`` of them are under way at a time.
 
         Raises:
-            JudgeError: (on the way) the endpoint does not answer, or refuses the key or the model.
+            JudgeError: (while iterating) the endpoint does not answer, or refuses the key or the model.
         """
         under_way: deque[Future[Verdict]] = deque()
         with ThreadPoolExecutor(self._parallel) as pool:
@@ -107,8 +107,8 @@ class EndpointJudge:
             raise JudgeError(self._failure(error)) from None
         except openai.APITimeoutError:
             raise JudgeError(
-                f"{self._url} gave no answer within {self._timeout:g} s, {RETRIES + 1} times; judging goes "
-                "on where it stopped if the command is given again (--timeout waits longer)"
+                f"{self._url} gave no answer within {self._timeout:g} s, {RETRIES + 1} times; run the "
+                "command again to continue where it stopped (--timeout waits longer)"
             ) from None
         except openai.APIConnectionError as error:
             reason = error.__cause__ or error
@@ -157,7 +157,7 @@ class EndpointJudge:
             429: "it has had too many requests: wait, or ask fewer at a time (--parallel)",
         }.get(error.status_code, "try again later")
         why = self._safe(f"{self._url} answers {error.status_code}: {error}")
-        return f"{why}; {hint}; given again, the command goes on where it stopped"
+        return f"{why}; {hint}; run the command again to continue where it stopped"
 
     def _safe(self, text: str) -> str:
         """A library's or a server's text on one line, cut, and without the key, which a server may repeat."""

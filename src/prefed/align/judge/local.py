@@ -150,7 +150,7 @@ def read_taste(name: str, records: Iterable[Record], flipped: Collection[str] = 
         flipped: clients whose preferences the experiment turned round. Their taste is the opposite one.
 
     Raises:
-        JudgeError: the records have no utilities, none of that client, or too few to tell its weights.
+        JudgeError: the records have no utilities, none of that client, or too few to determine its weights.
     """
     rows: dict[str, list[tuple[Sequence[int], float]]] = {}
     for record in records:
@@ -186,6 +186,6 @@ def _weights(client: str, rows: Sequence[tuple[Sequence[int], float]]) -> Any:
     if rank < len(ATTRIBUTES) or not np.allclose(signs @ weights, values, atol=_TOLERANCE):
         raise JudgeError(
             f"--judge utility: the utilities of {client!r} are not those of prefed.data.synthetic, or are "
-            "too few to tell its taste"
+            "too few to determine its taste"
         )
     return weights

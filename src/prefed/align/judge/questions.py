@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class JudgeError(RuntimeError):
-    """A judge cannot go on; the message says why and what to do. The verdicts that it gave are kept."""
+    """A judge cannot continue; the message says why and what to do. Its verdicts so far are kept."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Verdict:
     Attributes:
         preference: 1 where the first response is better, 0 where the second is, 0.5 for a tie; ``None`` if
             the answer cannot be used.
-        text: the judge's own words or figures; of an answer that cannot be used also why.
+        text: the judge's own words or scores; for an answer that cannot be used also the reason.
     """
 
     preference: float | None
@@ -70,7 +70,7 @@ class JudgeOptions(StrictModel):
         timeout: seconds to wait for an endpoint's answer.
         parallel: questions that an endpoint is asked at a time.
         taste: a client of a synthetic set, or ``"mean"``; of selectors with a latent taste, one that the
-            server was told.
+            clients sent.
         device: where a model on this machine lives, as ``[model] device``.
     """
 
@@ -89,13 +89,13 @@ class Judge(Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What its verdicts depend on, as JSON has it: judging goes on only with an equal one."""
+        """What its verdicts depend on, as JSON values: judging continues only if it is equal."""
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
         """A verdict for every question, in their order, each as soon as it is there.
 
         Raises:
-            JudgeError: (on the way) the judge cannot answer at all.
+            JudgeError: (while iterating) the judge cannot answer at all.
         """
 
 
@@ -320,9 +320,7 @@ def criterion_template(criterion: str, template: str, judge: str) -> str:
         ValueError: another template was asked for, or the judge is asked by none.
     """
     if template not in ("plain", criterion):
-        raise ValueError(
-            f"--criterion {criterion} has a template of its own: leave out --template {template}"
-        )
+        raise ValueError(f"--criterion {criterion} has its own template: leave out --template {template}")
     if judge.partition(":")[0] not in ("endpoint", "local"):
         raise ValueError(
             f"--criterion {criterion}: only a language model decides by it, not --judge {judge!r}"

@@ -72,7 +72,7 @@ def federated_metrics(
     if metrics and len(small) == len(metrics):
         raise ValueError(
             f"[privacy] minimum_pairs = {privacy.minimum_pairs}: no client is judged on so many pairs "
-            f"(the most are {max(pairs[client] for client in metrics)}), and no client's figures can be told"
+            f"(the most are {max(pairs[client] for client in metrics)}), so no client's can be reported"
         )
     include_small = privacy.may_report(sum(pairs[client] for client in small))
     names = [name for name in next(iter(metrics.values()), {}) if name != "not_finite"]

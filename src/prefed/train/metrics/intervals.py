@@ -17,8 +17,8 @@ def seed_interval(
 ) -> tuple[float, float] | None:
     r"""The 95% interval of a mean over seeds: $\bar x \pm t_{n-1}\, s / \sqrt n$ (Student 1908).
 
-    A value is what one seed came to, say its mean over prompts. What differs between seeds is then in $s$;
-    a bootstrap of the prompts of all seeds together leaves it out, and is too narrow.
+    A value is the result of one seed, such as its mean over prompts. What differs between seeds is then in
+    $s$; a bootstrap of the prompts of all seeds together leaves it out, and is too narrow.
 
     Args:
         values: of each seed.
@@ -61,9 +61,9 @@ def wilson_interval(share: float, pairs: float) -> tuple[float, float]:
 
 
 def mean_interval(shares: Mapping[str, float], pairs: Mapping[str, int]) -> tuple[float, float]:
-    r"""The 95% interval of a mean of accuracies over given clients, each measured on pairs of its own.
+    r"""The 95% interval of a mean of accuracies over given clients, each measured on its own pairs.
 
-    The clients stay those that they are: only their pairs are a sample. Each accuracy has Wilson's interval
+    The clients are fixed: only their pairs are a sample. Each accuracy has Wilson's interval
     $[l_i, u_i]$, and the mean of N has
 
     $$\bar p - \sqrt{\textstyle\sum_i (p_i - l_i)^2}\,/\,N, \qquad
@@ -75,7 +75,7 @@ def mean_interval(shares: Mapping[str, float], pairs: Mapping[str, int]) -> tupl
     proportions, Computational Statistics and Data Analysis 53 (2009).
 
     Args:
-        shares: client → share of its pairs that are right.
+        shares: client → its accuracy.
         pairs: client → its number of pairs, at least 1.
 
     >>> low, high = mean_interval({"ann": 0.5}, {"ann": 4})

@@ -27,7 +27,7 @@ REWARD_METRICS = ("combined_accuracy", "explicit_accuracy", "agreement", "explic
 CHOICE_METRICS = ("majority_accuracy", "choice_loss")
 """The metrics that only selectors have; the first where several of them vote."""
 POLICY_METRICS = ("normalized_accuracy", "dpo_loss")
-"""The metrics that selectors have not, beside :data:`REWARD_METRICS`."""
+"""The metrics that selectors do not have, besides :data:`REWARD_METRICS`."""
 LOWER_IS_BETTER = frozenset({"dpo_loss", "choice_loss"})
 """The metrics of which the highest value is the worst."""
 
@@ -177,7 +177,7 @@ def jury_metrics(jury: Sequence[ChoiceScores]) -> dict[str, float]:
     Returns:
         Shares of pairs. For ``majority_accuracy`` more selectors score above 0 than below; an even vote goes
         by the sum of their scores. For ``selector_0_accuracy`` and so on (:func:`selector_metrics`) that
-        selector alone scores above 0.
+        selector by itself scores above 0.
 
         A tie counts as wrong. A selector has no vote on a pair for which its log-odds are not finite, and is
         wrong on it.

@@ -1,7 +1,7 @@
-"""What a latent taste z holds, and whether it says anything about its client.
+"""Metrics of latent tastes: whether z carries information about its client.
 
-Active units and KL say how far posteriors are from N(0, I). A pull towards prototypes alone makes units
-active, so they prove nothing. What proves something is :func:`transfer`: own z against another client's.
+Active units and KL measure how far posteriors are from N(0, I). A pull towards prototypes makes units active
+by itself, so they prove nothing. :func:`transfer` does: a client's own z against another client's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Transfer:
 
 
 def transfer(accuracies: npt.ArrayLike, tastes: Sequence[str] | None = None) -> Transfer:
-    """Accuracy with own z beside accuracy with other clients' z. Each client counts alike.
+    """Accuracy with a client's own z, and with other clients' z. Every client has the same weight.
 
     Args:
         accuracies: ``[n, n]``; row i has client i's pairs, column j client j's z.
@@ -115,7 +115,7 @@ def latent_map(means: npt.ArrayLike, more: npt.ArrayLike | None = None) -> tuple
     points where its largest loading is positive, so that equal data give equal maps.
 
     Args:
-        means: ``[n, d_z]``, which alone determine the plane.
+        means: ``[n, d_z]``; only these determine the plane.
         more: ``[m, d_z]`` other points to put on the same plane, such as the prototypes.
 
     Returns:
