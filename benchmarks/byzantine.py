@@ -49,7 +49,7 @@ from prefed.merge import MergeConfig
 from prefed.models.notices import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.store import RunWriter
-from prefed.train.trainer_factory import PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainerFactory
 
 BASE = HERE.parent / "experiments" / "personas" / "base.toml"
 RULES: tuple[str, ...] = get_args(MergeConfig.model_fields["rule"].annotation)

@@ -34,6 +34,7 @@ from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, numbered_
 from prefed.align.policy import load_base
 from prefed.core import files
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
+from prefed.models.backbone import model_digest
 from prefed.runs.judge import Comparison, judge
 from prefed.runs.labels import make_judge
 from prefed.runs.loaded import LoadedRun, load_run
@@ -41,7 +42,6 @@ from prefed.runs.responses import Models, ModelSide
 from prefed.train.generation import Sampling
 from prefed.train.metrics import seed_interval
 from prefed.train.metrics.winrate import win_rate
-from prefed.train.trainer_factory import model_digest
 
 HERE = Path(__file__).resolve().parent
 Texts = Sequence[str]

@@ -77,7 +77,7 @@ def test_a_taste_is_drawn_from_a_client_or_a_prototype():
     assert all(torch.equal(own.z, KNOWN.prototypes[own.origin["prototype"]]) for own in drawn)
     with pytest.raises(AlignError, match="take 'posteriors'"):
         draw(replace(KNOWN, labels={}), "prototypes", Key(1))
-    with pytest.raises(AlignError, match="no client told"):
+    with pytest.raises(AlignError, match="posteriors"):
         draw(replace(KNOWN, posteriors={}), "posteriors", Key(1))
 
 

@@ -32,10 +32,10 @@ from prefed.core import (
 from prefed.core.wire import decode_state, encode
 from prefed.models import Backbone, ModelConfig, load_causal, load_pretrained, make_backbone, save_adapter
 from prefed.models.adapters import atomic_folder
+from prefed.models.backbone import model_digest
 from prefed.models.tastes import TASTE_MAP
 from prefed.train import PairTrainer
 from prefed.train.pair_cache import Rows
-from prefed.train.trainer_factory import model_digest
 
 FILE, FOLDER = "policy.json", "policy"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -35,9 +35,9 @@ from prefed.data.prompts import PromptRow, parse_prompt, plain_prompt, prompt_di
 from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone, save_adapter
 from prefed.models.adapters import atomic_folder
+from prefed.models.backbone import model_digest
 from prefed.train import PairTrainer
 from prefed.train.generation import as_prompt
-from prefed.train.trainer_factory import model_digest
 
 PROMPTS = "prompts.jsonl"
 

@@ -21,9 +21,9 @@ from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record
 from prefed.data.prompts import parse_prompt
 from prefed.models.adapters import atomic_folder
+from prefed.models.backbone import model_digest
 from prefed.train import PairTrainer
 from prefed.train.metrics import PairScores, client_metrics
-from prefed.train.trainer_factory import model_digest
 
 ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -325,3 +327,19 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def model_digest(backbone: Backbone) -> str:
+    """SHA-256 over the architecture, a sample of every weight, and the start of the adapter."""
+    config = backbone.causal.config.to_dict()
+    for where in ("_name_or_path", "transformers_version"):
+        config.pop(where, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in backbone.causal.named_parameters():
+        if ".lora_" in name or WEIGHTS in backbone.needs:
+            continue  # ``initial`` has it
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.float32)
+        digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    digest.update(backbone.initial.flat.numpy().data)
+    return digest.hexdigest()

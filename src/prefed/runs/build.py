@@ -25,7 +25,7 @@ from prefed.methods.base import ClusterSettings
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.runs.reference import reference_folder
-from prefed.train.trainer_factory import PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainerFactory
 
 _log = logging.getLogger("prefed")
 

@@ -12,7 +12,7 @@ from prefed.core.text import listed, pluralize
 from prefed.data import DataConfig, FederatedDataset
 from prefed.data.dataset import Findings, RowCounts
 from prefed.engines import Job
-from prefed.train.trainer_factory import PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainerFactory
 
 LEFT_OUT: Mapping[str, tuple[str, str]] = {
     "too_long": ("longer than max_length", "raise [data] max_length"),

@@ -39,7 +39,7 @@ from prefed.runs.bootstrap import fitted, with_threads
 from prefed.runs.build import build_job
 from prefed.runs.data_notices import left_out_table, notices
 from prefed.runs.summary import mean_models, trainable
-from prefed.train.trainer_factory import PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainerFactory
 
 STEPS = 3
 """Steps of a phase that are timed."""

@@ -23,7 +23,7 @@ from prefed.train.metrics import (
     not_finite_counts,
     small_clients_note,
 )
-from prefed.train.trainer_factory import check_lengths
+from prefed.train.pair_model import check_lengths
 
 Progress = Callable[[int, int], None]
 """Is called with the number of clients that are done, and that of all."""

@@ -29,7 +29,7 @@ from prefed.runs.record import RunError, RunRecord, read_run
 from prefed.runs.reference import reference_folder
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
-from prefed.train.trainer_factory import PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainerFactory
 
 
 @dataclass(frozen=True)

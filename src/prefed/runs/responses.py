@@ -21,13 +21,13 @@ from prefed.data import Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.models import Backbone, ModelConfig
 from prefed.models.adapters import atomic_folder
+from prefed.models.backbone import model_digest
 from prefed.runs.align import FOLDER, stored_settings
 from prefed.runs.journal import Journal
 from prefed.runs.loaded import LoadedRun
 from prefed.runs.record import RunError
 from prefed.runs.tastes import any_taste, server_taste
 from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids
-from prefed.train.trainer_factory import model_digest
 
 BATCH = 16
 """Responses that are generated together."""

@@ -51,7 +51,7 @@ from prefed.runs.summary import (
 )
 from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import flat_loss_warning
-from prefed.train.trainer_factory import PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainerFactory
 
 ADAPTERS = "adapters"
 SHARED = "shared"

@@ -22,7 +22,7 @@ from prefed.methods.base.tastes import posteriors as kept_posteriors
 from prefed.models import Backbone
 from prefed.models.tastes import POSTERIOR, PROTOTYPES, trainable_share
 from prefed.train.metrics.tastes import Array, kl_per_dimension, latent_map, transfer
-from prefed.train.trainer_factory import PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainerFactory
 
 COLLAPSED_BELOW = 0.02
 """Tastes have collapsed where accuracy with own z is less than this above that with another's."""

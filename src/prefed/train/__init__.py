@@ -6,8 +6,7 @@ from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.train.packed import Packing
-    from prefed.train.pair_trainer import ClientPairTrainer, PairTrainer
-    from prefed.train.trainer_factory import PairTrainerFactory
+    from prefed.train.pair_trainer import ClientPairTrainer, PairTrainer, PairTrainerFactory
 
 __all__ = ["ClientPairTrainer", "Packing", "PairTrainer", "PairTrainerFactory"]
 

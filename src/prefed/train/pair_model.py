@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from prefed.data import Pair, TokenSet
-from prefed.models import Backbone
+from prefed.models import Backbone, ModelError
 from prefed.train.packed import PackedChoices, PackedForward, enable_packing
 from prefed.train.padded import Letters, PaddedChoices, PaddedForward, PairForward
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
@@ -138,6 +138,37 @@ def longest_sequence(tokens: TokenSet, rows: Rows | None = None) -> int:
     if not len(lengths):
         return 0
     return int((lengths[:, 0] + lengths[:, 1:].max(1)).max()) - (tokens.letters is not None)
+
+
+def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None) -> None:
+    """Check that the longest pair is within the model's context.
+
+    A model with fixed rotary positions has positions beyond its context, but they are untrained: that is a
+    warning.
+
+    Args:
+        rows: only these pairs; ``None``: all.
+
+    Raises:
+        ModelError: the pair is longer, and the model has no further positions.
+    """
+    window, longest = backbone.window, longest_sequence(tokens, rows)
+    if window is None or longest <= window:
+        return
+    what = "response" if tokens.letters is None else "two responses"
+    message = (
+        f"[model] name = {backbone.config.name!r} has a context of {window} tokens, and the longest prompt "
+        f"with its {what} has {longest}: set [data] max_length = {window}, or shorten such pairs"
+    )
+    if not backbone.stretches:
+        raise ModelError(message)
+    _log.warning("%s; the model may not have been trained on positions beyond its context", message)
+
+
+def longest_input(backbone: Backbone, max_length: int) -> int:
+    """``max_length``, or the model's context where this is shorter and there are no positions beyond it."""
+    window = backbone.window
+    return max_length if window is None or backbone.stretches else min(max_length, window)
 
 
 def choose_forward(

@@ -1,9 +1,9 @@
-"""Trains and scores clients' tensors on preference pairs."""
+"""Trains and scores clients' tensors on preference pairs: of any client, of one visit, of a whole run."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -12,15 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed.core import Key, Objective, Ownership, Phase, PhaseResult, Round, Tensors, Upload
+from prefed.core import POOLED, Key, Objective, Ownership, Phase, PhaseResult, Round, Tensors, Upload
 from prefed.core.tensors import Layered
-from prefed.data import ResponseEncoder, Template, TokenSet
+from prefed.data import ClientData, ClientSizes, FederatedDataset, ResponseEncoder, Template, TokenSet
 from prefed.models import Backbone
+from prefed.models.adapters import save_adapter
+from prefed.models.backbone import model_digest
 from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer
 from prefed.train.losses import LATENT, PPO
 from prefed.train.metrics import ChoiceScores, PairScores
 from prefed.train.pair_cache import Rows
-from prefed.train.pair_model import PairModel, ReferenceLogprobs
+from prefed.train.pair_model import PairModel, ReferenceLogprobs, check_lengths
 from prefed.train.ppo import PPOTrainer
 from prefed.train.rewards import Rewards
 from prefed.train.steps import Visit, first_loss_scale
@@ -250,6 +252,95 @@ class ClientPairTrainer(PairVisit):
     def upload(self, tensors: Mapping[str, Tensors], scalars: Mapping[str, float] | None = None) -> Upload:
         """An upload from this client in this round, weighted by its training pairs."""
         return Upload(self.client, float(self.size), tensors, scalars or {}, self.round.number)
+
+
+class PairTrainerFactory:
+    """Makes trainers of clients over a language model and preference pairs.
+
+    It is the :class:`prefed.engines.TrainerFactory` of every real run.
+
+    Args:
+        backbone: the frozen model. Nothing else may use it.
+        cache: folder for the log-probabilities of the reference model; ``None`` keeps them in memory.
+        unseen: clients whose pairs no method trains on, pooled methods included.
+        reward_model: folder or hub name of the model that scores responses, for offline PPO.
+        responses: as :class:`~prefed.train.PairTrainer` takes it.
+
+    Raises:
+        ModelError: the model has fewer positions than the longest pair of a client has tokens.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        dataset: FederatedDataset,
+        *,
+        cache: Path | None = None,
+        max_tokens: int = 4096,
+        fast: bool = True,
+        unseen: Sequence[str] = (),
+        reward_model: str | None = None,
+        responses: ResponseEncoder | None = None,
+    ) -> None:
+        self.backbone, self.dataset, self._unseen = backbone, dataset, frozenset(unseen)
+        rows = [
+            split for data in dataset.clients.values() for split in (data.train, data.validation, data.test)
+        ]
+        check_lengths(backbone, dataset.tokens, np.concatenate(rows))
+        rewards = None
+        if reward_model is not None:
+            rewards = Rewards(reward_model, dataset.tokens, cache, backbone.device)
+        self._model = model_digest(backbone)
+        kind = "reference" if dataset.tokens.letters is None else "choices"
+        name = f"{kind}-{self._model[:12]}-{dataset.tokens.fingerprint[:12]}"
+        self.pair_trainer = PairTrainer(
+            backbone,
+            dataset.tokens,
+            cache=cache,
+            name=name,
+            max_tokens=max_tokens,
+            fast=fast,
+            rewards=rewards,
+            responses=responses,
+        )
+
+    @property
+    def initial(self) -> Tensors:
+        """The tensors that every client starts from (full layout)."""
+        return self.backbone.initial
+
+    @property
+    def clients(self) -> Mapping[str, ClientSizes]:
+        """Every client's number of training, validation and test pairs."""
+        return self.dataset.sizes
+
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """Digests of the data, and of the model together with the start of its adapter."""
+        return {"data": self.dataset.fingerprint, "model": self._model}
+
+    def _data(self, client: str) -> ClientData:
+        if client == POOLED and client not in self.dataset.clients:
+            members = [data for name, data in self.dataset.clients.items() if name not in self._unseen]
+            splits = ("train", "validation", "test")
+            pooled = (np.sort(np.concatenate([getattr(data, split) for data in members])) for split in splits)
+            return ClientData(POOLED, *pooled)
+        return self.dataset.clients[client]
+
+    def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientPairTrainer:
+        """The trainer of one client in one exchange of a round; ``"pooled"`` is all clients as one."""
+        data = self._data(client)
+        return ClientPairTrainer(data.train, key, ownership, self.pair_trainer, client, data.validation, now)
+
+    def score(
+        self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]
+    ) -> PairScores | ChoiceScores:
+        """The scores of a client's pairs of one split under ``tensors`` (full layout)."""
+        return self.pair_trainer.score(tensors, getattr(self._data(client), split))
+
+    def save_adapter(self, tensors: Tensors, folder: Path) -> None:
+        """Write ``tensors`` as an adapter folder that PEFT loads."""
+        save_adapter(self.backbone, tensors, folder)
 
 
 def _encoder(backbone: Backbone) -> ResponseEncoder:

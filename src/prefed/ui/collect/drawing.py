@@ -14,8 +14,8 @@ from prefed.data.errors import RowError
 from prefed.data.prompts import plain_prompt
 from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone
+from prefed.models.backbone import model_digest
 from prefed.train.generation import Sampling, as_prompt, complete_batch, prompt_ids
-from prefed.train.trainer_factory import model_digest
 from prefed.ui.collect.errors import CollectError
 from prefed.ui.collect.questions import DrawnPairs
 from prefed.ui.collect.session import Session
