@@ -16,7 +16,7 @@ from prefed.core import Callback
 from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.run import peer_folder, run_peer
 from prefed.store import RunReader
-from prefed.ui.cli.peer import stop
+from prefed.ui.cli.federation import stop
 from workers import CLIENTS
 from workers import make_place as make_workers
 

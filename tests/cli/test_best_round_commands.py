@@ -12,7 +12,7 @@ from prefed import Experiment, run
 from prefed.runs.loaded import load_run
 from prefed.store import RunReader
 from prefed.ui.cli import app
-from prefed.ui.pages.result import best_line
+from prefed.ui.pages.terminal import best_line
 
 STOP = {"delta": 1.0, "patience": 2}
 """No accuracy is better than another by more than 1: round 1 stays the best, and round 3 is the last."""

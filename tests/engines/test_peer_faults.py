@@ -34,7 +34,7 @@ from prefed.networks.peers.rendezvous import Place
 from prefed.networks.peers.rounds import PeerRounds
 from prefed.networks.peers.run import peer_folder
 from prefed.store import RunWriter
-from prefed.ui.cli import peer
+from prefed.ui.cli import federation as peer
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from prefed.runs.loaded import load_run
 from prefed.runs.record import read_run
 from prefed.store import RunReader
 from prefed.ui.pages.page import render
-from prefed.ui.pages.result import print_result
+from prefed.ui.pages.terminal import print_result
 
 CLIENTS = ("left", "right")
 

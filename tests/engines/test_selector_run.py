@@ -22,7 +22,7 @@ from prefed.trackers.terminal import stdout_console
 from prefed.train.metrics import choice_metrics
 from prefed.ui.cli import app
 from prefed.ui.pages.page import render
-from prefed.ui.pages.result import print_evaluation, print_result
+from prefed.ui.pages.terminal import print_evaluation, print_result
 
 BISCUIT = {"name": "fedbiscuit", "lr": 0.01, "local_steps": 2, "batch_size": 4, "selectors": 2}
 BISCUIT |= {"warmup_rounds": 1, "regroup_every": 1, "cluster_mean": "normalised"}

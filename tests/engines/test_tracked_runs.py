@@ -20,7 +20,7 @@ from prefed.config import to_toml
 from prefed.trackers.figures import client_table, round_figures, summary_figures
 from prefed.trackers.tools import TRACKERS
 from prefed.ui.cli import app
-from prefed.ui.pages.public import public_page
+from prefed.ui.pages.page import public_page
 
 NEEDED = {**{name: [name] for name in TRACKERS}, "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
 INSTALLED = [name for name, packages in NEEDED.items() if all(map(importlib.util.find_spec, packages))]

@@ -17,7 +17,7 @@ from prefed.privacy.accountant import AccountantError
 from prefed.runs.bootstrap import settings_digest
 from prefed.runs.privacy import plan
 from prefed.ui.cli import app
-from prefed.ui.pages.result import privacy_line
+from prefed.ui.pages.terminal import privacy_line
 
 BASE = {
     "data": {"train": "pairs.jsonl", "partition": {"by": "iid", "clients": 20}},

@@ -13,7 +13,7 @@ from prefed.core import Key
 from prefed.data import DataConfig, build_dataset, statistics
 from prefed.data.partition import duplicate_mask
 from prefed.data.statistics import DatasetStatistics, dataset_statistics, gini, jensen_shannon_distance
-from prefed.ui.pages.dataset import print_dataset_statistics
+from prefed.ui.pages.terminal import print_dataset_statistics
 from preferences import jsonl, pairs, tokenizer
 
 BY_WORKER = {"by": "column", "column": "worker"}

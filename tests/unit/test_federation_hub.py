@@ -16,7 +16,7 @@ from prefed.networks.federation.flare.port import check_port
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import pack
 from prefed.ui.cli import app
-from prefed.ui.cli.interrupts import interruptible
+from prefed.ui.cli.errors import interruptible
 
 OPTIONS = {
     "--hub": "wards/hub",

@@ -17,7 +17,7 @@ from prefed.config.grid import parse_grid, parse_seeds
 from prefed.runs import child
 from prefed.runs.grid import GridSweep
 from prefed.ui.cli import app
-from prefed.ui.pages.grid import keep_grid, sentence
+from prefed.ui.pages.sweep import keep_grid, sentence
 from preferences import jsonl
 
 FILE = """\

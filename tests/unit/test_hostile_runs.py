@@ -11,7 +11,7 @@ from finished import write_run
 from prefed.runs.record import RunError, read_run
 from prefed.trackers.tools import MLflow, Told
 from prefed.ui.cli import app
-from prefed.ui.pages.public import public_page
+from prefed.ui.pages.page import public_page
 
 DEEP = f"{'[' * 100_000}{']' * 100_000}"
 

@@ -16,8 +16,8 @@ from prefed.ui.pages import clients, rounds
 from prefed.ui.pages.compared import Compared, differences, disagreements, labels
 from prefed.ui.pages.comparison import differences_table, runs_table
 from prefed.ui.pages.page import render
-from prefed.ui.pages.result import print_result
 from prefed.ui.pages.tables import metrics_table, terminal, unseen_table
+from prefed.ui.pages.terminal import print_result
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from prefed.ui.pages import selectors
 from prefed.ui.pages.chart import Bars, Line
 from prefed.ui.pages.comparison import print_comparison
 from prefed.ui.pages.page import render
-from prefed.ui.pages.result import print_evaluation, print_result
+from prefed.ui.pages.terminal import print_evaluation, print_result
 
 ALONE = (
     {"ann": 1.0, "bob": 0.5, "cyd": 0.0},

@@ -16,7 +16,7 @@ from prefed.runs.record import RunError, read_run
 from prefed.train.metrics import COLLAPSE_REMEDY, federated_metric
 from prefed.ui.pages import tastes
 from prefed.ui.pages.page import render, write_page
-from prefed.ui.pages.result import print_result
+from prefed.ui.pages.terminal import print_result
 
 TOLD: dict[str, Any] = {
     "clients": ["ann", "bob", "cyd"],

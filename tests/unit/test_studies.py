@@ -38,6 +38,8 @@ def make(folder, name, seed=42, *, gap=0.5, norm=2.0, clients=CLIENTS, size=None
     lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     for line in lines:
         line["cohort"] = sorted(clients)[:size]
+        for key in [key for key in told if line[key] is None]:
+            del line[key]
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

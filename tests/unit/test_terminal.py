@@ -15,12 +15,11 @@ from prefed.runs.record import read_run
 from prefed.trackers.terminal import Terminal, stdout_console
 from prefed.ui.cli import app
 from prefed.ui.cli.errors import user_errors
-from prefed.ui.cli.generate import print_responses
+from prefed.ui.cli.models import print_responses
 from prefed.ui.pages.compared import Compared
 from prefed.ui.pages.comparison import differences_table, runs_table
-from prefed.ui.pages.dataset import print_dataset_statistics
-from prefed.ui.pages.result import print_result
 from prefed.ui.pages.tables import metrics_table, terminal
+from prefed.ui.pages.terminal import print_dataset_statistics, print_result
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
 

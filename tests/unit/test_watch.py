@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from finished import CLIENTS, write_run
-from prefed.runs.live import committed, read_going
 from prefed.runs.record import RunError
 from prefed.store.directory import at_work
 from prefed.ui.cli.app import app
@@ -88,11 +87,11 @@ def test_the_page_is_written_after_every_round_and_loads_itself_until_the_end(
     watch.watch(run.path, page, told.append)
     assert [refreshes for refreshes, _ in seen] == [True, True, False, True]
     assert "Its figures follow the first evaluation." in seen[0][1]
-    assert "It stands after round 1 and goes on: this page loads itself again." in seen[1][1]
+    assert "It has finished round 1 and continues" in seen[1][1]
     assert "1 round" in seen[1][1]
     assert "50.0%" in seen[1][1]
     assert seen[2][1] == ""
-    assert "after round 2" in seen[3][1]
+    assert "finished round 2" in seen[3][1]
     assert "66.7%" in seen[3][1]
     assert "refresh" not in page.read_text()
     assert "not finished" not in page.read_text()
@@ -107,9 +106,11 @@ def test_a_run_that_nobody_works_on_is_not_waited_for(run: Run, tmp_path: Path) 
     run.commit(1)
     run.steps = [lambda: lock.write_text(f"process {NOBODY} on {socket.gethostname()}")]
     watch.watch(run.path, tmp_path / "page.html", told.append)
-    assert told[1] == f"report: {tmp_path / 'page.html'}; nobody works on {run.path}: it stands after round 1"
+    assert (
+        told[1] == f"report: {tmp_path / 'page.html'}; no process runs {run.path}: it stopped after round 1"
+    )
     page = tmp_path / "page.html"
-    assert "It stands after round 1, and nobody works on it." in words(page)
+    assert "It stopped after round 1" in words(page)
     assert "refresh" not in page.read_text()
 
 
@@ -134,7 +135,7 @@ def test_ctrl_c_leaves_a_page_that_does_not_load_itself(run: Run) -> None:
     result = CliRunner().invoke(app, ["report", str(run.path), "--watch"])
     assert result.exit_code == 130
     page = run.path / "report.html"
-    assert "It stood after round 1 when this page was written." in words(page)
+    assert "It had finished round 1 when this page was written." in words(page)
     assert "refresh" not in page.read_text()
 
 
@@ -152,17 +153,17 @@ def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_an_unfinished_run_is_read_as_far_as_it_is_committed(run: Run) -> None:
     """A line behind the commit is not read: the process that wrote it may be killed before it commits."""
-    assert committed(run.path) == 0
+    assert watch.committed(run.path) == 0
     run.commit(1)
     (run.path / "rounds.jsonl").write_text("".join(run.lines))
-    record = read_going(run.path)
+    record = watch.read_unfinished(run.path)
     assert record is not None
-    assert (committed(run.path), len(record.rounds), record.summary["rounds"]) == (1, 1, 1)
+    assert (watch.committed(run.path), len(record.rounds), record.summary["rounds"]) == (1, 1, 1)
     assert record.figures["preference_accuracy"].values["per_client"] == {c: v[1] for c, v in CLIENTS.items()}
     assert record.summary["bytes"] == {"up": 1000, "down": 2000}
     (run.path / "config.toml").write_text("[")
     with pytest.raises(RunError, match=r"config\.toml is damaged"):
-        read_going(run.path)
+        watch.read_unfinished(run.path)
 
 
 def test_a_folder_is_no_page(tmp_path):

@@ -114,7 +114,7 @@ def run(
         callbacks: receive the events of the run, in this order. An exception from one of them ends the run.
             Committed rounds are kept.
         page: makes the page about the run in a directory, for the tools of ``[track]``; left out: they get no
-            page. ``prefed run`` gives :func:`prefed.ui.pages.public.public_page`.
+            page. ``prefed run`` gives :func:`prefed.ui.pages.page.public_page`.
 
     Raises:
         TypeError: ``callbacks`` is no list of :class:`~prefed.core.Callback` instances.

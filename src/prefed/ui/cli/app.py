@@ -8,29 +8,16 @@ from typing import Annotated
 import typer
 
 from prefed.core.openmp import openmp_settings
-from prefed.ui.cli.align import align
+from prefed.ui.cli.calculators import privacy, theory
 from prefed.ui.cli.collect import collect
-from prefed.ui.cli.compare import compare
-from prefed.ui.cli.data import data
 from prefed.ui.cli.demo import demo
 from prefed.ui.cli.errors import user_errors
-from prefed.ui.cli.evaluate import evaluate
-from prefed.ui.cli.export import export
-from prefed.ui.cli.federate import federate
-from prefed.ui.cli.federation import federation
-from prefed.ui.cli.generate import generate
-from prefed.ui.cli.init import init
-from prefed.ui.cli.judge import judge
-from prefed.ui.cli.methods import methods
-from prefed.ui.cli.peer import ends_at_once, peer
-from prefed.ui.cli.privacy import privacy
-from prefed.ui.cli.push import push
-from prefed.ui.cli.report import report
-from prefed.ui.cli.run import run
-from prefed.ui.cli.site import site
-from prefed.ui.cli.sweep import sweep
-from prefed.ui.cli.theory import theory
-from prefed.ui.cli.volume import Quiet, Verbose, command, set_volume
+from prefed.ui.cli.federation import ends_at_once, federate, federation, peer, site
+from prefed.ui.cli.models import export, generate, push
+from prefed.ui.cli.output import Quiet, Verbose, command, set_volume
+from prefed.ui.cli.prepare import data, init, methods
+from prefed.ui.cli.results import compare, evaluate, judge, report
+from prefed.ui.cli.training import align, run, sweep
 
 app = typer.Typer(
     name="prefed",

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from prefed.ui.cli.errors import UsageError
-from prefed.ui.cli.interrupts import interruptible
+from prefed.ui.cli.errors import UsageError, interruptible
 
 if TYPE_CHECKING:
     from prefed.ui.collect.drawing import Drawing

@@ -68,7 +68,7 @@ def demo(
     from prefed.runs.record import read_run
     from prefed.runs.run import run
     from prefed.ui.pages.page import write_page
-    from prefed.ui.pages.result import print_result, result_line
+    from prefed.ui.pages.terminal import print_result, result_line
 
     silence_transformers()
     console = progress_console()

@@ -1,13 +1,23 @@
-"""``prefed federation init PROJECT``."""
+"""``prefed federation``, ``federate``, ``site`` and ``peer``: one run over several machines."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from prefed.ui.cli.errors import UsageError
+from prefed.ui.cli.arguments import AutoResume, CellName, File, Merge, Overrides, given_words, run_name
+from prefed.ui.cli.errors import INTERRUPTED, UsageError, exit_code, interruptible
+from prefed.ui.cli.output import progress_console, terminal
 
 
 def federation(
@@ -39,3 +49,267 @@ def federation(
     for name in described.sites:
         typer.echo(f"{name}: {folder / name}, for this site alone: fill in its site.toml, then `prefed site`")
     typer.echo(f"{folder / 'authority'} signs for new sites: keep it offline, and give it to nobody")
+
+
+def federate(
+    context: typer.Context,
+    file: File,
+    overrides: Overrides = None,
+    hub: Annotated[Path, typer.Option(help="The hub's folder, from `prefed federation init`.")] = Path("hub"),
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the directory, which must hold one.")
+    ] = False,
+    auto_resume: AutoResume = False,
+    sites: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Sites that take part; left out: all that have kits.")
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until all sites have come.")] = 120.0,
+    at_least: Annotated[
+        int | None, typer.Option(min=1, help="So many sites are enough to begin after --wait; left out: all.")
+    ] = None,
+    visit: Annotated[
+        float, typer.Option(min=1, help="Seconds that a visit may take before its site is left out.")
+    ] = 600.0,
+    most_clients: Annotated[int, typer.Option(min=1, help="Clients that one site may say it has.")] = 10_000,
+    most_pairs: Annotated[
+        int, typer.Option(min=1, help="Pairs that a site may say one client has; a merge weighs by them.")
+    ] = 10_000_000,
+    cell: CellName = None,
+) -> None:
+    """Run an experiment over the sites of a federation."""
+    words = ["prefed", "federate", str(file), *given_words(context, without=("out", "resume", "auto_resume"))]
+    again = "--auto-resume" if auto_resume else "--resume"
+    with interruptible(words, out, resume or auto_resume, again=(again,)) as paths:
+        from prefed.networks.federation.flare import check_installed
+
+        check_installed()
+        from prefed.networks.federation.experiment import load_federated
+
+        experiment = load_federated(file, cell, overrides or [])
+        from prefed.core.text import pluralize
+        from prefed.models.notices import silence_transformers
+        from prefed.networks.federation.federate import Terms
+        from prefed.networks.federation.federate import federate as federate_experiment
+        from prefed.networks.federation.flare.kits import Kits
+        from prefed.networks.federation.flare.transport import FlareTransport
+        from prefed.runs.run import default_out
+        from prefed.store.directory import holds_run, refuse_foreign
+        from prefed.ui.pages.page import public_page
+        from prefed.ui.pages.terminal import print_result, result_line
+
+        silence_transformers()
+        console, kits = progress_console(), Kits.open(hub)
+        path = out or default_out(experiment, run_name(file, cell))
+        paths.append(path)
+        resume = holds_run(path) if auto_resume else resume
+        refuse_foreign(path, resume)
+        chosen = tuple(sites.split(",")) if sites else kits.sites
+        if strangers := sorted(set(chosen) - set(kits.sites)):
+            raise ValueError(f"--sites: {strangers[0]!r} has no kit; the sites are {', '.join(kits.sites)}")
+        rounds = pluralize(experiment.rounds, "round", "rounds")
+        console.print(f"{experiment.method.name}, {rounds}, {len(chosen)} sites → {path}", markup=False)
+        terms = Terms(kits.federation, chosen, wait, at_least, visit, most_clients, most_pairs)
+        with FlareTransport(kits) as transport:
+            summary = federate_experiment(
+                experiment,
+                path,
+                transport,
+                terms,
+                resume=resume,
+                callbacks=terminal(console),
+                page=public_page,
+                tell=lambda text: console.print(text, markup=False),
+            )
+        print_result(summary, console)
+        console.print(f"report: prefed report {shlex.quote(str(path))}", markup=False, soft_wrap=True)
+        if console.quiet:
+            typer.echo(f"{result_line(summary)} → {path}")
+
+
+WORDS = ("status", "export")
+
+
+def site(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[status|export] CONFIG", help="The site's file, site.toml.", show_default=False
+        ),
+    ],
+    last: Annotated[int, typer.Option(min=0, help="With status: so many entries of the log.")] = 20,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="With export: the beginning of the run's name; left out: the run that ended last.",
+        ),
+    ] = None,
+    client: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="With export: whose model; left out: of the site's only client."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="With export: the folder.")] = None,
+    merge: Merge = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With export: replace the folder if it is an earlier export.")
+    ] = False,
+) -> None:
+    """Take part in a federation until stopped.
+
+    With status: tell what the site was asked for and sent. With export: write the model of one of the site's
+    clients, after a run's last round, as a folder that PEFT, or transformers alone, loads.
+    """
+    word, path = words[0] if len(words) == 2 and words[0] in WORDS else "", Path(words[-1])
+    if len(words) > 1 and not word:
+        raise UsageError("write `prefed site CONFIG`, or with status or export before CONFIG")
+    options = {"--run": run, "--client": client, "--out": out, "--merge": merge, "--force": force}
+    if word != "export" and (given := [name for name, value in options.items() if value]):
+        raise UsageError(f"{given[0]} belongs to `prefed site export CONFIG`")
+    if word == "export" and out is None:
+        raise UsageError("prefed site export: name a folder for the model with --out DIR")
+    from prefed.networks.federation.config import SiteConfig
+
+    config = SiteConfig.load(path)
+    if out is not None:
+        from prefed.networks.federation.personal import export_client
+        from prefed.ui.cli.models import check_folder
+
+        check_folder(
+            out, {"site's state": Path(config.state), "base model": Path(config.model.name)}, replace=force
+        )
+        exported = export_client(config, out, run=run or "", client=client, merge=merge)
+        code = (f"  {line}" for line in exported.code(str(out)))
+        typer.echo("\n".join([exported.heading(out), "to load it:", *code]))
+        return
+    if word == "status":
+        from prefed.networks.federation.status import status_lines
+
+        for line in status_lines(config, last):
+            typer.echo(line)
+        return
+    from prefed.networks.federation.flare import check_installed
+
+    check_installed()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    try:
+        from prefed.models.notices import silence_transformers
+        from prefed.networks.federation.flare.site import take_part
+
+        silence_transformers()
+        take_part(config, typer.echo)
+    except KeyboardInterrupt:
+        typer.echo("stopped; private states are kept", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+GRACE = 30.0
+"""Seconds from a signal to the end of the process at the latest."""
+
+
+def peer(
+    file: File,
+    overrides: Overrides = None,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose pairs this peer has; left out: those of the client in the place of its rank."
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Where all meet: peer 0's machine. Left out: as torchrun says."
+        ),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Which peer this is, 0 for the first.")] = None,
+    peers: Annotated[int | None, typer.Option(help="How many peers there are.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the peers' run directories; left out: runs/FILE-METHOD-seedSEED."),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--auto-resume",
+            help="Continue after the last round that all peers have, or start where there is none.",
+        ),
+    ] = False,
+    patience: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without a sign of life after which a peer is given up.")
+    ] = 30.0,
+    join: Annotated[float, typer.Option(min=1.0, help="Seconds to wait until all peers have come.")] = 600.0,
+    backend: Annotated[
+        Literal["gloo", "nccl"], typer.Option(help="What carries models; nccl: each peer has its own GPU.")
+    ] = "gloo",
+    cell: CellName = None,
+) -> None:
+    """Run one client of an experiment without a server, together with its peers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    # A peer that is gone is named in one line: the library's traces say no more.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        from prefed.config.table import load_cell
+
+        experiment = load_cell(file, cell, overrides or [])
+        from dataclasses import replace
+
+        from prefed.models.notices import silence_transformers
+        from prefed.networks.peers.rendezvous import Place
+        from prefed.networks.peers.run import peer_folder, run_peer
+        from prefed.runs.run import default_out
+        from prefed.trackers.terminal import Terminal
+
+        silence_transformers()
+        place = replace(Place.of(os.environ, at, rank, peers), patience=patience, join=join, backend=backend)
+        folder, label = out or default_out(experiment, run_name(file, cell)), f"peer {place.rank}"
+        callbacks = [Terminal(label=label)]
+        summary = run_peer(experiment, folder, place, client=client, resume=resume, callbacks=callbacks)
+    except KeyboardInterrupt as interrupt:
+        typer.echo("stopped; whole rounds are kept: start all peers again with --auto-resume", err=True)
+        raise typer.Exit(interrupt.args[0] if interrupt.args else INTERRUPTED) from None
+    accuracy = summary["preference_accuracy"]["mean"]
+    typer.echo(
+        f"{label}: {summary['peer']}: preference accuracy {accuracy:.3f} → {peer_folder(folder, place.rank)}"
+    )
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """End in good order at a signal: the others are notified. The process ends even if that fails."""
+    # A second signal while peers are notified must not cut that short.
+    signal.signal(number, signal.SIG_IGN)
+    fuse = threading.Timer(GRACE, os._exit, [exit_code(number)])
+    fuse.daemon = True
+    fuse.start()
+    raise KeyboardInterrupt(exit_code(number))
+
+
+def ends_at_once(command: Callable[..., None]) -> Callable[..., NoReturn]:
+    """``command``, which ends the process: a thread that waits for a lost peer cannot be joined."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> NoReturn:
+        code = 0
+        try:
+            command(*args, **kwargs)
+        except typer.Exit as end:
+            code = end.exit_code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            code = code or 1
+        os._exit(code)
+
+    return run

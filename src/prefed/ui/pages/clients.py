@@ -18,7 +18,7 @@ from prefed.ui.pages.chart import (
     bars_of,
     distributions_of,
 )
-from prefed.ui.pages.shares import Interval, interval_of, interval_of_mean
+from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean
 from prefed.ui.pages.tables import ROWS, SPREAD, Table, cell, unseen_table
 
 WITH_INTERVALS = ("preference_accuracy", "reward_accuracy")

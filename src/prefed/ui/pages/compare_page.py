@@ -21,7 +21,7 @@ from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of
 from prefed.ui.pages.compared import ChosenCase, Compared, few_seeds, plus_minus
 from prefed.ui.pages.comparison import FURTHER, cases_table, runs_table, settings_table, tests_table
 from prefed.ui.pages.html import render_template
-from prefed.ui.pages.meanings import WORST_TENTH
+from prefed.ui.pages.metric_text import WORST_TENTH
 from prefed.ui.pages.tables import Facts, Table
 
 CURVES = 24

@@ -5,6 +5,9 @@ This file puts the parts of the page together; ``templates/run.html`` decides ho
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +18,13 @@ import tomli_w
 from prefed.core import files
 from prefed.core.text import duration, pluralize, size
 from prefed.methods import METHODS
-from prefed.runs.record import Outcome, RunRecord, alignment_of, judged_of
+from prefed.runs.record import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
 from prefed.runs.track import told_settings
 from prefed.train.metrics import flat_loss_warning
 from prefed.ui.pages import clients, origin, outcomes, rounds, selectors, tastes
 from prefed.ui.pages.html import render_template
-from prefed.ui.pages.meanings import meanings
-from prefed.ui.pages.result import best_line, privacy_line, verdict
-from prefed.ui.pages.shares import Interval, interval_of, interval_of_mean, pairs_of, share
+from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean, meanings, pairs_of, share
+from prefed.ui.pages.terminal import best_line, privacy_line, verdict
 
 TENTHS = 20
 """Clients from which on the worst tenth has a card: of fewer it is the worst client."""
@@ -49,7 +51,7 @@ ALWAYS = ("rounds", "clients", "costs", "settings", "meanings")
 
 
 @dataclass(frozen=True)
-class Going:
+class Unfinished:
     """What a page says of a run that is not finished.
 
     Attributes:
@@ -61,7 +63,7 @@ class Going:
     refresh: int | None
 
 
-def write_page(run: RunRecord, path: Path, going: Going | None = None) -> None:
+def write_page(run: RunRecord, path: Path, going: Unfinished | None = None) -> None:
     """Write :func:`render` of a run to ``path``, whole or not at all.
 
     A page that quotes what a judge read, or tells of tastes, can be read by its owner alone, as these files.
@@ -72,7 +74,7 @@ def write_page(run: RunRecord, path: Path, going: Going | None = None) -> None:
     files.write(path, _render(run, judged, going).encode(), mode=mode)
 
 
-def write_waiting(run: Path, path: Path, going: Going) -> None:
+def write_waiting(run: Path, path: Path, going: Unfinished) -> None:
     """Write a page that says that a run has no evaluation yet, and looks again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     page = render_template("waiting.html", name=run.resolve().name, text=going.text, refresh=going.refresh)
@@ -91,7 +93,7 @@ def render(run: RunRecord) -> str:
     return _render(run, judged_of(run.path), None)
 
 
-def _render(run: RunRecord, judged: Sequence[Outcome], going: Going | None) -> str:
+def _render(run: RunRecord, judged: Sequence[Outcome], going: Unfinished | None) -> str:
     alignment = alignment_of(run.path)
     config = told_settings(run.config)
     length = pluralize(run.summary["rounds"], "round", "rounds")
@@ -224,3 +226,23 @@ def _before(run: RunRecord, name: str, of: str, interval: Interval | None) -> li
         return []
     before: Mapping[str, Any] = run.figures["baseline_accuracy"].values
     return [f"before {share(before[of], interval).partition(' ')[0]}"]
+
+
+def public_page(run: Path) -> str:
+    """The page about the finished run in a directory, made from three of its files and nothing else.
+
+    So it has no response that a judge read, none of an alignment, and nothing of clients' tastes. Metrics of
+    private states, such as gates, are left out of the summary.
+
+    Raises:
+        RunError: there is no finished run, or a file is damaged.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / run.resolve().name
+        copy.mkdir()
+        shutil.copyfile(run / "rounds.jsonl", copy / "rounds.jsonl")
+        shutil.copyfile(run / "config.toml", copy / "config.toml")
+        summary = read_summary(run / "summary.json")
+        summary.pop("personal", None)
+        (copy / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+        return render(read_run(copy))

@@ -27,7 +27,7 @@ from prefed.ui.pages.chart import (
     percent,
     short_name,
 )
-from prefed.ui.pages.shares import interval_of_mean, share
+from prefed.ui.pages.metric_text import interval_of_mean, share
 from prefed.ui.pages.tables import ROWS, Facts, Table, cell
 
 FEW = 10

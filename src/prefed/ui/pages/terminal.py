@@ -1,4 +1,4 @@
-"""A run that has just finished, and a finished run whose models are evaluated again, on the terminal."""
+"""What commands print: the result of a run, an evaluation, a dry run, the statistics of a dataset."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from prefed.core.records import Summary, metrics_of_clients
-from prefed.core.text import pluralize, size
+from prefed.core.text import duration, pluralize, printable, size
+from prefed.runs.data_notices import CUT, LEFT_OUT
 from prefed.runs.figures import (
     REWARD_MEANING,
     REWARDED,
@@ -19,12 +22,14 @@ from prefed.runs.figures import (
 )
 from prefed.train.metrics import MEAN_METRICS, small_clients_note
 from prefed.ui.pages.selectors import agreement_table
-from prefed.ui.pages.tables import Row, Table, lowest_clients, metrics_table, terminal, unseen_table
+from prefed.ui.pages.tables import LISTED, Row, Table, lowest_clients, metrics_table, terminal, unseen_table
 from prefed.ui.pages.tastes import tastes_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
+    from prefed.runs.dry_run import DryRun
     from prefed.runs.evaluate import Evaluation
 
 
@@ -217,3 +222,140 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
             console.print(terminal(table))
     for note in evaluation.notes:
         console.print(note, markup=False, soft_wrap=True)
+
+
+def estimate_line(found: DryRun) -> str:
+    """The result of a dry run in one line."""
+    each = duration(sum(found.seconds_per_round.values()))
+    wrong = pluralize(len(found.warnings), "warning", "warnings") if found.warnings else "nothing is wrong"
+    return (
+        f"{found.method}: {wrong}; by estimate {each} a round, {duration(found.seconds)} in all, "
+        f"{size(found.bytes['up'])} up and {size(found.bytes['down'])} down"
+    )
+
+
+def print_dry_run(found: DryRun, console: Console) -> None:
+    """Sizes and times, one kind a line."""
+    from rich.table import Table
+
+    clients, pairs, disk, timed = found.clients, found.pairs, found.disk, found.timed
+    each, whole, seconds = found.bytes_per_round, found.bytes, found.seconds_per_round
+    rounds = pluralize(found.rounds, "round", "rounds")
+    unseen = f", and {pluralize(clients['unseen'], 'newcomer', 'newcomers')}" if clients["unseen"] else ""
+    needed = sum(disk.values()) - disk["free"]
+    rows = {
+        "clients": f"{clients['train']:,} train, {clients['cohort']:,} of them in a round; "
+        f"{clients['evaluated']:,} are evaluated{unseen}",
+        "pairs": f"{pairs['train']:,} to train on, {pairs['validation']:,} to validate on, "
+        f"{pairs['test']:,} to test on",
+        "parameters": f"{found.parameters['trainable']:,} are trained, "
+        f"{found.parameters['communicated']:,} are in an upload",
+        "sent": f"{size(each['up'])} up and {size(each['down'])} down a round; "
+        f"{size(whole['up'])} up and {size(whole['down'])} down in {rounds}",
+        "disk": f"{size(needed)}: cache {size(disk['cache'])}, checkpoint {size(disk['checkpoint'])}, "
+        f"adapters {size(disk['adapters'])}; {size(disk['free'])} are free",
+        "memory": f"{found.peak_memory_mb:,.0f} MiB at the most so far, in this process",
+        "time": f"{duration(sum(seconds.values()))} a round, of which evaluation "
+        f"{duration(seconds['evaluation'])}; {duration(found.seconds)} in {rounds}",
+        "": f"an estimate, from {pluralize(int(timed['steps']), 'step', 'steps')} of client "
+        f"{printable(str(timed['client']))!r} and "
+        f"{pluralize(int(timed['pairs']), 'evaluated pair', 'evaluated pairs')}; "
+        "what the untouched model gives each pair, once, comes on top",
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console.print(table, markup=False)
+    for text in found.notes:
+        console.print(printable(text), markup=False, soft_wrap=True)
+    for text in found.warnings:
+        console.print(f"warning: {printable(text)}", style="yellow", markup=False, soft_wrap=True)
+    wrong = "" if found.warnings else "nothing is wrong, and "
+    console.print(f"{wrong}nothing was written", markup=False)
+
+
+_COUNTS = {
+    **{name: f"left out: {text}" for name, (text, _) in LEFT_OUT.items()},
+    "dropped": "clients left out: nothing to train on",
+    **{name: several for name, (_, several) in CUT.items()},
+    "prefixes": "responses that repeated the prompt",
+}
+"""Counts of :class:`~prefed.data.dataset.RowCounts`, and their texts."""
+
+
+def print_dataset_statistics(statistics: DatasetStatistics, console: Console) -> None:
+    """Print a table with one line per client (the first 40), then a table of the whole dataset."""
+    rows: list[Row] = [_client_row(client) for client in statistics.clients[:LISTED]]
+    if len(statistics.clients) > LISTED:
+        rows.append((f"… and {len(statistics.clients) - LISTED:,} more", []))
+    heads = ["client", "train", "val.", "test", "prompt", "response", "JSD cat.", "JSD tok.", "category"]
+    console.print(
+        terminal(
+            Table(
+                pluralize(len(statistics.clients), "client", "clients"),
+                heads,
+                rows,
+                left=1,
+                fold=("prompt", "response"),
+            )
+        )
+    )
+    console.print(
+        "prompt, response: tokens, median/95%/largest. JSD: distance from all clients together, 0 to 1."
+    )
+    whole = [(name, [text]) for name, text in _dataset_rows(statistics)]
+    console.print(terminal(Table("", ["all clients", ""], whole)))
+
+
+def _client_row(client: ClientStatistics) -> Row:
+    cells = [f"{count:,}" for count in (client.train, client.validation, client.test)]
+    cells += [_quantiles(client.prompt), _quantiles(client.response)]
+    cells += ["–" if client.category_distance is None else f"{client.category_distance:.2f}"]
+    cells += [f"{client.token_distance:.2f}", _largest(client.categories)]
+    return client.id + (" (flipped)" if client.flipped else ""), cells
+
+
+def _dataset_rows(statistics: DatasetStatistics) -> list[tuple[str, str]]:
+    clients, counts = statistics.clients, statistics.row_counts.model_dump()
+    train = [client.train for client in clients]
+    sizes = f"{min(train):,} / {np.median(train):,g} / {max(train):,}"
+    categories = _beside_random(statistics.category_distance, statistics.random_category_distance)
+    tokens = _beside_random(statistics.token_distance, statistics.random_token_distance)
+    elsewhere = sum(client.test_elsewhere for client in clients)
+    return [
+        ("training pairs: all", f"{sum(train):,}"),
+        ("training pairs a client: least / median / most", sizes),
+        ("Gini coefficient of sizes", f"{statistics.gini:.2f}"),
+        ("mean distance of categories (assigned at random)", categories),
+        ("mean distance of tokens (assigned at random)", tokens),
+        ("prompts that several clients train on", f"{statistics.shared_prompts:,}"),
+        ("pairs that several clients train on", f"{statistics.shared_pairs:,}"),
+        ("pairs on which clients disagree", f"{statistics.contradictions:,}"),
+        ("repeated pairs within clients", f"{sum(client.duplicates for client in clients):,}"),
+        ("test pairs that another client trains on", f"{elsewhere:,} of {sum(c.test for c in clients):,}"),
+        (
+            "test pairs whose prompt their client trains on",
+            f"{sum(client.test_prompts for client in clients):,}",
+        ),
+        ("clients without a test pair", f"{sum(client.test == 0 for client in clients):,}"),
+        ("rows read", f"{statistics.row_counts.rows:,}"),
+        *((text, f"{counts[name]:,}") for name, text in _COUNTS.items() if counts[name]),
+    ]
+
+
+def _beside_random(value: float | None, random: float | None) -> str:
+    return "–" if value is None or random is None else f"{value:.2f} ({random:.2f})"
+
+
+def _quantiles(lengths: Lengths) -> str:
+    return f"{lengths.median:.0f}/{lengths.p95:.0f}/{lengths.max}"
+
+
+def _largest(categories: dict[str, int], most: int = 2) -> str:
+    """The largest categories with their shares, and the number of the others."""
+    total = sum(categories.values())
+    ranked = sorted(categories.items(), key=lambda item: (-item[1], item[0]))
+    listed = ", ".join(f"{name} {count / total:.0%}" for name, count in ranked[:most])
+    return listed + (f", {len(ranked) - most} more" if len(ranked) > most else "")

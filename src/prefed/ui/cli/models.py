@@ -1,0 +1,301 @@
+"""``prefed export``, ``push`` and ``generate``: the models of a finished run."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefed.ui.cli.arguments import (
+    Aligned,
+    LicenseName,
+    Merge,
+    OwnModel,
+    RoundName,
+    SelectorNumber,
+    TasteName,
+)
+from prefed.ui.cli.errors import UsageError
+from prefed.ui.cli.output import print_json
+
+if TYPE_CHECKING:
+    from prefed.runs.export import Export
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    client: OwnModel = None,
+    selector: SelectorNumber = None,
+    aligned: Aligned = False,
+    taste: TasteName = None,
+    merge: Merge = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The folder; left out: one in RUN/adapters or RUN/merged."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the folder if it is an earlier export.")
+    ] = False,
+    card: Annotated[
+        bool, typer.Option("--card", help="Write a model card beside the model, for the Hugging Face hub.")
+    ] = False,
+    license: LicenseName = None,
+    which: RoundName = "last",
+) -> None:
+    """Write a model of a finished run as a folder that PEFT, or transformers alone, loads."""
+    from prefed.runs.record import read_run
+    from prefed.store import client_file
+
+    check_choice(client, selector, aligned, taste, which)
+    if license is not None and not card:
+        raise UsageError("--license stands on a card: add --card")
+    record = read_run(run)
+    name = "shared" if selector is None else f"selector-{selector}"
+    if client is not None:
+        name = f"client-{client_file(client)}"
+    if aligned:
+        name = "aligned" if client is None else f"aligned-{client_file(client)}"
+    if taste is not None:
+        name = f"taste-{client_file(taste)}" + ("" if client is None else f"-{client_file(client)}")
+    folder = name if which == "last" else f"best-{name}"
+    path = out or run / ("merged" if merge else "adapters") / folder
+    if out is None and not path.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"{path} lies elsewhere: there is a link in {run}; choose an --out")
+    base = Path(record.config["model"]["name"])
+    check_folder(path, {"run": record.path, "run's base model": base}, replace=force or out is None)
+    from prefed.runs.export import write_model
+
+    best = which == "best"
+    exported = write_model(
+        run, path, client=client, selector=selector, taste=taste, aligned=aligned, merge=merge, best=best
+    )
+    if card:
+        from prefed.core import files
+        from prefed.ui.pages.card import CARD, model_card
+
+        files.write(
+            path / CARD, model_card(record.at_best() if best else record, exported, license=license).encode()
+        )
+    code = (f"  {line}" for line in exported.code(str(path)))
+    typer.echo("\n".join([exported.heading(path), "to load it:", *code]))
+
+
+def check_choice(
+    client: str | None, selector: int | None, aligned: bool, taste: str | None, which: str
+) -> None:
+    """Refuse options that name two models.
+
+    Raises:
+        UsageError: they do not go together.
+    """
+    if client is not None and selector is not None:
+        raise UsageError("give --client or --selector, not both")
+    for option, given in (("--taste", taste is not None), ("--aligned", aligned)):
+        if selector is not None and given:
+            raise UsageError(f"give --selector or {option}, not both")
+    if aligned and which == "best":
+        raise UsageError("--aligned: the selectors of the last round aligned it; leave out --round best")
+
+
+def check_folder(path: Path, places: Mapping[str, Path], *, replace: bool) -> None:
+    """Refuse a folder that an export must not replace: it replaces nothing but an earlier export.
+
+    Args:
+        places: what it must not hold, by a word for it.
+
+    Raises:
+        ValueError: it must not be replaced.
+    """
+    from prefed.models.adapters import unexpected_files
+
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file, not a folder; choose another --out")
+    folder = path.resolve()
+    for what, place in places.items():
+        if place.is_dir() and folder in (place.resolve(), *place.resolve().parents):
+            raise ValueError(f"{path} holds the {what}; choose another --out")
+    foreign = unexpected_files(path)
+    if foreign:
+        raise ValueError(
+            f"{path} holds {foreign[0]!r}, which no export writes: it is not replaced; choose another --out"
+        )
+    if any(path.iterdir()) and not replace:
+        raise ValueError(f"{path} is there already; choose another --out, or --force to replace it")
+
+
+def push(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    repo: Annotated[str, typer.Argument(help="The repository, OWNER/NAME.", show_default=False)],
+    client: OwnModel = None,
+    selector: SelectorNumber = None,
+    aligned: Aligned = False,
+    taste: TasteName = None,
+    merge: Merge = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Everybody may read it; left out: a private repository.")
+    ] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="The repository is there; replace the model in it.")
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The base model's name on the hub, if the run has it in a folder."),
+    ] = None,
+    license: LicenseName = None,
+    which: RoundName = "last",
+) -> None:
+    """Publish a model of a finished run on the Hugging Face hub, with a model card."""
+    check_choice(client, selector, aligned, taste, which)
+    from prefed.runs.export import check_target
+    from prefed.runs.record import read_run
+
+    check_target(repo)
+    record = read_run(run)
+    from prefed.core import files
+    from prefed.runs.export import name_base, publish, write_model
+    from prefed.ui.pages.card import CARD, hub_name, model_card
+
+    best = which == "best"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        exported = write_model(
+            run,
+            folder,
+            client=client,
+            selector=selector,
+            taste=taste,
+            aligned=aligned,
+            merge=merge,
+            best=best,
+        )
+        name = exported.model.name
+        known = base or hub_name(name)
+        name_base(folder, known or Path(name).name)
+        of = record.at_best() if best else record
+        card = model_card(of, exported, repo=repo, base=known, license=license)
+        files.write(folder / CARD, card.encode())
+        readers = "everybody may read it" if public else "private"
+        typer.echo(
+            f"publishing {_whose(exported)}\nto {repo} ({readers}): {', '.join(sorted(_names(folder)))}"
+        )
+        if known is None:
+            typer.echo(
+                f"its base model is a folder of this machine, {name}; on the hub? --base NAME", err=True
+            )
+        typer.echo(f"published: {publish(folder, repo, public=public, update=update)}")
+
+
+def _whose(exported: Export) -> str:
+    """Which model it is, and who must agree."""
+    if exported.aligned and exported.client is None and exported.taste in (None, "population"):
+        return "the aligned model"
+    if exported.aligned:
+        of = (
+            exported.taste
+            if exported.client in (None, exported.taste)
+            else f"{exported.taste} of {exported.client}"
+        )
+        return (
+            f"the aligned model at the taste {of!r}: if that is a client's, it answers as this client likes; "
+            "publish it only if this client agrees"
+        )
+    if exported.client is not None:
+        return (
+            f"the own model of client {exported.client!r}: it was trained on its pairs and may repeat them; "
+            "publish it only if this client agrees"
+        )
+    return exported.selector.replace("-", " ") if exported.selector else "the model that all clients share"
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    prompt: Annotated[
+        list[str],
+        typer.Option(
+            metavar="TEXT", help="What to respond to; may be given again. - reads it from standard input."
+        ),
+    ],
+    client: Annotated[
+        str | None, typer.Option(metavar="ID", help="A client's own model; left out: the one that all share.")
+    ] = None,
+    taste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASTE",
+            help="For a model that takes a taste: population, a client's id, prototype:K, infer:FILE, what "
+            "the pairs of a file tell, or with --client ID infer:8, what 8 of that client's pairs tell.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws; base and aligned model draw alike.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take prompts as they are, also where the run's data are dialogues.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    which: RoundName = "last",
+) -> None:
+    """Let the base model and a finished run's model respond to prompts, side by side."""
+    if not 0 < top_p <= 1:
+        raise UsageError(f"--top-p {top_p}: above 0 and at most 1")
+    from prefed.core import Key
+    from prefed.models.notices import silence_transformers
+    from prefed.runs.loaded import load_run
+    from prefed.runs.responses import Models
+    from prefed.runs.tastes import needs_pairs
+    from prefed.train.generation import Sampling, complete
+
+    silence_transformers()
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    models = Models(
+        load_run(run, data=needs_pairs(taste), best=which == "best"), sampling, seed=seed, raw=raw
+    )
+    aligned, base = models.own(client, taste), models.base()
+    heading, responses = ", ".join(filter(None, ("aligned", taste, client))), []
+    for text in (sys.stdin.read() if text == "-" else text for text in prompt):
+        ids = aligned.ids(text)
+        for number in range(samples):
+            key = Key(seed).at("generate", text).at("sample", number)
+            first, second = (
+                complete(m.backbone, m.tensors, ids, sampling, key, taste=m.taste) for m in (base, aligned)
+            )
+            responses.append({"prompt": text, "sample": number, "base": first, "aligned": second})
+            if not as_json:
+                print_responses(text if number == 0 else "", first, second, heading)
+    if as_json:
+        print_json(responses)
+
+
+def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:
+    """Two responses side by side, below their prompt, which is empty if it stands above earlier ones already.
+
+    ``heading`` is that of the aligned model's column.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from prefed.core.text import printable_lines
+    from prefed.trackers.terminal import stdout_console
+
+    console = stdout_console()
+    if prompt:
+        console.print(Text(printable_lines(prompt.strip()), style="bold"))
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
+    for head in ("base", heading):
+        table.add_column(Text(head), ratio=1, overflow="fold")
+    table.add_row(*(Text(printable_lines(text.strip())) for text in (base, aligned)))
+    console.print(table)

@@ -1,0 +1,107 @@
+"""``prefed init``, ``methods`` and ``data``: the commands before a first run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefed.ui.cli.arguments import CellName, File, Overrides
+from prefed.ui.cli.errors import usage
+from prefed.ui.cli.output import AsJson, print_json
+
+if TYPE_CHECKING:
+    pass
+
+
+def init(
+    method: Annotated[str, typer.Argument(help="A method's name, see `prefed methods`.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; left out: METHOD.toml.")] = None,
+    example: Annotated[
+        bool,
+        typer.Option("--example", help="A short file, and beside it four clients' pairs to try it on."),
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of the model; left out: DistilGPT-2 from the hub.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+) -> None:
+    """Write a commented starting file for a method, or a small example that runs."""
+    from prefed.config import method_kind
+    from prefed.config.init import MODEL, example_file, example_pairs, starting_file
+    from prefed.core import files
+
+    with usage():
+        method_kind(method)
+    path = out or Path(f"{method}.toml")
+    pairs = path.with_name("pairs.jsonl")
+    model = model or MODEL
+    if example:
+        texts = {pairs: example_pairs(), path: example_file(method, pairs.name, model)}
+    else:
+        texts = {path: starting_file(method, model)}
+    for file in texts:
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder; choose another --out")
+        if file.exists() and not force:
+            # The pairs have one name, whatever the experiment file is called.
+            other = "another --out" if file == path else "an --out in another folder"
+            raise ValueError(f"{file} exists; choose {other}, or --force to replace it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file, text in texts.items():
+        files.write(file, text.encode())
+    name = shlex.quote(str(path))
+    if example:
+        typer.echo(f"wrote {pairs} and {path}; next: `prefed data {name}`, then `prefed run {name}`")
+    else:
+        typer.echo(f"wrote {path}; next: set [data] and [model] in it, then `prefed run {name}`")
+
+
+def methods() -> None:
+    """List the methods, where they come from and what is personal in them."""
+    from rich import box
+    from rich.table import Table
+
+    from prefed.methods import METHODS
+    from prefed.trackers.terminal import stdout_console
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("method", "what it is", "clients end with"):
+        table.add_column(name, no_wrap=name == "method")
+    table.add_column("source", overflow="fold", min_width=20)
+    for kind in METHODS.values():
+        ends = "models of their own" if kind.personal else "one model"
+        table.add_row(kind.name, kind.title, ends, kind.source)
+    stdout_console().print(table)
+
+
+def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json: AsJson = False) -> None:
+    """Show what each client would hold, before anything trains."""
+    from tempfile import TemporaryDirectory
+
+    from prefed.config.table import load_cell
+
+    # Errors in the file are found before PyTorch is imported, which takes seconds.
+    experiment = load_cell(file, cell, overrides or [])
+    from prefed.data.statistics import dataset_statistics
+    from prefed.models.notices import silence_transformers
+    from prefed.runs.build import build_data
+    from prefed.runs.data_notices import data_notices
+    from prefed.trackers.terminal import Terminal, stdout_console
+    from prefed.ui.pages.terminal import print_dataset_statistics
+
+    silence_transformers()
+    with TemporaryDirectory(prefix="prefed-data-") as folder:
+        dataset = build_data(experiment, Path(folder) / "data")
+        statistics, (notes, warnings) = dataset_statistics(dataset), data_notices(dataset)
+    if as_json:
+        print_json({**statistics.model_dump(mode="json"), "notes": notes, "warnings": warnings})
+    else:
+        terminal = Terminal(stdout_console())
+        print_dataset_statistics(statistics, terminal.console)
+        for note in notes:
+            terminal.on_note(note)
+        for warning in warnings:
+            terminal.on_warning(warning)

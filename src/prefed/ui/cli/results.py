@@ -1,0 +1,332 @@
+"""``prefed evaluate``, ``compare``, ``report`` and ``judge``: what finished runs came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from prefed.ui.cli.arguments import RoundName
+from prefed.ui.cli.errors import INTERRUPTED, UsageError, terminable, usage
+from prefed.ui.cli.output import bar_console, print_json
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    split: Annotated[
+        Literal["train", "validation", "test"] | None,
+        typer.Option(help="Which of each client's pairs; left out: those that the run was judged on."),
+    ] = None,
+    test: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Judge on the pairs of another file, folder or hub set instead."),
+    ] = None,
+    everyone: Annotated[
+        bool, typer.Option("--everyone", help="With --test: all rows for each client, whoever's they are.")
+    ] = False,
+    client: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Only this client; may be given again.")
+    ] = None,
+    taste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASTE",
+            help="For selectors with a latent taste, whose taste judges: own, population, a client's id, "
+            "prototype:K, infer:8, what 8 of a client's training pairs tell, or infer:FILE, what a new "
+            "user's pairs tell.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    which: RoundName = "last",
+) -> None:
+    """Judge a finished run's models: each client's on its own pairs, or on other ones."""
+    if test is not None and split is not None:
+        raise UsageError("give either --split, of the run's own pairs, or --test FILE")
+    if everyone and test is None:
+        raise UsageError("--everyone belongs to --test FILE")
+    import torch
+
+    from prefed.models.notices import silence_transformers
+    from prefed.runs.evaluate import evaluate as evaluate_run
+    from prefed.runs.evaluate import evaluate_file
+    from prefed.runs.loaded import load_run
+    from prefed.runs.record import read_run
+    from prefed.runs.tastes import at_taste
+    from prefed.store import plain
+    from prefed.trackers.terminal import stdout_console
+    from prefed.ui.pages.terminal import print_evaluation
+
+    silence_transformers()
+    # At the hub of a federation no taste comes from the run's own pairs.
+    own_pairs = test is None or (taste is not None and not read_run(run).sites)
+    loaded_run = load_run(run, data=own_pairs, best=which == "best")
+    if taste is not None:
+        loaded_run = at_taste(loaded_run, taste, test, split or loaded_run.experiment.evaluate.split)
+    # With the run's own number of threads its figures come out again to the digit.
+    torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
+    with _progress() as tell:
+        if test is None:
+            evaluation = evaluate_run(loaded_run, split or loaded_run.experiment.evaluate.split, client, tell)
+        else:
+            evaluation = evaluate_file(loaded_run, test, client, everyone=everyone, progress=tell)
+    if as_json:
+        print_json(plain(evaluation.plain()))
+    else:
+        number = loaded_run.reader.commit.round
+        name = loaded_run.record.name + (f", best round {number}" if which == "best" else "")
+        print_evaluation(evaluation, name, stdout_console())
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error if that is a terminal; it is told how many of how many clients are done."""
+    from rich.progress import Progress
+
+    console = bar_console()
+    with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as bar:
+        task = bar.add_task("clients")
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="Run directories, or folders of them such as those of prefed sweep.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The plot: a .png, .svg or .pdf file; left out: compare.png, or none with --html or --json."
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="A page over all runs, complete in itself.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Set finished runs side by side: a table, what they do differently, and a plot or a page."""
+    from prefed.runs.record import read_run
+    from prefed.runs.replicates import find_runs
+    from prefed.ui.pages import plot_file
+
+    if out is None and html is None and not as_json:
+        out = Path("compare.png")
+    if out is not None:
+        plot_file.file_format(out)
+    if html is not None and html.is_dir():
+        raise ValueError(f"{html} is a folder; name a file for the page")
+    for path in runs:
+        if not any(path.rglob("summary.json")):
+            read_run(path)  # says what is wrong with it
+    records = find_runs(runs)
+    if len(records) < 2:
+        raise ValueError("name at least two different runs")
+    if as_json:
+        from prefed.store.reader import plain
+        from prefed.ui.pages.compared import Compared
+
+        print_json(plain(Compared(tuple(records)).plain()))
+    else:
+        from prefed.trackers.terminal import stdout_console
+        from prefed.ui.pages.comparison import print_comparison
+
+        print_comparison(records, stdout_console())
+    made = []
+    if out is not None:
+        from prefed.ui.pages.compare_charts import comparison
+
+        plot_file.save(comparison(records), out)
+        made.append(f"plot: {out}")
+    if html is not None:
+        from prefed.ui.pages.compare_page import write_comparison
+
+        write_comparison(records, html)
+        made.append(f"page: {html}")
+    for line in made:
+        typer.echo(line, err=as_json)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; left out: report.html in the run directory.")
+    ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Write it anew after every round, until the run ends or Ctrl-C."),
+    ] = False,
+) -> None:
+    """Write one HTML page about a finished run, complete in itself, or about one that goes on."""
+    from prefed.runs.record import read_run
+    from prefed.ui.pages.page import write_page
+    from prefed.ui.pages.watch import watch as keep_fresh
+
+    path = out or run / "report.html"
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file for the page")
+    if not watch:
+        write_page(read_run(run), path)
+        typer.echo(f"report: {path}")
+        return
+    try:
+        with terminable():
+            keep_fresh(run, path, typer.echo)
+    except KeyboardInterrupt:
+        typer.echo(f"report: {path}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def judge(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    judge: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[:ARGUMENT]",
+            help="reward:FOLDER, endpoint:MODEL, local:FOLDER, selector:RUN or utility.",
+            show_default=False,
+        ),
+    ],
+    prompts: Annotated[
+        Path, typer.Option(metavar="FILE", help="A row for each prompt to respond to.", show_default=False)
+    ],
+    run2: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN2]", help="Compare with this run's model; left out: with the untouched one."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare with the reference answers in a file.")
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --against: the column of the answers.")
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="ID", help="A client's own model, of both runs if there are two.")
+    ] = None,
+    against_shared: Annotated[
+        bool, typer.Option("--against-shared", help="With --client: compare with the shared model.")
+    ] = False,
+    policy_taste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASTE",
+            help="For a model that takes a taste, the one with which it responds, as prefed generate --taste "
+            "names it.",
+        ),
+    ] = None,
+    prompt_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of the prompts; left out: prompt, or that of preference pairs."),
+    ] = None,
+    template: Annotated[
+        str, typer.Option(help="How a language model is asked: plain, mt-bench or auto-j.")
+    ] = "plain",
+    criterion: Annotated[
+        Literal["helpful", "harmless"] | None,
+        typer.Option(help="A language model decides by this alone; left out: by --template."),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Of an endpoint, up to and with /v1; left out: OpenAI's.")
+    ] = None,
+    key: Annotated[
+        str, typer.Option(metavar="VARIABLE", help="The environment's variable with an endpoint's key.")
+    ] = "OPENAI_API_KEY",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an endpoint's answer.")] = 120.0,
+    parallel: Annotated[int, typer.Option(min=1, help="Questions to an endpoint at a time.")] = 4,
+    judge_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a judge's answer at most.")] = 1024,
+    taste: Annotated[
+        str,
+        typer.Option(
+            metavar="CLIENT|mean",
+            help="Whose utility, for the judge utility; whose taste, for selectors that have one.",
+        ),
+    ] = "mean",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of responses; 0 takes the likeliest token each time.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of responses that are drawn.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take prompts as they are, also where the run's data are dialogues.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option(help="Of the folder under RUN/judge; left out: made of what is compared.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Let a judge compare a finished run's model with another one: win rates, and every verdict in a file."""
+    from prefed.align.judge.questions import JudgeOptions
+    from prefed.align.judge.registry import split_name
+
+    if timeout <= 0:
+        raise UsageError(f"--timeout {timeout:g}: above 0")
+    with usage():
+        split_name(judge)
+    from prefed.align.judge.questions import URL, criterion_template, get_template
+    from prefed.models.notices import silence_transformers
+    from prefed.runs.judge import Comparison
+    from prefed.runs.judge import judge as judge_run
+    from prefed.trackers.terminal import stdout_console
+    from prefed.train.generation import Sampling
+    from prefed.ui.pages.outcomes import print_judged
+
+    silence_transformers()
+    with usage():
+        if criterion is not None:
+            template = criterion_template(criterion, template, judge)
+        get_template(template)
+        comparison = Comparison(
+            judge=judge,
+            prompts=prompts,
+            other=run2,
+            reference=against,
+            column=column,
+            client=client,
+            against_shared=against_shared,
+            taste=policy_taste,
+            prompt_column=prompt_column,
+            raw=raw,
+            sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature),
+            seed=seed,
+            options=JudgeOptions(
+                url=URL if url is None else url,
+                template=template,
+                judge_tokens=judge_tokens,
+                key_variable=key,
+                timeout=timeout,
+                parallel=parallel,
+                taste=taste,
+            ),
+            name=name,
+        )
+    with _bars() as tell:
+        summary = judge_run(run, comparison, tell)
+    if as_json:
+        print_json(summary)
+    else:
+        print_judged(summary, run, stdout_console())
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each step, on standard error if that is a terminal."""
+    from rich.progress import Progress, TaskID
+
+    console = bar_console()
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as bar:
+
+        def tell(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=of)
+
+        yield tell

@@ -1,0 +1,335 @@
+"""``prefed run``, ``sweep`` and ``align``: the commands that train."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from collections.abc import Coroutine
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from prefed.ui.cli.arguments import AutoResume, CellName, File, Overrides, Track, run_name, set_words
+from prefed.ui.cli.errors import INTERRUPTED, UsageError, interruptible, terminable
+from prefed.ui.cli.output import AsJson, print_json, progress_console, terminal, volume
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from prefed.config import Experiment
+    from prefed.runs.sweep import SweepCell
+
+
+def run(
+    file: File,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the directory, which must hold one.")
+    ] = False,
+    auto_resume: AutoResume = False,
+    cell: CellName = None,
+    track: Track = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check everything, and tell sizes and about how long a round would take; write nothing.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run an experiment and write its run directory."""
+    if dry_run and (resume or auto_resume):
+        raise UsageError("give --dry-run or --resume, not both: only a new run can be tried")
+    overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
+    words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
+    words += set_words(overrides)
+    words += ["--dry-run"] if dry_run else []
+    again = "--auto-resume" if auto_resume else "--resume"
+    with interruptible(words, out, resume or auto_resume, again=(again,)) as paths:
+        from prefed.config.table import load_cell
+
+        # Errors in the file are found before PyTorch is imported, which takes seconds.
+        experiment = load_cell(file, cell, overrides)
+        from prefed.core.text import pluralize
+        from prefed.models.notices import silence_transformers
+        from prefed.runs.run import default_out
+        from prefed.store.directory import holds_run, refuse_foreign
+
+        silence_transformers()
+        console = progress_console(as_json)
+        path = out or default_out(experiment, run_name(file, cell))
+        if path.is_file():
+            raise ValueError(f"{path} is a file, not a folder; choose another --out")
+        if not dry_run:
+            paths.append(path)
+        resume = holds_run(path) if auto_resume else resume
+        refuse_foreign(path, resume)
+        rounds = pluralize(experiment.rounds, "round", "rounds")
+        console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
+        if dry_run:
+            _try(experiment, path, as_json, console)
+        else:
+            _run(experiment, path, resume, as_json, console)
+
+
+def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
+    """Run, and tell the result."""
+    from prefed.runs.figures import groupings_of
+    from prefed.runs.record import read_run
+    from prefed.runs.run import run as run_experiment
+    from prefed.ui.pages.page import public_page
+    from prefed.ui.pages.terminal import print_result, result_line
+
+    result = run_experiment(experiment, path, resume=resume, callbacks=terminal(console), page=public_page)
+    if as_json:
+        print_json(result.summary)
+    elif console.quiet:
+        typer.echo(f"{result_line(result.summary)} → {path}")
+    else:
+        told = read_run(path).tastes
+        print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=told)
+        adapters = ", ".join(map(str, result.adapters)) or "none: see `prefed export`"
+        for line in (
+            f"{'adapters' if len(result.adapters) > 1 else 'adapter'}: {adapters}",
+            *([f"aligned: {path / 'align' / 'adapter'}"] if experiment.align else []),
+            f"summary: {path / 'summary.json'}",
+            f"report: prefed report {shlex.quote(str(path))}",
+            *next_commands(path, experiment.method.kind.reads == "choice", experiment.align is not None),
+        ):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) -> None:
+    """Check an experiment, and tell what a run of it would take."""
+    from prefed.runs.dry_run import dry_run
+    from prefed.ui.pages.terminal import estimate_line, print_dry_run
+
+    found = dry_run(experiment, path)
+    if as_json:
+        print_json(asdict(found))
+    elif console.quiet:
+        typer.echo(estimate_line(found))
+    else:
+        print_dry_run(found, console)
+
+
+def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
+    """Lines with the command that goes on from a run's selectors; none for a run without them."""
+    run = shlex.quote(str(path))
+    if aligned:
+        return [f"judge: prefed judge {run} --judge NAME --prompts FILE"]
+    return [f"align: prefed align {run} --prompts FILE"] if selectors else []
+
+
+T = TypeVar("T")
+
+
+def sweep(
+    tables: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="Table files (TOML); with --grid or --seeds one experiment file.",
+            show_default=False,
+        ),
+    ],
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Run the experiment with each of these values of a key, e.g. method.lr=1e-4,1e-3; given "
+            "again, with every combination. The best one on validation pairs is chosen.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="How many seeds every combination is run with, from the experiment's own on; or the seeds "
+            "themselves, e.g. 1,2,5.",
+            show_default=False,
+        ),
+    ] = None,
+    judge: Annotated[
+        Literal["preference_accuracy", "reward_accuracy"] | None,
+        typer.Option(
+            help="With --grid, the figure that chooses; left out: preference_accuracy.", show_default=False
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path, typer.Option(help="The folder of the runs, and of the finished tables or pages.")
+    ] = Path("runs/tables"),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CELL", help="Only this cell, or those that fit a pattern such as 'imdb-3/*'."),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, of one thread each.")] = 2,
+) -> None:
+    """Carry out the cells of a table, or one experiment over a grid and seeds, or go on with them."""
+    if grid or seeds is not None:
+        if len(tables) > 1 or only:
+            raise UsageError("--grid and --seeds are for one experiment file, without --only")
+        _sweep_grid(tables[0], grid or [], seeds, judge or "preference_accuracy", overrides or [], out, jobs)
+        return
+    if judge is not None:
+        raise UsageError("--judge belongs to --grid; a table names its own judge")
+    from prefed.runs.sweep import Sweep, sweep_cells
+
+    cells = [cell for table in tables for cell in sweep_cells(table, out, overrides or [])]
+    order: dict[Path, list[str]] = {}
+    for cell in cells:
+        order.setdefault(cell.folder, []).append(cell.definition.name)
+    if len(order) < len(tables):
+        raise UsageError("two tables have one file name; give each an --out of its own")
+    cells = _select(cells, only or [])
+    # Errors in the tables are found before the data's libraries are imported.
+    from prefed.runs.sweep_check import check_cells
+    from prefed.ui.pages.sweep import keep
+
+    check_cells(cells)
+
+    def done(cell: SweepCell, outcome: dict[str, Any]) -> None:
+        keep(cell, order[cell.folder], outcome)
+
+    work = Sweep(jobs, done, typer.echo if volume() else lambda text: None)
+    _to_the_end(work.carry_out(cells))
+    for folder, table in {cell.folder: cell.table for cell in cells}.items():
+        path = folder.with_name(f"{folder.name}.md")
+        if path.exists():
+            typer.echo(f"\n{table.title} ({path})\n\n{path.read_text('utf-8')}", nl=False)
+    if work.failed:
+        raise ValueError("some cells failed:\n" + "\n".join(work.failed))
+
+
+def _sweep_grid(
+    path: Path,
+    grid: list[str],
+    seeds: str | None,
+    judge: Literal["preference_accuracy", "reward_accuracy"],
+    overrides: list[str],
+    out: Path,
+    jobs: int,
+) -> None:
+    from prefed.config.file import read_toml
+    from prefed.config.grid import parse_grid, parse_seeds
+    from prefed.runs.grid import GridSweep
+
+    if {"rows", "extends"} & read_toml(path).keys():
+        raise ValueError(
+            f"{path} is a table, with rows, rates and seeds of its own; --grid and --seeds are for one "
+            "experiment"
+        )
+    combinations = parse_grid(grid, overrides)
+    own = combinations[0].experiment(path, overrides, ()).seed
+    sweep = GridSweep(
+        path, combinations, parse_seeds(seeds, own), out / path.stem, tuple(overrides), judge, typer.echo
+    )
+    sweep.check()
+    chosen = _to_the_end(sweep.carry_out(jobs))
+    from prefed.ui.pages.sweep import keep_grid, sentence
+
+    kept = keep_grid(sweep, chosen)
+    for each in chosen:
+        typer.echo(sentence(sweep, each))
+    for file in kept or ():
+        typer.echo(file)
+    if sweep.failed:
+        raise ValueError("some runs failed, and nothing was chosen:\n" + "\n".join(sweep.failed))
+
+
+def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` gives. Stopped before its end, no run outlives this process."""
+    try:
+        with terminable():
+            return asyncio.run(work)
+    except KeyboardInterrupt:
+        typer.echo("\nstopped; the same command goes on from here", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:
+    """The cells that ``only`` names, or all of them."""
+    from prefed.core.text import did_you_mean
+
+    names = [cell.definition.name for cell in cells]
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = did_you_mean(pattern, names) or f" (cells: {', '.join(names)})"
+            files = ", ".join(dict.fromkeys(str(cell.definition.path) for cell in cells))
+            raise ValueError(f"{files}: no cell is called {pattern!r}{hint}")
+    return [
+        cell
+        for cell in cells
+        if not only or any(fnmatchcase(cell.definition.name, pattern) for pattern in only)
+    ]
+
+
+def align(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="The server's prompts: a file, folder or hub set; left out: align.prompts."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Do this stage and those after it again: prompts, policy, …"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the alignment in the directory, with its settings.")
+    ] = False,
+) -> None:
+    """Align a model with a finished run's selectors, on prompts alone."""
+    overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
+    words = ["prefed", "align", str(run), *set_words(overrides)]
+    with interruptible(words, None, resume=True, kept="what was done is kept"):
+        from prefed.runs.record import read_run
+
+        record = read_run(run)
+        from prefed.align.run import begun
+        from prefed.core.text import pluralize
+        from prefed.runs.align import FOLDER, read_settings
+        from prefed.runs.align import align as align_run
+        from prefed.runs.labels import check_selectors
+
+        check_selectors(record)
+        folder = record.path / FOLDER
+        anew = not (resume or stage)
+        if anew and begun(folder):
+            raise ValueError(
+                f"{folder} holds an alignment: go on with it with --resume, or do a stage and those after it "
+                "again with --stage NAME (--stage prompts: all of it)"
+            )
+        config = read_settings(record, overrides, anew=anew)
+        from prefed.models.notices import silence_transformers
+
+        silence_transformers()
+        console = progress_console()
+        console.print(f"{config.prompts.path} → {folder}", markup=False, soft_wrap=True)
+        training = align_run(run, config, stage=stage, callbacks=terminal(console))["train"]
+        kept = training["epochs"][training["kept"] - 1]
+        generation = f", generation {kept['generation']}" if "generation" in kept else ""
+        agreement = ""
+        if kept["agreement"] is not None:
+            pairs = pluralize(training["held_out"], "held-out pair", "held-out pairs")
+            agreement = f", agreement {kept['agreement']:.3f} on {pairs}"
+        for line in (
+            f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{generation}{agreement}",
+            f"adapter: {folder / 'adapter'}",
+            f"summary: {folder / 'summary.json'}",
+            *next_commands(run, selectors=True, aligned=True),
+        ):
+            console.print(line, markup=False, soft_wrap=True)
+        if console.quiet:
+            typer.echo(f"adapter: {folder / 'adapter'}")
