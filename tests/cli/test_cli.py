@@ -161,7 +161,7 @@ def test_a_mistyped_directory_is_not_resumed(place):
 
 def test_a_cohort_that_nobody_can_fill_leaves_no_directory(place):
     output = prefed_("run", "exp.toml", "--set", "cohort.size=9", "--out", "a", code=1)
-    assert "[cohort] size = 9, but only 6 clients have training pairs" in output
+    assert "cohort = 9, but only 6 clients have training pairs" in output
     assert not (place / "a").exists()
     prefed_("run", "exp.toml", "--out", "a")
 

@@ -36,7 +36,7 @@ def test_quiet_is_the_last_line(place, words):
 def test_quiet_errors_are_told(place):
     output, errors = told("run", "exp.toml", "-q", "--set", "cohort.size=9", code=1)
     assert output == ""
-    assert errors.startswith("error: [cohort] size = 9, but only 6 clients")
+    assert errors.startswith("error: cohort = 9, but only 6 clients")
 
 
 def test_json_is_the_summary_alone(place):

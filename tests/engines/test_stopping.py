@@ -126,7 +126,7 @@ def test_clients_without_a_server_have_a_best_round_too(tmp_path):
 
 
 def test_a_run_without_validation_pairs_is_not_judged():
-    with pytest.raises(ValueError, match=r"\[stop\] judges rounds by validation pairs, and no client has"):
+    with pytest.raises(ValueError, match=r"^stop .*validation"):
         replace(toy.build(toy.text()), stop=Stopping("preference_accuracy"))
 
 
@@ -185,12 +185,8 @@ def test_what_cannot_work_is_refused_in_words(changes, words):
         experiment(**changes)
 
 
-def test_settings_digests_of_earlier_runs_stay():
-    """Nothing of what is off by default is in the tables that the digest is taken of, and checkpointing and
-    devices are in none: a run may be resumed with others."""
+def test_the_settings_digest_leaves_out_what_a_resumed_run_may_change():
     tables = experiment().tables()
-    assert "stop" not in tables
-    assert {"checkpointing", "quantize", "devices"}.isdisjoint({*tables["model"], *tables["engine"]})
     saved = experiment(model={"name": "m", "checkpointing": True}, engine={"devices": ["cuda:0"]}).tables()
     assert saved["model"]["checkpointing"]
     assert settings_digest(saved) == settings_digest(tables)

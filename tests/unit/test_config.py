@@ -1,5 +1,6 @@
 """The experiment file: what it accepts, what it says of what it does not."""
 
+import inspect
 import re
 import tomllib
 from contextlib import suppress
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 
 from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, to_toml
 from prefed.config.init import starting_file
+from prefed.engines import job
+from prefed.engines.job import JobError
 from prefed.methods import METHODS
+from prefed.runs.build import config_error
 from prefed.train.losses import OBJECTIVES
 
 BASE = """
@@ -308,3 +312,15 @@ def test_an_experiment_in_python_that_is_valid_is_the_files(file):
     assert Experiment(**{**tables, "model": experiment.model}) == experiment
     with pytest.raises(ConfigError, match="a table"):
         Experiment.model_validate(3)
+
+
+JOB_FIELDS = sorted({*re.findall(r'JobError\(\s*"(\w+)"', inspect.getsource(job))})
+
+
+@pytest.mark.parametrize("field", JOB_FIELDS)
+def test_what_a_job_refuses_is_said_in_keys_of_the_file(field):
+    """Each field that a job may refuse has its table, its remedy, and the split that the job names."""
+    error = config_error(JobError(field, "= 9", "validation"))
+    assert re.match(r"\[\w+\].* = 9; .+", str(error))
+    if field in ("split", "privacy"):
+        assert "data.validation_fraction" in str(error)

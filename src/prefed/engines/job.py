@@ -36,6 +36,20 @@ PAIRS = "pairs/"
 """What begins the name of a figure of a newcomer whose taste is inferred from so many pairs."""
 
 
+class JobError(ValueError):
+    """A job cannot be run.
+
+    Attributes:
+        field: the field of :class:`Job` that has to change.
+        problem: continues a sentence that begins with the field's name.
+        split: the pairs that are too few, if it is about these; else empty.
+    """
+
+    def __init__(self, field: str, problem: str, split: str = "") -> None:
+        super().__init__(f"{field} {problem}")
+        self.field, self.problem, self.split = field, problem, split
+
+
 @dataclass(frozen=True)
 class Job:
     """A run, apart from where it runs and where its results go.
@@ -67,10 +81,8 @@ class Job:
 
     Raises:
         FleetError: the fleet cannot do what is asked of it.
-        ValueError: the ownership does not cover the model, no client has a training pair, the cohort is
-            larger than the federation, no client has a pair to be evaluated on, no client has enough pairs
-            for a figure that may be published, a client has the name of all clients, or
-            uploads of the fleet may be late and the method takes none.
+        JobError: a field does not go with the clients or with another field.
+        ValueError: the ownership does not cover the model, or no client has a training pair.
     """
 
     trainers: TrainerFactory
@@ -100,34 +112,30 @@ class Job:
         self.method.ownership.check(self.trainers.initial.layout)
         if self.method.pooled and POOLED in self.trainers.clients and len(self.trainers.clients) > 1:
             # Its pairs would be taken for everybody's.
-            raise ValueError(
-                f"[method] {self.method.name} trains on all clients' pairs as one client named {POOLED!r}, "
-                "and a client of the data has that name: rename it"
+            raise JobError(
+                "method",
+                f"{self.method.name} trains on all clients' pairs as one client named {POOLED!r}, and a "
+                "client of the data has that name: rename it",
             )
         if not self.weights:
             raise ValueError("no client has a training pair")
         if self.cohort is not None and not self.method.pooled and self.cohort > len(self.members):
-            raise ValueError(
-                f"[cohort] size = {self.cohort}, but only {len(self.members)} clients have training pairs: "
-                f"ask for {len(self.members)} at most, or leave [cohort] out for all"
+            raise JobError(
+                "cohort", f"= {self.cohort}, but only {len(self.members)} clients have training pairs"
             )
         strangers = [client for client in self.unseen if client not in self.trainers.clients]
         if strangers:
-            raise ValueError(f"[evaluate] unseen: there is no client {strangers[0]!r}")
+            raise JobError("unseen", f"names {strangers[0]!r}, and there is no such client")
         if not self.evaluation_clients:
-            raise ValueError(
-                f"no client has a pair in its {self.split} split: nothing to evaluate on; set "
-                f"data.{self.split}_fraction or data.{self.split}, or another evaluate.split"
+            raise JobError(
+                "split", f"= {self.split!r}: no client has such a pair to be evaluated on", self.split
             )
         if self.privacy.minimum_pairs:
             self._check_minimum_pairs(self.evaluation_clients, "client", self.split)
             self._check_minimum_pairs(self.newcomers, "newcomer", self.split)
         if self.stop is not None:
             if not self.validation_clients:
-                raise ValueError(
-                    "[stop] judges rounds by validation pairs, and no client has one: set "
-                    "data.validation_fraction or data.validation, or leave [stop] out"
-                )
+                raise JobError("stop", "judges rounds by validation pairs, and no client has one")
             self._check_minimum_pairs(self.validation_clients, "client", "validation")
         if self.fleet is not None:
             self._check_late(self.fleet)
@@ -140,8 +148,7 @@ class Job:
         if self.graph is None:
             return
         if self.cohort is not None or self.fleet is not None:
-            table = "[cohort]" if self.cohort is not None else "[fleet]"
-            raise ValueError(f"{table}: without a server all clients train in every round: leave it out")
+            raise JobError("graph", "has all clients train in every round, without a cohort or a fleet")
         self.topology.check()
 
     def _check_diagnostics(self) -> None:
@@ -149,16 +156,16 @@ class Job:
         if self.diagnostics is None:
             return
         if self.jury:
-            raise ValueError(
-                f"[evaluate] diagnose: {self.method.name} has several models, and no gradient is that of one "
-                "objective: leave it out"
+            raise JobError(
+                "diagnostics",
+                f"would need the gradient of one objective, and {self.method.name} has several models",
             )
         pairs = self.diagnostics.least
         if pairs is not None and not self.privacy.may_report(pairs):
-            raise ValueError(
-                f"[evaluate] diagnostic_pairs makes means over {pairs} pairs, and [privacy] minimum_pairs is "
-                f"{self.privacy.minimum_pairs}: ask for {2 * self.privacy.minimum_pairs} pairs, or leave "
-                "diagnose out"
+            raise JobError(
+                "diagnostics",
+                f"would give means over {pairs} pairs, and minimum_pairs is {self.privacy.minimum_pairs}: "
+                f"draw at least {2 * self.privacy.minimum_pairs} pairs",
             )
 
     @cached_property
@@ -177,19 +184,21 @@ class Job:
         """Refuse late uploads where the method takes none."""
         strict = [e.name for e in self.method.exchanges if e.to == "cohort" and e.late == "refused"]
         if strict and (fleet.max_delay or fleet.server == "buffered"):
-            raise ValueError(
-                f"[fleet]: {self.method.name}, with its settings and those of [merge], takes no late uploads "
-                f"in {strict[0]!r}: leave server 'synchronous' and max_delay 0"
+            raise JobError(
+                "fleet",
+                f"may have late uploads, and {self.method.name}, with these settings and merge rule, takes "
+                f"none in {strict[0]!r}",
             )
 
     def _check_minimum_pairs(self, clients: tuple[str, ...], what: str, split: str) -> None:
         """Refuse clients of whom none has enough pairs of a split for a figure of its own."""
         most = max((getattr(self.trainers.clients[client], split) for client in clients), default=None)
         if most is not None and not self.privacy.may_report(most):
-            raise ValueError(
-                f"[privacy] minimum_pairs = {self.privacy.minimum_pairs}: no {what} is judged on so many "
-                f"{split} pairs (the most are {most}), and no figure could be told; lower it, or set "
-                f"more pairs apart (data.{split}_fraction or data.{split})"
+            raise JobError(
+                "privacy",
+                f"minimum_pairs = {self.privacy.minimum_pairs}: no {what} is judged on so many {split} pairs "
+                f"(the most are {most}), so no metric could be reported",
+                split,
             )
 
     @cached_property

@@ -15,8 +15,9 @@ from prefed.core import Key, Owner, files
 from prefed.core.strict import flatten
 from prefed.core.text import timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
-from prefed.engines import Job, JobFactory
+from prefed.engines import JobFactory
 from prefed.engines.diagnostics import Diagnostics
+from prefed.engines.job import Job, JobError
 from prefed.engines.stopping import Stopping
 from prefed.merge import Aggregator, TooFewUploads
 from prefed.merge.rules import check_upload_count
@@ -64,8 +65,8 @@ def build_job(experiment: Experiment, folder: Path) -> Job:
 
     Raises:
         DataError, ModelError: the data or the model cannot be used.
-        ConfigError: every client would be unseen, or the cohort is too small for the merge rule.
-        ValueError: the clients do not fit the settings, see :class:`~prefed.engines.Job`.
+        ConfigError: every client would be unseen, the cohort is too small for the merge rule, or the clients
+            do not fit the settings.
     """
     files.private_folder(folder)
     dataset = build_data(experiment, folder / "data")
@@ -111,6 +112,26 @@ def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEnco
     return ResponseEncoder(tokenizer, Template(tokenizer, data.template), most)
 
 
+_KEYS = {
+    "method": ("[method]", "or take another method"),
+    "cohort": ("[cohort] size", "ask for fewer, or leave [cohort] out for all"),
+    "unseen": ("[evaluate] unseen", "name clients of the data"),
+    "split": ("[evaluate] split", "set data.{split}_fraction or data.{split}, or take another split"),
+    "privacy": ("[privacy]", "lower it, or set data.{split}_fraction or data.{split} for more such pairs"),
+    "stop": ("[stop]", "set data.validation_fraction or data.validation, or leave [stop] out"),
+    "graph": ("[graph]", "leave [cohort] and [fleet] out"),
+    "diagnostics": ("[evaluate] diagnose", "leave it out"),
+    "fleet": ("[fleet]", "leave server 'synchronous' and max_delay 0"),
+}
+"""Field of a job → its key in an experiment file, and what to do if a job refuses it."""
+
+
+def config_error(error: JobError) -> ConfigError:
+    """What a job refuses, in the keys of an experiment file."""
+    key, remedy = _KEYS[error.field]
+    return ConfigError(f"{key} {error.problem}; {remedy.format(split=error.split)}")
+
+
 def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     """Build the experiment's method, and the job that runs it with the trainers of :func:`build_trainers`.
 
@@ -123,30 +144,33 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     if graph is not None and method.exchanges[0].to != "neighbours":
         method = to_neighbours(method, settings, experiment.merge)
     unseen = unseen_clients(experiment, trainers.dataset)
-    job = Job(
-        trainers=trainers,
-        method=method,
-        seed=experiment.seed,
-        rounds=experiment.rounds,
-        cohort=experiment.cohort.of(len(trainers.clients) - len(unseen)),
-        evaluate_every=evaluate.every,
-        split=evaluate.split,
-        evaluation_cohort=evaluate.clients,
-        beta=evaluate.beta or float(getattr(settings, "beta", 0.1)),
-        state_dtype=getattr(torch, experiment.engine.state_dtype),
-        unseen=unseen,
-        unseen_steps=tuple(evaluate.unseen_steps),
-        unseen_pairs=tuple(evaluate.unseen_pairs),
-        untouched=backbone.reference,
-        privacy=experiment.privacy,
-        fleet=experiment.fleet,
-        work=_work(settings, trainers, unseen),
-        graph=graph,
-        diagnostics=_diagnostics(experiment),
-        sampling=experiment.cohort.sampling,
-        stop=_stopping(experiment),
-        offences=experiment.cohort.offences,
-    )
+    try:
+        job = Job(
+            trainers=trainers,
+            method=method,
+            seed=experiment.seed,
+            rounds=experiment.rounds,
+            cohort=experiment.cohort.of(len(trainers.clients) - len(unseen)),
+            evaluate_every=evaluate.every,
+            split=evaluate.split,
+            evaluation_cohort=evaluate.clients,
+            beta=evaluate.beta or float(getattr(settings, "beta", 0.1)),
+            state_dtype=getattr(torch, experiment.engine.state_dtype),
+            unseen=unseen,
+            unseen_steps=tuple(evaluate.unseen_steps),
+            unseen_pairs=tuple(evaluate.unseen_pairs),
+            untouched=backbone.reference,
+            privacy=experiment.privacy,
+            fleet=experiment.fleet,
+            work=_work(settings, trainers, unseen),
+            graph=graph,
+            diagnostics=_diagnostics(experiment),
+            sampling=experiment.cohort.sampling,
+            stop=_stopping(experiment),
+            offences=experiment.cohort.offences,
+        )
+    except JobError as error:
+        raise config_error(error) from error
     _check_cohort(experiment, job)
     return job
 
