@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from finished import small_experiment, small_place, write_run
 from prefed.config import ConfigError
-from prefed.config.grid import parse_grid, parse_seeds
+from prefed.config.table import parse_grid, parse_seeds
 from prefed.runs import child
-from prefed.runs.grid import GridSweep
+from prefed.runs.sweep import GridSweep
 from prefed.ui.cli import app
 from prefed.ui.pages.sweep import keep_grid, sentence
 from preferences import jsonl
@@ -141,7 +141,7 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
         (["--grid", "rounds=1,2", "--set", "evaluate.split=test"], "a sweep sets evaluate.split itself"),
         (["--grid", "rounds=1,2", "--only", "x"], "--grid and --seeds are for one experiment file"),
         (["--grid", "rounds=1,2", *NO_VALIDATION], "set data.validation or"),
-        (["--grid", "data.train=pairs.jsonl,more.jsonl"], "there is no more.jsonl; say with --set"),
+        (["--grid", "data.train=pairs.jsonl,more.jsonl"], "there is no more.jsonl"),
         (["--judge", "reward_accuracy"], "--judge belongs to --grid"),
     ],
 )  # fmt: skip

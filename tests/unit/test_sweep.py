@@ -19,8 +19,7 @@ from finished import small_place
 from prefed.config import ConfigError, to_toml
 from prefed.runs import child as module
 from prefed.runs.child import code_version, commits, run_in_process
-from prefed.runs.sweep import Sweep, next_rate, sweep_cells
-from prefed.runs.sweep_check import check_cells
+from prefed.runs.sweep import Sweep, check_cells, next_rate, sweep_cells
 from prefed.ui.cli import app
 from prefed.ui.pages.sweep import _rate, keep
 from preferences import jsonl
@@ -285,7 +284,7 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
     make(Toy(peak(3e-3)), [cell])
 
     def first(*overrides):
-        return sweep_cells(cell.definition.path, tmp_path, overrides)[0].first()
+        return sweep_cells(cell.definition.path, tmp_path, overrides)[0].planned()[0]
 
     first("data.train=other.jsonl", "model.name=other", "engine.workers=2").check()
     with pytest.raises(
@@ -303,7 +302,7 @@ def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     """Its last line is in the error, and all that it printed is kept."""
     told = "import sys; print('round 1/2', file=sys.stderr, flush=True); sys.exit('error: no model')"
     monkeypatch.setattr(module, "START", told)
-    run = toy_cells(tmp_path)[0].first()
+    run = toy_cells(tmp_path)[0].planned()[0]
     with pytest.raises(RuntimeError, match=r"ended with status 1: error: no model \(all of it in "):
         asyncio.run(run_in_process(run))
     assert run.beside("log").read_text() == "round 1/2\nerror: no model\n"
@@ -366,7 +365,7 @@ def alive(pid):
 
 def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(tmp_path, monkeypatch):
     """Killed under one commit and resumed under another it names both, each once, in this order."""
-    run = toy_cells(tmp_path)[0].first()
+    run = toy_cells(tmp_path)[0].planned()[0]
     names = iter(["abc1234", "bcd2345", "bcd2345"])
     resumed: list[bool] = []
 
@@ -434,9 +433,12 @@ def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
     assert "); say with --set where it lies" in message
     assert "no/such/model (" in error("--set", "model.name=no/such/model")
     for override in ("seed=3", "method.lr=3"):
-        assert f"--set {override}: seeds and rates are the table's: change" in error("--set", override)
+        assert f"--set {override}: a sweep sets {override.partition('=')[0]} itself" in error(
+            "--set", override
+        )
     data = jsonl(tmp_path / "there.jsonl", ROWS)
-    assert "cell local: rates are chosen on validation pairs" in error("--set", f"data.train={data}")
+    message = error("--set", f"data.train={data}")
+    assert all(word in message for word in (str(table), "'local'", "validation pairs", "data.validation"))
     split = jsonl(tmp_path / "split.jsonl", [{**row, "split": "validation"} for row in ROWS])
     check_cells(sweep_cells(table, tmp_path, [f"data.train={split}"]))
     assert "--set method.lrr=1: method.lrr: no such key; did you mean 'lr'?" in error("--set", "method.lrr=1")

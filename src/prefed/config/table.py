@@ -1,11 +1,13 @@
-"""A table of experiments: one TOML file with a base and cells. A cell says how it differs from the base."""
+"""Tables of experiments, one TOML file with a base and cells; a grid over one experiment makes one too."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +16,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 
 from prefed.config.errors import ConfigError, explain
 from prefed.config.experiment import Experiment
-from prefed.config.file import make_absolute, override, read_toml
+from prefed.config.file import make_absolute, override, parse_override, read_toml
 from prefed.core.strict import StrictModel
 from prefed.core.text import did_you_mean
 
@@ -25,6 +27,8 @@ SHARED = ("base", "sets")
 OWN = ("title", "rows")
 """Keys that a table does not take from the table that it extends."""
 
+Judge = Literal["preference_accuracy", "reward_accuracy"]
+"""The figures that may choose."""
 Printed = Annotated[str, StringConstraints(pattern=r"^-?\d+(\.\d+)?(±\d+(\.\d+)?)?$")]
 """A figure as a paper prints it: ``"87.41±0.20"``."""
 
@@ -57,7 +61,7 @@ class Table(StrictModel):
     sets: dict[str, dict[str, Any]] = Field({}, description="settings by name, for columns and rows to use")
     columns: dict[str, str] = Field({}, description="the sets that make the columns, each with its heading")
     rows: dict[str, Row] = Field(description="the rows by name", min_length=1)
-    judge: Literal["preference_accuracy", "reward_accuracy"] = Field(
+    judge: Judge = Field(
         "preference_accuracy", description="the figure that chooses a rate and stands beside the paper's"
     )
     seeds: list[int] = Field([42], min_length=1, description="seeds; the first one chooses the rate")
@@ -124,6 +128,7 @@ class Cell:
         rates: learning rates to choose from; empty where the experiment's own is taken.
         paper: the figure that the paper prints, or ``""``.
         clients: the figure that the paper prints of each client.
+        grid: key → its value as ``--set`` takes it, laid over the experiment.
     """
 
     name: str
@@ -133,6 +138,7 @@ class Cell:
     rates: tuple[float, ...]
     paper: str
     clients: Mapping[str, Any]
+    grid: Mapping[str, str] | None = None
 
     def experiment(self, *overrides: str, own: Sequence[str] = ()) -> Experiment:
         """The experiment, after ``KEY=VALUE`` overrides as :meth:`Experiment.load` takes them.
@@ -143,12 +149,16 @@ class Cell:
         Raises:
             ConfigError: it is not valid; the message names the table and the cell.
         """
-        tree, where = deepcopy(dict(self.tree)), f"{self.path}, cell {self.name}"
+        tree, where = deepcopy(dict(self.tree)), str(self.path)
+        if self.grid is None:
+            where = f"{where}, cell {self.name}"
         origins = {
             keys: origin
             for keys, origin in override(tree, overrides, self.path.parent).items()
             if origin.removeprefix("--set ") not in own
         }
+        values = [f"{key}={text}" for key, text in (self.grid or {}).items()]
+        origins |= override(tree, values, self.path.parent, "--grid")
         method = tree.get("method", {})
         for table, key in _rates(tree):
             if "lr" not in method:
@@ -266,3 +276,163 @@ def _rates(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
             yield from _rates(value)
         elif value == RATE:
             yield tree, key
+
+
+_LONGEST = 60
+"""Letters of a combination's name at most."""
+_ELSEWHERE = {
+    "seed": "seeds are given by --seeds",
+    "evaluate.split": "a sweep chooses on validation pairs",
+    "engine": "where the work is done decides nothing; set it with --set",
+}
+"""Keys that no grid may have, with the reason."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One value of each key of a grid.
+
+    Attributes:
+        name: of its folders and of its case on the page.
+        texts: key → its value as ``--set`` takes it.
+        values: key → its value.
+    """
+
+    name: str
+    texts: Mapping[str, str]
+    values: Mapping[str, Any]
+
+    @property
+    def of_data(self) -> tuple[str, ...]:
+        """The keys of ``[data]`` with their values: what is chosen on other pairs is not compared."""
+        return tuple(f"{key}={text}" for key, text in self.texts.items() if key.split(".")[0] == "data")
+
+
+def grid_table(
+    path: Path,
+    combinations: Sequence[Combination],
+    seeds: Sequence[int],
+    judge: Judge = "preference_accuracy",
+) -> tuple[Table, dict[str, Cell]]:
+    """A grid over the experiment file ``path`` as a table: a cell for each combination, by its name.
+
+    Raises:
+        ConfigError: the file cannot be read, or is a table itself.
+    """
+    tree = read_toml(path)
+    if {"rows", "extends"} & tree.keys():
+        raise ConfigError(
+            f"{path} is a table, with rows, rates and seeds of its own; --grid and --seeds are for one "
+            "experiment"
+        )
+    make_absolute(tree, (path.parent, Path()))
+    rows = {each.name: Row() for each in combinations}
+    table = Table(title=path.stem, base=tree, rows=rows, seeds=list(seeds), judge=judge)
+    cells = table.cells(path)
+    return table, {each.name: replace(cells[each.name], grid=each.texts) for each in combinations}
+
+
+def parse_grid(texts: Sequence[str], overrides: Sequence[str] = ()) -> list[Combination]:
+    """Every combination of the values of some keys; the last key changes fastest.
+
+    Args:
+        texts: ``"key.sub=value,value"`` each. A value is written as in TOML; a bare word is a string.
+        overrides: what ``--set`` sets, which no key of a grid may be.
+
+    Returns:
+        One combination without any value where ``texts`` is empty.
+
+    Raises:
+        ConfigError: a text is no key with values, a key or a value is there twice, or is not for a grid.
+
+    >>> [each.name for each in parse_grid(["method.name=feddpo,fedper", "method.lr=1e-4,1e-3"])]
+    ['feddpo-lr0.0001', 'feddpo-lr0.001', 'fedper-lr0.0001', 'fedper-lr0.001']
+    """
+    axes: dict[str, dict[str, Any]] = {}
+    fixed = {text.partition("=")[0].strip() for text in overrides}
+    for text in texts:
+        key, _, words = text.partition("=")
+        key = key.strip()
+        if key in axes:
+            raise ConfigError(f"--grid {text}: {key} has a --grid already; give all its values in one")
+        if key in fixed:
+            raise ConfigError(f"--grid {text}: --set has {key} too; leave one of them out")
+        for name, why in _ELSEWHERE.items():
+            if key == name or key.startswith(f"{name}."):
+                raise ConfigError(f"--grid {text}: {why}")
+        axes[key] = _values(text, key, words)
+    last = [key.rpartition(".")[2] for key in axes]
+    short = {key: name if last.count(name) == 1 else key for key, name in zip(axes, last, strict=True)}
+    combinations = []
+    for chosen in itertools.product(*(values.items() for values in axes.values())):
+        own = dict(zip(axes, chosen, strict=True))
+        name = "-".join(_word(short[key], value) for key, (_, value) in own.items()) or "run"
+        texts_of = {key: text for key, (text, _) in own.items()}
+        values_of = {key: value for key, (_, value) in own.items()}
+        combinations.append(Combination(_folder(name, texts_of), texts_of, values_of))
+    return combinations
+
+
+def parse_seeds(text: str | None, first: int) -> list[int]:
+    """The seeds of a sweep: how many there are, from ``first`` on, or the seeds themselves.
+
+    Raises:
+        ConfigError: it is neither a number of at least one nor different seeds with commas between them.
+
+    >>> parse_seeds("3", 42), parse_seeds("7,1", 42), parse_seeds(None, 42)
+    ([42, 43, 44], [7, 1], [42])
+    """
+    if text is None:
+        return [first]
+    try:
+        seeds = [int(word) for word in text.split(",")]
+    except ValueError:
+        seeds = []
+    if "," not in text and seeds:
+        seeds = list(range(first, first + seeds[0]))
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(
+            f"--seeds {text}: write how many seeds, e.g. --seeds 3, or different seeds, e.g. --seeds 1,2,5"
+        )
+    return seeds
+
+
+def _values(text: str, key: str, words: str) -> dict[str, Any]:
+    """Text → value of each value of a key."""
+    values: dict[str, Any] = {}
+    for word in _split(text, words):
+        _, value = parse_override(f"{key}={word}", "--grid")
+        if any(value == each and type(value) is type(each) for each in values.values()):
+            raise ConfigError(f"--grid {text}: {word} is there twice")
+        values[word] = value
+    return values
+
+
+def _split(text: str, words: str) -> list[str]:
+    """The texts of values between commas, but for commas in brackets, braces and quotes."""
+    parts, pending = [], ""
+    for piece in words.split(","):
+        pending = f"{pending},{piece}" if pending else piece
+        quotes = any(pending.count(mark) % 2 for mark in "\"'")
+        if not quotes and all(pending.count(a) <= pending.count(b) for a, b in ("[]", "{}")):
+            parts.append(pending.strip())
+            pending = ""
+    if pending or not all(parts):
+        raise ConfigError(
+            f"--grid {text}: write it as key=value,value, no value empty, e.g. --grid method.lr=1e-4,1e-3"
+        )
+    return parts
+
+
+def _word(key: str, value: Any) -> str:
+    """A key with its value in a folder's name; of texts the value alone."""
+    return value if isinstance(value, str) else f"{key}{str(value).lower()}"
+
+
+def _folder(name: str, texts: Mapping[str, str]) -> str:
+    """``name`` as a folder's name. Where it had to change, a digest of the values keeps it apart."""
+    safe = re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).strip("-.+_")[:_LONGEST]
+    if safe == name:
+        return name
+    digest = hashlib.sha256("\n".join(f"{key}={text}" for key, text in texts.items()).encode())
+    return f"{safe}-{digest.hexdigest()[:6]}".lstrip("-")

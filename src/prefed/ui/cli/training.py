@@ -182,7 +182,7 @@ def sweep(
         return
     if judge is not None:
         raise UsageError("--judge belongs to --grid; a table names its own judge")
-    from prefed.runs.sweep import Sweep, sweep_cells
+    from prefed.runs.sweep import Sweep, check_cells, sweep_cells
 
     cells = [cell for table in tables for cell in sweep_cells(table, out, overrides or [])]
     order: dict[Path, list[str]] = {}
@@ -191,8 +191,6 @@ def sweep(
     if len(order) < len(tables):
         raise UsageError("two tables have one file name; give each an --out of its own")
     cells = _select(cells, only or [])
-    # Errors in the tables are found before the data's libraries are imported.
-    from prefed.runs.sweep_check import check_cells
     from prefed.ui.pages.sweep import keep
 
     check_cells(cells)
@@ -219,17 +217,12 @@ def _sweep_grid(
     out: Path,
     jobs: int,
 ) -> None:
-    from prefed.config.file import read_toml
-    from prefed.config.grid import parse_grid, parse_seeds
-    from prefed.runs.grid import GridSweep
+    from prefed.config.table import grid_table, parse_grid, parse_seeds
+    from prefed.runs.sweep import GridSweep
 
-    if {"rows", "extends"} & read_toml(path).keys():
-        raise ValueError(
-            f"{path} is a table, with rows, rates and seeds of its own; --grid and --seeds are for one "
-            "experiment"
-        )
     combinations = parse_grid(grid, overrides)
-    own = combinations[0].experiment(path, overrides, ()).seed
+    _, cells = grid_table(path, combinations, [0])
+    own = cells[combinations[0].name].experiment(*overrides).seed
     sweep = GridSweep(
         path, combinations, parse_seeds(seeds, own), out / path.stem, tuple(overrides), judge, typer.echo
     )

@@ -11,10 +11,9 @@ from typing import Any
 from prefed.core import files
 from prefed.core.text import pluralize
 from prefed.runs.child import commits
-from prefed.runs.grid import Chosen, GridSweep
 from prefed.runs.record import read_run
 from prefed.runs.seeds import fold
-from prefed.runs.sweep import SweepCell, all_equal
+from prefed.runs.sweep import Chosen, GridSweep, SweepCell, all_equal
 from prefed.ui.pages.compare_page import write_comparison
 from prefed.ui.pages.compared import ChosenCase, plus_minus
 
