@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from prefed.train.losses import OBJECTIVES, PPO, PairBatch, objective, reward_figures
+from prefed.train.losses import OBJECTIVES, PPO, PairBatch, objective, reward_metrics
 
 
 def pairs(
@@ -278,7 +278,7 @@ def test_figures() -> None:
         "reward_rejected": 0.0,
     }
     assert loss.shape == (3,)
-    assert reward_figures(torch.tensor([2.0]), torch.tensor([-1.0]))["margin"] == 3
+    assert reward_metrics(torch.tensor([2.0]), torch.tensor([-1.0]))["margin"] == 3
 
 
 @pytest.mark.parametrize(

@@ -42,17 +42,17 @@ class LossTrainer:
         with dropout(backbone, trunk=trunk):
             for batch in plan:
                 backbone.grad.zero_()
-                figures: defaultdict[str, float] = defaultdict(float)
+                metrics: defaultdict[str, float] = defaultdict(float)
                 whole = len(batch) <= phase.batch_size or not loss.by_batch
                 for number, part in enumerate([batch] if whole else split_rows(batch, phase.batch_size)):
                     step = key.at("step", steps.count)
                     part_key, share = step if whole else step.at("batch", number), len(part) / len(batch)
                     settings = {**phase.objective.settings, **memory}
-                    part_figures = self._backward(part, loss, settings, part_key, features, share)
-                    memory = {name: part_figures.pop(name) for name in memory}
-                    for name, value in part_figures.items():
-                        figures[name] += share * value
-                steps.take(batch, figures)
+                    part_metrics = self._backward(part, loss, settings, part_key, features, share)
+                    memory = {name: part_metrics.pop(name) for name in memory}
+                    for name, value in part_metrics.items():
+                        metrics[name] += share * value
+                steps.take(batch, metrics)
         return steps.result(memory)
 
     def gradient(
@@ -66,8 +66,8 @@ class LossTrainer:
         backbone.train_only(visit.ownership.names(Owner.SHARED, Owner.PERSONAL))
         with dropout(backbone, trunk=True):
             backbone.grad.zero_()
-            figures = self._backward(batch, loss, {**loss.memory, **objective.settings}, key)
-        return read_gradient(backbone), figures["loss"]
+            metrics = self._backward(batch, loss, {**loss.memory, **objective.settings}, key)
+        return read_gradient(backbone), metrics["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean loss over ``rows`` as one batch, without dropout."""
@@ -128,7 +128,7 @@ class LossTrainer:
             return loss(self._batch(outputs, rows, loss, self._references.training), settings)
 
         if len(groups) == 1:
-            values, figures = losses(forward(0), rows)
+            values, metrics = losses(forward(0), rows)
             backward(model.backbone, share * values.mean())
         elif not loss.batch_statistics:
             # The loss of a pair depends only on that pair, so each group runs forward and backward once.
@@ -138,21 +138,21 @@ class LossTrainer:
                 values, _ = losses(part, group)
                 backward(model.backbone, share * values.sum() / len(rows))
                 outputs.append(part.detach())
-            values, figures = losses(torch.cat(outputs), rows)
+            values, metrics = losses(torch.cat(outputs), rows)
         else:
             # The loss of a pair depends on the whole batch. First the slope of the loss at every output, then
             # one pass for each group.
             with torch.no_grad():
                 whole = torch.cat([forward(number) for number in range(len(groups))])
             whole.requires_grad_()
-            values, figures = losses(whole, rows)
+            values, metrics = losses(whole, rows)
             (slope,) = torch.autograd.grad(share * values.mean(), whole)
             start = 0
             for number, group in enumerate(groups):
                 backward(model.backbone, forward(number), slope[start : start + len(group)])
                 start += len(group)
         mean = float(values.detach().mean())
-        return {"loss": mean, **{name: float(value) for name, value in figures.items()}}
+        return {"loss": mean, **{name: float(value) for name, value in metrics.items()}}
 
 
 class ChoiceTrainer(LossTrainer):

@@ -90,7 +90,7 @@ class PPOTrainer:
         that batch.
 
         Returns:
-            Its figures are means over the steps, except ``stopped``, which is 1 if the phase ended early.
+            Its metrics are means over the steps, except ``stopped``, which is 1 if the phase ended early.
 
         Raises:
             ModelError: there is no reward model, or the model has no critic.
@@ -110,15 +110,15 @@ class PPOTrainer:
         stopped = False
         for batch in plan:
             backbone.grad.zero_()
-            figures = self._backward(batch, start, settings, features)
+            metrics = self._backward(batch, start, settings, features)
             bound = KL_TOLERANCE * settings["target_kl"]
             # A mean that is not a number ends the phase too.
-            if bound and not figures["kl"] <= bound:
+            if bound and not metrics["kl"] <= bound:
                 stopped = True
                 if not steps.count:
-                    steps.add_figures(figures)
+                    steps.add_metrics(metrics)
                 break
-            steps.take(batch, figures)
+            steps.take(batch, metrics)
         return steps.result({}, stopped=float(stopped))
 
     def gradient(
@@ -142,8 +142,8 @@ class PPOTrainer:
         backbone = self._model.backbone
         backbone.train_only(names)
         backbone.grad.zero_()
-        figures = self._backward(batch, start, settings, None)
-        return read_gradient(backbone), figures["loss"]
+        metrics = self._backward(batch, start, settings, None)
+        return read_gradient(backbone), metrics["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """The loss of a first step on all ``rows``."""
@@ -228,12 +228,12 @@ class PPOTrainer:
         for group in model.groups(rows):
             outputs = self._outputs(group, features)
             old = start.of(group).to(outputs.logprobs.device)
-            losses, figures = ppo(old, outputs.logprobs, outputs.values, outputs.entropies, **coefficients)
+            losses, metrics = ppo(old, outputs.logprobs, outputs.values, outputs.entropies, **coefficients)
             loss = losses.sum() / (len(rows) if settings["sums"] else total)
             if loss.requires_grad:
                 backward(model.backbone, loss)
             sums["loss"] += float(loss.detach())
-            for name, value in figures.items():
+            for name, value in metrics.items():
                 sums[name] += float(value) * len(losses) / total
         return dict(sums)
 

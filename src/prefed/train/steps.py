@@ -220,7 +220,7 @@ class PhaseSteps:
         self.count = self._pairs = self._skipped = 0
         backbone.loss_scale = first_loss_scale(backbone)
 
-    def take(self, batch: Rows, figures: dict[str, float]) -> bool:
+    def take(self, batch: Rows, metrics: dict[str, float]) -> bool:
         """Step along the gradient in the backbone's buffer, which is that of ``batch``.
 
         Returns:
@@ -230,10 +230,10 @@ class PhaseSteps:
         if self._overflows():
             self._backbone.loss_scale /= 2
             self._skipped += 1
-            self.add_figures({**figures, "skipped": 1.0})
+            self.add_metrics({**metrics, "skipped": 1.0})
             return False
         self._optimizer.add()
-        self.add_figures({**figures, "grad_norm": self._optimizer.step()})
+        self.add_metrics({**metrics, "grad_norm": self._optimizer.step()})
         return True
 
     def _overflows(self) -> bool:
@@ -244,14 +244,14 @@ class PhaseSteps:
         grad.div_(scale)
         return not bool(grad.isfinite().all())
 
-    def add_figures(self, figures: Mapping[str, float]) -> None:
-        """Add ``figures`` to the means."""
-        for name, value in figures.items():
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add ``metrics`` to the means."""
+        for name, value in metrics.items():
             self._sums[name] += value
 
-    def result(self, memory: Mapping[str, float], **figures: float) -> PhaseResult:
-        """The tensors in the model, the means over the steps, and ``figures`` as they are."""
-        means = {name: value / max(self.count, 1) for name, value in self._sums.items()} | figures
+    def result(self, memory: Mapping[str, float], **metrics: float) -> PhaseResult:
+        """The tensors in the model, the means over the steps, and ``metrics`` as they are."""
+        means = {name: value / max(self.count, 1) for name, value in self._sums.items()} | metrics
         stepped = self.count - self._skipped
         moments = None if self._phase.moments is None else self._optimizer.moments(stepped)
         # Frees the memory of the optimiser's state for the copy of the tensors.

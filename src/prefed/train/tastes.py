@@ -264,7 +264,7 @@ class LatentTrainer:
         """Run ``phase`` from ``tensors``.
 
         Returns:
-            Its figures are means over the steps: of the log-likelihood loss ``nll``, ``kl``, ``pull``,
+            Its metrics are means over the steps: of the log-likelihood loss ``nll``, ``kl``, ``pull``,
             ``orthogonality``, the posterior's mean ``log_variance``, ``accuracy`` and ``margin``.
         """
         settings = LATENT.resolve(phase.objective.settings)
@@ -278,9 +278,9 @@ class LatentTrainer:
         with dropout(backbone, trunk=self._adapted):
             for batch in plan:
                 backbone.grad.zero_()
-                figures = self._backward(rows, batch, settings, prior, key.at("step", steps.count))
+                metrics = self._backward(rows, batch, settings, prior, key.at("step", steps.count))
                 scale = backbone.loss_scale
-                prior.step(scale if steps.take(batch, figures) else 0.0)
+                prior.step(scale if steps.take(batch, metrics) else 0.0)
         return replace(steps.result({}), beside=prior.beside())
 
     def gradient(
@@ -297,8 +297,8 @@ class LatentTrainer:
         backbone.grad.zero_()
         with dropout(backbone, trunk=self._adapted):
             prior = LatentPrior(settings, backbone.device)
-            figures = self._backward(rows, batch, settings, prior, key)
-        return read_gradient(backbone), figures["loss"]
+            metrics = self._backward(rows, batch, settings, prior, key)
+        return read_gradient(backbone), metrics["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Mean log-likelihood loss over ``rows`` at the taste in ``tensors``, without dropout."""
@@ -382,7 +382,7 @@ class LatentTrainer:
         device = self._model.backbone.device
         generator = key.at("dropout").torch(str(device))
         context = draw_context(rows, batch, key, self._model.tokens.pairs)
-        z, terms, figures = self._taste(context, settings, prior, key, generator)
+        z, terms, metrics = self._taste(context, settings, prior, key, generator)
         base, finish = self._base(batch, key)
         keep = None
         if share := settings["logit_dropout"]:
@@ -392,8 +392,8 @@ class LatentTrainer:
         loss = values.mean() + terms
         backward(self._model.backbone, loss)
         finish()
-        figures |= {"loss": loss, "nll": values.mean(), **more}
-        return {name: float(value.detach()) for name, value in figures.items()}
+        metrics |= {"loss": loss, "nll": values.mean(), **more}
+        return {name: float(value.detach()) for name, value in metrics.items()}
 
     def _taste(
         self,
@@ -405,21 +405,21 @@ class LatentTrainer:
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Z of a step, the terms of the loss besides the likelihood, and their metrics."""
         device, width = self._model.backbone.device, self._selector.settings.latent
-        terms, figures = torch.zeros((), device=device), {}
+        terms, metrics = torch.zeros((), device=device), {}
         prototypes = self._weights.get(PROTOTYPES)
         if prototypes is not None:
-            figures["orthogonality"] = orthogonality(prototypes, self._selector.settings.scale)
-            terms = terms + settings["orthogonality"] * figures["orthogonality"]
+            metrics["orthogonality"] = orthogonality(prototypes, self._selector.settings.scale)
+            terms = terms + settings["orthogonality"] * metrics["orthogonality"]
         if not len(context):
-            return prior.mean(width), terms, figures
+            return prior.mean(width), terms, metrics
         q = self._posterior(context, settings["capped"], generator)
         z = q.sample(torch.randn(width, generator=key.at("z").torch()).to(device))
-        figures |= {"kl": prior.kl(q, key), "log_variance": q.log_variance.mean()}
-        terms = terms + settings["beta"] * figures["kl"]
+        metrics |= {"kl": prior.kl(q, key), "log_variance": q.log_variance.mean()}
+        terms = terms + settings["beta"] * metrics["kl"]
         if prototypes is not None and settings["label"] >= 0:
-            figures["pull"] = prototype_pull(z, prototypes[int(settings["label"])])
-            terms = terms + settings["pull"] * figures["pull"]
-        return z, terms, figures
+            metrics["pull"] = prototype_pull(z, prototypes[int(settings["label"])])
+            terms = terms + settings["pull"] * metrics["pull"]
+        return z, terms, metrics
 
     def _base(self, batch: Rows, key: Key) -> tuple[torch.Tensor, Callable[[], None]]:
         """``[n, 2]`` log-odds of the model without z, and what carries their gradient on into a LoRA."""

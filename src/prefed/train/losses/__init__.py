@@ -3,7 +3,7 @@
 The loss of selectors reads log-odds of choices.
 """
 
-from prefed.train.losses.batch import LossOutput, PairBatch, reward_figures
+from prefed.train.losses.batch import LossOutput, PairBatch, reward_metrics
 from prefed.train.losses.preference import (
     ChoiceBatch,
     cdpo,
@@ -41,7 +41,7 @@ __all__ = [
     "odpo",
     "orpo",
     "pdpo",
-    "reward_figures",
+    "reward_metrics",
     "robust",
     "sft",
     "simpo",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 LossOutput: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
-"""Losses per pair ``[B]`` with gradient, and scalar figures by name without."""
+"""Losses per pair ``[B]`` with gradient, and scalar metrics by name without."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class PairBatch:
         return self.need("policy_rejected") / self.need("rejected_length").clamp(min=1)
 
 
-def implicit_reward_figures(batch: PairBatch, beta: float) -> dict[str, Tensor]:
-    """:func:`reward_figures` of DPO's implicit rewards: β times the log-ratios."""
-    return reward_figures(beta * batch.chosen_ratio, beta * batch.rejected_ratio)
+def implicit_reward_metrics(batch: PairBatch, beta: float) -> dict[str, Tensor]:
+    """:func:`reward_metrics` of DPO's implicit rewards: β times the log-ratios."""
+    return reward_metrics(beta * batch.chosen_ratio, beta * batch.rejected_ratio)
 
 
-def reward_figures(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Figures to log about the rewards of a batch.
+def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Metrics to log about the rewards of a batch.
 
     Args:
         chosen: ``[B]`` rewards of the chosen responses.
@@ -118,8 +118,8 @@ def reward_figures(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
         ``margin``: mean difference; ``reward_chosen`` and ``reward_rejected``: means.
 
     >>> import torch
-    >>> figures = reward_figures(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]))
-    >>> figures["accuracy"].item(), figures["margin"].item()
+    >>> metrics = reward_metrics(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]))
+    >>> metrics["accuracy"].item(), metrics["margin"].item()
     (0.5, 0.5)
     """
     chosen, rejected = chosen.detach(), rejected.detach()

@@ -227,11 +227,11 @@ def ppo(
     critic = value_loss(values, old.values, old.returns, clip=clip)
     with torch.no_grad():
         ratio = (logprobs - old.logprobs).exp()
-        figures = {
+        metrics = {
             "policy_loss": policy.mean(),
             "value_loss": critic.mean(),
             "entropy": entropies.mean(),
             "kl": kl_estimate(logprobs, old.logprobs).mean(),
             "clipped": ((ratio - 1).abs() > clip).to(ratio.dtype).mean(),
         }
-    return policy + value * critic - entropy * entropies, figures
+    return policy + value * critic - entropy * entropies, metrics

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefed.core.lazy import F, torch
-from prefed.train.losses.batch import LossOutput, PairBatch, implicit_reward_figures, reward_figures
+from prefed.train.losses.batch import LossOutput, PairBatch, implicit_reward_metrics, reward_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def dpo(batch: PairBatch, *, beta: float) -> LossOutput:
     >>> dpo(batch, beta=0.1)[0]
     tensor([0.6931])
     """
-    return -F.logsigmoid(beta * batch.delta), implicit_reward_figures(batch, beta)
+    return -F.logsigmoid(beta * batch.delta), implicit_reward_metrics(batch, beta)
 
 
 def cdpo(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
@@ -42,7 +42,7 @@ def cdpo(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput
     """
     logits = beta * batch.delta
     loss = -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
-    return loss, implicit_reward_figures(batch, beta)
+    return loss, implicit_reward_metrics(batch, beta)
 
 
 def robust(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
@@ -53,7 +53,7 @@ def robust(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutp
     logits = beta * batch.delta
     clean, flipped = -F.logsigmoid(logits), -F.logsigmoid(-logits)
     loss = ((1 - label_smoothing) * clean - label_smoothing * flipped) / (1 - 2 * label_smoothing)
-    return loss, implicit_reward_figures(batch, beta)
+    return loss, implicit_reward_metrics(batch, beta)
 
 
 def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> LossOutput:
@@ -84,7 +84,7 @@ def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> L
                 "set log_margin to 0 to use margins as they are"
             )
         margin = margin.log()
-    return -F.logsigmoid(beta * batch.delta - alpha * margin), implicit_reward_figures(batch, beta)
+    return -F.logsigmoid(beta * batch.delta - alpha * margin), implicit_reward_metrics(batch, beta)
 
 
 def hinge(batch: PairBatch, *, beta: float) -> LossOutput:
@@ -92,7 +92,7 @@ def hinge(batch: PairBatch, *, beta: float) -> LossOutput:
 
     A pair whose implicit rewards differ by 1 or more has no gradient.
     """
-    return torch.relu(1 - beta * batch.delta), implicit_reward_figures(batch, beta)
+    return torch.relu(1 - beta * batch.delta), implicit_reward_metrics(batch, beta)
 
 
 def ipo(batch: PairBatch, *, beta: float) -> LossOutput:
@@ -103,7 +103,7 @@ def ipo(batch: PairBatch, *, beta: float) -> LossOutput:
     """
     chosen = batch.chosen_ratio / batch.chosen_length.clamp(min=1)
     rejected = batch.rejected_ratio / batch.need("rejected_length").clamp(min=1)
-    return (chosen - rejected - 1 / (2 * beta)) ** 2, implicit_reward_figures(batch, beta)
+    return (chosen - rejected - 1 / (2 * beta)) ** 2, implicit_reward_metrics(batch, beta)
 
 
 def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: float) -> LossOutput:
@@ -123,7 +123,7 @@ def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: fl
     gain = desirable * torch.sigmoid(-beta * (chosen - below))
     cost = undesirable * torch.sigmoid(-beta * (above - rejected))
     return (gain + cost) / 2, {
-        **implicit_reward_figures(batch, beta),
+        **implicit_reward_metrics(batch, beta),
         "baseline_chosen": below,
         "baseline_rejected": above,
     }
@@ -136,8 +136,8 @@ def sft(batch: PairBatch) -> LossOutput:
     batch's tokens, −Σ log π_θ(y_w|x) / Σ |y_w|. So every token of a batch has the same weight, as in TRL and
     Transformers, and a pair's loss depends on the lengths of the others.
 
-    >>> loss, figures = sft(PairBatch(torch.tensor([-6.0, -2.0]), torch.tensor([3, 1])))
-    >>> loss, loss.mean() == figures["nll"] == 8 / 4
+    >>> loss, metrics = sft(PairBatch(torch.tensor([-6.0, -2.0]), torch.tensor([3, 1])))
+    >>> loss, loss.mean() == metrics["nll"] == 8 / 4
     (tensor([3., 1.]), tensor(True))
     """
     loss = -batch.policy_chosen * (len(batch) / batch.chosen_length.sum().clamp(min=1))
@@ -152,7 +152,7 @@ def simpo(batch: PairBatch, *, beta: float, gamma: float) -> LossOutput:
         gamma: γ, the margin by which the rewards must differ.
     """
     chosen, rejected = beta * batch.average_chosen, beta * batch.average_rejected
-    return -F.logsigmoid(chosen - rejected - gamma), reward_figures(chosen, rejected)
+    return -F.logsigmoid(chosen - rejected - gamma), reward_metrics(chosen, rejected)
 
 
 def orpo(batch: PairBatch, *, beta: float) -> LossOutput:
@@ -164,7 +164,7 @@ def orpo(batch: PairBatch, *, beta: float) -> LossOutput:
     chosen, rejected = batch.average_chosen, batch.average_rejected
     ratio = F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return -chosen - beta * ratio, {
-        **reward_figures(beta * chosen, beta * rejected),
+        **reward_metrics(beta * chosen, beta * rejected),
         "nll": -chosen.detach().mean(),
         "odds_ratio": -ratio.detach().mean(),
     }
@@ -221,8 +221,8 @@ def pdpo(
     >>> zero, one = torch.zeros(1), torch.ones(1)
     >>> batch = PairBatch(zero, one, zero, one, zero, zero, reward_chosen=one, reward_rejected=zero)
     >>> bounds = {"scale_least": 0.1, "scale_most": 10.0}
-    >>> loss, figures = pdpo(batch, beta=1.0, weight=0.8, exclude=1, k=2.0, most=0.5, scale=1.0, **bounds)
-    >>> figures["scale"], torch.equal(loss, -F.logsigmoid(0.8 * figures["scale"] * one))
+    >>> loss, metrics = pdpo(batch, beta=1.0, weight=0.8, exclude=1, k=2.0, most=0.5, scale=1.0, **bounds)
+    >>> metrics["scale"], torch.equal(loss, -F.logsigmoid(0.8 * metrics["scale"] * one))
     (tensor(0.9550), True)
     """
     implicit = batch.delta
@@ -237,7 +237,7 @@ def pdpo(
         excluded = outliers(delta.detach(), k, most)
         loss = torch.where(excluded, 0.0, loss * (len(batch) / (~excluded).sum()))
     return loss, {
-        **implicit_reward_figures(batch, beta),
+        **implicit_reward_metrics(batch, beta),
         "implicit_margin": implicit_margin.mean(),
         "explicit_margin": explicit_margin.mean(),
         "agreement": (implicit_margin * explicit_margin > 0).to(implicit_margin.dtype).mean(),
@@ -304,16 +304,16 @@ def choice(batch: ChoiceBatch) -> LossOutput:
     """Cross-entropy over the two letters, the mean over both orders: FedBiscuit (ICLR 2025), eq. 3.
 
     A softmax over two logits is σ of their difference. So the loss of an order is −log σ(log-odds of the
-    chosen response). Figures: ``accuracy``, the share of pairs whose mean log-odds favour the chosen response
+    chosen response). Metrics: ``accuracy``, the share of pairs whose mean log-odds favour the chosen response
     (a tie counts as wrong), and ``margin``, the mean of these.
 
     >>> import torch
     >>> orders = torch.tensor([[0.0, 0.0], [-2.0, 0.0]])
-    >>> loss, figures = choice(ChoiceBatch(orders, torch.tensor([1.0, -1.0])))
-    >>> loss, figures["accuracy"].item(), figures["margin"].item()
+    >>> loss, metrics = choice(ChoiceBatch(orders, torch.tensor([1.0, -1.0])))
+    >>> loss, metrics["accuracy"].item(), metrics["margin"].item()
     (tensor([0.6931, 0.4100]), 0.5, 0.5)
     """
     chosen = batch.sign[:, None] * batch.orders
     margin = chosen.detach().mean(1)
-    figures = {"accuracy": (margin > 0).to(margin.dtype).mean(), "margin": margin.mean()}
-    return -F.logsigmoid(chosen).mean(1), figures
+    metrics = {"accuracy": (margin > 0).to(margin.dtype).mean(), "margin": margin.mean()}
+    return -F.logsigmoid(chosen).mean(1), metrics

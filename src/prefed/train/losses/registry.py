@@ -105,7 +105,7 @@ class PairLoss(ObjectiveSpec):
     A call checks the settings and fills in the defaults. The pure functions do neither.
 
     Attributes:
-        function: ``(batch, **settings, **memory) -> (loss per pair [B], figures)``.
+        function: ``(batch, **settings, **memory) -> (loss per pair [B], metrics)``.
         needs_reference: it reads the reference's log-probabilities.
         needs_rejected: it reads the rejected responses.
         needs_margin: it reads the data's margin column.
@@ -114,7 +114,7 @@ class PairLoss(ObjectiveSpec):
             the loss.
         by_batch: where several batches make one optimiser step, each batch has its own statistics.
         memory: values that it carries from step to step, with their starts. The function takes each as an
-            argument and returns its next value as a figure of the same name.
+            argument and returns its next value as a metric of the same name.
     """
 
     function: Callable[..., LossOutput]
@@ -133,7 +133,7 @@ class PairLoss(ObjectiveSpec):
     def __call__(
         self, batch: PairBatch | ChoiceBatch, settings: Mapping[str, float] | None = None
     ) -> LossOutput:
-        """Losses per pair ``[B]`` and detached scalar figures.
+        """Losses per pair ``[B]`` and detached scalar metrics.
 
         Args:
             settings: the settings that differ from the defaults, and the memory after the last step.

@@ -86,7 +86,7 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
         gain = policy - reference
         margin = gain[:, 0] - gain[:, 1]
         losses = np.logaddexp(0.0, -beta * margin)
-    figures: dict[str, npt.NDArray[np.float64 | np.bool_]] = {
+    metrics: dict[str, npt.NDArray[np.float64 | np.bool_]] = {
         "preference_accuracy": policy[:, 0] > policy[:, 1],
         "reward_accuracy": margin > 0,
         "baseline_accuracy": reference[:, 0] > reference[:, 1],
@@ -97,13 +97,13 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
     if scores.rewards is not None:
         rewards = scores.rewards.astype(np.float64)
         explicit = rewards[:, 0] - rewards[:, 1]
-        figures |= {
+        metrics |= {
             "combined_accuracy": margin + weight * explicit > 0,
             "explicit_accuracy": explicit > 0,
             "agreement": margin * explicit > 0,
             "explicit_margin": explicit,
         }
-    means = {name: float(values.mean()) for name, values in figures.items()}
+    means = {name: float(values.mean()) for name, values in metrics.items()}
     broken = float((~np.isfinite(policy).all(1)).sum())
     return means | ({"not_finite": broken} if broken else {})
 
@@ -148,8 +148,8 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
         ValueError: there are no pairs.
 
     >>> pairs = ChoiceScores(np.array([[3.0, -1.0], [1.0, -2.0]]), np.zeros((2, 2)))
-    >>> figures = choice_metrics(pairs)
-    >>> figures["preference_accuracy"], figures["baseline_accuracy"], figures["margin"]
+    >>> metrics = choice_metrics(pairs)
+    >>> metrics["preference_accuracy"], metrics["baseline_accuracy"], metrics["margin"]
     (0.5, 0.0, 0.25)
     """
     if len(scores.orders) == 0:
@@ -159,13 +159,13 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
     with np.errstate(invalid="ignore"):
         margin, losses = orders.mean(1), np.logaddexp(0.0, -orders)
     right = finite & (margin > 0)
-    figures: dict[str, npt.NDArray[np.float64 | np.bool_]] = {
+    metrics: dict[str, npt.NDArray[np.float64 | np.bool_]] = {
         "preference_accuracy": right,
         "reward_accuracy": right,
         "baseline_accuracy": scores.baseline.astype(np.float64).mean(1) > 0,
     }
-    figures |= {"margin": margin, "choice_loss": losses}
-    means = {name: float(values.mean()) for name, values in figures.items()}
+    metrics |= {"margin": margin, "choice_loss": losses}
+    means = {name: float(values.mean()) for name, values in metrics.items()}
     means |= jury_metrics(jury) if jury else {}
     broken = int((~finite).sum())
     return means | ({"not_finite": broken} if broken else {})

@@ -30,7 +30,7 @@ class WinRate:
         mean: (wins + ties / 2) / judged.
         low: lower end of the 95% interval of ``mean``, see :func:`score_interval`.
         high: its upper end.
-        wins: wins / judged: a tie counts as no win (the figure of FedBiscuit, Wu et al. 2025, table 1).
+        wins: wins / judged: a tie counts as no win (the metric of FedBiscuit, Wu et al. 2025, table 1).
         ties: number of ties.
         judged: number of prompts with a verdict.
         failed: number of prompts without a usable one; they are in none of the rates.
