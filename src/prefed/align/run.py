@@ -41,7 +41,7 @@ POLICY = "policy.safetensors"
 
 
 def generation_stages(count: int) -> tuple[Stage, ...]:
-    """The stages of so many generations, and of what is kept of them."""
+    """The stages of ``count`` generations, and the one that keeps the best policy."""
     stages = [tastes.STAGE]
     for number in range(1, count + 1):
         generation = Generation(number)

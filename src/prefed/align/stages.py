@@ -1,4 +1,4 @@
-"""Stages: named inputs and outputs in a folder, and a manifest of what a stage was done with.
+"""Stages: named inputs and outputs in a folder, and a manifest of what a stage was run with.
 
 Rows are JSON lines that are appended batch by batch, so a process that is killed loses no whole batch.
 """

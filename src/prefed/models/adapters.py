@@ -204,7 +204,7 @@ def load_client(folder: str | Path, base: str | None = None) -> Backbone:
         base: the base model's folder or hub name, if it has moved.
 
     Raises:
-        ModelError: there is no such client, or its tensors do not fit the base model.
+        ModelError: the folder holds no client, or its tensors do not fit the base model.
     """
     from safetensors.torch import load_file
 
@@ -265,7 +265,7 @@ def save_merged(
     adapted = [layer.base_layer.weight for _, _, layer in lora_layers(causal)]
     if len(set(map(id, adapted))) < len(adapted):
         raise ModelError(
-            "blocks of this model share weights, and each block has an adapter of its own, so a merged model "
+            "blocks of this model share weights, and each block has its own adapter, so a merged model "
             "cannot hold them: export the adapter instead"
         )
     deltas = {} if added is None else {f"{added.path}.weight": added.row.to(backbone.device)}

@@ -80,7 +80,7 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
                 ) from error
             reason = brief(error)
             if "trust_remote_code" in str(error):
-                reason = "it comes with code of its own, and prefed runs none that comes with a model"
+                reason = "it needs custom code, and prefed runs no code that comes with a model"
             elif "weights_only" in str(error):
                 reason = "its weights are no plain tensors, and may hold code; give them as safetensors"
             elif "weights" in absent and what != "tokenizer":
@@ -94,7 +94,7 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
 
 
 def _is_empty(loaded: Any) -> bool:
-    """Whether it is a tokenizer without a vocabulary: what transformers makes of a folder that has none."""
+    """Whether it is a tokenizer without a vocabulary, as transformers makes from a folder that has none."""
     words: dict[str, int] = getattr(loaded, "get_vocab", dict)()
     return bool(words) and not words.keys() - loaded.get_added_vocab().keys()
 
@@ -121,7 +121,7 @@ def load_causal(config: ModelConfig) -> Any:
     quantised again. A layer takes its weights to ``dtype`` before each product.
 
     Raises:
-        ModelError: it cannot be loaded, the device has no such numbers, or bitsandbytes is not installed.
+        ModelError: it cannot be loaded, the device does not support its dtype, or bitsandbytes is missing.
     """
     from transformers import AutoModelForCausalLM
 

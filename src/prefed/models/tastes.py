@@ -277,7 +277,7 @@ def tasting(
     Args:
         taste_map: the model's map; ``None`` if it has none.
         tastes: ``[rows, d_z]``, one for each row of token ids; ``None`` leaves the model as it is.
-        lengths: the token ids are one row, with a stretch of so many tokens for each taste.
+        lengths: the token ids are one row; each taste applies to this many tokens of it, in order.
 
     Raises:
         ValueError: the model has no map, or tastes of another width.

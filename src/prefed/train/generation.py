@@ -40,9 +40,9 @@ class Sampling(StrictModel):
 
     Attributes:
         max_tokens: of a response; fewer where the model's window or its end-of-text token comes first.
-        temperature: 0 takes the likeliest token each time.
-        top_p: draw from the likeliest tokens that together have this probability.
-        top_k: draw from this many of the likeliest tokens; 0: from all.
+        temperature: 0 always takes the most likely token.
+        top_p: draw from the most likely tokens that together have this probability.
+        top_k: draw from this many of the most likely tokens; 0: from all.
     """
 
     max_tokens: int = Field(default=128, ge=1)

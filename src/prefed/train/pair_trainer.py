@@ -243,7 +243,7 @@ class ClientPairTrainer(PairVisit):
         return self.pair_trainer.posteriors(tensors, objective, self.rows, key, pairs)
 
     def assemble(self, *groups: Tensors) -> Tensors:
-        """``initial`` with the given tensors put in, later groups over earlier ones."""
+        """``initial`` with the given tensors replaced; later groups override earlier ones."""
         if isinstance(self.initial, Layered):
             # A large model: what is put together is only ever copied into the backbone.
             return Layered(self.initial.layout, self.initial, *groups)

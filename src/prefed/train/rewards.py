@@ -18,7 +18,7 @@ from prefed.models import ModelError, load_pretrained
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 
 BATCH, BLOCK = 16, 512
-"""Sequences in a batch of the model; records whose token ids are in memory at a time."""
+"""Sequences in a batch of the model; records whose token ids are in memory at once."""
 
 _KEY, _KIND = "[method] reward_model", "sequence classification model"
 
@@ -36,7 +36,7 @@ class RewardModel:
         key: the setting that holds the name, for messages.
 
     Raises:
-        ModelError: there is no such model, its head is not a trained one, or it has more than two outputs.
+        ModelError: there is no such model, its head is not trained, or it has more than two outputs.
     """
 
     def __init__(self, name: str, device: torch.device, key: str = _KEY) -> None:

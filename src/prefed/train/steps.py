@@ -185,7 +185,7 @@ def backward(backbone: Backbone, loss: torch.Tensor, slope: torch.Tensor | None 
     """Add the gradient of ``loss`` to the backbone's buffer, times the backbone's loss scale.
 
     Args:
-        slope: of whatever the loss is taken from, where ``loss`` holds several numbers.
+        slope: gradient of the scalar loss in ``loss``, if ``loss`` holds several numbers.
     """
     if backbone.loss_scale != 1:
         loss = loss * backbone.loss_scale

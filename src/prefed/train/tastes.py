@@ -45,7 +45,7 @@ from prefed.train.pair_model import PairModel, ReferenceLogprobs
 from prefed.train.steps import PhaseSteps, Visit, backward, batches, dropout, make_optimizer, read_gradient
 
 BLOCK = 512
-"""Pairs whose token ids are in memory at a time."""
+"""Pairs whose token ids are in memory at once."""
 
 
 class ResponseFeatures:
@@ -345,7 +345,7 @@ class LatentTrainer:
         Args:
             rows: all training pairs of a client.
             key: the randomness of the contexts.
-            pairs: so many of the shuffled pairs, or all if there are fewer; ``None``: all.
+            pairs: at most this many of the shuffled pairs; ``None``: all.
         """
         capped = LATENT.resolve(objective.settings)["capped"]
         order = key.numpy().permutation(np.sort(rows))[:pairs]

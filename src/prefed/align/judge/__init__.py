@@ -1,7 +1,6 @@
 """Judges: which of two responses to a prompt is the better one.
 
-A judge is asked about both orders of the two responses, and :func:`outcome` makes one outcome of its two
-verdicts.
+A judge is asked about both orders of the two responses, and :func:`outcome` combines its two verdicts.
 """
 
 from prefed.align.judge.questions import (

@@ -34,7 +34,7 @@ class EndpointJudge:
 
     Raises:
         JudgeError: the package ``openai`` is not there, OpenAI's own endpoint is asked without a key, or the
-            key is none that a header can hold.
+            key cannot be sent in a header.
     """
 
     def __init__(self, model: str, options: JudgeOptions) -> None:
@@ -76,7 +76,7 @@ class EndpointJudge:
         )
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
-        """A verdict for every question, in their order; ``parallel`` of them are under way at a time.
+        """A verdict for every question, in their order; at most ``parallel`` at once.
 
         Raises:
             JudgeError: (while iterating) the endpoint does not answer, or refuses the key or the model.

@@ -29,7 +29,7 @@ KEY, KIND = "--judge local", "causal language model"
 
 
 class LocalJudge:
-    """A causal language model that answers a template, taking the likeliest token each time.
+    """A causal language model that answers a template, always taking the most likely token.
 
     The question is a user's turn in the tokenizer's chat template; without one it takes the template's bare
     form. A question that fills the model's window is a verdict without a preference.
@@ -147,7 +147,7 @@ def read_taste(name: str, records: Iterable[Record], flipped: Collection[str] = 
     Args:
         name: a client, or ``"mean"``.
         records: pairs of the set, with ``utility_chosen`` and ``utility_rejected``.
-        flipped: clients whose preferences the experiment turned round. Their taste is the opposite one.
+        flipped: clients whose preferences the experiment reversed. Their taste is the opposite one.
 
     Raises:
         JudgeError: the records have no utilities, none of that client, or too few to determine its weights.

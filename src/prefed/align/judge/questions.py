@@ -68,7 +68,7 @@ class JudgeOptions(StrictModel):
         key_variable: the environment variable that holds an endpoint's key. The key goes only to the
             endpoint; it is neither stored nor shown. An endpoint of your own may need none.
         timeout: seconds to wait for an endpoint's answer.
-        parallel: questions that an endpoint is asked at a time.
+        parallel: concurrent requests to an endpoint.
         taste: a client of a synthetic set, or ``"mean"``; of selectors with a latent taste, one that the
             clients sent.
         device: where a model on this machine lives, as ``[model] device``.

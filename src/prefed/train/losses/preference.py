@@ -210,7 +210,7 @@ def pdpo(
 
     Args:
         batch: with ``reward_chosen`` and ``reward_rejected``.
-        weight: w_r ≥ 0; 0 is DPO, apart from exclusion.
+        weight: w_r ≥ 0; 0 is DPO, except for exclusion.
         exclude: 1 to exclude outliers, 0 to keep every pair.
         k: a pair further than this many standard deviations from the mean is an outlier.
         most: the largest share of a batch that may be excluded.

@@ -235,7 +235,7 @@ def objective(name: str) -> PairLoss:
     """The objective of that name.
 
     Raises:
-        ValueError: there is no such objective; the message has the nearest name.
+        ValueError: no objective has that name; the message suggests the nearest one.
 
     >>> objective("dpo").needs_reference, objective("sft").needs_rejected
     (True, False)

@@ -99,7 +99,7 @@ def mixture_kl_bound(q: Gaussian, peers: Gaussian, log_weights: Tensor) -> Tenso
 
     With peers far apart the bound is far from the KL: half of the weight on a peer at distance Δ costs
     ‖Δ‖²/(4σ²), although the KL never exceeds the least of KL(q ‖ N_j) − log w_j. So its minimum lies between
-    the peers, where no peer is. The log says so, once.
+    the peers, where no peer is. It is logged once as a warning.
 
     Args:
         q: ``[..., d]``.

@@ -62,16 +62,16 @@ def federated_metrics(
 
     Args:
         metrics: client → metric → value, from :func:`prefed.train.metrics.client_metrics`.
-        pairs: client → number of pairs that its metrics are taken over.
+        pairs: client → number of pairs behind its metrics.
         privacy: gives the least number of pairs for a value of one client.
 
     Raises:
-        ValueError: no client has so many.
+        ValueError: no client has that many.
     """
     small = [client for client in metrics if not privacy.may_report(pairs[client])]
     if metrics and len(small) == len(metrics):
         raise ValueError(
-            f"[privacy] minimum_pairs = {privacy.minimum_pairs}: no client is judged on so many pairs "
+            f"[privacy] minimum_pairs = {privacy.minimum_pairs}: no client is evaluated on that many pairs "
             f"(the most are {max(pairs[client] for client in metrics)}), so no client's can be reported"
         )
     include_small = privacy.may_report(sum(pairs[client] for client in small))

@@ -60,7 +60,7 @@ def win_rate(outcomes: Sequence[float | None], prompts: Sequence[Hashable] | Non
 
     Raises:
         NothingJudgedError: there is no outcome but ``None``.
-        ValueError: an outcome is no such value.
+        ValueError: an outcome has another value.
 
     >>> rate = win_rate([1, 1, 0.5, 0, None])
     >>> rate.mean, rate.wins, rate.ties, rate.judged, rate.failed
