@@ -25,8 +25,7 @@ from prefed import load_run
 from prefed.config import Experiment
 from prefed.core import files
 from prefed.merge.tastes import active_units
-from prefed.runs.taste_figures import NO_TASTE
-from prefed.runs.tastes import read_tastes
+from prefed.runs.tastes import NO_TASTE, read_tastes
 from prefed.train.metrics.tastes import kl_per_dimension, transfer
 
 CONTEXTS = (2, 4, 8, 16)

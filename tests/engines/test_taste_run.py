@@ -22,8 +22,7 @@ from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.labels import selectors_of
 from prefed.runs.loaded import load_run
 from prefed.runs.record import RunError, read_run
-from prefed.runs.taste_figures import measure_tastes
-from prefed.runs.tastes import any_taste, at_taste, read_tastes, server_taste, told_taste
+from prefed.runs.tastes import any_taste, at_taste, measure_tastes, read_tastes, server_taste, told_taste
 from prefed.store import RunReader
 from prefed.train import PairTrainer
 from prefed.ui.cli import app

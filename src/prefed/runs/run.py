@@ -221,7 +221,7 @@ def _tastes(
     """The content of ``tastes.json``; ``None`` where the method has no tastes, or states are elsewhere."""
     if job.method.infer is None or states is None:
         return None
-    from prefed.runs.taste_figures import measured_tastes
+    from prefed.runs.tastes import measured_tastes
 
     return measured_tastes(job, experiment.method.settings.goal(), server, states)
 
