@@ -18,8 +18,7 @@ from urllib.parse import urlencode
 from prefed.core import Key
 from prefed.data import Record
 from prefed.runs.journal import Journal
-from prefed.ui.collect.choices import Choices
-from prefed.ui.collect.questions import Questions, RecordedPairs
+from prefed.ui.collect.pairs import Choices, Questions, RecordedPairs
 from prefed.ui.collect.session import Session
 
 RECORDS = [Record(f"Case {k}:", f" up {k}", f" down {k}", category="c") for k in range(8)]
@@ -54,7 +53,7 @@ def serving(opened: Session, add: Callable[[str], None] | None = None) -> Iterat
         there.set()
 
     with listen(0) as listening:
-        thread = threading.Thread(target=serve, args=(opened, listening), kwargs={"add": add, "told": told})
+        thread = threading.Thread(target=serve, args=(opened, listening), kwargs={"add": add, "report": told})
         thread.start()
         assert there.wait(30)
         try:

@@ -8,7 +8,7 @@ from browser import chromium as chromium
 from browser import needs_chromium
 from collecting import serving, session
 from prefed.data import Record
-from prefed.ui.collect.questions import DrawnPairs
+from prefed.ui.collect.pairs import DrawnPairs
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

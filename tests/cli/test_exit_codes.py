@@ -12,7 +12,7 @@ COMMANDS = {
     "run": (["run", "none.toml"], "prefed.config.table.load_cell"),
     "align": (["align", "none", "--prompts", "p.jsonl"], "prefed.runs.record.read_run"),
     "judge": (["judge", "none", "--judge", "utility", "--prompts", "p"], "prefed.runs.judge.judge"),
-    "collect": (["collect", "--from", "none.jsonl"], "prefed.ui.collect.questions.recorded_pairs"),
+    "collect": (["collect", "--from", "none.jsonl"], "prefed.ui.collect.pairs.recorded_pairs"),
     "sweep": (["sweep", "none.toml"], "prefed.runs.sweep.sweep_cells"),
     "init": (["init", "feddpo", "--out", "."], "prefed.config.method_kind"),
     "data": (["data", "none.toml"], "prefed.config.table.load_cell"),

@@ -19,10 +19,8 @@ from prefed.models.tiny import make_tiny
 from prefed.runs.record import RunError
 from prefed.train.generation import Sampling, complete_batch
 from prefed.ui.collect import page
-from prefed.ui.collect.choices import Choices
-from prefed.ui.collect.drawing import Drawing, ModelResponder
-from prefed.ui.collect.errors import CollectError
-from prefed.ui.collect.questions import DrawnPairs, recorded_pairs
+from prefed.ui.collect.pairs import Choices, CollectError, DrawnPairs, recorded_pairs
+from prefed.ui.collect.responder import Drawing, ModelResponder
 from prefed.ui.collect.session import Progress
 
 
@@ -261,7 +259,7 @@ def until(opened, done):
 
 
 @contextmanager
-def drawing(folder, prompts, echo, ahead, told=lambda text: None):
+def drawing(folder, prompts, echo, ahead, report=lambda text: None):
     made = []
 
     def questions(journal):
@@ -270,7 +268,7 @@ def drawing(folder, prompts, echo, ahead, told=lambda text: None):
 
     with (
         session(folder, questions=questions) as opened,
-        Drawing(opened, made[0], echo, ahead=ahead, told=told) as drawn,
+        Drawing(opened, made[0], echo, ahead=ahead, report=report) as drawn,
     ):
         yield opened, drawn
 

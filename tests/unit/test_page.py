@@ -96,7 +96,7 @@ def test_the_page_says_in_words_what_its_plots_show(text):
     texts = [attributes["aria-label"] for attributes in page.named("svg") if attributes.get("role") == "img"]
     assert texts[::2] == texts[1::2]
     assert (
-        "begins at 25% (11% to 50%) and ends at 67% (43% to 83%); the worst client goes from 0.0% to 25.0%."
+        "starts at 25% (11% to 50%) and ends at 67% (43% to 83%); the worst client goes from 0.0% to 25.0%."
         in texts[0]
     )
     assert "lowest cyd with 25.0%, highest bob with 100.0%." in " ".join(texts)

@@ -58,7 +58,7 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
     assert '<h2 id="tastes"><a href="#tastes">Tastes</a></h2>' in page
     assert "only the owner of this file can read it" in page
     assert "yes: own z is worth 37.5 points over another&#39;s" in page
-    assert "2 of 3; they prove nothing alone" in page
+    assert "2 of 3; by themselves they prove nothing" in page
     assert "1.75 nats" in page
     assert "lowest cyd with 12.5 points, highest ann with 75.0." in page
     assert "2 at prototype 0, 1 at prototype 1." in page
@@ -72,13 +72,13 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
 def test_what_clients_told_is_shown_and_warned_of_where_it_is_not_their_taste() -> None:
     """0.75 with own z: 0.625 is 0.125 below it, 0.7 is near."""
     far, near = ({**TOLD, "told": told} for told in (0.625, 0.7))
-    assert "62.5%" in dict(tastes.tastes_facts(far))["with the z that it told the server"]
-    assert "with what clients told the server 0.625" in tastes.tastes_line(far)
+    assert "62.5%" in dict(tastes.tastes_facts(far))["with the z that it sent to the server"]
+    assert "with what clients sent to the server 0.625" in tastes.tastes_line(far)
     assert "fewer local_steps" in tastes.tastes_line(far)
     assert (
         "fewer"
         not in tastes.tastes_line(near)
-        + dict(tastes.tastes_facts(near))["with the z that it told the server"]
+        + dict(tastes.tastes_facts(near))["with the z that it sent to the server"]
     )
 
 

@@ -27,7 +27,7 @@ AutoResume = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Put VALUE in the place of a key, e.g. method.lr=1e-4."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. method.lr=1e-4."),
 ]
 OwnModel = Annotated[
     str | None,
@@ -70,8 +70,7 @@ Track = Annotated[
     typer.Option(
         "--track",
         metavar="TOOL",
-        help="Tell tensorboard, wandb, mlflow or trackio how the run goes, as [track] to does; may be given "
-        "again.",
+        help="Log the run to tensorboard, wandb, mlflow or trackio, as [track] to does; may be given again.",
     ),
 ]
 

@@ -15,7 +15,7 @@ import typer
 from prefed.ui.cli.errors import UsageError, interruptible
 
 if TYPE_CHECKING:
-    from prefed.ui.collect.drawing import Drawing
+    from prefed.ui.collect.responder import Drawing
     from prefed.ui.collect.session import Session
 
 
@@ -75,8 +75,7 @@ def collect(
             raise ValueError(f"prefed collect needs {' and '.join(missing)}: pip install 'prefed[collect]'")
         from prefed.core import Key
         from prefed.runs.journal import Journal
-        from prefed.ui.collect.choices import Choices
-        from prefed.ui.collect.questions import DrawnPairs, file_prompts, recorded_pairs
+        from prefed.ui.collect.pairs import Choices, DrawnPairs, file_prompts, recorded_pairs
         from prefed.ui.collect.server import listen, serve
         from prefed.ui.collect.session import Session
 
@@ -91,7 +90,7 @@ def collect(
                 from prefed.models import ModelConfig, load_backbone
                 from prefed.models.notices import silence_transformers
                 from prefed.train.generation import Sampling
-                from prefed.ui.collect.drawing import Drawing, ModelResponder
+                from prefed.ui.collect.responder import Drawing, ModelResponder
 
                 silence_transformers()
                 asked = [] if prompts is None else file_prompts(prompts, prompt_column, limit)
@@ -100,13 +99,13 @@ def collect(
                 responder = ModelResponder(backbone, how, key, asked[0] if asked else None, raw=raw)
                 drawn = DrawnPairs(asked, journal, responder.identity)
                 session = Session(drawn, choices, journal, key)
-                drawing = Drawing(session, drawn, responder, ahead=ahead, told=_note)
+                drawing = Drawing(session, drawn, responder, ahead=ahead, report=_note)
                 add = drawing.add
             if client is not None:
                 session.name(client)
             try:
                 with drawing:
-                    serve(session, listening, add=add, told=_teller(show))
+                    serve(session, listening, add=add, report=_teller(show))
             finally:
                 _print_end(session)
 

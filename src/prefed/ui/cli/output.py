@@ -129,7 +129,7 @@ def progress_console(as_json: bool = False) -> Console:
     """The console for progress, and for a result that is no JSON; with ``-q`` it writes nothing.
 
     Args:
-        as_json: standard output is for JSON alone, and this is standard error.
+        as_json: standard output is for JSON only, so this is standard error.
     """
     from rich.console import Console
 
@@ -141,7 +141,7 @@ def progress_console(as_json: bool = False) -> Console:
 
 
 def terminal(console: Console) -> list[Callback]:
-    """What shows on ``console`` how a run goes on: with ``-q`` nothing, with ``-v`` a line for each round."""
+    """Shows a run's progress on ``console``: nothing with ``-q``, a line for each round with ``-v``."""
     from prefed.trackers.terminal import Terminal
 
     return [] if console.quiet else [Terminal(console, lines=volume() is Volume.VERBOSE)]

@@ -21,7 +21,7 @@ def init(
     out: Annotated[Path | None, typer.Option(help="The file to write; left out: METHOD.toml.")] = None,
     example: Annotated[
         bool,
-        typer.Option("--example", help="A short file, and beside it four clients' pairs to try it on."),
+        typer.Option("--example", help="A short file, with four clients' pairs next to it to try it on."),
     ] = False,
     model: Annotated[
         str | None, typer.Option(help="Folder or hub name of the model; left out: DistilGPT-2 from the hub.")

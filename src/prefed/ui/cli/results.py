@@ -35,8 +35,8 @@ def evaluate(
         typer.Option(
             metavar="TASTE",
             help="For selectors with a latent taste, whose taste judges: own, population, a client's id, "
-            "prototype:K, infer:8, what 8 of a client's training pairs tell, or infer:FILE, what a new "
-            "user's pairs tell.",
+            "prototype:K, infer:8, inferred from 8 of a client's training pairs, or infer:FILE, from a new "
+            "user's pairs.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -82,7 +82,7 @@ def evaluate(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error if that is a terminal; it is told how many of how many clients are done."""
+    """A bar on standard error if that is a terminal; it takes how many of how many clients are done."""
     from rich.progress import Progress
 
     console = bar_console()
@@ -163,7 +163,7 @@ def report(
         typer.Option("--watch", help="Write it anew after every round, until the run ends or Ctrl-C."),
     ] = False,
 ) -> None:
-    """Write one HTML page about a finished run, complete in itself, or about one that goes on."""
+    """Write one HTML page about a finished run, complete in itself, or about a run that continues."""
     from prefed.runs.record import read_run
     from prefed.ui.pages.page import write_page
     from prefed.ui.pages.watch import watch as keep_fresh
@@ -231,7 +231,7 @@ def judge(
     ] = "plain",
     criterion: Annotated[
         Literal["helpful", "harmless"] | None,
-        typer.Option(help="A language model decides by this alone; left out: by --template."),
+        typer.Option(help="A language model decides only by this; left out: by --template."),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="Of an endpoint, up to and with /v1; left out: OpenAI's.")

@@ -31,7 +31,7 @@ def run(
         Path | None, typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the directory, which must hold one.")
+        bool, typer.Option("--resume", help="Continue the run in the directory, which must hold one.")
     ] = False,
     auto_resume: AutoResume = False,
     cell: CellName = None,
@@ -40,7 +40,7 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check everything, and tell sizes and about how long a round would take; write nothing.",
+            help="Check everything, estimate sizes and the time of a round; write nothing.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -81,7 +81,7 @@ def run(
 
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
-    """Run, and tell the result."""
+    """Run, and print the result."""
     from prefed.runs.figures import groupings_of
     from prefed.runs.record import read_run
     from prefed.runs.run import run as run_experiment
@@ -108,7 +108,7 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
 
 
 def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) -> None:
-    """Check an experiment, and tell what a run of it would take."""
+    """Check an experiment, and estimate what a run of it would take."""
     from prefed.runs.dry_run import dry_run
     from prefed.ui.pages.terminal import estimate_line, print_dry_run
 
@@ -122,7 +122,7 @@ def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) ->
 
 
 def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
-    """Lines with the command that goes on from a run's selectors; none for a run without them."""
+    """Lines with the next command after a run with selectors; none for a run without them."""
     run = shlex.quote(str(path))
     if aligned:
         return [f"judge: prefed judge {run} --judge NAME --prompts FILE"]
@@ -174,7 +174,7 @@ def sweep(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, of one thread each.")] = 2,
 ) -> None:
-    """Carry out the cells of a table, or one experiment over a grid and seeds, or go on with them."""
+    """Run the cells of a table, or one experiment over a grid and seeds; continue those that exist."""
     if grid or seeds is not None:
         if len(tables) > 1 or only:
             raise UsageError("--grid and --seeds are for one experiment file, without --only")
@@ -245,7 +245,7 @@ def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
         with terminable():
             return asyncio.run(work)
     except KeyboardInterrupt:
-        typer.echo("\nstopped; the same command goes on from here", err=True)
+        typer.echo("\nstopped; the same command continues from here", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -280,10 +280,10 @@ def align(
         typer.Option(metavar="NAME", help="Do this stage and those after it again: prompts, policy, …"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the alignment in the directory, with its settings.")
+        bool, typer.Option("--resume", help="Continue the alignment in the directory, with its settings.")
     ] = False,
 ) -> None:
-    """Align a model with a finished run's selectors, on prompts alone."""
+    """Align a model with a finished run's selectors, on prompts only."""
     overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
     words = ["prefed", "align", str(run), *set_words(overrides)]
     with interruptible(words, None, resume=True, kept="what was done is kept"):
@@ -301,7 +301,7 @@ def align(
         anew = not (resume or stage)
         if anew and begun(folder):
             raise ValueError(
-                f"{folder} holds an alignment: go on with it with --resume, or do a stage and those after it "
+                f"{folder} holds an alignment: continue it with --resume, or do a stage and those after it "
                 "again with --stage NAME (--stage prompts: all of it)"
             )
         config = read_settings(record, overrides, anew=anew)

@@ -1,4 +1,4 @@
-"""Serves the page on this machine alone, to whoever has the link."""
+"""Serves the page on this machine only, to whoever has the link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from prefed.ui.collect import page
-from prefed.ui.collect.errors import CollectError
+from prefed.ui.collect.pairs import CollectError
 from prefed.ui.collect.session import STRENGTHS, Answer, Session
 
 HOST = "127.0.0.1"
@@ -125,7 +125,7 @@ class Page:
         self._session.choose(int(number), cast(Answer, answer), strengths[strength])
 
     def _undo(self, fields: Mapping[str, str]) -> None:
-        # A form that is sent twice, or from a page that is open beside another one, takes back nothing more.
+        # A form that is sent twice, or from a second page, takes back nothing more.
         if fields.get("done") in (None, str(self._session.progress().done)):
             self._session.take_back()
 
@@ -188,19 +188,19 @@ def serve(
     listening: socket.socket,
     *,
     add: Callable[[str], None] | None,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
-    """Serve the page until the person is done or the process is told to stop.
+    """Serve the page until the person is done or the process is asked to stop.
 
     Args:
         listening: of :func:`listen`.
         add: as for :class:`Page`.
-        told: is called with each link that opens the page.
+        report: called with each link that opens the page.
     """
     port = listening.getsockname()[1]
 
     def link(secret: str) -> None:
-        told(f"http://{HOST}:{port}/?token={secret}")
+        report(f"http://{HOST}:{port}/?token={secret}")
 
     def finish() -> None:
         server.should_exit = True

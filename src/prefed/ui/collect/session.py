@@ -12,9 +12,7 @@ from prefed.core.text import control_character
 from prefed.data.prompts import plain_prompt
 from prefed.runs.journal import Journal
 from prefed.train.metrics.intervals import Agreement, agreement
-from prefed.ui.collect.choices import Choices
-from prefed.ui.collect.errors import CollectError
-from prefed.ui.collect.questions import Question, Questions
+from prefed.ui.collect.pairs import Choices, CollectError, Question, Questions
 
 Answer = Literal["left", "right", "neither"]
 
@@ -27,7 +25,7 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class Shown:
-    """A question as it stands on the page.
+    """A question as the page shows it.
 
     Attributes:
         order: the places of the left and the right response in ``question.responses``.
@@ -67,7 +65,7 @@ class Session:
     """Asks one person.
 
     A choice is a line of the pairs. A question of which neither response is better is no pair: its answer
-    stands in the journal. So each answer is one write to one file, and a process that is killed has it
+    is in the journal. So each answer is one write to one file, and a process that is killed has it
     whole or not at all.
 
     Args:
@@ -78,7 +76,7 @@ class Session:
 
     Attributes:
         client: the person; ``None`` until they give a name.
-        changed: guards all of this, and is told when a question becomes ready.
+        changed: guards all of this, and is notified when a question becomes ready.
         failure: what ended the drawing of responses, in words.
     """
 

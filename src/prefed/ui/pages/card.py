@@ -39,7 +39,7 @@ SETTINGS = (
         "regenerate",
     ),
 )
-"""The keys of ``[align]`` that a card tells. Others may name a client or a path."""
+"""The keys of ``[align]`` that a card shows. Others may name a client or a path."""
 AGREEMENT = "agreement"
 MEANING = "share of held-out pairs of completions that the model orders as their labels do"
 
@@ -65,9 +65,7 @@ class AlignedModel:
         """
         outcome, table = alignment_of(run.path), stored_settings(run)
         if outcome is None or table is None:
-            raise RunError(
-                f"{run.path}/align: the alignment is not done; go on: prefed align {run.path} --resume"
-            )
+            raise RunError(f"{run.path}/align: not finished; continue it: prefed align {run.path} --resume")
         return AlignedModel(outcome.summary, table)
 
     @property
@@ -79,7 +77,7 @@ class AlignedModel:
 
     @property
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """The settings that may be told."""
+        """The settings that a card shows."""
         return ((f"align.{name}", self.table[name]) for name in SETTINGS if name in self.table)
 
     @property
@@ -128,7 +126,7 @@ TOLD = (
     "reward_accuracy",
     "normalized_accuracy",
 )
-"""The figures of a policy that a card may tell."""
+"""The figures of a policy that a card may show."""
 
 
 def model_card(
@@ -318,9 +316,9 @@ def _note(run: RunRecord, export: Export) -> str:
     clients = [export.client] if export.client else list(run.clients)
     pairs = sum(run.pairs(client) or 0 for client in clients)
     whose = "of the client" if export.client else f"of {pluralize(len(clients), 'client', 'clients')}"
-    told = run.summary.get("stop", {}).get("best", {})
-    best = told.get("round") == run.summary["rounds"]
-    when = f"round {told['round']}, the best by validation pairs," if best else "the last round"
+    last = run.summary.get("stop", {}).get("best", {})
+    best = last.get("round") == run.summary["rounds"]
+    when = f"round {last['round']}, the best by validation pairs," if best else "the last round"
     return (
         f"Measured after {when} on {pairs:,} {run.split} pairs {whose}. The interval says how far "
         "the figure would vary with other pairs of the same clients (Wilson's, combined over clients)."

@@ -26,7 +26,7 @@ COLUMNS = ("panel", "series", "x", "y", "start", "low", "high", "value")
 class Theme:
     """Colours of charts, and of the page around them. A page has both themes and follows the screen.
 
-    People with any colour vision can tell the colours apart (Okabe and Ito 2008).
+    The colours differ for people with any colour vision (Okabe and Ito 2008).
 
     Attributes:
         text: of labels and titles.

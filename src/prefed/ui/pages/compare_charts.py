@@ -241,7 +241,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Shown:
-    """A case as the page tells it apart: its letter, its name, and how its line looks."""
+    """A case on the page: its letter, its name, and how its line looks."""
 
     key: str
     name: str

@@ -95,8 +95,8 @@ def _lead(compared: Compared) -> str:
     first = compared.runs[0]
     counts = sorted({len(case.runs) for case in compared.cases})
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else pluralize(counts[0], "seed", "seeds")
-    told = [run.pairs(client) for run in compared.runs for client in run.clients]
-    pairs = [count for count in told if count is not None]
+    counts_of = [run.pairs(client) for run in compared.runs for client in run.clients]
+    pairs = [count for count in counts_of if count is not None]
     model = told_settings(first.config)["model"]["name"]
     text = f"{pluralize(len(compared.cases), 'case', 'cases')} of {seeds}; {model}; "
     text += f"{pluralize(first.evaluated, 'client', 'clients')} judged on {first.split} pairs"
@@ -167,10 +167,10 @@ def _runs(compared: Compared) -> Table:
 
 
 def _meanings(compared: Compared) -> Facts:
-    told: dict[str, str] = {}
+    known: dict[str, str] = {}
     for run in compared.runs:
         for name, figure in run.figures.items():
             if name in (*ACCURACIES, *FURTHER, "baseline_accuracy"):
                 called = {**compared.accuracies, **FURTHER}.get(name, figure.label)
-                told.setdefault(called, f"{figure.meaning}.")
-    return [*told.items(), WORST_TENTH, ("±", "sample standard deviation over seeds.")]
+                known.setdefault(called, f"{figure.meaning}.")
+    return [*known.items(), WORST_TENTH, ("±", "sample standard deviation over seeds.")]

@@ -54,7 +54,7 @@ class Compared:
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Runs that differ in their seed alone, together."""
+        """Runs that differ only in their seed, together."""
         comparable, others = cases_apart(self.runs)
         return [*comparable, *others]
 
@@ -232,7 +232,7 @@ def case_names(known: Sequence[Case]) -> list[str]:
 
 
 def letters(count: int) -> list[str]:
-    """Short names in the place of long ones.
+    """Short names instead of long ones.
 
     >>> letters(3), letters(28)[-2:]
     (['A', 'B', 'C'], ['AA', 'AB'])
@@ -302,7 +302,7 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
 
 
 def plus_minus(values: Mapping[int, float]) -> str:
-    """Mean ± sample standard deviation of a figure; the mean alone of one seed; empty without any.
+    """Mean ± sample standard deviation of a metric; only the mean of one seed; empty without any.
 
     >>> plus_minus({1: 0.7, 2: 0.8, 3: 0.9}), plus_minus({1: 0.7}), plus_minus({})
     ('0.800 ± 0.100', '0.700', '')
@@ -321,8 +321,8 @@ def rows_of_tests(first: Case, others: Sequence[Case], name: str) -> list[tuple[
     The t-tests are adjusted for their number by Holm's rule. A cell is empty where there is nothing to say.
     """
     found = [paired(case, first, name) for case in others]
-    told = [each.t for each in found if each and each.t is not None]
-    adjusted = iter(holm(told))
+    known = [each.t for each in found if each and each.t is not None]
+    adjusted = iter(holm(known))
     rows = []
     for each in found:
         if each is None:

@@ -51,9 +51,9 @@ def data_facts(run: RunRecord) -> Facts:
 
 _UNKNOWN = {
     "sites": "not known to the hub: the pairs are at the sites",
-    "peer": "not known to a peer: it has the pairs of its own client alone",
+    "peer": "not known to a peer: it has only the pairs of its own client",
 }
-"""Key of the summary of a run that has not all clients' pairs → what is said in the place of distances."""
+"""Key of the summary of a run that has not all clients' pairs → what is said instead of distances."""
 _MANY = {"category": "categories", "token": "tokens"}
 _COUNTED = {
     "shared_prompts": "prompts that several clients train on",

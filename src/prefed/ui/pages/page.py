@@ -66,7 +66,7 @@ class Unfinished:
 def write_page(run: RunRecord, path: Path, going: Unfinished | None = None) -> None:
     """Write :func:`render` of a run to ``path``, whole or not at all.
 
-    A page that quotes what a judge read, or tells of tastes, can be read by its owner alone, as these files.
+    A page that quotes what a judge read, or shows tastes, can be read only by its owner, as these files.
     """
     judged = judged_of(run.path)
     path.parent.mkdir(parents=True, exist_ok=True)

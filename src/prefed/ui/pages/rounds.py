@@ -124,7 +124,7 @@ def accuracy(run: RunRecord) -> Chart:
     text = f"Preference accuracy on {run.split} pairs over rounds. "
     if "baseline_accuracy" in run.figures:
         before = run.figures["baseline_accuracy"].values
-        text += f"The mean over clients begins at {share(before['mean'], interval_of_mean(run, before))} and "
+        text += f"The mean over clients starts at {share(before['mean'], interval_of_mean(run, before))} and "
         text += f"ends at {end}"
         text += f"; the worst client goes from {before['worst']:.1%} to {worst[-1]:.1%}." if worst else "."
     else:

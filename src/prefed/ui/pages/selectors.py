@@ -109,7 +109,7 @@ def clusters_table(run: RunRecord) -> Table | None:
     more = f" The last {ROWS:,} of {len(rows):,} rows." if len(rows) > ROWS else ""
     caption = (
         "Clusters from each grouping on. The loss is the selector's on validation pairs, in nats, the mean "
-        f"over all clients that told theirs.{more}"
+        f"over all clients that reported theirs.{more}"
     )
     return Table(caption, ["round, selector", "clients", "loss", "moved here", "members"], rows[:ROWS])
 

@@ -36,7 +36,7 @@ Outcome = Mapping[str, Any]
 
 
 def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
-    """Put a finished cell into ``TABLE.json`` and ``TABLE.md``, in the place of an older one.
+    """Put a finished cell into ``TABLE.json`` and ``TABLE.md``, instead of an older one.
 
     ``names`` are the names of all cells of its table, in the table's order.
     """
@@ -132,7 +132,7 @@ def _short(lr: float) -> str:
 
 
 def _spread(values: Sequence[float]) -> str:
-    """Mean ± sample standard deviation; the mean alone of one seed.
+    """Mean ± sample standard deviation; only the mean of one seed.
 
     >>> _spread([0.8, 0.82, 0.78]), _spread([0.8])
     ('0.800 ± 0.020', '0.800')

@@ -27,7 +27,7 @@ TasteRecord = Mapping[str, Any]
 """What ``tastes.json`` of a run holds."""
 
 TOLD_APART = 0.1
-"""Where accuracy with own z is this much above that with the z that clients told the server, these differ."""
+"""Where accuracy with own z is this much above that with the z sent to the server, these differ."""
 READERS = (
     "This section is made of clients' pairs and private states; no message has it. Whoever reads it learns "
     "what each client named here prefers, and whom it trusts. So only the owner of this file can read it."
@@ -46,7 +46,7 @@ def section(tastes: TasteRecord) -> dict[str, Any]:
 
 
 def tastes_facts(tastes: TasteRecord) -> Facts:
-    """Accuracy with own z beside others', and figures that prove nothing without it."""
+    """Accuracy with own z next to others', and metrics that prove nothing without it."""
     another, units = tastes["another"], len(tastes["kl_per_dimension"])
     facts = [("accuracy with own z", f"{tastes['own']:.1%}")]
     if another is not None:
@@ -55,7 +55,7 @@ def tastes_facts(tastes: TasteRecord) -> Facts:
     if (told := tastes.get("told")) is not None:
         facts.append(
             (
-                "with the z that it told the server",
+                "with the z that it sent to the server",
                 f"{told:.1%}; an alignment takes this one{_astray(tastes)}",
             )
         )
@@ -71,8 +71,8 @@ def tastes_facts(tastes: TasteRecord) -> Facts:
     facts.append(
         (
             "active units",
-            f"{tastes['active_units']} of {units}; they prove nothing alone, for a pull to prototypes makes "
-            "units active too, and tastes may differ by less than counts",
+            f"{tastes['active_units']} of {units}; by themselves they prove nothing: a pull to prototypes "
+            "makes units active too, and tastes may differ by less than counts",
         )
     )
     facts.append(("KL to N(0, I)", f"{sum(tastes['kl_per_dimension']):.2f} nats, mean over clients"))
@@ -82,7 +82,7 @@ def tastes_facts(tastes: TasteRecord) -> Facts:
 
 
 def _astray(tastes: TasteRecord) -> str:
-    """A warning where what clients told judges much worse than their own z, else nothing."""
+    """A warning where the z that clients sent judges much worse than their own, else nothing."""
     told = tastes.get("told")
     if told is None or tastes["own"] - told < TOLD_APART:
         return ""
@@ -238,5 +238,5 @@ def tastes_line(tastes: TasteRecord) -> str:
     another = "" if tastes["another"] is None else f", with another client's {tastes['another']:.3f}"
     end = f"; the tastes have collapsed: {COLLAPSE_REMEDY}" if tastes["collapsed"] else ""
     if apart := _astray(tastes):
-        end += f"; with what clients told the server {tastes['told']:.3f}{apart}"
+        end += f"; with what clients sent to the server {tastes['told']:.3f}{apart}"
     return f"tastes: accuracy with own z {tastes['own']:.3f}{another}{end}"

@@ -1,4 +1,4 @@
-"""Responses that are drawn ahead, in a thread beside the page, so that nobody waits for the model."""
+"""Samples responses ahead of the page, in a thread of its own, so that nobody waits for the model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone
 from prefed.models.backbone import model_digest
 from prefed.train.generation import Sampling, as_prompt, complete_batch, prompt_ids
-from prefed.ui.collect.errors import CollectError
-from prefed.ui.collect.questions import DrawnPairs
+from prefed.ui.collect.pairs import CollectError, DrawnPairs
 from prefed.ui.collect.session import Session
 
 ATTEMPTS = 4
@@ -46,7 +45,7 @@ class ModelResponder:
     Args:
         backbone: the model.
         how: the sampling.
-        key: the randomness. What a prompt gets depends on it and on the prompt alone.
+        key: the randomness. What a prompt gets depends only on it and on the prompt.
         like: a prompt of the file, whose form typed prompts take; ``None`` if there is none.
         raw: typed prompts are taken unchanged.
     """
@@ -91,7 +90,7 @@ class Drawing:
     """Draws responses until ``ahead`` questions are ready that the person has not answered.
 
     Args:
-        told: is called with a prompt that is left out, and why.
+        report: called with a prompt that is left out, and why.
     """
 
     def __init__(
@@ -101,10 +100,10 @@ class Drawing:
         responder: Responder,
         *,
         ahead: int,
-        told: Callable[[str], None] = lambda text: None,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._session, self._pairs, self._responder = session, pairs, responder
-        self._ahead, self._told, self._ended = ahead, told, False
+        self._ahead, self._report, self._ended = ahead, report, False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="responses", daemon=True)
 
@@ -145,7 +144,7 @@ class Drawing:
                     changed.notify_all()
                 if isinstance(drawn, str):
                     prompt = json.dumps(plain_prompt(self._pairs.prompt(number)), ensure_ascii=False)
-                    self._told(f"left out: {prompt[:200]}: {drawn}")
+                    self._report(f"left out: {prompt[:200]}: {drawn}")
         except Exception as error:
             with changed:
                 self._error = error
