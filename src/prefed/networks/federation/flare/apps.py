@@ -1,4 +1,4 @@
-"""What runs inside NVIDIA FLARE's processes of a job: two relays, and nothing of a method or a model.
+"""What runs inside NVIDIA FLARE's processes: two relays of a job, and nothing of a method or a model.
 
 A site's process of a job hands each request to ``prefed site`` on its machine, and gives back the answer. The
 hub's process hands the requests of ``prefed federate`` to the sites.
@@ -12,13 +12,18 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
 from nvflare.collab import collab
 
-from prefed.networks.federation.flare.process import HUB_DOOR, SITE_DOOR
+from prefed.networks.federation.flare.process import HUB_DOOR, REGISTERED, SITE_DOOR
 from prefed.networks.federation.unix_socket import Door, ask, end, pack, unpack, when_gone
 
 # Bytes alone pass here. Without this module of its own FLARE leaves PyTorch out of these processes.
@@ -33,6 +38,16 @@ KEPT = 4
 
 HUB = "server"
 """What FLARE calls the hub's side of a job. It knows each caller by its certificate."""
+
+
+class Registration(FLComponent):  # type: ignore[misc]
+    """Reports to ``prefed site`` that the hub has let its client in: a component of the kit, not of a job."""
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """FLARE's event for a component of its client."""
+        if event_type == EventType.AFTER_CLIENT_REGISTER and fl_ctx.get_prop(FLContextKey.CLIENT_TOKEN):
+            with suppress(OSError):  # `prefed site` may have ended
+                ask(os.environ[SITE_DOOR], REGISTERED, 10.0)
 
 
 class SiteRelay:

@@ -15,6 +15,8 @@ CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
 EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
 HUB_RELAY = "prefed.networks.federation.flare.apps.HubRelay"
 SITE_RELAY = "prefed.networks.federation.flare.apps.SiteRelay"
+REGISTRATION = "prefed.networks.federation.flare.apps.Registration"
+"""A component of each site's kit."""
 ALLOWED = (CONTROLLER, EXECUTOR, HUB_RELAY, SITE_RELAY)
 """All classes that a job may name."""
 THREADS = 8

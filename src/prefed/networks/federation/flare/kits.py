@@ -25,7 +25,7 @@ from prefed.core import files
 from prefed.core.strict import StrictModel
 from prefed.core.text import listed
 from prefed.networks.federation.config import OWN_DATA, check_name
-from prefed.networks.federation.flare.job import ALLOWED
+from prefed.networks.federation.flare.job import ALLOWED, REGISTRATION
 
 AUTHORITY = "authority"
 LASTING = ("name", "hub", "port", "valid_days")
@@ -364,9 +364,11 @@ def _restrict(resources: dict[str, Any]) -> None:
     resources["class_allow_list"] = list(ALLOWED)
     resources["class_list_enforcement_mode"] = "enforce"
     resources["allow_log_streaming"] = False
-    if "servers" in resources:
-        resources["servers"][0]["heart_beat_timeout"] = 30
     components: Sequence[dict[str, Any]] = resources["components"]
     resources["components"] = [
         each for each in components if each["id"] not in ("site_log_streamer", "log_receiver")
     ]
+    if "servers" in resources:
+        resources["servers"][0]["heart_beat_timeout"] = 30
+    else:
+        resources["components"].append({"id": "registration", "path": REGISTRATION, "args": {}})

@@ -29,6 +29,8 @@ SERVER = "nvflare.private.fed.app.server.server_train"
 CLIENT = "nvflare.private.fed.app.client.client_train"
 SITE_DOOR, HUB_DOOR = "PREFED_SITE_DOOR", "PREFED_HUB_DOOR"
 """Variables with the sockets of ``prefed site`` and of ``prefed federate``, for the processes below them."""
+REGISTERED = b"registered"
+"""What FLARE's client sends to ``prefed site`` when the hub has let it in."""
 ACCOUNT = "PREFED_HUB_ACCOUNT"
 """Variable with the name of the account that opens sessions at the hub."""
 

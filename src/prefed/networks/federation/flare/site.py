@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 from prefed.config import ConfigError
 from prefed.networks.federation.config import SiteConfig, check_places
 from prefed.networks.federation.flare.kits import HEARTBEAT, address, check_whole, organisation_of
-from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
+from prefed.networks.federation.flare.process import CLIENT, REGISTERED, SITE_DOOR, FlareProcess, longest
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import Door
 
@@ -23,8 +22,6 @@ EVERY = 20.0
 """Seconds between two looks at whether FLARE has let the site in."""
 LOOKS = 3
 """Looks in a row that find the hub there and the site not let in, after which a person is told."""
-LET_IN = b"Successfully registered client"
-"""What FLARE's client writes into its log when it is let in."""
 
 
 def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
@@ -44,7 +41,7 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
 
     def answer(request: bytes) -> bytes:
         watch.let_in()
-        return site.answer(request)
+        return b"" if request == REGISTERED else site.answer(request)
 
     with Door(answer) as door:
         settings = [f"uid={config.name}", f"org={organisation_of(config.name)}"]
@@ -68,9 +65,9 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
 
 
 class _Watch:
-    """Tells, once, that FLARE does not let the site in although the hub is there.
+    """Reports, once, that FLARE does not let the site in although the hub is there.
 
-    FLARE's client tries for ever, or ends and is begun again; only its log says whether it is in.
+    FLARE's client tries for ever, or ends and is started again.
 
     Args:
         hub: its address, ``host:port``.
@@ -78,46 +75,31 @@ class _Watch:
 
     def __init__(self, hub: str, kit: Path, tell: Callable[[str], None]) -> None:
         self._hub, self._kit, self._tell = hub, kit, tell
-        self._log = kit / "log.txt"
-        self._outside, self._told = 0, False
+        self._outside, self._reported = 0, False
         self._next = time.monotonic() + EVERY
         self.begin()
 
     def begin(self) -> None:
-        """A client is about to begin."""
-        before = self._log.stat() if self._log.exists() else None
-        self._file, self._end = (before.st_ino, before.st_size) if before else (0, 0)
+        """A client is about to start."""
         self._in = False
 
     def let_in(self) -> None:
         """The client is in."""
-        self._in, self._outside, self._told = True, 0, False
+        self._in, self._outside, self._reported = True, 0, False
 
     def look(self) -> None:
-        """Look at the log and at the hub's port, if it is time to."""
-        if self._in or time.monotonic() < self._next:
+        """Look at the hub's port, if it is time to."""
+        if self._in or self._reported or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY
-        if self._has_been_let_in():
-            self.let_in()
-        elif not self._told:
-            self._outside = self._outside + 1 if _answers(self._hub) else 0
-            if self._outside == LOOKS:
-                self._told = True
-                with suppress(OSError):  # a screen that is gone or full must not end the site
-                    self._tell(
-                        f"the hub at {self._hub} answers, but NVIDIA FLARE has not let this site in: log.txt "
-                        f"and error_log.txt in {self._kit} say more, and the hub's log.txt; trying on"
-                    )
-
-    def _has_been_let_in(self) -> bool:
-        try:
-            with self._log.open("rb") as stream:
-                if os.fstat(stream.fileno()).st_ino == self._file:  # otherwise FLARE has begun another
-                    stream.seek(self._end)
-                return LET_IN in stream.read()
-        except OSError:
-            return False
+        self._outside = self._outside + 1 if _answers(self._hub) else 0
+        if self._outside == LOOKS:
+            self._reported = True
+            with suppress(OSError):  # a screen that is gone or full must not end the site
+                self._tell(
+                    f"the hub at {self._hub} answers, but NVIDIA FLARE has not let this site in: log.txt "
+                    f"and error_log.txt in {self._kit} say more, and the hub's log.txt; trying on"
+                )
 
 
 def _answers(hub: str) -> bool:
