@@ -32,9 +32,8 @@ from prefed.core.wire import decode_upload, encode
 from prefed.models.tiny import make_tiny
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.federate import Terms, federate
-from prefed.networks.federation.flare.job import write_job
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
-from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest
+from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest, write_job
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site

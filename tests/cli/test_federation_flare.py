@@ -38,7 +38,6 @@ pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 from prefed.networks.federation.flare import apps
 from prefed.networks.federation.flare import transport as over_flare
 from prefed.networks.federation.flare.apps import hand
-from prefed.networks.federation.flare.job import ALLOWED, write_job
 from prefed.networks.federation.flare.kits import (
     HEARTBEAT,
     Kits,
@@ -47,7 +46,15 @@ from prefed.networks.federation.flare.kits import (
     make_kits,
     organisation_of,
 )
-from prefed.networks.federation.flare.process import CLIENT, REGISTERED, SITE_DOOR, FlareProcess, longest
+from prefed.networks.federation.flare.process import (
+    ALLOWED,
+    CLIENT,
+    REGISTERED,
+    SITE_DOOR,
+    FlareProcess,
+    longest,
+    write_job,
+)
 from prefed.networks.federation.flare.transport import FlareTransport
 
 SITES = ("north", "south")

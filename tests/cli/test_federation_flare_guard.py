@@ -9,7 +9,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 
-from prefed.networks.federation.status import status_lines
+from prefed.networks.federation.audit_log import status_lines
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 

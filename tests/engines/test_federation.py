@@ -14,9 +14,9 @@ from prefed.config import ConfigError
 from prefed.core import Callback
 from prefed.core.wire import decode_state
 from prefed.engines.backends.processes import Worker
+from prefed.networks.federation.experiment import own_dataset, own_experiment
 from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.site_job import own_dataset, own_experiment
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.loaded import load_run

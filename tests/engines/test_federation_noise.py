@@ -12,13 +12,13 @@ from prefed import run
 from prefed.core import Download, Privacy
 from prefed.core.wire import encode
 from prefed.networks.federation import site as site_module
+from prefed.networks.federation.audit_log import status_lines
 from prefed.networks.federation.config import Limits
 from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.limits import RefusalError, check_experiment
 from prefed.networks.federation.messages import FORMAT, order_digest
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.status import status_lines
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.privacy import guarantee_of, mechanism
 from prefed.store import StoreError

@@ -21,8 +21,7 @@ from prefed.models.tiny import make_tiny
 from prefed.networks.federation import final_models
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import Terms, federate
-from prefed.networks.federation.final_models import Published
-from prefed.networks.federation.personal import export_client
+from prefed.networks.federation.final_models import Published, export_client
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack

@@ -6,7 +6,7 @@ import pytest
 
 from federating import Here, Within, experiment, open_sites
 from prefed.engines.tasks import Task
-from prefed.networks.federation import silence
+from prefed.networks.federation import hub as silence
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.hub import FederationBackend, Sites

@@ -14,10 +14,10 @@ from federating import experiment as federated
 from federating import site_config
 from finished import small_experiment, small_place
 from prefed import Experiment
+from prefed.networks.federation.audit_log import status_lines
 from prefed.networks.federation.federate import told_experiment
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.status import status_lines
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.dry_run import dry_run
 from prefed.ui.cli import app

@@ -18,16 +18,14 @@ from prefed.core.text import size
 from prefed.data import FederatedDataset
 from prefed.engines import TaskResult
 from prefed.engines.tasks import Task
-from prefed.networks.federation.audit_log import SentLog
+from prefed.networks.federation.audit_log import SentLog, status_lines
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.experiment import HELD, load_federated
+from prefed.networks.federation.experiment import HELD, load_federated, own_experiment, told_names
 from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.limits import RefusalError, check_experiment, check_members, check_task
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.site_job import own_experiment, told_names
-from prefed.networks.federation.status import status_lines
 from prefed.networks.federation.transport import UnreachableError
 from prefed.networks.federation.unix_socket import Door, ask, pack, unpack, when_gone
 from prefed.networks.federation.vault import Vault, site_secret

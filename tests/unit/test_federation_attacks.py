@@ -14,12 +14,12 @@ from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Task, WorkerError
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, line_of
+from prefed.networks.federation.experiment import own_experiment
 from prefed.networks.federation.federate import compare_versions, told_clients, told_experiment
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import FORMAT, Joined, order_digest, read_answer
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import WITHHELD, Site
-from prefed.networks.federation.site_job import own_experiment
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault

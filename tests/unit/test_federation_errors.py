@@ -12,12 +12,12 @@ from prefed.data import DataError, DataMismatchError
 from prefed.engines import JobFactory, WorkerError
 from prefed.engines.backends.processes import Worker
 from prefed.models import ModelError
+from prefed.networks.federation import experiment as site_job
 from prefed.networks.federation import site as site_module
-from prefed.networks.federation import site_job
+from prefed.networks.federation.experiment import own_dataset
 from prefed.networks.federation.federate import told_experiment
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import LONGEST_REASON, Site
-from prefed.networks.federation.site_job import own_dataset
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.store import StoreError
 
@@ -107,7 +107,7 @@ def test_data_of_another_run_are_no_reason(tmp_path, monkeypatch):
 )
 def test_a_process_that_trains_tells_what_a_person_can_mend(text, known, message):
     worker = Worker()
-    worker.build(JobFactory("prefed.networks.federation.site_job:build_site_job", json.dumps(text)), 1)
+    worker.build(JobFactory("prefed.networks.federation.experiment:build_site_job", json.dumps(text)), 1)
     with pytest.raises(WorkerError, match=message) as caught:
         worker.receive()
     worker.stop()

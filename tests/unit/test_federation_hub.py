@@ -12,7 +12,7 @@ from federating import Within, experiment
 from prefed.core import Callback
 from prefed.networks.federation import federate as hub
 from prefed.networks.federation.federate import Terms, federate
-from prefed.networks.federation.flare.port import check_port
+from prefed.networks.federation.flare.process import check_port
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import pack
 from prefed.ui.cli import app

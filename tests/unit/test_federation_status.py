@@ -8,12 +8,11 @@ from federating import experiment, site_config
 from prefed.core import files
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.networks.federation import site as site_module
-from prefed.networks.federation.audit_log import SentLog
+from prefed.networks.federation.audit_log import SentLog, status_lines
+from prefed.networks.federation.experiment import told_names
 from prefed.networks.federation.federate import told_experiment
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.site_job import told_names
-from prefed.networks.federation.status import status_lines
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
 

@@ -1,4 +1,4 @@
-"""What the hub published to a site's clients after a run's last round, on the site's disk.
+"""What the hub published to a site's clients after a run's last round, and their models made of it.
 
 With a client's private state it makes the client's own model, for ``prefed site export``. An index says for
 each client which message it is, and which version of its private state belongs to it. Messages are written
@@ -8,16 +8,29 @@ no lock.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from prefed.config import Experiment
 from prefed.core import files
+from prefed.core.text import listed
+from prefed.core.wire import decode_download, decode_state
+from prefed.data import FederatedDataset
+from prefed.data.dataset import CLIENTS, read_manifest
+from prefed.models.notices import silence_transformers
+from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.experiment import begun_experiment, member_dataset
 from prefed.networks.federation.limits import RefusalError
 from prefed.networks.federation.messages import Publish, check_download
-from prefed.networks.federation.vault import Vault
+from prefed.networks.federation.vault import Vault, site_secret
+from prefed.runs.build import assemble_job, build_data, build_trainers
+from prefed.runs.export import Export, write_tensors
+from prefed.runs.loaded import no_client
+from prefed.runs.record import RunError
 from prefed.store import StoreError
 
 _INDEX = "clients.json"
@@ -143,3 +156,133 @@ def take_in(
             raise RefusalError(f"a private state of {client!r} that is not here") from error
     Published(folder).keep(number, receipts, request.model, body)
     return number
+
+
+NOT_SENT = "the hub has not sent its model yet: it does at the end of a run"
+
+
+def export_client(
+    config: SiteConfig, folder: Path, *, run: str = "", client: str | None = None, merge: bool = False
+) -> Export:
+    """Write a client's model after a run's last round, as :func:`prefed.runs.export.write_model` does.
+
+    It reads what `prefed site` keeps, and changes nothing of it: both may run at the same time.
+
+    Args:
+        run: the beginning of the run's name; empty: the run that ended last.
+        client: by its own name or the one that the hub knows it by; ``None``: the site's only one.
+        merge: a whole model, not an adapter.
+
+    Raises:
+        RunError: there is no such run, or it has not ended; no such client; or the base model or the data are
+            others than in the run.
+        StoreError: a file of the state folder is missing or damaged.
+        ConfigError, DataError, ModelError: the site's file, data or model cannot be used, or the folder's
+            format has no place for the model.
+    """
+    silence_transformers()
+    state = Path(config.state)
+    place = _run_folder(state, run)
+    order = _order(place)
+    told = _told_name(order["names"], client)
+    given, message = _given(place, told)
+    private = _private(place, told, given, order["round"])
+    experiment, names, members = begun_experiment(order, config), order["names"], order["members"]
+    with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as scratch:
+        pairs = _pairs(experiment, order["data"], state / "cache", Path(scratch, "data"))
+        among = member_dataset(pairs, names, members, experiment.privacy.minimum_pairs)
+        # Log-probabilities stay in memory: `prefed site` may be writing those on the disk.
+        trainers = build_trainers(experiment, among, None)
+        if trainers.fingerprint["model"] != given.model:
+            raise RunError(
+                f"the base model {config.model.name} is not the one of run {place.name}: put that one "
+                "back, or say where it is in [model] name of the site's file"
+            )
+        job = assemble_job(experiment, trainers)
+        own = job.method.init_client(trainers.initial, told) if private is None else decode_state(private)
+        tensors = job.client_model(told, own, decode_download(message), given.round)
+        more = write_tensors(trainers.backbone, tensors, folder, merge=merge)
+    return Export(client or told, None, False, None, merge, more, trainers.backbone.config)
+
+
+def _run_folder(state: Path, name: str) -> Path:
+    """The folder of the run whose name begins so; of none, of the run that ended last."""
+    runs = {path.parent.name: path.parent for path in sorted((state / "runs").glob("*/order.json"))}
+    if not runs:
+        raise RunError(f"{state / 'runs'} holds no run: this site has taken part in none")
+    shown = listed(sorted(runs), str)
+    if name:
+        found = [run for run in runs if run.startswith(name)]
+        if len(found) != 1:
+            what = f"{len(found)} runs begin" if found else "no run begins"
+            raise RunError(f"{state / 'runs'}: {what} with {name!r}; the runs are {shown}")
+        return runs[found[0]]
+    ended = {time: folder for folder in runs.values() if (time := Published(folder).time)}
+    if not ended:
+        raise RunError(f"{state / 'runs'}: {NOT_SENT}; the runs are {shown}")
+    return ended[max(ended)]
+
+
+def _order(place: Path) -> dict[str, Any]:
+    path = place / "order.json"
+    try:
+        return files.loads_with_digest(path.read_bytes())
+    except files.DamagedError as error:
+        raise StoreError(f"{path} is damaged: {error}; put a copy of it back") from error
+
+
+def _told_name(names: Mapping[str, str], client: str | None) -> str:
+    """The name by which the hub knows a client of this site.
+
+    Args:
+        names: own name → told name.
+    """
+    if client is None:
+        if len(names) > 1:
+            shown = listed(sorted(names), str)
+            raise RunError(f"this site has {len(names):,} clients: name one with --client: {shown}")
+        return next(iter(names.values()))
+    told = names.get(client, client)
+    if told not in names.values():
+        raise RunError(f"this site: {no_client(client, sorted(names))}")
+    return told
+
+
+def _given(place: Path, client: str) -> tuple[Parting, bytes]:
+    published = Published(place)
+    if client not in published.clients():
+        raise RunError(f"run {place.name}: {NOT_SENT}")
+    return published.read(client)
+
+
+def _private(place: Path, client: str, given: Parting, answered: int) -> bytes | None:
+    """The client's private state that the hub's last round committed.
+
+    Args:
+        answered: the last round in which the site answered.
+    """
+    try:
+        return Vault(place / "clients", site_secret(place.parents[1])).read(client, given.receipt)
+    except StoreError as error:
+        if answered <= given.round:
+            raise
+        raise RunError(
+            f"run {place.name} has gone on after round {given.round}, of which the hub had sent its "
+            "model: it sends another at the run's end"
+        ) from error
+
+
+def _pairs(experiment: Experiment, fingerprint: str, cache: Path, scratch: Path) -> FederatedDataset:
+    """The pairs that the run began with: those kept, or else read again.
+
+    Args:
+        cache: the site's tokens, of any runs.
+        scratch: takes them where they were deleted.
+    """
+    for manifest in sorted(cache.glob(f"**/{CLIENTS}")):
+        if read_manifest(manifest.parent)["fingerprint"] == fingerprint:
+            return FederatedDataset.open(manifest.parent)
+    pairs = build_data(experiment, scratch)
+    if pairs.fingerprint != fingerprint:
+        raise RunError("this site's data changed since the run began: put back what they were")
+    return pairs

@@ -20,6 +20,13 @@ from prefed.engines.backends.processes import Worker
 from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog, contents
 from prefed.networks.federation.config import SiteConfig, check_places
+from prefed.networks.federation.experiment import (
+    begun_experiment,
+    own_dataset,
+    own_experiment,
+    site_factory,
+    told_names,
+)
 from prefed.networks.federation.final_models import take_in
 from prefed.networks.federation.limits import (
     RefusalError,
@@ -43,13 +50,6 @@ from prefed.networks.federation.messages import (
     read_request,
 )
 from prefed.networks.federation.privacy_ledger import Releases
-from prefed.networks.federation.site_job import (
-    begun_experiment,
-    own_dataset,
-    own_experiment,
-    site_factory,
-    told_names,
-)
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.runs.data_notices import data_notices

@@ -49,7 +49,7 @@ FILES = frozenset(
         *(f"config/{name}" for name in (*_SIGNATURE, "config_fed_server.json", "config_fed_client.json")),
     )
 )
-"""Files of a job: those of :func:`~prefed.networks.federation.flare.job.write_job` and of FLARE's signing."""
+"""Files of a job: those of :func:`.process.write_job`, and of FLARE's signing."""
 MOST = 1 << 20
 """Bytes that they have at most, together."""
 STATUS = "train.notify_job_status"

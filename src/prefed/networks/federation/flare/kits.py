@@ -25,7 +25,7 @@ from prefed.core import files
 from prefed.core.strict import StrictModel
 from prefed.core.text import listed
 from prefed.networks.federation.config import OWN_DATA, check_name
-from prefed.networks.federation.flare.job import ALLOWED, REGISTRATION
+from prefed.networks.federation.flare.process import ALLOWED, REGISTRATION
 
 AUTHORITY = "authority"
 LASTING = ("name", "hub", "port", "valid_days")

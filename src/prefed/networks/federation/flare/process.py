@@ -1,14 +1,26 @@
-"""NVIDIA FLARE's own processes, as children that end with the process that starts them."""
+"""NVIDIA FLARE's own processes, which end with the process that starts them, and the job of a session.
+
+The job is three JSON files, and no code. NVIDIA FLARE's own recipe for a Collab job copies the source of its
+objects into the job. Sites that refuse foreign code refuse such a job. The files here only name classes of
+the installed packages, which ``class_allow_list`` of each kit allows.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 from prefed.core import files
+from prefed.networks.federation.transport import FederationError
 
 GUARDED = """
 from prefed.networks.federation.flare.guard import start
@@ -97,3 +109,104 @@ class FlareProcess:
         """End it, and wait for its end."""
         with self._process:
             self._process.kill()
+
+
+CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
+EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
+HUB_RELAY = "prefed.networks.federation.flare.apps.HubRelay"
+SITE_RELAY = "prefed.networks.federation.flare.apps.SiteRelay"
+REGISTRATION = "prefed.networks.federation.flare.apps.Registration"
+"""A component of each site's kit."""
+ALLOWED = (CONTROLLER, EXECUTOR, HUB_RELAY, SITE_RELAY)
+"""All classes that a job may name."""
+THREADS = 8
+"""Calls that each side may have under way."""
+
+
+def write_job(folder: Path, sites: Sequence[str], setup: float) -> None:
+    """Write the job for these sites into ``folder``.
+
+    Args:
+        setup: seconds in which all sites must have started their process of the job.
+    """
+    filters: dict[str, list[str]] = {"task_data_filters": [], "task_result_filters": []}
+    threads = THREADS * len(sites)
+    controller = {"server_obj_id": "_server", "sync_task_timeout": setup, "max_call_threads": threads}
+    server = {
+        "workflows": [{"id": "controller", "path": CONTROLLER, "args": controller}],
+        "components": [{"id": "_server", "path": HUB_RELAY, "args": {}}],
+    }
+    executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client", "max_call_threads": THREADS}}
+    client = {
+        "executors": [{"tasks": ["*"], "executor": executor}],
+        "components": [{"id": "_client", "path": SITE_RELAY, "args": {}}],
+    }
+    meta = {
+        "name": "prefed",
+        "resource_spec": {},
+        "deploy_map": {"app": ["server", *sites]},
+        "min_clients": 1,
+    }
+    (folder / "app" / "config").mkdir(parents=True)
+    for name, content in {
+        "meta.json": meta,
+        "app/config/config_fed_server.json": {"format_version": 2, **server, **filters},
+        "app/config/config_fed_client.json": {"format_version": 2, **client, **filters},
+    }.items():
+        (folder / name).write_text(json.dumps(content, indent=1))
+
+
+GRACE = 5.0
+"""Seconds in which the server of a hub that was killed has ended, and its port is free."""
+PAUSE = 0.2
+
+
+def check_port(host: str, port: int, grace: float = GRACE) -> None:
+    """Wait until nobody listens at a port of this machine, which FLARE's server would share with a stranger.
+
+    Args:
+        host: the name by which sites reach the hub. If it is that of this machine's loopback interface,
+            FLARE's server listens there alone.
+        grace: seconds to wait.
+
+    Raises:
+        FederationError: somebody still does.
+    """
+    end = time.monotonic() + grace
+    while _taken(host, port):
+        if time.monotonic() >= end:
+            raise FederationError(
+                f"port {port}, at which sites reach this hub, is in use by {_holder(port)}; end it first"
+            )
+        time.sleep(PAUSE)
+
+
+def _taken(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        # Closed connections that the system still remembers are no obstacle; who listens is.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1" if _is_loopback(host) else "", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return all(ip_address(each[4][0]).is_loopback for each in socket.getaddrinfo(host, None))
+    except (OSError, ValueError):
+        return False  # a name that this machine does not know
+
+
+def _holder(port: int) -> str:
+    """Who listens at a port, as far as this user may know."""
+    try:
+        import psutil
+    except ImportError:
+        return "another program"
+    with suppress(OSError, psutil.Error):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+                return f"process {each.pid} ({psutil.Process(each.pid).name()})"
+    return "another program"

@@ -21,10 +21,16 @@ from typing import Any
 
 from prefed.core import files
 from prefed.networks.federation.flare.apps import PART
-from prefed.networks.federation.flare.job import write_job
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, address, settle
-from prefed.networks.federation.flare.port import check_port
-from prefed.networks.federation.flare.process import ACCOUNT, HUB_DOOR, SERVER, FlareProcess, longest
+from prefed.networks.federation.flare.process import (
+    ACCOUNT,
+    HUB_DOOR,
+    SERVER,
+    FlareProcess,
+    check_port,
+    longest,
+    write_job,
+)
 from prefed.networks.federation.transport import (
     FederationError,
     LongAnswerError,
