@@ -124,7 +124,7 @@ def test_a_newcomers_answer_may_be_missing(tmp_path):
         assert {n: list(figure["per_client"]) for n, figure in steps.items()} == (
             {"0": [BAD], "2": [BAD]} if len(silent) == 1 else {}
         )
-        assert ("no newcomer's figures" in listener.warnings[-1]) == (len(silent) == 2)
+        assert ("no newcomer's metrics" in listener.warnings[-1]) == (len(silent) == 2)
 
 
 def test_a_withheld_evaluation_is_honoured(tmp_path):
@@ -144,7 +144,7 @@ def test_without_any_figures_a_round_has_no_evaluation(tmp_path, privacy):
     def silent(result):
         return [result] if privacy and result.client in small else []
 
-    with pytest.raises(RoundError, match=r"no client's figures can be used.* after the last round"):
+    with pytest.raises(RoundError, match=r"no client's metrics can be used.* after the last round"):
         play(tmp_path / "run", altered(silent), minimum_pairs=privacy)
     (record,) = RunReader(tmp_path / "run").rounds()
     assert "evaluation" not in record
@@ -205,7 +205,7 @@ def test_an_interrupt_while_workers_are_ended_leaves_none(monkeypatch):
         raise KeyboardInterrupt
 
     with backend:
-        processes = [worker._process for worker in backend._workers]
+        processes = [worker._process for worker in backend._idle]
         monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backend.__exit__()

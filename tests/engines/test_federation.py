@@ -149,7 +149,7 @@ def check_other_data(place, sites, tmp_path):
         other.answer(pack(b"", **fields, experiment=json.loads(order.read_bytes())["experiment"]))
     )
     other.close()
-    assert "data changed since the run began" in header["refused"]
+    assert "data changed since the run started" in header["refused"]
 
 
 def test_runs_over_the_same_pairs_share_their_tokens(place, tmp_path):
@@ -224,7 +224,7 @@ def test_what_sites_were_asked_for_is_the_runs_from_its_first_visit_on(place, si
     assert summary["sites"] == {"one": ["w0"], "two": ["w1", "w2"]}
     (line,) = heard.texts
     assert line.startswith(
-        "the run goes on with the sites that it began with, one, two: others need a new run"
+        "the run continues with the sites that it started with, one, two: others need a new run"
     )
 
 

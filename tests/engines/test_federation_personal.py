@@ -430,7 +430,7 @@ def test_another_model_and_other_data_are_named(finished, place, tmp_path):
     )
     export_client(other, tmp_path / "model")
     shutil.rmtree(tmp_path / "one" / "cache")
-    with pytest.raises(RunError, match="data changed since the run began"):
+    with pytest.raises(RunError, match="data changed since the run started"):
         export_client(other, tmp_path / "model")
     again = made["one"].model_copy(update=here)
     export_client(again, tmp_path / "again")

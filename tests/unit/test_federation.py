@@ -126,7 +126,7 @@ def test_who_waits_looks_and_gives_up():
 @pytest.mark.parametrize(
     ("changes", "asked", "message"),
     [
-        ({"tell": {"pairs": False}}, {}, "does not tell"),
+        ({"tell": {"pairs": False}}, {}, "does not report"),
         ({"limits": {"methods": ["feddpo"]}}, {}, "fedpdpo is none of feddpo"),
         ({"limits": {"rounds": 2}}, {}, "3 requested, at most 2 allowed"),
         ({"limits": {"minimum_pairs": 4}}, {}, "minimum_pairs = 4"),
@@ -184,7 +184,7 @@ def test_an_administrator_limits_cohorts_exchanges_and_evaluations(tmp_path):
         (Task("visit", "w0", 1, "score", b""), "'score' is none of train"),
         (Task("visit", "w0", 4, "train", b""), "round 4 of 3"),
         (Task("visit", "w0", 2, "train", b"", asked=10**6), "asked for in round 1000000"),
-        (Task("evaluate", "w0", 1, "", b""), "no figures"),
+        (Task("evaluate", "w0", 1, "", b""), "no metrics"),
     ):
         with pytest.raises(RefusalError, match=message):
             check_task(task, half, config, [8, 0, 2], ["train", "score"])
@@ -315,7 +315,7 @@ def test_errors_stay_at_the_site(site, tmp_path):
 
 
 def test_a_full_disk_is_a_failed_answer(site, monkeypatch):
-    """Nothing can be written, the log included; the hub is told what failed, and no path of the site."""
+    """Nothing can be written, the log included; the hub gets what failed, and no path of the site."""
 
     def full(path, *arguments, **options):
         raise files.write_error(path, 5, OSError(errno.ENOSPC, "No space left on device"))
@@ -465,11 +465,11 @@ def test_an_answer_that_comes_too_late_is_not_awaited():
     ("tell", "line"),
     [
         ({"pairs": False}, "  [tell] pairs = false: this site takes part in no run"),
-        ({"pairs": True}, "  the hub is told names and numbers of pairs"),
-        ({"names": False, "pairs": True}, "  the hub is told made-up names and numbers of pairs"),
+        ({"pairs": True}, "  the hub gets names and numbers of pairs"),
+        ({"names": False, "pairs": True}, "  the hub gets made-up names and numbers of pairs"),
     ],
 )
 def test_status_says_what_the_hub_is_told(tmp_path, tell, line):
     """A site that does not tell its pairs refuses each run before it tells a name (``check_experiment``)."""
     lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", tell=tell), 0)]
-    assert [each for each in lines if "told" in each or "[tell]" in each] == [line]
+    assert [each for each in lines if "hub gets" in each or "[tell]" in each] == [line]

@@ -394,7 +394,7 @@ def test_a_visit_is_asked_for_in_no_later_round(opens, tmp_path):
         ("visit", {"receipt": "000001-" + "a" * 32}, "StoreError"),
         ("visit", {"body": b"no download"}, "a task that cannot be read"),
         ("evaluate", {}, "evaluate = false"),
-        ("start", {"run": "b" * 16}, "was not told of"),
+        ("start", {"run": "b" * 16}, "does not know"),
     ],
 )
 def test_what_cannot_be_served_starts_no_process(opens, tmp_path, kind, changes, reason):

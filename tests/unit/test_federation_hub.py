@@ -120,7 +120,7 @@ def test_the_hub_says_for_whom_it_waits_and_without_whom_it_begins(tmp_path, mon
     with pytest.raises(FederationError, match="refuses: this is a test"):
         federate(experiment(tmp_path), tmp_path / "run", Slow(), terms, callbacks=[heard], tell=told.append)
     assert told == ["waiting for south, west, 0.3 seconds in all"]
-    line = "the run begins without west: who comes later takes part in the next run"
+    line = "the run starts without west: who comes later takes part in the next run"
     assert heard.texts == [line]
     assert f"warning: {line}" in (tmp_path / "run/run.log").read_text()
 

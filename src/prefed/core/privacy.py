@@ -63,7 +63,10 @@ class Privacy(StrictModel):
         None, ge=0, description="for kind: standard deviation of the Gaussian noise, over clip"
     )
     delta: float | None = Field(
-        None, gt=0, lt=1, description="for kind: the delta at which epsilon is told; far below 1 / clients"
+        None,
+        gt=0,
+        lt=1,
+        description="for kind: the delta at which epsilon is reported; far below 1 / clients",
     )
     secret_cohorts: bool | None = Field(
         None,

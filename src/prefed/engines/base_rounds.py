@@ -212,7 +212,7 @@ class Course:
         figures, metrics = self._metrics(answers, job.evaluation_clients, pairs)
         _, unseen = self._metrics(answers, job.newcomers, pairs)
         if not metrics:
-            text = "no client's figures can be used, and there is no evaluation"
+            text = "no client's metrics can be used, and there is no evaluation"
             if number == job.rounds:
                 raise RoundError(
                     f"round {number}: {text} after the last round; the others are kept: resume the run"
@@ -227,7 +227,7 @@ class Course:
             if job.jury:
                 evaluation["unseen_selectors"] = {name: unseen[name] for name in unseen if name not in steps}
         elif job.newcomers:
-            self.warn(number, "no newcomer's figures can be used, and there is no unseen_accuracy")
+            self.warn(number, "no newcomer's metrics can be used, and there is no unseen_accuracy")
         if reasons:
             evaluation["not_evaluated"] = reasons
         broken = not_finite_counts(figures)
@@ -249,7 +249,7 @@ class Course:
             answers, _ = self._answers(publish, number, job.validation_clients, "validation")
             _, metrics = self._metrics(answers, job.validation_clients, self._pairs("validation"))
         if not metrics:
-            self.warn(number, "no client's validation figures can be used, and the round is not judged")
+            self.warn(number, "no client's validation metrics can be used, and the round is not judged")
             return None if before is None else Standing(**before)
         return job.stop.judge(before, number, metrics)
 

@@ -64,7 +64,7 @@ class FleetConfig(StrictModel):
         None,
         description="a CSV or JSON lines file with times when each client is there, and its speed then",
     )
-    period: float | None = Field(None, gt=0, description="seconds after which the trace begins anew")
+    period: float | None = Field(None, gt=0, description="seconds after which the trace starts again")
 
     @model_validator(mode="after")
     def _coherent(self) -> FleetConfig:

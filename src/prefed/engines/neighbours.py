@@ -44,7 +44,7 @@ class NeighbourRounds(Course):
     number of clients. What the store has as the server's state is the mean of the clients' models.
 
     Raises:
-        RoundError: (from :meth:`run`) no client answered in an exchange, or no client's figures can be used
+        RoundError: (from :meth:`run`) no client answered in an exchange, or no client's metrics can be used
             in the evaluation after the last round.
     """
 

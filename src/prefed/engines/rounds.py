@@ -38,7 +38,7 @@ class ServerRounds(Course):
     given. So nothing is under way when a run stops.
 
     Raises:
-        RoundError: (from :meth:`run`) no client answered in an exchange, no client's figures can be used in
+        RoundError: (from :meth:`run`) no client answered in an exchange, no client's metrics can be used in
             the evaluation after the last round, or all clients are set aside.
         FleetError: (from :meth:`run`) the fleet's clients are all gone.
     """

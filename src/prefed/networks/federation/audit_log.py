@@ -117,7 +117,7 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     yield f"  noise: {', '.join(asked) or 'any, or none'}"
     yield from _spent(config)
     if tell.pairs:
-        yield f"  the hub is told {'names' if tell.names else 'made-up names'} and numbers of pairs"
+        yield f"  the hub gets {'names' if tell.names else 'made-up names'} and numbers of pairs"
     else:
         yield "  [tell] pairs = false: this site takes part in no run"
     yield from (f"  {own} is {told} to the hub" for own, told in sorted(_made_up(config)))

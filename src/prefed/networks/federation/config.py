@@ -90,10 +90,10 @@ class Limits(StrictModel):
         description="what a client may spend in all runs together, by this site's own account; a run must "
         "have local noise then, and a visit that would spend more is refused; left out: any",
     )
-    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
+    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is reported")
     evaluate: bool = Field(
         True,
-        description="figures over held-out pairs may be asked for; a run needs a site that allows it",
+        description="metrics over held-out pairs may be asked for; a run needs a site that allows it",
     )
     message_mb: int = Field(4096, ge=1, description="MiB of the longest message that is read")
     visit_seconds: float = Field(
@@ -137,7 +137,7 @@ class SiteConfig(StrictModel):
         description=f"the site's own pairs: of an experiment's [data] {', '.join(OWN_DATA)}"
     )
     model: SiteModel = Field(description="where this site has the base model")
-    tell: Tell = Field(default_factory=lambda: Tell(), description="what the hub is told of clients")
+    tell: Tell = Field(default_factory=lambda: Tell(), description="what the hub learns about clients")
     limits: Limits = Field(default_factory=lambda: Limits(), description="what the hub may ask for")
     threads: int | None = Field(
         None, ge=1, description="threads of the process that trains; left out: as the experiment says"

@@ -109,7 +109,7 @@ def _check(experiment: Experiment) -> None:
     if experiment.align is not None:
         raise ConfigError("[align]: leave it out, and run `prefed align` on the finished run")
     if experiment.stop is not None:
-        raise ConfigError("[stop]: a federation keeps its last round alone: leave it out")
+        raise ConfigError("[stop]: a federation keeps only its last round: leave it out")
     if experiment.method.name == "centralized":
         raise ConfigError("centralized pools all pairs in one place: take another method")
 
@@ -129,15 +129,15 @@ def _run(
     wanted = tuple(known["sites"]) if known else terms.sites
     if set(terms.sites) != set(wanted):
         callback.on_warning(
-            f"the run goes on with the sites that it began with, {', '.join(wanted)}: others need a new run, "
-            "with another --out"
+            f"the run continues with the sites that it started with, {', '.join(wanted)}: others need a "
+            "new run, with another --out"
         )
     present = _gather(sites, wanted, terms, tell, resumed=known is not None)
     if absent := ", ".join(sorted(set(wanted) - set(present))):
         callback.on_warning(
-            f"the run goes on without {absent} until it is back"
+            f"the run continues without {absent} until it is back"
             if known
-            else f"the run begins without {absent}: who comes later takes part in the next run"
+            else f"the run starts without {absent}: who comes later takes part in the next run"
         )
     answers = _each(present, lambda site: sites.join(site, text))
     clients = told_clients(known, answers, terms.most_clients, terms.most_pairs)
@@ -236,7 +236,7 @@ def told_clients(
                 )
             homes[client] = site
         if known is not None and told != known["sites"][site]:
-            raise FederationError(f"the clients of site {site!r} changed since the run began")
+            raise FederationError(f"the clients of site {site!r} changed since the run started")
     return clients if known is None else dict(known["sites"])
 
 
@@ -320,7 +320,7 @@ def _each(sites: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
                 answers[site] = future.result()
             except UnreachableError as error:
                 raise FederationError(
-                    f"site {site!r} is away: {error}; begin again once it is back"
+                    f"site {site!r} is away: {error}; start again once it is back"
                 ) from error
     finally:
         # The others' answers are not awaited: they may take as long as a model takes to load.

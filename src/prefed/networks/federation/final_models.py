@@ -284,5 +284,5 @@ def _pairs(experiment: Experiment, fingerprint: str, cache: Path, scratch: Path)
             return FederatedDataset.open(manifest.parent)
     pairs = build_data(experiment, scratch)
     if pairs.fingerprint != fingerprint:
-        raise RunError("this site's data changed since the run began: put back what they were")
+        raise RunError("this site's data changed since the run started: put back what they were")
     return pairs

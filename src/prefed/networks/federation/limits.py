@@ -26,7 +26,7 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
     limits, method = config.limits, experiment.method
     if not config.tell.pairs:
         raise RefusalError(
-            "[tell] pairs = false: a merge weighs clients by their pairs, which this site does not tell"
+            "[tell] pairs = false: a merge weighs clients by their pairs, which this site does not report"
         )
     if limits.methods is not None and method.name not in limits.methods:
         raise RefusalError(f"[limits] methods: {method.name} is none of {', '.join(limits.methods)}")
@@ -95,7 +95,7 @@ def check_same(run: str, known: Experiment, asked: Experiment) -> None:
         if settings_digest({name: old}) != settings_digest({name: new})
     )
     raise RefusalError(
-        f"run {run} began here with another experiment ({next(changed, 'its settings')}): begin a new run"
+        f"run {run} started here with another experiment ({next(changed, 'its settings')}): start a new run"
     )
 
 
@@ -134,12 +134,12 @@ def check_task(
     if not 0 <= task.asked <= task.round:
         raise RefusalError(f"round {task.round} with a visit that was asked for in round {task.asked}")
     if task.kind == "evaluate" and not limits.evaluate:
-        raise RefusalError("[limits] evaluate = false: no figures over held-out pairs leave this site")
+        raise RefusalError("[limits] evaluate = false: no metrics over held-out pairs leave this site")
     judged = pairs[2] if experiment.evaluate.split == "test" else pairs[1]
     if task.kind == "evaluate" and not experiment.privacy.may_report(judged):
         raise RefusalError(
             f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has {judged} pairs to "
-            "be judged on, and figures over so few do not leave this site"
+            "be judged on, and metrics over so few do not leave this site"
         )
     allowed = limits.exchanges
     if task.kind == "visit" and allowed is not None and task.exchange not in allowed:

@@ -64,7 +64,7 @@ LARGE = 1 << 26
 LONGEST_REASON = 1000
 """Characters of why a request was refused or failed that are told and logged."""
 WITHHELD = "the upload was withheld: the site's log says more"
-CHANGED = "this site's data changed since the run began: put back what they were"
+CHANGED = "this site's data changed since the run started: put back what they were"
 
 
 class Site:
@@ -198,7 +198,7 @@ class Site:
         """Start or continue a run whose members the hub knows."""
         order = self._read_order(run)
         if order is None:
-            raise RefusalError("a run that this site was not told of")
+            raise RefusalError("a run that this site does not know")
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order["experiment"], members, unseen)}
         self._begin(run, order)

@@ -180,7 +180,7 @@ class Meeting:
                 told.append(kind.validate_json(text, strict=True))
             except ValueError:
                 raise PeerError(
-                    f"{self.watch.names[rank]} tells of its {what} what cannot be read: start all peers with "
+                    f"{self.watch.names[rank]} sent a {what} that cannot be read: start all peers with "
                     "one version of prefed"
                 ) from None
         return told
@@ -250,7 +250,7 @@ class Meeting:
             turn = store.add(f"turn/{place.rank}", 1)
             if store.check(["begun"]):
                 raise PeerError(
-                    f"peer {place.rank} has come already, and the run goes on: give each peer a --rank of "
+                    f"peer {place.rank} has come already, and the run continues: give each peer a --rank of "
                     "its own, or end all and start them again with --auto-resume"
                 )
             self._check_place(turn)

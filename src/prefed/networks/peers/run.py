@@ -124,7 +124,7 @@ def _check(experiment: Experiment) -> None:
     if experiment.align is not None:
         raise ValueError("[align] trains a server's own model, and peers have no server: leave it out")
     if experiment.stop is not None:
-        raise ValueError("[stop] judges by all clients' figures, and a peer has its own alone: leave it out")
+        raise ValueError("[stop] judges by all clients' metrics, and a peer has only its own: leave it out")
 
 
 def _introduce(meeting: Meeting, name: str, present: Sequence[str]) -> dict[str, int]:
@@ -170,7 +170,7 @@ def _go_back(meeting: Meeting, writer: RunWriter) -> None:
         ahead = max(min(rounds) for rounds in all_rounds)
         raise PeerError(
             f"{meeting.watch.names[last]} has nothing after round {max(all_rounds[last])}, and others have "
-            f"nothing before round {ahead}: put its run directory back, or begin anew with another --out"
+            f"nothing before round {ahead}: put its run directory back, or start again with another --out"
         )
     if writer.commit is not None and max(common) < writer.round:
         writer.go_back(max(common))

@@ -165,7 +165,7 @@ class FlareTransport:
             raise UnreachableError("it has left")
 
     def _without(self, session: Path, site: str) -> None:
-        """The session goes on without a site; for its next request another one is opened."""
+        """The session continues without a site; for its next request another one is opened."""
         with self._changed:
             if self._session == session:
                 self._inside -= {site}
@@ -206,7 +206,7 @@ class FlareTransport:
         raise FederationError(
             f"no session of NVIDIA FLARE could be opened with {', '.join(sorted(sites)) or 'any site'}: "
             f"{self._kits.server}/process.log and log.txt say why. Whole rounds are kept: a run that has any "
-            "goes on with --resume"
+            "continues with --resume"
         )
 
     def _opened(self, request: bytes) -> bytes:
