@@ -174,7 +174,7 @@ def site(
 
     config = SiteConfig.load(path)
     if out is not None:
-        from prefed.networks.federation.personal import export_client
+        from prefed.networks.federation.final_models import export_client
         from prefed.ui.cli.models import check_folder
 
         check_folder(
@@ -185,7 +185,7 @@ def site(
         typer.echo("\n".join([exported.heading(out), "to load it:", *code]))
         return
     if word == "status":
-        from prefed.networks.federation.status import status_lines
+        from prefed.networks.federation.audit_log import status_lines
 
         for line in status_lines(config, last):
             typer.echo(line)
