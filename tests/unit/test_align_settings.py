@@ -1,10 +1,14 @@
 """What an alignment takes from earlier settings, and what overrides make of them."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from finished import write_run
+from prefed.align.tastes import held_out
 from prefed.config import ConfigError
 from prefed.config.align import align_settings
+from prefed.core import Key
 from prefed.runs.align import read_settings
 from prefed.runs.record import read_run
 
@@ -50,3 +54,12 @@ def test_a_message_names_the_file_that_holds_the_key(tmp_path):
     with pytest.raises(ConfigError, match=r"\[align\] of .*run/align/settings\.json: "):
         read_settings(record)
     assert read_settings(record, ["align.tastes=posteriors"]).prompts.path == "y"
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.01, 1), (0.15, 2), (0.28, 3), (0.99, 9)])
+def test_the_nearest_number_of_ten_prompts_is_held_out(share, count):
+    """At least one and not all; each number is a prompt, and repeats of a prompt do not count."""
+    alignment = SimpleNamespace(config=SimpleNamespace(held_out=share), key=Key(3))
+    numbers = held_out(alignment, [*range(10), *range(10)]).tolist()
+    assert len(numbers) == len(set(numbers)) == count
+    assert set(numbers) <= set(range(10))

@@ -308,6 +308,11 @@ def test_a_band_ends_at_all_pairs(tmp_path):
     ends = [end for line in lines for end in (*line.low, *line.high)]
     assert (min(ends), max(ends)) == (0.0, 1.0)
     assert lines[0].low[-1] == pytest.approx(0.95 - 0.1 / 2**0.5)
+    narrow = [run(tmp_path / "narrow", "feddpo", seed, (0.4, 0.5 + 0.1 * seed)) for seed in (1, 2)]
+    (line,) = over_rounds(Compared(tuple(narrow)), [0], "preference_accuracy").panels[0].shown
+    mean, arm = line.points[-1][1], line.points[-1][1] - line.low[-1]
+    assert 0 < arm == pytest.approx(0.05 / 2**0.5)
+    assert line.high[-1] == pytest.approx(mean + arm)
 
 
 def test_the_terminal_sets_seeds_together(runs):

@@ -196,7 +196,9 @@ def test_paths_start_from_the_file_or_else_from_where_one_is(tmp_path, monkeypat
     assert Experiment.parse(to_toml(experiment)) == experiment
 
 
-@pytest.mark.parametrize(("fraction", "clients", "size"), [(0.1, 53, 5), (0.001, 10, 1), (1.0, 7, 7)])
+@pytest.mark.parametrize(
+    ("fraction", "clients", "size"), [(0.1, 53, 5), (0.1, 56, 6), (0.001, 10, 1), (1.0, 7, 7)]
+)
 def test_a_fraction_of_clients(fraction, clients, size):
     assert CohortConfig(fraction=fraction).of(clients) == size
 

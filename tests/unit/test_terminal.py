@@ -18,7 +18,7 @@ from prefed.ui.cli.errors import user_errors
 from prefed.ui.cli.models import print_responses
 from prefed.ui.pages.compared import Compared
 from prefed.ui.pages.comparison import differences_table, runs_table
-from prefed.ui.pages.tables import metrics_table, terminal
+from prefed.ui.pages.tables import LISTED, lowest_clients, metrics_table, terminal
 from prefed.ui.pages.terminal import print_dataset_statistics, print_result
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
@@ -179,3 +179,13 @@ def test_stages_of_an_alignment_in_a_pipe_and_on_a_terminal():
     assert len(lines) == 12
     assert "completions 1600/1600" in shown[True]
     assert shown[True].rstrip().endswith("1m35s")
+
+
+def test_of_many_clients_a_table_lists_the_lowest_by_accuracy():
+    """Accuracies fall while names rise, so the order by name is the opposite; a table of few is by name."""
+    count = LISTED + 3
+    accuracies = {f"c{k:03}": (count - k) / count for k in range(count)}
+    listed, others = lowest_clients(accuracies)
+    assert listed == [f"c{k:03}" for k in reversed(range(3, count))]
+    assert "3 clients" in others
+    assert lowest_clients(dict(list(accuracies.items())[:LISTED])) == (sorted(accuracies)[:LISTED], "")
