@@ -1,4 +1,4 @@
-"""The selector with a latent taste: shapes, exact antisymmetry, the cap, empty contexts; two opposite tastes."""
+"""The selector with a latent taste: shapes, antisymmetry, the cap, empty contexts; two opposite tastes."""
 
 from __future__ import annotations
 
