@@ -29,7 +29,7 @@ from prefed.train.metrics import (
 )
 
 ROUND_METRICS = ("preference_accuracy", "reward_accuracy")
-"""The metrics whose means a round's record holds beside its evaluation."""
+"""The metrics whose means a round's record holds next to its evaluation."""
 NO_ANSWER = "no answer"
 
 
@@ -64,7 +64,7 @@ class Tally:
         return text
 
     def add(self, exchange: Exchange, uploads: Sequence[Upload], merged: State) -> None:
-        """Keep the figures of an exchange: means of the uploads' numbers, and what the method tells."""
+        """Keep the figures of an exchange: means of the uploads' numbers, and what the method reports."""
         sizes = (sum(group.layout.size for group in upload.tensors.values()) for upload in uploads)
         self.communicated = max(self.communicated, *sizes)
         means = ((name, _weighted_mean(uploads, name)) for name in sorted(exchange.scalars))
@@ -93,8 +93,8 @@ class Course:
     """The course of a run's rounds, but for what happens within an exchange.
 
     Attributes:
-        writer: of a run that has begun; it goes on after the last committed round.
-        callback: is told of every step. What it raises ends the run; committed rounds are kept.
+        writer: of a run that has started; it continues after the last committed round.
+        callback: receives every step. What it raises ends the run; committed rounds are kept.
     """
 
     job: Job
@@ -144,7 +144,7 @@ class Course:
                 self.callback.on_task_end(what, done, of)
 
     def warn(self, number: int, text: str) -> None:
-        """Tell of something that went wrong in a round that goes on."""
+        """Warn of something that went wrong in a round that continues."""
         self.callback.on_warning(f"round {number}: {text}")
 
     def diagnose(self, server: State, now: Round, tally: Tally) -> None:
@@ -192,14 +192,14 @@ class Course:
             The record has the shares that :func:`~prefed.train.metrics.client_metrics` or
             :func:`~prefed.train.metrics.choice_metrics` gives, each as an
             :class:`~prefed.train.metrics.FederatedMetric`, and the means over clients of its other figures.
-            For a personal method ``shared_accuracy``, of the published model alone. ``unseen_accuracy``, one
+            For a personal method ``shared_accuracy``, of the published model only. ``unseen_accuracy``, one
             for
             each number of local steps, where there are newcomers; ``unseen_selectors``, of each selector and
             of their vote on the newcomers' pairs, where there are several. ``split``. ``clients`` and
             ``left_out``: how many were evaluated, and how many have no pair in the split.
             ``not_evaluated``: client → why no figures of it can be used, where there are such clients.
             ``not_finite``: client → pairs without a finite log-probability, where there are any. Clients
-            with fewer pairs than ``[privacy] minimum_pairs`` count in means alone.
+            with fewer pairs than ``[privacy] minimum_pairs`` count only in means.
 
             ``None`` if there are no figures of a client that may be listed.
 
@@ -318,7 +318,7 @@ class Course:
         content |= {"cohort": list(cohort), "dropped": tally.dropped}
         figures = {**tally.figures, **self.backend.figures()}
         content |= {name: value for name, value in figures.items() if name not in content}
-        record = cast(RoundRecord, content)  # a method or an engine may have figures of its own
+        record = cast(RoundRecord, content)  # a method or an engine may have its own figures
         if warning := collapse_warning(record, self.job.rounds):
             self.warn(record["round"], warning)
         best = None if standing is None else vars(standing)

@@ -34,7 +34,7 @@ def evaluate_client(
     """The figures of the model with which a client predicts.
 
     They are what :func:`~prefed.train.metrics.client_metrics` gives, and for a personal method also
-    ``shared_accuracy``, the preference accuracy of the published model alone. For a method whose models read
+    ``shared_accuracy``, the preference accuracy of the published model only. For a method whose models read
     choices they are what :func:`~prefed.train.metrics.choice_metrics` gives; where it publishes several
     models, these are the jury.
 
@@ -61,9 +61,9 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
     """Preference accuracy of a client that never took part, by number of local steps, or of context pairs.
 
     Where several models are published, they are the jury: its
-    :func:`~prefed.train.metrics.jury_metrics` follow, of the published models alone.
+    :func:`~prefed.train.metrics.jury_metrics` follow, of the published models only.
 
-    Before its first step, or without a pair to train on, the client has the published model alone: personal
+    Before its first step, or without a pair to train on, the client has only the published model: personal
     tensors that start at random are noise. Of several published models the method gives it one.
     """
     method, score = job.method, own_pairs(job, client, job.split)

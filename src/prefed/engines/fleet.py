@@ -263,7 +263,7 @@ def schedule(
 
     A synchronous server asks ``cohort`` of the clients that are there, or all of these if they are fewer, and
     merges when nobody works any more. A buffered server keeps ``cohort`` clients at work. It merges the first
-    ``buffer`` replies and goes on (FedBuff, arXiv:2106.06639). No client is asked while it works, nor while
+    ``buffer`` replies and continues (FedBuff, arXiv:2106.06639). No client is asked while it works, nor while
     its reply from the newest model waits to be merged. What happens at one moment counts in this order:
     replies, merges, new visits.
 

@@ -57,7 +57,7 @@ class Job:
     Attributes:
         cohort: clients sampled in each round, without replacement; ``None`` for all.
         sampling: ``"poisson"`` draws each client for itself, so that ``cohort`` is what to expect.
-        evaluate_every: rounds from one evaluation to the next; 0 for one after the last round alone.
+        evaluate_every: rounds from one evaluation to the next; 0 for one after only the last round.
         split: the pairs that evaluations use.
         evaluation_cohort: at most so many clients are evaluated, the same ones each time; ``None`` for all.
         beta: of the DPO loss that evaluations report.
@@ -75,8 +75,8 @@ class Job:
             :func:`prefed.engines.fleet.schedule`.
         graph: who mixes with whom where the method has no server; ``None`` where it has one.
         diagnostics: how the rounds are diagnosed; ``None``: they are not.
-        stop: how the best round is found, and when the run stops; ``None``: all rounds are run, and the last
-            is kept alone.
+        stop: how the best round is found, and when the run stops; ``None``: all rounds are run, and only
+            the last is kept.
         offences: bad uploads of a client after which the server asks it no more; ``None``: any number.
 
     Raises:
@@ -269,12 +269,12 @@ class Job:
         return {client: float(size.validation) for client, size in sizes if size and size.validation}
 
     def sample(self, now: Round) -> tuple[str, ...]:
-        """The round's cohort, sorted: a function of the seed and the round alone. Poisson's may be empty."""
+        """The round's cohort, sorted: a function of only the seed and the round. Poisson's may be empty."""
         drawn = draw_cohort(now.key, len(self.members), self.cohort_size, self.sampling)
         return tuple(self.members[index] for index in drawn)
 
     def schedule(self, after: int) -> Iterator[ScheduledRound]:
-        """The rounds after round ``after``, to the last: a function of the seed and the fleet alone."""
+        """The rounds after round ``after``, to the last: a function of only the seed and the fleet."""
         if self.fleet is None:
             return map(self._sampled_round, range(after + 1, self.rounds + 1))
         rounds = schedule(self.fleet, self.members, self.cohort_size, Key(self.seed), self.work)
@@ -378,7 +378,7 @@ class Sizes(Protocol):
 
 
 class TrainerFactory(Protocol):
-    """The clients' data beside a frozen model: one factory in each process, for any number of clients."""
+    """The clients' data with a frozen model: one factory in each process, for any number of clients."""
 
     @property
     def initial(self) -> Tensors:

@@ -1,4 +1,4 @@
-"""Rounds without a server: each client trains a model of its own, and mixes it with its neighbours'."""
+"""Rounds without a server: each client trains its own model, and mixes it with its neighbours'."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class NeighbourRounds(Course):
             matrix = without_edges(matrix, self._cut_off(matrix, answers.silent))
             norms = [answers.norms.get(client, 0.0) for client in self.job.members]
             mixed, edges = self._mix(exchange, matrix, before, after, norms, now, tally)
-        # A message goes to each neighbour in a copy of its own.
+        # Each neighbour gets its own copy of a message.
         tally.bytes_up = sum(length * degrees[client] for client, length in answers.lengths.items())
         tally.communicated = self._groups(exchange, now).size
         for client, reason in sorted(answers.silent.items()):
@@ -204,7 +204,7 @@ class NeighbourRounds(Course):
     ) -> tuple[Mixed, int]:
         """Mix the models in ``before`` into ``after``; what the mix did, and over how many edges.
 
-        Both ends of an edge compare the length of the model that they get with that of their own. If one is
+        Both ends of an edge compare the length of the model that they get with that of their model. If one is
         out of all proportion, they do not mix. They need no word with each other about it.
         """
         cut = []

@@ -21,11 +21,11 @@ def guarantee(job: Job) -> Guarantee:
 def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:
     """The most releases of any client in the rounds up to ``number``: what all are promised rests on it.
 
-    Whom the server asks has been fixed before the run, so this number tells nothing of anybody's pairs. A
-    client counts whether it answers or not. Where cohorts are secret each round is a release of all clients.
+    Whom the server asks has been fixed before the run, so this number reveals nothing about anybody's pairs.
+    A client counts whether it answers or not. Where cohorts are secret each round is a release of all clients.
 
     Args:
-        begun: round → how often it was begun, where each beginning draws other noise; once if left out.
+        begun: round → how often it was started, where each start draws other noise; once if left out.
     """
     counts: Counter[str] = Counter()
     everybody = job.graph is not None or guarantee(job).sampling != "none"
@@ -78,7 +78,7 @@ def merge_noised(
     """Merge as many copies of the uploads' noised mean as a cohort has clients.
 
     So whatever the method and ``[merge]`` do, and whatever they report, is made of that mean. The noise is
-    there too where no upload is: otherwise a model without noise would tell that nobody answered.
+    there too where no upload is: otherwise a model without noise would reveal that nobody answered.
     """
     first = job.members[0]
     layouts = expected_groups(first, exchange, job.method.ownership, job.trainers.initial.layout, now)

@@ -99,7 +99,7 @@ class ServerRounds(Course):
         waves = _waves(asked)
         uploads, invalid = self._collect(exchange, now, waves, starts, tally)
         if exchange.late == "delta":
-            # What is in time stays as it is, to the bit.
+            # What is in time stays as it is, bit for bit.
             uploads = [
                 u if u.sent_at == now.number else from_newest(u, starts[u.sent_at], server) for u in uploads
             ]
@@ -107,7 +107,7 @@ class ServerRounds(Course):
             merged = merge_noised(self.job, server, uploads, exchange, now)
         else:
             merged = aggregate(server, uploads, exchange, now)
-        # A client whose upload is not merged goes on from the private state that it had.
+        # A client whose upload is not merged continues from the private state that it had.
         last = {asked for wave in waves[-1:] for asked in wave}
         self.backend.accept(u.client for u in merged.uploads if (u.client, u.sent_at) in last)
         tally.bad += [client for client, _ in merged.dropped]
@@ -130,8 +130,8 @@ class ServerRounds(Course):
     ) -> tuple[list[Upload], list[tuple[str, str]]]:
         """Ask clients to take part in an exchange, and validate what they upload.
 
-        Their next private states stay staged: the backend is to be told which uploads are accepted. But a
-        client's next wave starts from what its wave before left, if that upload is valid.
+        Their next private states stay staged: the caller reports to the backend which uploads are accepted. But
+        a client's next wave starts from what its wave before left, if that upload is valid.
 
         Returns:
             The valid uploads, sorted by client and by the round in which it was asked, so that their order of

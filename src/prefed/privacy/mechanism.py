@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _ROUNDING = 1e-3
-"""How much longer than ``clip`` an update may be, as a share of it, for the rounding of its numbers alone."""
+"""How much longer than ``clip`` an update may be, as a share of it, only for the rounding of its numbers."""
 
 
 def privatize(
@@ -38,7 +38,7 @@ def privatize(
 
     An upload that needs neither is returned as it is. One with a NaN or an infinity stays without a finite
     number, and is refused where it is validated. So is one whose download has numbers so large that float64
-    cannot keep the bound beside them: whoever sends these could have a step grow to twice its length.
+    cannot keep the bound next to them: whoever sends these could have a step grow to twice its length.
 
     Args:
         download: what the client was sent.
@@ -65,7 +65,7 @@ def noised_mean(
     """The mean of the uploads under ``kind = "central"``: all clients alike, updates clipped, with noise.
 
     It is the only thing that a server may make of the uploads. Without noise, and with as many uploads as
-    ``cohort`` says, of which none is clipped, it is their mean to the bit.
+    ``cohort`` says, of which none is clipped, it is their mean, bit for bit.
 
     Args:
         uploads: of one exchange; there may be none.

@@ -269,9 +269,9 @@ class RayActors(Pool[_Actor]):
 
 
 def join_cluster(settings: BackendSettings) -> bool:
-    """Join the cluster at ``settings.address``, or start one of this machine alone.
+    """Join the cluster at ``settings.address``, or start one of only this machine.
 
-    A program that has joined a cluster already goes on with that one.
+    A program that has already joined a cluster continues with that one.
 
     Returns:
         Whether a cluster was joined or started here, and is to be left again.
@@ -412,7 +412,7 @@ def unpack(name: str, fetch: Callable[[], NDArray[np.uint8]]) -> tuple[Path, int
 
 
 def _base() -> Path:
-    """The folder of this machine's copies, of this user alone."""
+    """The folder of this machine's copies, which only this user can read."""
     base = Path(tempfile.gettempdir(), f"prefed-ray-{os.getuid()}")
     base.mkdir(mode=0o700, exist_ok=True)
     status = base.lstat()

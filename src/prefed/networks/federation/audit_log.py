@@ -24,7 +24,7 @@ class SentLog:
     """A site's log, a file for each month.
 
     Args:
-        folder: for its owner alone.
+        folder: only for its owner.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -152,7 +152,7 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
 
 
 def _made_up(config: SiteConfig) -> set[tuple[str, str]]:
-    """Each client's own name with the one that this site made up for it, of all runs that it was told of."""
+    """Each client's own name with the one that this site made up for it, of all runs that it knows."""
     found = set[tuple[str, str]]()
     for path in (Path(config.state) / "runs").glob("*/order.json"):
         with suppress(files.DamagedError):

@@ -48,7 +48,7 @@ class SiteModel(StrictModel):
 
 
 class Tell(StrictModel):
-    """What the hub and the other sites are told of this site's clients."""
+    """What the hub and the other sites learn about this site's clients."""
 
     names: bool = Field(True, description="clients' names; false: names that this site makes up")
     pairs: bool = Field(

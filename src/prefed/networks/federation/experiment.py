@@ -112,7 +112,7 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
 
 
 def begun_experiment(order: Mapping[str, Any], config: SiteConfig) -> Experiment:
-    """The experiment of a run that began, as the site keeps it: it names the clients that never train.
+    """The experiment of a run that has started, as the site keeps it: it names the clients that never train.
 
     Raises:
         ConfigError: as :func:`own_experiment`.
@@ -135,7 +135,7 @@ def own_dataset(experiment: Experiment, folder: Path) -> FederatedDataset:
     try:
         return build_data(experiment, folder / "data")
     except DataMismatchError as error:
-        # Another run's settings, or other data: each run checks the fingerprint that it began with.
+        # Another run's settings, or other data: each run checks the fingerprint that it started with.
         name = error.inputs
     files.private_folder(folder / name)
     return build_data(experiment, folder / name / "data")
@@ -154,7 +154,7 @@ def told_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes) -> 
 def member_dataset(
     dataset: FederatedDataset, names: Mapping[str, str], members: Sequence[str], least: int
 ) -> FederatedDataset:
-    """``dataset`` under the told names, among the names of all members of the federation.
+    """``dataset`` under the names that the hub knows, among the names of all members of the federation.
 
     How many pairs the others have is nobody's business: each counts as one that trains, and has as many pairs
     to be evaluated on as a figure needs.

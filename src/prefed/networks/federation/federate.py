@@ -87,7 +87,7 @@ def federate(
         What ``summary.json`` holds.
 
     Raises:
-        FederationError: too few sites come, one refuses the run or tells of more clients or pairs than it
+        FederationError: too few sites come, one refuses the run or reports more clients or pairs than it
             may, or two have a client of one name.
         ConfigError, StoreError, OSError, ModelError, RoundError: as :func:`prefed.run`.
     """
@@ -185,7 +185,7 @@ class _Rounds(ServerRounds):
 
 
 def told_experiment(experiment: Experiment) -> str:
-    """What sites are told of an experiment: no place of this machine's data or model."""
+    """What sites are sent of an experiment: no path of this machine's data or model."""
     tables = parse_toml(to_toml(experiment), "the experiment")
     tables["data"] |= {"train": HELD, "partition": {"by": "iid", "clients": 1}}
     for key in ("validation", "test"):

@@ -64,7 +64,7 @@ class Published:
         self._folder = folder / "published"
 
     def keep(self, number: int, receipts: Mapping[str, str | None], model: str, message: bytes) -> None:
-        """Keep ``message`` for these clients, in the place of what each of them had.
+        """Keep ``message`` for these clients, instead of what each of them had.
 
         Raises:
             WriteError: it cannot be written. What there was stays.
@@ -235,7 +235,7 @@ def _told_name(names: Mapping[str, str], client: str | None) -> str:
     """The name by which the hub knows a client of this site.
 
     Args:
-        names: own name → told name.
+        names: own name → the name that the hub knows.
     """
     if client is None:
         if len(names) > 1:
@@ -273,7 +273,7 @@ def _private(place: Path, client: str, given: Parting, answered: int) -> bytes |
 
 
 def _pairs(experiment: Experiment, fingerprint: str, cache: Path, scratch: Path) -> FederatedDataset:
-    """The pairs that the run began with: those kept, or else read again.
+    """The pairs that the run started with: those kept, or else read again.
 
     Args:
         cache: the site's tokens, of any runs.

@@ -130,7 +130,7 @@ class Sites:
             return
 
     def do(self, site: str, task: Task, receipt: str | None, timeout: float) -> tuple[dict[str, Any], bytes]:
-        """A site's answer to a task. A site that has lost its memory of the run is told of it again.
+        """A site's answer to a task. A site that has lost its memory of the run is sent it again.
 
         If it cannot take part any longer, its clients miss the round, and the others go on.
         """
@@ -210,10 +210,10 @@ class FederationBackend(Backend):
     silence leaves it out for longer; see :class:`~prefed.networks.federation.hub.Silence`.
 
     Args:
-        receipts: names of the private states that count, in the place of the states.
+        receipts: names of the private states that count, instead of the states.
         homes: client → its site.
         timeout: seconds that one visit or evaluation may take.
-        warn: is told of sites that go and come.
+        warn: receives which sites leave and return.
     """
 
     states = None

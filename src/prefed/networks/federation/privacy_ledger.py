@@ -1,4 +1,4 @@
-"""What a site's clients have given away under noise of their own, and the answers that gave it away.
+"""What a site's clients have given away under local noise, and the answers that gave it away.
 
 Noise is the operating system's, so a visit that is done again draws other noise: a second release of the same
 numbers. Therefore an answer is on the disk before it leaves, and the same request gets the same bytes, also

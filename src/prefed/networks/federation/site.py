@@ -62,7 +62,7 @@ REMEMBERED = 4
 LARGE = 1 << 26
 """Bytes of the answers that are kept; of the last one any number."""
 LONGEST_REASON = 1000
-"""Characters of why a request was refused or failed that are told and logged."""
+"""Characters of why a request was refused or failed that are reported and logged."""
 WITHHELD = "the upload was withheld: the site's log says more"
 CHANGED = "this site's data changed since the run started: put back what they were"
 
@@ -207,7 +207,7 @@ class Site:
         return pack(fingerprint={"model": self._fingerprint})
 
     def _experiment_of(self, run: str, order: dict[str, Any]) -> Experiment:
-        """The experiment of a run that began, if the limits allow it."""
+        """The experiment of a run that has started, if the limits allow it."""
         if self._experiment is not None and (self._run, self._order) == (run, _told(order)):
             return self._experiment
         experiment = begun_experiment(order, self.config)
@@ -254,7 +254,7 @@ class Site:
         own = next((name for name, told in order["names"].items() if told == task.client), None)
         if own is None:
             raise RefusalError("a client that is not here")
-        # What may change in a run that goes on, such as its rounds, is no reason for a second draw.
+        # What may change in a run that continues, such as its rounds, is no reason for a second draw.
         lasting = request.model_dump(exclude={"order"})
         release = files.digest(pack(**lasting)) + files.digest(body)
         released = self._releases.answer(run, task.round, release)

@@ -1,6 +1,6 @@
 """Messages of a JSON header and bytes, and requests over a Unix socket that only its owner can reach.
 
-What carries messages between machines runs in processes of its own. Those processes relay bytes: they know
+What carries messages between machines runs in other processes. Those processes relay bytes: they know
 neither methods nor models, and losing one loses nothing.
 """
 
@@ -61,7 +61,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 class Door:
-    """Answers requests at a Unix socket, each in a thread of its own.
+    """Answers requests at a Unix socket, each in its own thread.
 
     Args:
         answer: request → answer. What it raises is logged, and the caller gets no answer.

@@ -4,7 +4,7 @@ A visit starts from the version that the hub's receipt names and leaves another 
 with its rounds. So whichever side is killed, and whenever: the version that counts is the one that the hub's
 last commit names, and it is there. The version is on the disk before its receipt leaves the site.
 
-A receipt is a keyed digest of the state: it proves that a file is what was written, and tells nobody else
+A receipt is a keyed digest of the state: it proves that a file is what was written, and reveals to nobody else
 whether two states are equal.
 """
 
@@ -27,7 +27,7 @@ class Vault:
     """The private states of one run at a site. One process writes; others may read at the same time.
 
     Args:
-        folder: of this run, for its owner alone.
+        folder: of this run, only for its owner.
         secret: of the site, from :func:`site_secret`.
     """
 

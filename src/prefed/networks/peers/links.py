@@ -18,7 +18,7 @@ YEAR = timedelta(days=365)
 _TURN = 0.05
 """Seconds after which a wait for a frame asks whether there is a verdict."""
 _WITHHELD = bytes(8)
-"""How a frame begins that holds a reason in the place of a message: no message has a header of length 0."""
+"""How a frame begins that holds a reason instead of a message: no message has a header of length 0."""
 
 
 def pack(message: bytes, reason: str, length: int) -> bytes:
@@ -48,13 +48,13 @@ class Links:
     peer trains.
 
     Args:
-        watch: is told of a neighbour whose connection closes, and ends a wait that is in vain.
+        watch: receives which neighbour's connection closes, and ends a wait that is in vain.
         ranks: client → its peer.
     """
 
     def __init__(self, watch: Watch, ranks: Mapping[str, int]) -> None:
         self._watch, self._ranks = watch, ranks
-        # NCCL has no receive that can wait beside a computation.
+        # NCCL has no receive that can wait during a computation.
         self._ahead = dist.get_backend() == "gloo"
         self._device = torch.device("cpu" if self._ahead else "cuda")
         self._frames: dict[str, torch.Tensor] = {}
@@ -96,7 +96,7 @@ class Links:
         return {client: data.cpu().numpy().tobytes() for client, data in self._frames.items()}
 
     def _await(self, begin: Callable[..., Any], frame: torch.Tensor, client: str, number: int) -> None:
-        """Begin a transfer, and wait for it in a thread of its own: the library hears no verdict."""
+        """Start a transfer, and wait for it in its own thread: the library hears no verdict."""
         rank = self._ranks[client]
         try:
             work = begin(frame, rank, tag=number)

@@ -39,7 +39,7 @@ class Place:
         peers: how many there are.
         host: the machine of peer 0, as all others reach it; empty under torchrun, whose store they share.
         port: the port at which peer 0 keeps the store.
-        backend: what carries models: ``"gloo"``, or ``"nccl"`` where each peer has a GPU of its own.
+        backend: what carries models: ``"gloo"``, or ``"nccl"`` where each peer has its own GPU.
         patience: seconds without a sign of life after which a peer is given up.
         join: seconds to wait until all peers have come.
     """
@@ -161,13 +161,13 @@ class Meeting:
             raise PeerError(verdict) from error
 
     def share(self, what: str, value: Any) -> list[Any]:
-        """Tell all peers something, and get what each tells of it, by rank.
+        """Send all peers something, and get what each sends, by rank.
 
         Args:
-            value: a text, a mapping, or a list of round numbers; the others must tell the like.
+            value: a text, a mapping, or a list of round numbers; the others must send the same type.
 
         Raises:
-            PeerError: a peer tells something else.
+            PeerError: a peer sends something else.
         """
         told, kind = [], _KINDS[type(value)]
         self._store.set(f"{what}/{self.place.rank}", json.dumps(value))

@@ -160,7 +160,7 @@ class PeerRounds(Course):
         self.links.expect(number, {client: self._length(client, now) for client in clients})
 
     def _length(self, client: str, now: Round) -> int:
-        """Bytes of a message: all of a round differ by the name of the client alone."""
+        """Bytes of a message: all of a round differ only by the name of the client."""
         return _message_length(client, now.number, self._group, self._layout(now), self._dtype)
 
     def _message(self, own: State, now: Round) -> bytes:

@@ -31,7 +31,7 @@ from prefed.runs.summary import read_profiles
 from prefed.store import RunWriter
 
 FORMAT = 1
-"""Of what peers tell each other; peers of two formats do not agree."""
+"""Of what peers send each other; peers of two formats do not agree."""
 _OWN = ("engine.", "align.", "data.partition.", "graph.file", "track.", "model.checkpointing")
 """Beginnings of settings, besides places of files, in which peers may differ."""
 

@@ -31,7 +31,7 @@ class SecureError(RuntimeError):
 
 
 def bound(session: bytes, what: str, *parts: str | bytes) -> bytes:
-    """A text for signatures and keys that belongs to one session and one purpose alone.
+    """A text for signatures and keys that belongs to only one session and one purpose.
 
     >>> bound(b"run 1", "keys", "ab", "c") == bound(b"run 1", "keys", "a", "bc")
     False
@@ -136,7 +136,7 @@ def signed(key: Ed25519PublicKey, signature: bytes, text: bytes) -> bool:
 
 
 def split(secret: bytes, least: int, count: int) -> list[bytes]:
-    """``count`` shares of a secret of 32 bytes, any ``least`` of which give it, and fewer tell nothing.
+    """``count`` shares of a secret of 32 bytes, any ``least`` of which give it, and fewer reveal nothing.
 
     Its two halves are shared independently: the field of the library's Shamir shares has 16 bytes.
     """

@@ -55,7 +55,7 @@ class Reveal:
 
 
 def threshold(clients: int) -> int:
-    """How many clients must stay to the end, of so many that began.
+    """How many clients must stay to the end, of so many that started.
 
     Any two such groups have more than a third of all clients in common, so two lists of names would both be
     signed only if that many lied. Three of ten may drop out.
@@ -72,7 +72,7 @@ def confirmation(session: bytes, names: Iterable[str]) -> bytes:
 
 
 class SecureClient:
-    """One client in one sum. After an error it goes on with no further step.
+    """One client in one sum. After an error it takes no further step.
 
     Args:
         client: its id.

@@ -26,7 +26,7 @@ from nvflare.collab import collab
 from prefed.networks.federation.flare.process import HUB_DOOR, REGISTERED, SITE_DOOR
 from prefed.networks.federation.unix_socket import Door, ask, end, pack, unpack, when_gone
 
-# Bytes alone pass here. Without this module of its own FLARE leaves PyTorch out of these processes.
+# Only bytes pass here. Without this module FLARE leaves PyTorch out of these processes.
 sys.modules.setdefault("nvflare.app_opt.pt.decomposers", None)  # type: ignore[arg-type]
 
 PART = 1 << 24
@@ -55,7 +55,7 @@ class SiteRelay:
 
     def __init__(self) -> None:
         self._answers: OrderedDict[str, bytes] = OrderedDict()
-        # From the start: FLARE's process would try for ever to tell of itself to a site that has ended.
+        # From the start: FLARE's process would try for ever to report to a site that has ended.
         if SITE_DOOR in os.environ:
             when_gone(os.environ[SITE_DOOR], end)
 

@@ -332,7 +332,7 @@ def _made_with(out: Path) -> dict[str, Any]:
 
 
 def organisation_of(site: str) -> str:
-    """A site's organisation: each is one of its own, whose name has letters, digits and underscores."""
+    """A site's organisation: each site is its own, whose name has letters, digits and underscores."""
     return "".join(c if c.isalnum() else "_" for c in site)
 
 
@@ -340,7 +340,7 @@ def _place(made: Path, kit: Path, readme: str) -> None:
     """Put a kit where its party finds it, with our settings. A kit that is there stays, with its key.
 
     Args:
-        readme: what the kit says of itself, in the place of FLARE's text, which tells to run FLARE's scripts.
+        readme: what the kit says of itself, instead of FLARE's text, which says to run FLARE's scripts.
     """
     if kit.exists():
         return

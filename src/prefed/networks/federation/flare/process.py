@@ -49,8 +49,8 @@ ACCOUNT = "PREFED_HUB_ACCOUNT"
 LENGTH_VARIABLE = "NVFLARE_STREAMING_MAX_BLOB_SIZE"
 """Variable with the bytes of the longest message that a process of FLARE takes in.
 
-The length that a message's first part tells counts, and then what has come: a longer one is refused before it
-is there.
+The length that a message's first part declares counts, and then what has come: a longer one is refused before
+it is there.
 """
 ROOM = 1 << 20
 """Bytes of what FLARE puts around a message."""
@@ -166,7 +166,7 @@ def check_port(host: str, port: int, grace: float = GRACE) -> None:
 
     Args:
         host: the name by which sites reach the hub. If it is that of this machine's loopback interface,
-            FLARE's server listens there alone.
+            FLARE's server listens only there.
         grace: seconds to wait.
 
     Raises:

@@ -55,7 +55,7 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
                 while process.alive:
                     time.sleep(0.5)
                     watch.look()
-                # One that ran for long had its hub, or tried by itself: it is begun again soon.
+                # One that ran for long had its hub, or tried by itself: it is started again soon.
                 pause = 1.0 if time.monotonic() - begun > LONGEST_PAUSE else min(2 * pause, LONGEST_PAUSE)
                 time.sleep(pause)
         finally:

@@ -247,7 +247,7 @@ class FlareTransport:
         if self._admin is None:
             from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-            # What goes wrong is told by what it raises: its own lines are for its own console.
+            # Errors arrive as exceptions: its log lines are for its own console.
             logging.getLogger("nvflare").setLevel(logging.CRITICAL)
             with redirect_stdout(StringIO()):
                 self._admin = new_secure_session(
