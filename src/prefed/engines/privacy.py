@@ -22,7 +22,7 @@ def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:
     """The most releases of any client in the rounds up to ``number``: what all are promised rests on it.
 
     Whom the server asks has been fixed before the run, so this number reveals nothing about anybody's pairs.
-    A client counts whether it answers or not. Where cohorts are secret each round is a release of all clients.
+    A client counts whether it answers or not. Where cohorts are secret, a round is a release of all clients.
 
     Args:
         begun: round → how often it was started, where each start draws other noise; once if left out.

@@ -130,8 +130,8 @@ class ServerRounds(Course):
     ) -> tuple[list[Upload], list[tuple[str, str]]]:
         """Ask clients to take part in an exchange, and validate what they upload.
 
-        Their next private states stay staged: the caller reports to the backend which uploads are accepted. But
-        a client's next wave starts from what its wave before left, if that upload is valid.
+        Their next private states stay staged: the caller reports to the backend which uploads are accepted.
+        But a client's next wave starts from what its wave before left, if that upload is valid.
 
         Returns:
             The valid uploads, sorted by client and by the round in which it was asked, so that their order of

@@ -78,8 +78,8 @@ def check_same(run: str, known: Experiment, asked: Experiment) -> None:
     """Refuse another experiment under the name of a run that this site knows.
 
     Private states of a run are what its experiment says: another one could have them shared, or give them
-    away with less noise. A run that continues may have more rounds, and other values of whatever a resumed run may
-    change.
+    away with less noise. A run that continues may have more rounds, and whatever else a
+    resumed run may change.
 
     Args:
         known: the experiment that the run has here.

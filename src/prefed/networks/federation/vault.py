@@ -4,8 +4,8 @@ A visit starts from the version that the hub's receipt names and leaves another 
 with its rounds. So whichever side is killed, and whenever: the version that counts is the one that the hub's
 last commit names, and it is there. The version is on the disk before its receipt leaves the site.
 
-A receipt is a keyed digest of the state: it proves that a file is what was written, and reveals to nobody else
-whether two states are equal.
+A receipt is a keyed digest of the state: it proves that a file is what was written, and does not reveal
+to anybody else whether two states are equal.
 """
 
 from __future__ import annotations
