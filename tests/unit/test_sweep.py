@@ -480,7 +480,7 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
         time.sleep(0.05)
     child.send_signal(signal.SIGTERM)
     output, _ = child.communicate(timeout=120)
-    assert (child.returncode, "the same command goes on from here" in output) == (130, True), output
+    assert (child.returncode, "the same command continues from here" in output) == (130, True), output
 
     async def command(run, *words):
         called.append(words[0])

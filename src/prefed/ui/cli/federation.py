@@ -60,7 +60,7 @@ def federate(
         Path | None, typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the directory, which must hold one.")
+        bool, typer.Option("--resume", help="Continue the run in the directory, which must hold one.")
     ] = False,
     auto_resume: AutoResume = False,
     sites: Annotated[

@@ -16,6 +16,7 @@ from prefed.runs.seeds import fold
 from prefed.runs.sweep import Chosen, GridSweep, SweepCell, all_equal
 from prefed.ui.pages.compare_page import write_comparison
 from prefed.ui.pages.compared import ChosenCase, plus_minus
+from prefed.ui.pages.tables import Table, markdown
 
 SELECTED = "best round, selected on test"
 FEW = 5
@@ -72,10 +73,10 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     first = ["untouched model", "", "", *("" for _ in paper)]
     for _, key in columns:
         before = key.replace("preference_accuracy", "baseline_accuracy")
-        first.append("" if before == key else _spread(outcomes[0][before]))
+        first.append("" if before == key else plus_minus(dict(enumerate(outcomes[0][before]))))
     lines = [[*first, "", ""]]
     for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
-        figures = [_spread(each[key]) if each.get(key) else "" for _, key in columns]
+        figures = [plus_minus(dict(enumerate(each[key]))) if each.get(key) else "" for _, key in columns]
         theirs = [_paper(each) for _ in paper]
         lines.append([each["text"], *_rate(each), *theirs, *figures, _sent(each["bytes"]), _code(each)])
     return _table([*head, "MB sent", "commit"], lines)
@@ -131,16 +132,6 @@ def _short(lr: float) -> str:
     return f"{float(number):g}e{int(power)}"
 
 
-def _spread(values: Sequence[float]) -> str:
-    """Mean ± sample standard deviation; only the mean of one seed.
-
-    >>> _spread([0.8, 0.82, 0.78]), _spread([0.8])
-    ('0.800 ± 0.020', '0.800')
-    """
-    mean = f"{statistics.mean(values):.3f}"
-    return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
-
-
 def _percent(values: Sequence[float]) -> str:
     """Mean ± sample standard deviation, in percent.
 
@@ -164,7 +155,7 @@ def _code(outcome: Outcome) -> str:
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *lines])
+    return markdown(Table("", head, [(name, cells) for name, *cells in lines]))
 
 
 def keep_grid(sweep: GridSweep, chosen: Sequence[Chosen]) -> tuple[Path, Path] | None:
