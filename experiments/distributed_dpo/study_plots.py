@@ -33,7 +33,7 @@ from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import ConsensusFactors, Topology, consensus_factors
 from prefed.runs.constants import squared_gradients
 from prefed.runs.record import RunRecord
-from prefed.runs.replicates import Case, cases, find_runs
+from prefed.runs.seeds import Case, cases, find_runs
 from prefed.ui.pages.compared import case_names
 
 LAST = 5

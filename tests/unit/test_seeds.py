@@ -14,7 +14,7 @@ from scipy import stats
 from finished import config, write_run
 from prefed.runs import seeds
 from prefed.runs.record import read_run
-from prefed.runs.replicates import cases
+from prefed.runs.seeds import cases
 from prefed.ui.pages.compared import Compared, case_names, disagreements, few_seeds, rows_of_tests
 
 

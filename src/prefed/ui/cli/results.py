@@ -113,7 +113,7 @@ def compare(
 ) -> None:
     """Set finished runs side by side: a table, what they do differently, and a plot or a page."""
     from prefed.runs.record import read_run
-    from prefed.runs.replicates import find_runs
+    from prefed.runs.seeds import find_runs
     from prefed.ui.pages import plot_file
 
     if out is None and html is None and not as_json:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from prefed.core.text import pluralize, size
 from prefed.runs.record import RunRecord
-from prefed.runs.replicates import Case
-from prefed.runs.seeds import ACCURACIES, by_seed, spent
+from prefed.runs.seeds import ACCURACIES, Case, by_seed, spent
 from prefed.ui.pages.chart import (
     BARS,
     ROUNDS,

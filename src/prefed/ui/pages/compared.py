@@ -12,12 +12,13 @@ from typing import Any
 
 from prefed.core.strict import flatten
 from prefed.runs.record import RunRecord
-from prefed.runs.replicates import Case, cases
 from prefed.runs.seeds import (
     ACCURACIES,
+    Case,
     Paired,
     by_client,
     by_seed,
+    cases,
     fixed_clients,
     fold,
     gains,
