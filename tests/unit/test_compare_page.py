@@ -20,7 +20,7 @@ from prefed.ui.pages import compare_page
 from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of, over_rounds, strips
 from prefed.ui.pages.compare_page import render_comparison
 from prefed.ui.pages.compared import ChosenCase, Compared
-from prefed.ui.pages.comparison import print_comparison
+from prefed.ui.pages.comparison import cases_table, print_comparison
 
 NAMES = ("ann", "bob", "cyd", "dee")
 
@@ -313,6 +313,17 @@ def test_a_band_ends_at_all_pairs(tmp_path):
     mean, arm = line.points[-1][1], line.points[-1][1] - line.low[-1]
     assert 0 < arm == pytest.approx(0.05 / 2**0.5)
     assert line.high[-1] == pytest.approx(mean + arm)
+
+
+def test_a_cell_over_seeds_is_a_mean_and_one_deviation(runs):
+    """Ditto's seeds are alike: 0.625. Feddpo's means are 0.5775, 0.58 and 0.5825."""
+    table = cases_table(Compared(tuple(runs)), "ABC")
+    column = table.heads.index("preference accuracy") - 1
+    assert [(name, cells[column]) for name, cells in table.rows] == [
+        ("A", "0.580 ± 0.003"),
+        ("B", "0.625 ± 0.000"),
+        ("C", "0.400"),
+    ]
 
 
 def test_the_terminal_sets_seeds_together(runs):

@@ -18,6 +18,7 @@ from prefed.ui.pages import clients, origin, plot_file, rounds
 from prefed.ui.pages.compare_charts import comparison
 from prefed.ui.pages.html import environment
 from prefed.ui.pages.page import render, write_page
+from prefed.ui.pages.tables import metrics_table
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +168,14 @@ def test_of_more_clients_quantiles_are_drawn_over_rounds(tmp_path):
     assert [line.name for line in lines] == list(rounds.QUANTILES)
     assert [line.points[-1][1] for line in lines] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
     assert "preference accuracy, worst tenth" in render(run)
+
+
+def test_the_tables_of_clients_have_an_order(run):
+    """On the page the least accurate client is first, though its name is the last; on the terminal names are
+    in alphabetical order."""
+    assert [client for client, _ in clients.clients_table(run).rows] == ["cyd", "ann", "bob"]
+    table = metrics_table("", list(run.figures.values()), run.pairs)
+    assert [client for client, _ in table.rows] == ["ann", "bob", "cyd"]
 
 
 def test_no_interval_is_beyond_what_a_share_can_be(tmp_path):
