@@ -248,21 +248,15 @@ def test_another_comparison_needs_another_name(runs, place, tmp_path):
 
 
 def test_other_settings_are_refused_before_a_response_is_made(runs, place, monkeypatch):
-    """The message names the option. Settings of an earlier version, which have nothing of the responses, are
-    gone on with."""
+    """The message names the option."""
     words = ("--judge", "utility", "--name", "n")
-    first = judge(runs / "feddpo", place, *words)
+    judge(runs / "feddpo", place, *words)
     monkeypatch.setattr(responses, "complete_batch", lambda *words: pytest.fail("generated"))
     message = judge(runs / "feddpo", place, *words, code=1, tokens=9)
     assert "responses.max_new_tokens: 8 → 9" in message
     assert "responses.temperature: 0.0 → 1.0" in judge(
         runs / "feddpo", place, *words, "--temperature", "1", code=1
     )
-    path = runs / "feddpo/judge/n/settings.json"
-    stored = json.loads(path.read_text())
-    del stored["responses"]
-    path.write_text(json.dumps(stored))
-    assert judge(runs / "feddpo", place, *words) == first
 
 
 def test_prompts_have_the_encoding_and_the_format_of_the_runs_data(runs, place, tmp_path):

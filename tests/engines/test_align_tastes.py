@@ -30,7 +30,7 @@ from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate
 from prefed.runs.labels import make_judge, selectors_of
 from prefed.runs.loaded import load_run
-from prefed.runs.record import RunError, alignment_of, judged_of
+from prefed.runs.record import RunError, alignment_of
 from prefed.runs.responses import Models
 from prefed.runs.tastes import at_taste, common_taste, known_tastes, taste_of_file, told_taste
 from prefed.train.generation import Sampling, complete_batch
@@ -409,7 +409,7 @@ def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
 
 
 def test_a_judges_taste_is_in_the_default_name(tasting, place):
-    """So a cross table needs no --name. A folder of an earlier version, which left the taste out, goes on."""
+    """So a cross table needs no --name."""
     words = ("--judge", "selector:.", "--prompts", place / "prompts.jsonl", "--max-new-tokens", 4, "--json")
     words = (*words, "--policy-taste", "w1")
     sides, names = "tasting-aligned-taste-w1-against-base", {}
@@ -427,14 +427,3 @@ def test_a_judges_taste_is_in_the_default_name(tasting, place):
         other = ("--taste", "w1", "--name", names["w0"][0])
         code, output = command("judge", tasting, *words, *other)
         assert (code, "  taste: 'w0' → 'w1'" in output) == (1, True), output
-        old = tasting / "judge" / names["mean"][0]
-        shutil.rmtree(old)
-        (tasting / "judge" / names["w0"][0]).rename(old)
-        settings = json.loads((old / "settings.json").read_text())
-        assert settings.pop("taste") == "w0"
-        (old / "settings.json").write_text(json.dumps(settings))
-        code, output = command("judge", tasting, *words[:-3], *words[-2:], "--taste", "w0")
-    assert (code, "judged by selector:., taste w0" in output) == (0, True), output
-    assert f"verdicts: {old}" in output
-    (judged,) = [each.summary for each in judged_of(tasting) if each.summary["name"] == old.name]
-    assert judged["taste"] == "w0"

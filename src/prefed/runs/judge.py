@@ -279,11 +279,7 @@ def _responses(how: Comparison, prompts: Sequence[NumberedPrompt]) -> dict[str, 
 def _folder(base: Path, settings: Mapping[str, Any], taste: str | None) -> Path:
     """The folder of a comparison that is given no name."""
     judge, sides = settings["judge"], f"{settings['model']} against {settings['against']}"
-    plain = base / slug(f"{judge} {sides}")
-    # Earlier versions left the taste out of the name.
-    if taste is None or ((plain / SETTINGS).exists() and not _changes(plain, settings)):
-        return plain
-    return base / slug(f"{judge}, taste {taste} {sides}")
+    return base / slug(f"{judge} {sides}" if taste is None else f"{judge}, taste {taste} {sides}")
 
 
 def _changes(folder: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -292,9 +288,7 @@ def _changes(folder: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, 
     if not path.exists():
         return {}
     try:
-        # Earlier versions wrote no taste of selectors, and of the responses the digest of the texts alone.
-        left_out = {name: settings[name] for name in ("responses", "taste") if name in settings}
-        stored = {**left_out, **json.loads(path.read_text("utf-8"))}
+        stored = json.loads(path.read_text("utf-8"))
         texts = settings["texts"] or stored.get("texts")
         return differing(stored, {**settings, "texts": texts})
     except (ValueError, TypeError, AttributeError) as error:
