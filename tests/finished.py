@@ -96,7 +96,8 @@ def write_run(
     (path / "summary.json").write_text(json.dumps(whole))
     if fingerprint is not None:
         (path / "checkpoint").mkdir()
-        commit = {"format": 1, "round": rounds, "totals": {}, "fingerprint": fingerprint}
+        none = {"settings": None, "digests": {}, "private": {}}
+        commit = {"format": 1, "round": rounds, "totals": {}, "fingerprint": fingerprint, **none}
         (path / "checkpoint/COMMIT.json").write_text(json.dumps(commit))
     return path
 

@@ -132,7 +132,7 @@ def test_evaluate_other_pairs_of_the_run(place):
         prefed_("evaluate", place / "feddpo", "--split", "train", "--client", "left", "--json")
     )
     assert figures["clients"] == {"left": {"pairs": 8}}
-    assert "no client has a pair in its validation split" in prefed_(
+    assert "split = 'validation': no client" in prefed_(
         "evaluate", place / "feddpo", "--split", "validation", code=1
     )
 

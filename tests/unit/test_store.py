@@ -266,40 +266,6 @@ def test_damage_is_named(tmp_path, file, damage, words):
         RunWriter(tmp_path / "run", resume=True)
 
 
-def earlier(path, *lacks):
-    """Remove keys that an earlier version did not write from a commit. Returns the commit as it was."""
-    commit = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in commit.items() if name not in lacks}))
-    return commit
-
-
-@pytest.mark.parametrize("more", [[], ["private"]])
-def test_a_run_of_an_earlier_version_goes_on(tmp_path, more):
-    """Its commit has no digests, or does not even say who has a private state: what is there counts, and the
-    next commit says so. A state that has no digest must open at least."""
-    play(tmp_path / "run", 2)
-    path = tmp_path / "run/checkpoint/COMMIT.json"
-    commit = earlier(path, "digest", "digests", "settings", *more)
-    assert commit["private"] == {"both": 2, "odd": 1, "even": 2}
-    assert RunReader(tmp_path / "run").client("odd").values["value"] == 1
-    assert RunReader(tmp_path / "run").client("nobody") is None
-    play(tmp_path / "run", 3, resume=True)
-    now = json.loads(path.read_text())
-    assert now["private"] == {"both": 3, "odd": 3, "even": 2}
-    # The even client's state is of the earlier version's time.
-    assert set(now["digests"]["clients"]) == {"both", "odd"}
-    whole = tmp_path / "whole"
-    play(whole, 3)
-    assert (
-        now["digests"]["rounds"]
-        == json.loads((whole / "checkpoint/COMMIT.json").read_text())["digests"]["rounds"]
-    )
-    even = tmp_path / "run/checkpoint/clients/even@000002.safetensors"
-    even.write_bytes(even.read_bytes()[:-3])
-    with pytest.raises(StoreError, match=r"even@000002.safetensors is damaged: not a prefed message"):
-        RunReader(tmp_path / "run").client("even")
-
-
 def test_damage_takes_nothing_else_away(tmp_path):
     """What is left is left for whoever repairs it; put back, the run goes on."""
     play(tmp_path / "run", 2)
@@ -368,7 +334,7 @@ def test_records_are_strict_json(tmp_path):
 
 
 def test_private_states_are_their_owners_to_read(tmp_path):
-    """Also where an earlier version, or a copy, left their folder open."""
+    """Also where a copy left their folder open."""
     play(tmp_path / "run", 1)
     private = [*(tmp_path / "run/checkpoint").rglob("*.safetensors"), tmp_path / "run/checkpoint/clients"]
     assert len(private) == 4

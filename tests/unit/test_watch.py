@@ -42,7 +42,8 @@ class Run:
     def commit(self, number: int) -> None:
         (self.path / "rounds.jsonl").write_text("".join(self.lines[:number]))
         totals = {"bytes_up": 1000 * number, "bytes_down": 2000 * number, "seconds": 1.5 * number}
-        commit = {"format": 1, "round": number, "totals": totals, "fingerprint": {}}
+        none = {"fingerprint": {}, "settings": None, "digests": {}, "private": {}}
+        commit = {"format": 1, "round": number, "totals": totals, **none}
         (self.path / "checkpoint/COMMIT.json").write_text(json.dumps(commit))
 
     def finish(self) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core import files
-from prefed.core.wire import WireError, decode_state
 
 FORMAT = 1
 _VERSIONED = re.compile(r"(.+)@(\d{6,})\.safetensors")
@@ -63,9 +62,9 @@ class Commit:
         round: the last committed round; 0 before the first.
         totals: sums over the committed rounds, e.g. ``bytes_up``.
         fingerprint: digests of what the run was made of, e.g. its data.
-        settings: digest of the settings that the run was begun with; ``None`` where an earlier version
-            did not write it, as with ``private``.
-        digests: of the files that the commit names, as far as they are known.
+        settings: digest of the settings that the run was begun with; ``None`` where it was begun with
+            none.
+        digests: of the files that the commit names.
         private: file name of every client that has a private state → the round it was written in.
         best: what the run's best round is found by, and in ``round`` its number, 0 before the first. Its
             commit and all that this names are kept. ``None`` where the last round is kept alone.
@@ -76,7 +75,7 @@ class Commit:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     settings: str | None = None
     digests: Digests = field(default_factory=Digests)
-    private: Mapping[str, int] | None = None
+    private: Mapping[str, int] = field(default_factory=dict)
     best: Mapping[str, Any] | None = None
 
     @property
@@ -103,9 +102,9 @@ def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
             round=content["round"],
             totals=content["totals"],
             fingerprint=content["fingerprint"],
-            settings=content.get("settings"),
-            digests=Digests(**content.get("digests", {})),
-            private=content.get("private"),
+            settings=content["settings"],
+            digests=Digests(**content["digests"]),
+            private=content["private"],
             best=content.get("best"),
         )
     except FileNotFoundError:
@@ -160,17 +159,6 @@ def path_of(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}@{number:06d}.safetensors"
 
 
-def private_versions(folder: Path, commit: Commit) -> Mapping[str, int]:
-    """Which private states in ``folder`` count: file name of a client → the round it was written in."""
-    if commit.private is not None:
-        return commit.private
-    versions: dict[str, int] = {}
-    for name, number, _ in _files_in(folder):
-        if number <= commit.round:
-            versions[name] = max(number, versions.get(name, 0))
-    return versions
-
-
 def keep_versions(run: Path, folder: Path, versions: Iterable[tuple[str, int]], whose: str) -> None:
     """Remove every state in ``folder`` but those that count, by name and round; ``whose`` is for the message.
 
@@ -190,23 +178,14 @@ def keep_versions(run: Path, folder: Path, versions: Iterable[tuple[str, int]], 
 
 
 def read_state(path: Path, digest: str | None) -> bytes:
-    """The bytes of a state's file, if they are what was written.
-
-    Without the digest of what was written, which earlier versions did not write, the state must be readable.
+    """The bytes of a state's file.
 
     Raises:
-        StoreError: it is damaged.
+        StoreError: ``digest`` is not theirs.
     """
-    data, wrong = path.read_bytes(), ""
-    if digest is None:
-        try:
-            decode_state(data)
-        except WireError as error:
-            wrong = str(error)
-    elif files.digest(data) != digest:
-        wrong = f"its {len(data):,} bytes are not those that were written"
-    if wrong:
-        raise damaged(path, wrong)
+    data = path.read_bytes()
+    if files.digest(data) != digest:
+        raise damaged(path, f"its {len(data):,} bytes are not those that were written")
     return data
 
 

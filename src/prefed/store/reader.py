@@ -20,7 +20,6 @@ from prefed.store.commit import (
     damaged,
     missing_best,
     path_of,
-    private_versions,
     read_commit,
     read_state,
 )
@@ -53,7 +52,7 @@ class RunReader:
         if commit is None:
             raise StoreError(f"{self.path} holds no run: {self._folder / 'COMMIT.json'} is missing")
         self.commit = self._best_of(commit) if self._best else commit
-        self._private = private_versions(self._folder / "clients", self.commit)
+        self._private = self.commit.private
 
     def _best_of(self, last: Commit) -> Commit:
         """The commit of the best round, which a run that goes on may replace by a better one."""

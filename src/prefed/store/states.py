@@ -17,7 +17,6 @@ from prefed.store.commit import (
     damaged,
     keep_versions,
     path_of,
-    private_versions,
     read_state,
 )
 
@@ -115,7 +114,7 @@ class ClientStateFiles:
             StoreError: a state that counts is missing.
         """
         if commit is not None:
-            self._commit, self._versions = commit, private_versions(self.folder, commit)
+            self._commit, self._versions = commit, commit.private
         self._earlier = self._named(kept)
         counting = self._earlier | set(self._versions.items())
         keep_versions(run, self.folder, counting, "a client's private")
@@ -137,14 +136,14 @@ class ClientStateFiles:
         """Delete what ``commit``, which is on the disk, has replaced, but for what ``kept`` commits name."""
         replaced = {(name, self._versions[name]) for name in self._accepted if name in self._versions}
         replaced |= self._earlier
-        self._commit, self._versions, self._accepted = commit, private_versions(self.folder, commit), {}
+        self._commit, self._versions, self._accepted = commit, commit.private, {}
         self._earlier = self._named(kept)
         for name, number in sorted(replaced - self._earlier):
             if self._versions.get(name) != number:
                 files.remove(path_of(self.folder, name, number))
 
     def _named(self, commits: Iterable[Commit]) -> frozenset[tuple[str, int]]:
-        return frozenset(pair for each in commits for pair in private_versions(self.folder, each).items())
+        return frozenset(pair for each in commits for pair in each.private.items())
 
     def _staged_path(self, name: str) -> Path:
         path = path_of(self.folder, name, self._commit.round + 1)
