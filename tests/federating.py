@@ -3,7 +3,7 @@
 from threading import Lock
 
 from prefed import Experiment
-from prefed.engines.backends.pool import Labour
+from prefed.engines.backends.pool import TaskServer
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import LongAnswerError, UnreachableError
@@ -79,15 +79,15 @@ class Here:
     turn = Lock()
 
     def __init__(self):
-        self.labour = Labour()
+        self.server = TaskServer()
 
     def build(self, factory, threads):
         with self.turn:
-            self.due = self.labour.build(factory, threads)
+            self.due = self.server.build(factory, threads)
 
     def give(self, task, state, timeout):
         with self.turn:
-            self.due = self.labour.do(state, **vars(task))
+            self.due = self.server.do(state, **vars(task))
 
     def receive(self):
         return self.due

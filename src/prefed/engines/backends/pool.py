@@ -240,7 +240,7 @@ class Pool(Backend, Generic[W]):
         self._hire()
 
 
-class Labour:
+class TaskServer:
     """A worker's own side: it builds the job once and does tasks."""
 
     def build(self, factory: JobFactory, threads: int, folder: Path | None = None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import torch
 
 from prefed.core.openmp import openmp_settings
 from prefed.engines.backend import JobFactory
-from prefed.engines.backends.pool import Labour, LostError, Pool, PoolWorker, WorkerError, answer_of
+from prefed.engines.backends.pool import LostError, Pool, PoolWorker, TaskServer, WorkerError, answer_of
 from prefed.engines.tasks import Task
 
 START = """
@@ -84,7 +84,9 @@ class Worker(PoolWorker):
             return self.take(None if self.deadline == inf else max(0.0, self.deadline - time.monotonic()))
         except TimeoutError:
             self.kill()
-            raise WorkerError("a worker process took longer than it may, and was ended") from None
+            raise WorkerError(
+                "a worker process took longer than its limit (at a site [limits] visit_seconds), and was ended"
+            ) from None
         except LostError as error:
             raise WorkerError(f"a worker process died ({error})") from error
 
@@ -188,15 +190,15 @@ def check_devices(devices: Sequence[str]) -> list[int]:
 def serve(handle: int) -> None:
     """The process's own side: build the job, then do tasks until the parent ends it, or one fails."""
     Thread(target=_end_with_the_parent, daemon=True).start()
-    pipe, labour = Connection(handle), Labour()
+    pipe, server = Connection(handle), TaskServer()
     with suppress(EOFError, OSError):  # the parent may be gone
         order = _receive(pipe)
         factory = JobFactory(order["builder"], order["text"])
-        answer = answer_of(partial(labour.build, factory, order["threads"]))
+        answer = answer_of(partial(server.build, factory, order["threads"]))
         _send(pipe, **answer)
         while "error" not in answer:
             fields = _receive(pipe)
-            answer = answer_of(partial(labour.do, **fields))
+            answer = answer_of(partial(server.do, **fields))
             _send(pipe, **answer)
 
 

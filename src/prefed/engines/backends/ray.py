@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.engines.backend import BackendSettings, JobFactory
-from prefed.engines.backends.pool import LOOK, Labour, LostError, Pool, PoolWorker, WorkerError, answer_of
+from prefed.engines.backends.pool import LOOK, LostError, Pool, PoolWorker, TaskServer, WorkerError, answer_of
 from prefed.engines.job import Job
 from prefed.engines.tasks import ClientStates, Task
 
@@ -61,7 +61,7 @@ class JobActor:
     """An actor on its own side. Ray makes it of this class, in a process on one of its machines."""
 
     def __init__(self) -> None:
-        self._labour = Labour()
+        self._server = TaskServer()
 
     def build(self, builder: str, text: str, threads: int, name: str, packed: list[Any]) -> dict[str, Any]:
         """Build the job.
@@ -83,7 +83,7 @@ class JobActor:
             message: that of the task; Ray fetches it where it is stored as an object.
             state: the client's private state.
         """
-        return answer_of(lambda: self._labour.do(state, **task, message=message))
+        return answer_of(lambda: self._server.do(state, **task, message=message))
 
     def _build(self, factory: JobFactory, threads: int, name: str, packed: list[Any]) -> dict[str, Any]:
         import ray
@@ -92,8 +92,8 @@ class JobActor:
         if packed:
             # Two nodes on one machine have a folder each, as two machines have.
             folder, self._held = unpack(f"{name}-{node[:16]}", lambda: ray.get(packed[0]))
-        self._labour.build(factory, threads, folder)
-        return {"identity": identity(self._labour.job), "node": node, "folder": str(folder or "")}
+        self._server.build(factory, threads, folder)
+        return {"identity": identity(self._server.job), "node": node, "folder": str(folder or "")}
 
 
 class _Actor(PoolWorker):
