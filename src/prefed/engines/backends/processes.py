@@ -85,7 +85,7 @@ class Worker(PoolWorker):
         except TimeoutError:
             self.kill()
             raise WorkerError(
-                "a worker process took longer than its limit (at a site [limits] visit_seconds), and was ended"
+                "a worker process took longer than it may (at a site [limits] visit_seconds), and was ended"
             ) from None
         except LostError as error:
             raise WorkerError(f"a worker process died ({error})") from error
