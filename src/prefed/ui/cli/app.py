@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from prefed.core.openmp import openmp_settings
 from prefed.ui.cli.calculators import privacy, theory
 from prefed.ui.cli.collect import collect
 from prefed.ui.cli.demo import demo
@@ -73,5 +72,7 @@ def _options(
 
 def main() -> None:
     """The ``prefed`` command."""
+    from prefed.core.openmp import openmp_settings
+
     os.environ.update(openmp_settings())
     app()
