@@ -180,8 +180,8 @@ class Meeting:
                 told.append(kind.validate_json(text, strict=True))
             except ValueError:
                 raise PeerError(
-                    f"{self.watch.names[rank]} sent a value of {what!r} that cannot be read: start all peers with "
-                    "one version of prefed"
+                    f"{self.watch.names[rank]} sent a value of {what!r} that cannot be read: start all peers "
+                    "with one version of prefed"
                 ) from None
         return told
 
