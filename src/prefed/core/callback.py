@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prefed.core.records import RoundRecord
+if TYPE_CHECKING:
+    from prefed.core.records import RoundRecord
 
 
 class Callback:

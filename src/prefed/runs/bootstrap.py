@@ -298,14 +298,12 @@ def build_in_cache(writer: RunWriter, build: Callable[[Path], T]) -> T:
         DataMismatchError: a run with rounds has other data.
     """
     cache = writer.path / "cache"
-    files.private_folder(cache)
     try:
         return build(cache)
     except DataMismatchError:
         if writer.round:
             raise
         reset_run(writer)
-        files.private_folder(cache)
         return build(cache)
 
 

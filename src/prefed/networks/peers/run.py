@@ -85,7 +85,12 @@ def run_peer(
 def _run(
     experiment: Experiment, writer: RunWriter, meeting: Meeting, client: str | None, callback: Callback
 ) -> Summary:
-    dataset = build_in_cache(writer, lambda cache: build_data(experiment, cache / "data"))
+
+    def read(cache: Path) -> FederatedDataset:
+        files.private_folder(cache)
+        return build_data(experiment, cache / "data")
+
+    dataset = build_in_cache(writer, read)
     unseen = unseen_clients(experiment, dataset)
     present = [name for name in dataset.clients if name not in unseen]
     source, name = choose(present, meeting.place.rank, meeting.place.peers, client)
