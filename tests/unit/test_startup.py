@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from prefed.core import Key
+from prefed.core.openmp import cores_are_free
 from prefed.data import synthetic
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
-from prefed.ui.cli.openmp import cores_are_free
 
 CLOSURE = 135
 """How many files of prefed a FedDPO run may import."""

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from prefed.core.openmp import openmp_settings
 from prefed.engines.backend import JobFactory
 from prefed.engines.backends.pool import LostError, Pool, PoolWorker, TaskServer, WorkerError, answer_of
 from prefed.engines.tasks import Task
@@ -60,7 +61,7 @@ class Worker(PoolWorker):
         with theirs:
             # -P: Python itself must not look into the working directory either, before the path is set.
             command = [sys.executable, "-P", "-c", START, str(theirs.fileno()), *_import_path()]
-            environment = os.environ | ({} if device is None else {DEVICES: device})
+            environment = os.environ | openmp_settings() | ({} if device is None else {DEVICES: device})
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE, env=environment
             )

@@ -1,4 +1,4 @@
-"""How threads of PyTorch wait for each other: set before it is loaded, and passed on to worker processes."""
+"""How threads of PyTorch wait for each other: for processes that prefed starts, before PyTorch is loaded."""
 
 from __future__ import annotations
 
