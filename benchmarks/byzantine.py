@@ -46,7 +46,7 @@ from prefed.core import Callback, Tensors, Upload, files
 from prefed.core.wire import decode_download, decode_upload, encode
 from prefed.engines import ClientStates, InProcess, Job, ServerRounds, Task, TaskResult
 from prefed.merge import MergeConfig
-from prefed.models.notices import silence_transformers
+from prefed.models.quiet_libraries import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.store import RunWriter
 from prefed.train.pair_trainer import PairTrainerFactory

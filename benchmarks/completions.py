@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from prefed.core import Key
 from prefed.models import LoraSettings, ModelConfig, make_backbone
-from prefed.models.notices import silence_transformers
+from prefed.models.quiet_libraries import silence_transformers
 from prefed.train.generation import Sampling, complete_batch
 
 NEVER = -1

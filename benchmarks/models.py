@@ -44,7 +44,7 @@ from prefed.data.responses import ResponseEncoder
 from prefed.methods import METHODS
 from prefed.models import ModelError, load_client
 from prefed.runs.export import Export, write_tensors
-from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.train.packed import PackedForward
 from prefed.train.tastes import ResponseFeatures
 

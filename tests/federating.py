@@ -3,7 +3,7 @@
 from threading import Lock
 
 from prefed import Experiment
-from prefed.engines.backends.pool import TaskServer
+from prefed.engines.backends.worker_pool import TaskServer
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import LongAnswerError, UnreachableError

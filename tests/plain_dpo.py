@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from prefed.runs.loaded import LoadedRun
+from prefed.runs.loaded_run import LoadedRun
 
 Lora = dict[str, Tensor]
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 from pydantic import BaseModel
 
-from prefed.config.init import describe
+from prefed.config.new_file import describe
 
 _MARK = re.compile(
     r"^```.*?^```"

@@ -27,14 +27,14 @@ from matplotlib.figure import Figure
 
 from prefed.config import Experiment
 from prefed.core import Key
-from prefed.core.strict import flatten
-from prefed.engines.fleet import FleetConfig
+from prefed.core.strict_settings import flatten
+from prefed.engines.simulated_fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import ConsensusFactors, Topology, consensus_factors
-from prefed.runs.constants import squared_gradients
 from prefed.runs.record import RunRecord
-from prefed.runs.seeds import Case, cases, find_runs
-from prefed.ui.pages.compared import case_names
+from prefed.runs.seed_groups import Case, cases, find_runs
+from prefed.runs.theory_constants import squared_gradients
+from prefed.ui.pages.comparison_data import case_names
 
 LAST = 5
 """A final figure is the mean of the last so many rounds in which it was measured."""

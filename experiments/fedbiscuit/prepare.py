@@ -29,7 +29,7 @@ from prefed.core import files
 from prefed.data import DataError, instruction
 from prefed.data.errors import ErrorCollector, RowLocation
 from prefed.data.sources import files as local
-from prefed.data.sources import hub
+from prefed.data.sources import huggingface
 from prefed.data.sources.folders import data_files
 
 SUMMARIZE = "Summarize the following Reddit post in a paragraph of 50 words or less."
@@ -79,7 +79,7 @@ class Reader:
             raise SystemExit(str(error)) from error
 
     def _from_hub(self, split: str) -> Located:
-        return hub.read_rows(
+        return huggingface.read_rows(
             self.name, subset=self.subset, subset_is_folder=self.folders, split=split, revision=None
         )
 

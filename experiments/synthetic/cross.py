@@ -26,7 +26,7 @@ from prefed.align.tastes import load_tastes
 from prefed.data.synthetic import Taste, utility
 from prefed.runs.align import FOLDER
 from prefed.runs.judge import Comparison, judge
-from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.responses import POLICY
 from prefed.train.generation import Sampling
 from prefed.train.metrics import seed_interval

@@ -37,7 +37,7 @@ from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.models.backbone import model_digest
 from prefed.runs.judge import Comparison, judge
 from prefed.runs.labels import make_judge
-from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.responses import Models, ModelSide
 from prefed.train.generation import Sampling
 from prefed.train.metrics import seed_interval

@@ -25,7 +25,7 @@ from prefed import load_run
 from prefed.config import Experiment
 from prefed.core import files
 from prefed.merge.tastes import active_units
-from prefed.runs.tastes import NO_TASTE, read_tastes
+from prefed.runs.tastes import COLLAPSED_BELOW, read_tastes
 from prefed.train.metrics.tastes import kl_per_dimension, transfer
 
 CONTEXTS = (2, 4, 8, 16)
@@ -227,7 +227,7 @@ def collapses(cells: Cells) -> list[str]:
         for row, runs in rows.items():
             gaps = [run["own"] - run["another"] for run in runs if "another" in run]
             if gaps:
-                dead = sum(gap < NO_TASTE for gap in gaps)
+                dead = sum(gap < COLLAPSED_BELOW for gap in gaps)
                 text = f"own z less another's {printed(gaps)}; collapsed in {dead} of {len(gaps)} runs"
                 lines.append(f"- {mix}, {row}: {text}")
     return lines

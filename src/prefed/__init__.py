@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefed.config import ConfigError, Experiment
     from prefed.core import Callback
-    from prefed.runs.loaded import LoadedRun, load_run
+    from prefed.runs.loaded_run import LoadedRun, load_run
     from prefed.runs.record import RunRecord, read_run
     from prefed.runs.run import RunResult, run
 
@@ -35,7 +35,7 @@ __all__ = [
 _MODULES = {
     "config": ("ConfigError", "Experiment"),
     "core": ("Callback",),
-    "runs.loaded": ("LoadedRun", "load_run"),
+    "runs.loaded_run": ("LoadedRun", "load_run"),
     "runs.record": ("RunRecord", "read_run"),
     "runs.run": ("RunResult", "run"),
 }

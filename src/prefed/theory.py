@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, model_validator
 
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 
 
 class Constants(StrictModel):

@@ -21,7 +21,7 @@ import transformers
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-import prefed.core.hub
+import prefed.core.huggingface
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.ui.cli import app
@@ -237,7 +237,7 @@ def test_settings_that_do_not_suit_the_data(
     (place / "empty").mkdir()
     (place / "other").mkdir()
     (place / "other/notes.txt").touch()
-    monkeypatch.setattr(prefed.core.hub, "_answers", lambda endpoint: False)
+    monkeypatch.setattr(prefed.core.huggingface, "_answers", lambda endpoint: False)
     experiment(place, words)
     options = [word for override in overrides for word in ("--set", override)]
     assert message in output("data", "exp.toml", *options)

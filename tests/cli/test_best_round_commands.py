@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
 from prefed import Experiment, run
-from prefed.runs.loaded import load_run
+from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
 from prefed.ui.cli import app
 from prefed.ui.pages.terminal import best_line

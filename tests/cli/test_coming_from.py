@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from pages import blocks, commands
 from prefed.config import Experiment
-from prefed.config.init import example_pairs
+from prefed.config.new_file import example_pairs
 from prefed.core import Key, Round
 from prefed.methods import METHODS
 from prefed.methods.base.lr_schedule import rate

@@ -10,7 +10,7 @@ from finished import write_run
 from prefed.runs.record import read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.pages.compare_page import write_comparison
-from prefed.ui.pages.compared import ChosenCase
+from prefed.ui.pages.comparison_data import ChosenCase
 
 pytestmark = needs_chromium
 

@@ -17,7 +17,7 @@ from finished import logprobs, small_experiment, small_place, write_run
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.models.adapters import atomic_folder
-from prefed.runs.loaded import load_run
+from prefed.runs.loaded_run import load_run
 from prefed.ui.cli import app
 
 

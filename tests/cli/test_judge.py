@@ -23,7 +23,7 @@ from prefed.data import synthetic
 from prefed.models.tiny import make_tiny
 from prefed.runs import responses
 from prefed.runs.judge import SAME, Comparison, summarize
-from prefed.runs.loaded import load_run
+from prefed.runs.loaded_run import load_run
 from prefed.train.metrics.winrate import NothingJudgedError
 from prefed.ui.cli import app
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import pages
 from prefed.config import Experiment
-from prefed.config.init import PAIRS, example_file, example_pairs
+from prefed.config.new_file import PAIRS, example_file, example_pairs
 from prefed.core import Key
 from prefed.data import synthetic
 from prefed.methods import METHODS

@@ -17,7 +17,7 @@ from plain_dpo import PlainDPO, flat, unflat
 from prefed import load_run
 from prefed.config import Experiment
 from prefed.core import Key
-from prefed.runs import constants
+from prefed.runs import theory_constants
 from prefed.runs.run import run
 from prefed.ui.cli import app
 
@@ -169,7 +169,7 @@ def test_constants_of_a_run(place, tmp_path):
     operator = LinearOperator((numbers, numbers), matvec=bent, dtype=np.float64)
     largest = abs(eigsh(operator, k=1, tol=1e-2, return_eigenvectors=False, v0=np.ones(numbers))[0])
     key = Key(3).at("theory").at("client", "client-0")
-    norm = constants.hessian_norm(loaded, "client-0", key, last=True)
+    norm = theory_constants.hessian_norm(loaded, "client-0", key, last=True)
     assert 0.9 * largest < norm < 1.02 * largest
     assert told["smoothness"] >= norm
 

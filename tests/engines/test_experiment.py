@@ -15,7 +15,7 @@ from prefed.core import Callback, Key
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
 from prefed.runs.build import build_data, build_job
-from prefed.runs.loaded import load_run
+from prefed.runs.loaded_run import load_run
 from prefed.runs.record import RunError, read_run
 from prefed.runs.reference import reference_folder
 from prefed.runs.run import default_out

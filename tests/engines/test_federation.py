@@ -19,7 +19,7 @@ from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
-from prefed.runs.loaded import load_run
+from prefed.runs.loaded_run import load_run
 from prefed.runs.record import RunError
 from toy import outcome
 from workers import make_place

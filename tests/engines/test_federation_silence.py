@@ -6,7 +6,7 @@ import pytest
 
 from federating import Here, Within, experiment, open_sites
 from prefed.engines.tasks import Task
-from prefed.networks.federation import hub as silence
+from prefed.networks.federation import silent_sites
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.hub import FederationBackend, Sites
@@ -75,7 +75,7 @@ def test_a_silent_site_costs_three_rounds_of_any_number():
 
 def test_such_a_site_would_stall_rounds_for_ever(monkeypatch):
     """The positive control: one that is asked again as soon as it says hello is waited for in every round."""
-    monkeypatch.setattr(silence.Silence, "note", lambda self, number, why: None)
+    monkeypatch.setattr(silent_sites.Silence, "note", lambda self, number, why: None)
     waited, *_ = play(lambda number: False, 10)
     assert len(waited) >= 5
 

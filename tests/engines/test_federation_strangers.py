@@ -10,7 +10,7 @@ from federating import Within
 from prefed.core import Callback
 from prefed.core.wire import encode
 from prefed.engines import InProcess
-from prefed.engines.backends.pool import StateOfTask
+from prefed.engines.backends.worker_pool import StateOfTask
 from prefed.engines.tasks import Task, run_task
 from prefed.engines.validation import longest_answer
 from prefed.networks.federation.hub import FederationBackend, Sites

@@ -11,7 +11,7 @@ from prefed.core import Key
 from prefed.methods import METHODS
 from prefed.models import load_client
 from prefed.models.tiny import make_tiny
-from prefed.runs.loaded import load_run
+from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
 from prefed.ui.cli import app
 from preferences import jsonl

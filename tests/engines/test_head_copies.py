@@ -11,7 +11,7 @@ from prefed.core.wire import encode
 from prefed.engines import tasks
 from prefed.engines.tasks import Task, run_task
 from prefed.runs.build import build_job
-from prefed.train.steps import FlatOptimizer, PhaseSteps
+from prefed.train.optimizer_steps import FlatOptimizer, PhaseSteps
 from workers import CLIENTS
 
 VOCABULARY, WIDTH = 280, 32

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import toy
 from prefed.core import Owner, State, Tensors
 from prefed.engines import Job
-from prefed.engines.fleet import FleetConfig, FleetError, ScheduledRound, Visit
+from prefed.engines.simulated_fleet import FleetConfig, FleetError, ScheduledRound, Visit
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunReader

@@ -15,7 +15,7 @@ import toy
 from prefed import Experiment, run
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
-from prefed.runs.loaded import load_run
+from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
 
 METHODS = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")

@@ -235,7 +235,7 @@ from pathlib import Path
 import psutil, toy
 from prefed.core import Callback
 from prefed.engines import BackendSettings, JobFactory, RayActors, WorkerError
-from prefed.engines.backends import pool, ray
+from prefed.engines.backends import worker_pool as pool, ray
 
 class Kills(Callback):
     def on_round_end(self, record):

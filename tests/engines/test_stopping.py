@@ -15,7 +15,7 @@ from prefed.engines import BackendSettings, JobFactory, NeighbourRounds, WorkerP
 from prefed.engines.stopping import Stopping
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS
-from prefed.runs.bootstrap import settings_digest
+from prefed.runs.start_or_resume import settings_digest
 from prefed.store import RunReader, RunWriter
 
 JUDGED = {"rounds": 5, "stop": {"metric": "preference_accuracy"}}

@@ -17,7 +17,7 @@ import toy
 from finished import small_experiment, small_place, write_run
 from prefed import Experiment, run
 from prefed.config import to_toml
-from prefed.trackers.figures import client_table, round_figures, summary_figures
+from prefed.trackers.logged_metrics import client_table, round_figures, summary_figures
 from prefed.trackers.tools import TRACKERS
 from prefed.ui.cli import app
 from prefed.ui.pages.page import public_page

@@ -16,7 +16,7 @@ from prefed import Experiment, run
 from prefed.core import Callback
 from prefed.engines import BackendSettings, InProcess, JobFactory, WorkerError, WorkerProcesses
 from prefed.engines.backend import peak_memory_mb
-from prefed.engines.backends import pool
+from prefed.engines.backends import worker_pool
 from prefed.runs.build import job_factory
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -101,7 +101,7 @@ def test_a_workers_exception_arrives_with_its_place(tmp_path):
 
 def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
     """The answer's frame announces more bytes than come before SIGKILL does."""
-    monkeypatch.setattr(pool, "ATTEMPTS", 1)
+    monkeypatch.setattr(worker_pool, "ATTEMPTS", 1)
     (tmp_path / "torn.py").write_text(
         "import os, signal, struct, toy\n"
         "from prefed.engines.backends import processes as worker\n"
@@ -127,7 +127,7 @@ def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
 def test_a_worker_that_hangs_is_ended_and_the_run_resumes(tmp_path, monkeypatch, fault):
     """Computing for ever, or stopped as by a debugger: the client is named, and the run can be resumed. All
     clients hang, so that on a busy machine no other visit is the first to take longer."""
-    monkeypatch.setattr(pool, "ATTEMPTS", 1)
+    monkeypatch.setattr(worker_pool, "ATTEMPTS", 1)
     faults = {f"Client {number}/ü": fault for number in range(6)}
     late = r"visit of client '(.*)' took longer than \[engine\] visit_timeout = 2 seconds.*resume"
     with pytest.raises(WorkerError, match=late) as caught:

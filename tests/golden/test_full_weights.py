@@ -8,7 +8,7 @@ from tests.small_models import FAMILIES, Pairs, away, backbone, causal
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.models import ModelError, save_adapter, save_merged
 from prefed.train import PairTrainer
-from prefed.train.steps import batches
+from prefed.train.optimizer_steps import batches
 
 PAIRS = Pairs(6)
 ROWS = np.arange(6)

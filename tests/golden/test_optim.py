@@ -25,8 +25,8 @@ from prefed.core import (
     Tensors,
 )
 from prefed.train import PairTrainer
+from prefed.train.optimizer_steps import FlatOptimizer
 from prefed.train.padded import PaddedForward
-from prefed.train.steps import FlatOptimizer
 
 KINDS = get_args(get_type_hints(Penalty)["kind"])
 WRITTEN = {

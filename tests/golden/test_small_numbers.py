@@ -12,7 +12,7 @@ from tests.small_models import Pair, Pairs, away, backbone, causal
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.models import ModelConfig, ModelError, load_causal, make_backbone, pretrained, save_merged
 from prefed.models import backbone as backbones
-from prefed.train import PairTrainer, logprobs, steps
+from prefed.train import PairTrainer, logprobs, optimizer_steps
 from prefed.train.logprobs import token_logprobs, token_terms
 
 PAIRS, ROWS = Pairs(6), np.arange(6)
@@ -124,7 +124,7 @@ def test_gradients_too_small_for_float16_are_not_lost(half_on_the_cpu, monkeypat
     """
 
     def error(scale: float) -> float:
-        monkeypatch.setattr(steps, "LOSS_SCALE", scale)
+        monkeypatch.setattr(optimizer_steps, "LOSS_SCALE", scale)
         grads = []
         for dtype in ("float32", "float16"):
             model = backbone("llama", dtype=dtype)
@@ -143,7 +143,7 @@ def test_gradients_too_small_for_float16_are_not_lost(half_on_the_cpu, monkeypat
 def test_a_step_that_overflows_is_left_out_and_the_scale_halved(half_on_the_cpu, monkeypatch) -> None:
     """At 2^60 times itself no gradient is finite in float16: three steps are left out, each halving the
     scale. The next phase begins anew."""
-    monkeypatch.setattr(steps, "LOSS_SCALE", 2.0**60)
+    monkeypatch.setattr(optimizer_steps, "LOSS_SCALE", 2.0**60)
     model = backbone("llama", dtype="float16")
     trainer, parts = PairTrainer(model, PAIRS), Ownership.of(model.layout, lambda entry: Owner.SHARED)
     start = away(model.layout, model.initial)
@@ -151,13 +151,13 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_halved(half_on_the_cpu,
         "test", parts.names(Owner.SHARED), Objective("dpo"), Optimizer("sgd", lr=1.0), batch_size=4, steps=3
     )
     scales = []
-    take = steps.PhaseSteps.take
+    take = optimizer_steps.PhaseSteps.take
 
     def watched(self, batch, figures) -> None:
         scales.append(model.loss_scale)
         take(self, batch, figures)
 
-    monkeypatch.setattr(steps.PhaseSteps, "take", watched)
+    monkeypatch.setattr(optimizer_steps.PhaseSteps, "take", watched)
     result = trainer.visit(ROWS, Key(5), parts).train(start, phase)
     assert scales == [2.0**60, 2.0**59, 2.0**58]
     assert model.loss_scale == 2.0**60

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from prefed.core import Key
-from prefed.engines.fleet import FleetConfig, schedule
+from prefed.engines.simulated_fleet import FleetConfig, schedule
 
 ROUNDS = 12
 

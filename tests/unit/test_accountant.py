@@ -14,8 +14,8 @@ from prefed.core import Key, Privacy
 from prefed.engines.job import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of
 from prefed.privacy.accountant import AccountantError
-from prefed.runs.bootstrap import settings_digest
 from prefed.runs.privacy import plan
+from prefed.runs.start_or_resume import settings_digest
 from prefed.ui.cli import app
 from prefed.ui.pages.terminal import privacy_line
 

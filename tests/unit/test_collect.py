@@ -20,7 +20,7 @@ from prefed.runs.record import RunError
 from prefed.train.generation import Sampling, complete_batch
 from prefed.ui.collect import page
 from prefed.ui.collect.pairs import Choices, CollectError, DrawnPairs, recorded_pairs
-from prefed.ui.collect.responder import Drawing, ModelResponder
+from prefed.ui.collect.response_generator import Drawing, ModelResponder
 from prefed.ui.collect.session import Progress
 
 

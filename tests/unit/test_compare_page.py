@@ -19,8 +19,8 @@ from prefed.ui.cli import app
 from prefed.ui.pages import compare_page
 from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of, over_rounds, strips
 from prefed.ui.pages.compare_page import render_comparison
-from prefed.ui.pages.compared import ChosenCase, Compared
-from prefed.ui.pages.comparison import cases_table, print_comparison
+from prefed.ui.pages.comparison_data import ChosenCase, Compared
+from prefed.ui.pages.comparison_tables import cases_table, print_comparison
 
 NAMES = ("ann", "bob", "cyd", "dee")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, to_toml
-from prefed.config.init import starting_file
+from prefed.config.new_file import starting_file
 from prefed.engines import job
 from prefed.engines.job import JobError
 from prefed.methods import METHODS

@@ -4,10 +4,10 @@ import datasets
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import prefed.core.hub
+import prefed.core.huggingface
 from prefed.data import DataConfig, DataError, Source
 from prefed.data.errors import ErrorCollector
-from prefed.data.sources import ReadCounts, hub, read_records
+from prefed.data.sources import ReadCounts, huggingface, read_records
 from prefed.models import ModelError, load_pretrained
 from preferences import jsonl, pairs
 
@@ -65,7 +65,7 @@ def test_sets_published_as_scripts_come_from_their_parquet_copy(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     options = {"subset": "comparisons", "subset_is_folder": False, "split": "train", "revision": None}
-    rows = list(hub.read_rows("openai/x", **options))
+    rows = list(huggingface.read_rows("openai/x", **options))
     assert calls[1] == {"data_dir": "comparisons", "split": "train", "revision": "refs/convert/parquet"}
     assert len(rows) == 1
 
@@ -82,7 +82,7 @@ def test_a_failure_says_what_to_do(monkeypatch, answers, reason):
         raise ConnectionError("Couldn't reach 'some/set' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(prefed.core.hub, "_answers", lambda endpoint: answers)
+    monkeypatch.setattr(prefed.core.huggingface, "_answers", lambda endpoint: answers)
     start = r"could not load some/set \(train\) from the Hugging Face hub: "
     with pytest.raises(DataError, match=rf"{start}{reason}(.|\n)*without one, copy"):
         read("some/set")
@@ -99,7 +99,7 @@ def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
 
     from huggingface_hub import constants, get_session
 
-    monkeypatch.setattr(prefed.core.hub, "_answers", lambda endpoint: False)
+    monkeypatch.setattr(prefed.core.huggingface, "_answers", lambda endpoint: False)
     monkeypatch.setattr(type(get_session()), "send", handle)
     with pytest.raises(DataError, match="does not answer"):
         read("nobody/nothing")
@@ -126,10 +126,10 @@ def test_the_hub_is_asked_once(monkeypatch):
     monkeypatch.setattr(type(get_session()), "head", head)
     results = []
     for _ in range(3):
-        with prefed.core.hub.in_reach() as answers:
+        with prefed.core.huggingface.in_reach() as answers:
             results.append(answers)
     assert results == [True, False, False]
-    assert waited == [prefed.core.hub.PATIENCE] * 3
+    assert waited == [prefed.core.huggingface.PATIENCE] * 3
 
 
 def test_a_local_path_comes_before_the_hub(tmp_path, loader, monkeypatch):
@@ -155,4 +155,4 @@ def test_a_local_path_comes_before_the_hub(tmp_path, loader, monkeypatch):
     ],
 )
 def test_what_looks_like_a_hub_name(path, expected):
-    assert hub.looks_like_hub_name(path) is expected
+    assert huggingface.looks_like_hub_name(path) is expected

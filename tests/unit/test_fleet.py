@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from prefed.core import Key
-from prefed.engines.fleet import FleetConfig, FleetError, fleet_clients, schedule
+from prefed.engines.simulated_fleet import FleetConfig, FleetError, fleet_clients, schedule
 
 KEY = Key(42)
 
@@ -219,7 +219,7 @@ def test_wrong_traces_are_refused(tmp_path, text, message):
 
 def test_a_fleet_whose_visits_never_end_with_a_reply_is_given_up(tmp_path, monkeypatch):
     """There for 5 s of every 10, and a visit takes 6: the schedule would go on for ever."""
-    monkeypatch.setattr(sys.modules["prefed.engines.fleet"], "VAIN", 50)
+    monkeypatch.setattr(sys.modules["prefed.engines.simulated_fleet"], "VAIN", 50)
     path = trace(tmp_path, "client,start,end\na,0,5\n")
     for server in ("synchronous", "buffered"):
         with pytest.raises(FleetError, match=r"round 1: 50 visits in a row .* the last of 'a': "):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from finished import small_experiment, small_place, write_run
 from prefed.config import ConfigError
 from prefed.config.table import parse_grid, parse_seeds
-from prefed.runs import child
+from prefed.runs import sweep_child
 from prefed.runs.sweep import GridSweep
 from prefed.ui.cli import app
 from prefed.ui.pages.sweep import keep_grid, sentence
@@ -294,7 +294,7 @@ def test_a_grid_on_a_small_model(tmp_path, monkeypatch):
         assert result.exit_code == 0, result.output
         return result.stdout.encode()
 
-    monkeypatch.setattr(child, "_command", command)
+    monkeypatch.setattr(sweep_child, "_command", command)
     place = small_place(tmp_path)
     file = place / "exp.toml"
     file.write_text(tomli_w.dumps(small_experiment(place, rounds=1)))

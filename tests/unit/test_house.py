@@ -52,7 +52,7 @@ def imported(name: str, tree: ast.AST) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    """The room of ``prefed.data.sources.hub`` is ``data``, that of ``prefed.store`` is ``store``."""
+    """The room of ``prefed.data.sources.huggingface`` is ``data``, that of ``prefed.store`` is ``store``."""
     parts = module.removesuffix(".__init__").split(".")
     return parts[1] if len(parts) > 1 else "prefed"
 

@@ -13,8 +13,8 @@ from prefed.core import Privacy
 from prefed.runs.record import RunError, read_run
 from prefed.train.metrics import federated_metric, federated_metrics, spread
 from prefed.ui.pages import clients, rounds
-from prefed.ui.pages.compared import Compared, differences, disagreements, labels
-from prefed.ui.pages.comparison import differences_table, runs_table
+from prefed.ui.pages.comparison_data import Compared, differences, disagreements, labels
+from prefed.ui.pages.comparison_tables import differences_table, runs_table
 from prefed.ui.pages.page import render
 from prefed.ui.pages.tables import metrics_table, terminal, unseen_table
 from prefed.ui.pages.terminal import print_result

@@ -10,7 +10,7 @@ from finished import CLIENTS, write_run
 from prefed.runs.record import read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.pages import clients, rounds
-from prefed.ui.pages.comparison import reward_table
+from prefed.ui.pages.comparison_tables import reward_table
 from prefed.ui.pages.page import render
 from prefed.ui.pages.tables import terminal
 

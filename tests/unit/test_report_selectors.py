@@ -16,12 +16,12 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.runs.evaluate import Evaluation
-from prefed.runs.figures import VOTE, groupings_of
+from prefed.runs.metrics import VOTE, groupings_of
 from prefed.runs.record import RunRecord, read_run
 from prefed.train.metrics import federated_metric
-from prefed.ui.pages import selectors
+from prefed.ui.pages import selector_agreement
 from prefed.ui.pages.chart import Bars, Line
-from prefed.ui.pages.comparison import print_comparison
+from prefed.ui.pages.comparison_tables import print_comparison
 from prefed.ui.pages.page import render
 from prefed.ui.pages.terminal import print_evaluation, print_result
 
@@ -70,8 +70,8 @@ def test_agreement_by_hand(run: RunRecord) -> None:
 def test_before_the_first_grouping_there_are_no_members(tmp_path: Path) -> None:
     run = selectors_run(tmp_path / "run")
     assert [(each.clients, each.members, each.others) for each in run.agreements] == [(None,) * 3] * 3
-    assert selectors.clusters_chart(run) is None
-    table = selectors.agreement_table(run.agreements, "test pairs")
+    assert selector_agreement.clusters_chart(run) is None
+    table = selector_agreement.agreement_table(run.agreements, "test pairs")
     assert table is not None
     assert table.heads == ["selector", "mean", "worst"]
 
@@ -103,7 +103,7 @@ def test_newcomers_have_a_column(tmp_path: Path) -> None:
     unseen = {name: federated_metric({"dee": k / 4}) for k, name in enumerate(names)}
     run = selectors_run(tmp_path / "run", FIRST, unseen_selectors=unseen)
     assert [each.newcomers for each in run.agreements] == [0.25, 0.5, 0.0]
-    table = selectors.agreement_table(run.agreements, "test pairs")
+    table = selector_agreement.agreement_table(run.agreements, "test pairs")
     assert table is not None
     assert table.heads[-1] == "newcomers"
     again = Evaluation("test pairs", {}, {}, {}, unseen_selectors=unseen)
@@ -140,7 +140,7 @@ def test_spans_are_the_groupings_again(table: list[list[int]]) -> None:
     ]
     last = 3 + 2 * len(table)
     run = RunRecord(Path(), {}, tuple(rounds), {"rounds": last}, {})
-    for client, own in selectors.spans(run).items():
+    for client, own in selector_agreement.spans(run).items():
         for number in range(3, last + 1):
             told = table[min((number - 3) // 2, len(table) - 1)][int(client[1:])]
             assert [u for start, end, u in own if start <= number < end] == [told]
@@ -149,7 +149,7 @@ def test_spans_are_the_groupings_again(table: list[list[int]]) -> None:
 
 def test_each_client_is_a_bar_in_the_colour_of_its_cluster(run: RunRecord) -> None:
     """Ann and bob end in the first cluster and stand above cyd; bob is in the second for round 1."""
-    chart = selectors.clusters_chart(run)
+    chart = selector_agreement.clusters_chart(run)
     assert chart is not None
     (panel,) = chart.panels
     shown = [each for each in panel.shown if isinstance(each, Bars)]
@@ -161,13 +161,13 @@ def test_each_client_is_a_bar_in_the_colour_of_its_cluster(run: RunRecord) -> No
 
 
 def test_of_very_many_clients_sizes_and_moves_are_drawn(tmp_path: Path) -> None:
-    names = [f"c{k:04}" for k in range(selectors.CLIENTS + 1)]
+    names = [f"c{k:04}" for k in range(selector_agreement.CLIENTS + 1)]
     groupings = [
         {"clusters": [names[:cut], names[cut:]], "moved": names[:moved], "selector_losses": []}
         for cut, moved in ((100, 0), (150, 50))
     ]
     run = selectors_run(tmp_path / "run", *groupings)
-    chart = selectors.clusters_chart(run)
+    chart = selector_agreement.clusters_chart(run)
     assert chart is not None
     curves = [
         [[y for _, y in line.points] for line in panel.shown if isinstance(line, Line)]

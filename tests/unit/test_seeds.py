@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from finished import config, write_run
-from prefed.runs import seeds
+from prefed.runs import seed_groups
 from prefed.runs.record import read_run
-from prefed.runs.seeds import cases
-from prefed.ui.pages.compared import Compared, case_names, disagreements, few_seeds, rows_of_tests
+from prefed.runs.seed_groups import cases
+from prefed.ui.pages.comparison_data import Compared, case_names, disagreements, few_seeds, rows_of_tests
 
 
 def run(folder, method, seed, ends, *, by="column", data="x", shared=None, **summary):
@@ -54,9 +54,9 @@ def test_runs_that_differ_in_their_seed_alone_are_one_case(tmp_path):
     first, second = cases(runs)
     assert (first.seeds, second.seeds) == ((1, 2, 3), (1,))
     assert case_names([first, second]) == ["feddpo", "fedprox"]
-    folded = seeds.fold(list(seeds.by_seed(first, "preference_accuracy").values()))
-    assert folded == seeds.Folded(0.7, 0.1, 3)
-    assert seeds.by_seed(first, "preference_accuracy", "worst")[3] == pytest.approx(0.75)
+    folded = seed_groups.fold(list(seed_groups.by_seed(first, "preference_accuracy").values()))
+    assert folded == seed_groups.Folded(0.7, 0.1, 3)
+    assert seed_groups.by_seed(first, "preference_accuracy", "worst")[3] == pytest.approx(0.75)
     rounds, values = first.over_rounds("preference_accuracy", "worst")
     assert (rounds, values[:, 0].tolist()) == ([1], pytest.approx([0.55, 0.65, 0.75]))
 
@@ -75,7 +75,7 @@ def test_a_paired_test_by_hand(tmp_path):
     mine = several(tmp_path, "fedprox", {4: 0.9, 2: 0.6, 3: 0.75, 9: 0.1})
     theirs = several(tmp_path, "feddpo", {1: 0.2, 2: 0.5, 3: 0.55, 4: 0.6})
     other, case = cases([*theirs, *mine])
-    found = seeds.paired(case, other, "preference_accuracy")
+    found = seed_groups.paired(case, other, "preference_accuracy")
     assert found.differences == pytest.approx({4: 0.3, 2: 0.1, 3: 0.2})
     assert (found.folded.mean, found.folded.std) == pytest.approx((0.2, 0.1))
     t = 2 * math.sqrt(3)
@@ -113,7 +113,7 @@ def test_what_no_test_can_be_made_of(tmp_path):
         + several(tmp_path, "fedbn", {1: 0.6, 2: 0.7})
     )
     first, *others = known
-    one, none, alike = (seeds.paired(case, first, "preference_accuracy") for case in others)
+    one, none, alike = (seed_groups.paired(case, first, "preference_accuracy") for case in others)
     assert (one.differences, one.t, none, alike.t) == (pytest.approx({2: 0.1}), None, None, None)
     assert alike.folded.std == pytest.approx(0)
     assert rows_of_tests(first, others, "preference_accuracy") == [
@@ -126,7 +126,7 @@ def test_what_no_test_can_be_made_of(tmp_path):
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_is_never_below_and_keeps_the_order(p):
     """The smallest is multiplied by their number, the largest stays at least what it was; none is above 1."""
-    adjusted = seeds.holm(p)
+    adjusted = seed_groups.holm(p)
     assert min(adjusted) == pytest.approx(min(1.0, min(p) * len(p)))
     assert all(a >= each and a <= 1 for a, each in zip(adjusted, p, strict=True))
     order = sorted(range(len(p)), key=p.__getitem__)
@@ -156,10 +156,10 @@ def test_gains_of_clients_on_common_seeds(tmp_path):
         mine = [run(tmp_path / by, "ditto", s, {"ann": a, "bob": b}, by=by) for s, (a, b) in ends.items()]
         theirs = [run(tmp_path / by, "feddpo", s, {"ann": 0.5, "bob": 0.5}, by=by) for s in (2, 1)]
         case, other = cases([*mine, *theirs])
-        fixed = seeds.fixed_clients([case, other])
+        fixed = seed_groups.fixed_clients([case, other])
         assert fixed == (by == "column")
-        assert seeds.gains(case, other, "preference_accuracy", fixed=fixed) == pytest.approx(expected)
-    assert seeds.by_client(case, "preference_accuracy", fixed=True)["ann"] == pytest.approx(17 / 30)
+        assert seed_groups.gains(case, other, "preference_accuracy", fixed=fixed) == pytest.approx(expected)
+    assert seed_groups.by_client(case, "preference_accuracy", fixed=True)["ann"] == pytest.approx(17 / 30)
 
 
 def test_the_case_that_others_are_compared_with(tmp_path):
@@ -173,8 +173,8 @@ def test_the_case_that_others_are_compared_with(tmp_path):
             *several(tmp_path, "scaffold", {1: 0.5, 2: 0.5}),
         ]
     )
-    assert seeds.reference_case(known) == 2
-    assert seeds.reference_case(known[:1]) == 0
+    assert seed_groups.reference_case(known) == 2
+    assert seed_groups.reference_case(known[:1]) == 0
 
 
 def test_what_was_spent_by_the_end_of_a_round(tmp_path):
@@ -184,14 +184,14 @@ def test_what_was_spent_by_the_end_of_a_round(tmp_path):
         write_run(tmp_path / f"r-seed{s}", settings={"seed": s}, figures={"time": [s, 3 * s]}) for s in (1, 3)
     ]
     (case,) = cases([read_run(path) for path in paths])
-    assert seeds.spent(case, "bytes") == {1: 3000, 2: 6000}
-    assert seeds.spent(case, "seconds") == {1: 1.5, 2: 3.0}
-    assert seeds.spent(case, "time") == {1: 2, 2: 6}
+    assert seed_groups.spent(case, "bytes") == {1: 3000, 2: 6000}
+    assert seed_groups.spent(case, "seconds") == {1: 1.5, 2: 3.0}
+    assert seed_groups.spent(case, "time") == {1: 2, 2: 6}
     lines = [json.loads(line) for line in (paths[1] / "rounds.jsonl").read_text().splitlines()]
     del lines[1]["time"]
     (paths[1] / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (case,) = cases([read_run(path) for path in paths])
-    assert seeds.spent(case, "time") == {}
+    assert seed_groups.spent(case, "time") == {}
 
 
 def test_other_data_are_looked_for_seed_by_seed(tmp_path):

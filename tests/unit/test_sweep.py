@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from finished import small_place
 from prefed.config import ConfigError, to_toml
-from prefed.runs import child as module
-from prefed.runs.child import code_version, commits, run_in_process
+from prefed.runs import sweep_child
 from prefed.runs.sweep import Sweep, check_cells, next_rate, sweep_cells
+from prefed.runs.sweep_child import code_version, commits, run_in_process
 from prefed.ui.cli import app
 from prefed.ui.pages.sweep import _rate, keep
 from preferences import jsonl
@@ -301,7 +301,7 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
 def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     """Its last line is in the error, and all that it printed is kept."""
     told = "import sys; print('round 1/2', file=sys.stderr, flush=True); sys.exit('error: no model')"
-    monkeypatch.setattr(module, "START", told)
+    monkeypatch.setattr(sweep_child, "START", told)
     run = toy_cells(tmp_path)[0].planned()[0]
     with pytest.raises(RuntimeError, match=r"ended with status 1: error: no model \(all of it in "):
         asyncio.run(run_in_process(run))
@@ -314,8 +314,8 @@ def test_a_command_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
     for name in ("json", "typer"):
         (tmp_path / f"{name}.py").write_text("import os\nos._exit(99)\n")
     monkeypatch.chdir(tmp_path)
-    run = module.SweepRun(None, tmp_path / "run")
-    assert b"feddpo" in asyncio.run(module._command(run, "methods"))
+    run = sweep_child.SweepRun(None, tmp_path / "run")
+    assert b"feddpo" in asyncio.run(sweep_child._command(run, "methods"))
 
 
 def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
@@ -330,7 +330,7 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
     parent = f"""
         import asyncio, pathlib
         from types import SimpleNamespace
-        from prefed.runs import child
+        from prefed.runs import sweep_child as child
         child.START = {dedent(forever)!r} + child.START
         out, log = pathlib.Path("x"), pathlib.Path({str(tmp_path / "log")!r})
         run = SimpleNamespace(out=out, beside=lambda ending: log)
@@ -348,11 +348,11 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
 
 
 def test_runs_share_a_folder_beside_them_or_the_users_own(tmp_path, monkeypatch):
-    run = module.SweepRun(None, tmp_path / "table" / "cell-seed1")
+    run = sweep_child.SweepRun(None, tmp_path / "table" / "cell-seed1")
     monkeypatch.delenv("PREFED_REFERENCE", raising=False)
-    assert module._environment(run)["PREFED_REFERENCE"] == str(tmp_path / "table" / "reference")
+    assert sweep_child._environment(run)["PREFED_REFERENCE"] == str(tmp_path / "table" / "reference")
     monkeypatch.setenv("PREFED_REFERENCE", "elsewhere")
-    assert module._environment(run)["PREFED_REFERENCE"] == "elsewhere"
+    assert sweep_child._environment(run)["PREFED_REFERENCE"] == "elsewhere"
 
 
 def alive(pid):
@@ -376,8 +376,8 @@ def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(tmp_path, mon
             raise KeyboardInterrupt
         (run.out / "summary.json").write_text("{}")
 
-    monkeypatch.setattr(module, "code_version", lambda: next(names))
-    monkeypatch.setattr(module, "_command", fake)
+    monkeypatch.setattr(sweep_child, "code_version", lambda: next(names))
+    monkeypatch.setattr(sweep_child, "_command", fake)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(run_in_process(run))
@@ -489,7 +489,7 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
         return result.stdout.encode()
 
     called = []
-    monkeypatch.setattr(module, "_command", command)
+    monkeypatch.setattr(sweep_child, "_command", command)
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 0, again.output
     assert called == ["run", "evaluate"]

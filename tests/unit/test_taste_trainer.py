@@ -9,7 +9,7 @@ import torch
 from prefed.core import Entry, Key, Layout, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.data import ResponseEncoder, Template
 from prefed.models.tastes import CAP, VariationalSelector
-from prefed.train import PairTrainer, steps
+from prefed.train import PairTrainer, optimizer_steps
 from prefed.train.losses.tastes import Gaussian, gumbel, mixture_kl, mixture_log_weights, standard_kl
 from prefed.train.tastes import CONTEXT, LatentPrior, ResponseFeatures, draw_context
 from tastes import ALL, LATENT, ROWS, backbone, half, ownership, record, taught, trained
@@ -117,7 +117,7 @@ def test_a_step_is_that_of_a_plain_loop(pairs, monkeypatch, scale):
     trust = Tensors(Layout((Entry("trust/logits", (n,), "trust"),)), torch.tensor([0.1, 0.2, 0.3, 0.4]))
     objective = Objective("latent", settings)
     chosen = phase(model, objective, constants={"peers": table}, beside=trust, rates={"trust/logits": 0.5})
-    monkeypatch.setattr(steps, "first_loss_scale", lambda backbone: scale)
+    monkeypatch.setattr(optimizer_steps, "first_loss_scale", lambda backbone: scale)
     result = trainer.visit(rows, key, ownership(model)).train(model.initial, chosen)
 
     # The plain loop, over copies of the tensors.

@@ -16,8 +16,8 @@ from prefed.trackers.terminal import Terminal, stdout_console
 from prefed.ui.cli import app
 from prefed.ui.cli.errors import user_errors
 from prefed.ui.cli.models import print_responses
-from prefed.ui.pages.compared import Compared
-from prefed.ui.pages.comparison import differences_table, runs_table
+from prefed.ui.pages.comparison_data import Compared
+from prefed.ui.pages.comparison_tables import differences_table, runs_table
 from prefed.ui.pages.tables import LISTED, lowest_clients, metrics_table, terminal
 from prefed.ui.pages.terminal import print_dataset_statistics, print_result
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from finished import write_run
 from prefed.config import Experiment, TrackConfig, to_toml
-from prefed.config.init import starting_file
+from prefed.config.new_file import starting_file
 from prefed.core import Callback
-from prefed.runs.bootstrap import settings_digest
-from prefed.runs.figures import figures_of
+from prefed.runs.metrics import figures_of
+from prefed.runs.start_or_resume import settings_digest
 from prefed.runs.track import tracked
 from prefed.store import reader
-from prefed.trackers.figures import alignment_figures, client_table, round_figures, summary_figures
+from prefed.trackers.logged_metrics import alignment_figures, client_table, round_figures, summary_figures
 from prefed.trackers.tools import TRACKERS, Tracker, TrackerError, trackers
 from prefed.trackers.tracking import STATE, AlignmentTracking, Tracking
 

@@ -7,8 +7,8 @@ import pytest
 from finished import small_experiment, small_place
 from prefed import Experiment
 from prefed.engines import WorkerError, check_backend
-from prefed.runs.bootstrap import settings_digest
 from prefed.runs.build import build_job, build_worker_job, job_factory
+from prefed.runs.start_or_resume import settings_digest
 
 
 @pytest.fixture(scope="module")

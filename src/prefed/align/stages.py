@@ -16,7 +16,7 @@ from typing import Any
 from prefed.align.alignment import Alignment
 from prefed.align.policy import AlignError
 from prefed.core import files
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean
 
 

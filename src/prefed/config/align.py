@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import override
 from prefed.core import Objective
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.data import Source
 from prefed.models import ModelConfig
 from prefed.train.losses import OBJECTIVES, objective

@@ -22,9 +22,9 @@ from prefed.config.settings import (
     TrackConfig,
 )
 from prefed.core import Privacy
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.data import DataConfig, SelectorConfig
-from prefed.engines.fleet import FleetConfig
+from prefed.engines.simulated_fleet import FleetConfig
 from prefed.merge import MergeConfig, lora
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.lora import LORA

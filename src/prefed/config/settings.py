@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, SerializeAsAny, field_validator, model_serializer, model_validator
 
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 

@@ -17,7 +17,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 from prefed.config.errors import ConfigError, explain
 from prefed.config.experiment import Experiment
 from prefed.config.file import make_absolute, override, parse_override, read_toml
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 
 RATE = "{lr}"

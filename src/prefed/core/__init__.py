@@ -1,7 +1,6 @@
 """The basic types: tensors, owners, keys, phases, messages, methods. Imports no other room of prefed."""
 
 from prefed.core.callback import Callback, Callbacks
-from prefed.core.key import Key
 from prefed.core.method import (
     OPTIMIZER,
     POOLED,
@@ -22,6 +21,7 @@ from prefed.core.method import (
     Upload,
 )
 from prefed.core.privacy import NO_MINIMUM, Privacy
+from prefed.core.random_keys import Key
 from prefed.core.tensors import Entry, Layout, Owner, Ownership, Tensors
 
 __all__ = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from prefed.core.key import Key
 from prefed.core.privacy import NO_MINIMUM, Privacy
+from prefed.core.random_keys import Key
 from prefed.core.tensors import Layout, Owner, Ownership, Tensors
 
 if TYPE_CHECKING:

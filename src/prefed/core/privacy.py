@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 
 _LEAST, _MOST = 1e-30, 1e30
 """Bounds of the noise: float32 holds numbers from 1e-38 to 3e38, and a sum of clients' needs room."""

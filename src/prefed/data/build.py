@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core import files
-from prefed.core.key import Key
+from prefed.core.random_keys import Key
 from prefed.core.text import control_character, did_you_mean, listed
 from prefed.data.choices import ChoiceEncoder
 from prefed.data.config import ByColumn, ByFile, BySource, DataConfig, SelectorConfig, Source

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from prefed.core import files
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.data.errors import DataError
 from prefed.data.tokens import TokenSet
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.core.key import Key
+from prefed.core.random_keys import Key
 from prefed.core.text import control_character
 from prefed.data.config import (
     ByColumn,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.core.key import Key
-from prefed.core.strict import StrictModel
+from prefed.core.random_keys import Key
+from prefed.core.strict_settings import StrictModel
 from prefed.data.dataset import FederatedDataset, RowCounts
 from prefed.data.partition import duplicate_mask
 from prefed.data.tokens import TokenSet

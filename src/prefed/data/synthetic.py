@@ -23,7 +23,7 @@ from typing import TypeVar
 import numpy as np
 
 from prefed.core import files
-from prefed.core.key import Key
+from prefed.core.random_keys import Key
 from prefed.data.record import Record, Split
 
 _WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

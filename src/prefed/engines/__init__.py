@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         check_backend,
         check_devices,
     )
-    from prefed.engines.backends.pool import WorkerError
+    from prefed.engines.backends.worker_pool import WorkerError
     from prefed.engines.base_rounds import RoundError
     from prefed.engines.job import Job, TrainerFactory
     from prefed.engines.neighbours import NeighbourRounds

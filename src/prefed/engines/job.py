@@ -26,7 +26,7 @@ from prefed.core import (
     Tensors,
 )
 from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
-from prefed.engines.fleet import FleetConfig, ScheduledRound, Visit, schedule
+from prefed.engines.simulated_fleet import FleetConfig, ScheduledRound, Visit, schedule
 from prefed.engines.stopping import Stopping
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import Topology
@@ -72,7 +72,7 @@ class Job:
         fleet: a simulated fleet, by whose clock clients are asked and reply; ``None``: a round's cohort
             replies in the round.
         work: client → the work of its visits, as a multiple of the usual; see
-            :func:`prefed.engines.fleet.schedule`.
+            :func:`prefed.engines.simulated_fleet.schedule`.
         graph: who mixes with whom where the method has no server; ``None`` where it has one.
         diagnostics: how the rounds are diagnosed; ``None``: they are not.
         stop: how the best round is found, and when the run stops; ``None``: all rounds are run, and only

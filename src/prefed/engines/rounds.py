@@ -13,9 +13,9 @@ from prefed.core import Exchange, Plain, Round, State, Upload
 from prefed.core.wire import decode_state, encode
 from prefed.engines.aggregation import aggregate
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
-from prefed.engines.fleet import ScheduledRound, Visit
 from prefed.engines.job import Job
 from prefed.engines.privacy import merge_noised
+from prefed.engines.simulated_fleet import ScheduledRound, Visit
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
 from prefed.merge import from_newest

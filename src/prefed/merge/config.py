@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 
 LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora"]
 """How the two factors of a LoRA merge."""

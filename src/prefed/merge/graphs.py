@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from prefed.core import Key
 from prefed.core.lazy import np
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean, pluralize
 
 if TYPE_CHECKING:

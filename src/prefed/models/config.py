@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from prefed.core.lazy import torch
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 

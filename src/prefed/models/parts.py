@@ -17,8 +17,8 @@ from prefed.core import Entry, Key
 from prefed.models.config import ModelConfig
 from prefed.models.families import Family
 from prefed.models.fused_lora import fuse_lora
-from prefed.models.init import uniform
 from prefed.models.pretrained import head_width
+from prefed.models.random_init import uniform
 from prefed.models.tastes import (
     LATENT,
     POSTERIOR,

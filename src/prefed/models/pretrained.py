@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prefed.core import hub
+from prefed.core import huggingface
 from prefed.models.config import ModelConfig, present_devices
 
 _REASON = 400
@@ -64,7 +64,7 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
     # The hub has no such names, so a folder is meant. The hub client's message would mislead.
     elif name[:1] in ("/", ".", "~") or name.count("/") > 1:
         raise ModelError(f"{key} = {name!r}: no such folder; {needed}")
-    with nullcontext(True) if folder.is_dir() else hub.in_reach() as answers:
+    with nullcontext(True) if folder.is_dir() else huggingface.in_reach() as answers:
         try:
             # Otherwise transformers asks on the terminal, and takes a line of standard input for the answer.
             loaded = kind.from_pretrained(name, trust_remote_code=False, **options)

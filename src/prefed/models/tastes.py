@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from prefed.core import Entry, Key
 from prefed.models.config import VariationalSettings
-from prefed.models.init import orthogonal_rows, uniform
+from prefed.models.random_init import orthogonal_rows, uniform
 
 VARIATIONAL = "variational"
 """The part that holds the MLPs, the attention, the heads and the decoder."""

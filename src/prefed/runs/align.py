@@ -26,10 +26,10 @@ from prefed.core.text import did_you_mean, pluralize
 from prefed.data import DataConfig
 from prefed.engines import Job
 from prefed.models import ModelConfig
-from prefed.runs.bootstrap import run_log
 from prefed.runs.labels import JudgeLabels, check_selectors, make_judge, selectors_of, untrained
-from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.record import RunRecord, read_run
+from prefed.runs.start_or_resume import run_log
 from prefed.runs.tastes import OPPOSED, common_taste, known_tastes, split_taste, told_taste
 from prefed.runs.track import tracked_alignment
 from prefed.store import RunReader

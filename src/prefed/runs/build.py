@@ -12,7 +12,7 @@ import torch
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
 from prefed.core import Key, Owner, files
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 from prefed.core.text import timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.engines import JobFactory
@@ -288,7 +288,7 @@ def build_worker_job(arguments: str, folder: Path | None = None) -> Job:
         folder: where this machine has copies of what :func:`job_factory` ships, and keeps the reference's
             log-probabilities; ``None`` if it has the run's own files.
     """
-    from prefed.models.notices import silence_transformers
+    from prefed.models.quiet_libraries import silence_transformers
 
     silence_transformers()
     order = json.loads(arguments)

@@ -35,9 +35,9 @@ from prefed.engines.backend import peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import matrix_graph
-from prefed.runs.bootstrap import fitted, with_threads
 from prefed.runs.build import build_job
 from prefed.runs.data_notices import left_out_table, notices
+from prefed.runs.start_or_resume import fitted, with_threads
 from prefed.runs.summary import mean_models, trainable
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -212,7 +212,8 @@ class Trial:
 
 
 def steps_of(phase: Phase, pairs: int) -> int:
-    """How many steps a phase takes on a client with so many pairs; see :func:`prefed.train.steps.batches`.
+    """How many steps a phase takes on a client with so many pairs; see
+    :func:`prefed.train.optimizer_steps.batches`.
 
     >>> from prefed.core import Optimizer
     >>> phase = Phase("train", ("a",), Objective("dpo"), Optimizer(), batch_size=4, epochs=2)

@@ -14,8 +14,8 @@ from prefed.core import Owner, Tensors, files
 from prefed.core.text import printable
 from prefed.models import Backbone, ModelConfig, save_adapter, save_client, save_merged
 from prefed.models.adapters import ABOUT, EXPORTED
-from prefed.models.notices import silence_transformers
-from prefed.runs.loaded import load_run
+from prefed.models.quiet_libraries import silence_transformers
+from prefed.runs.loaded_run import load_run
 from prefed.runs.tastes import needs_pairs
 
 IN_ADAPTER = frozenset({"lora", "personal_lora", "gate", "residual"})

@@ -23,12 +23,12 @@ from prefed.align.judge.registry import split_name
 from prefed.core import files
 from prefed.core.text import pluralize
 from prefed.data.prompts import plain_prompt
-from prefed.runs.bootstrap import differing
 from prefed.runs.journal import Journal
 from prefed.runs.labels import make_judge
-from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.record import RunError
 from prefed.runs.responses import Models, Progress, References, Side, slug
+from prefed.runs.start_or_resume import differing
 from prefed.runs.tastes import needs_pairs
 from prefed.runs.track import tell_judged
 from prefed.train.generation import Sampling

@@ -21,7 +21,7 @@ from prefed.data import Record
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
-from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.record import RunError, RunRecord
 from prefed.runs.tastes import told_taste
 from prefed.train.metrics import majority

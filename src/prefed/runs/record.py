@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import did_you_mean
-from prefed.runs.figures import (
+from prefed.runs.metrics import (
     USUAL,
     Agreement,
     Figure,

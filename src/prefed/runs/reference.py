@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefed.config import Experiment
 from prefed.core import files
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 
 SHARED = "PREFED_REFERENCE"
 """The environment variable that names a folder for all runs. ``prefed sweep`` sets it for its own."""

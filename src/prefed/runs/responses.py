@@ -24,7 +24,7 @@ from prefed.models.adapters import atomic_folder
 from prefed.models.backbone import model_digest
 from prefed.runs.align import FOLDER, stored_settings
 from prefed.runs.journal import Journal
-from prefed.runs.loaded import LoadedRun
+from prefed.runs.loaded_run import LoadedRun
 from prefed.runs.record import RunError
 from prefed.runs.tastes import any_taste, server_taste
 from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids

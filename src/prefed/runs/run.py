@@ -30,7 +30,9 @@ from prefed.engines import (
     check_devices,
 )
 from prefed.models import ModelError
-from prefed.runs.bootstrap import (
+from prefed.runs.build import build_job, job_factory
+from prefed.runs.data_notices import announce
+from prefed.runs.start_or_resume import (
     build_in_cache,
     commit_start,
     digests_of,
@@ -39,8 +41,6 @@ from prefed.runs.bootstrap import (
     reconcile,
     update_config,
 )
-from prefed.runs.build import build_job, job_factory
-from prefed.runs.data_notices import announce
 from prefed.runs.summary import (
     Profiles,
     describe_data,

@@ -16,7 +16,7 @@ from prefed.config import ConfigError, Experiment
 from prefed.config.table import Cell, Combination, Judge, Table, grid_table, load_table
 from prefed.core.text import pluralize
 from prefed.data import DataConfig, DataError
-from prefed.runs.child import KEPT, CommandError, SweepRun, commits, in_turn, run_in_process
+from prefed.runs.sweep_child import KEPT, CommandError, SweepRun, commits, in_turn, run_in_process
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def _check_overrides(cell: SweepCell) -> None:
 
 def missing_paths(experiment: Experiment, beside: Path) -> Iterator[str]:
     """The files and folders that an experiment names and that are not there; its file lies in ``beside``."""
-    from prefed.data.sources.hub import looks_like_hub_name
+    from prefed.data.sources.huggingface import looks_like_hub_name
 
     reward = getattr(experiment.method.settings, "reward_model", None)
     fleet, graph = experiment.fleet, experiment.whole_graph

@@ -38,7 +38,7 @@ from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z, posteriors
 from prefed.models import Backbone
 from prefed.models.tastes import DECODER, POSTERIOR, trainable_share
 from prefed.runs.build import response_encoder
-from prefed.runs.loaded import EVERYBODY, LoadedRun, read_pairs
+from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
 from prefed.runs.record import RunError
 from prefed.train import PairTrainer
 from prefed.train.metrics.tastes import Array, kl_per_dimension, latent_map, resultant, transfer

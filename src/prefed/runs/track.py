@@ -15,7 +15,7 @@ from prefed.core import Callback, Callbacks
 from prefed.core.records import RoundRecord, Summary
 from prefed.runs.record import read_config
 from prefed.store import RunReader
-from prefed.trackers.figures import judged_figures
+from prefed.trackers.logged_metrics import judged_figures
 from prefed.trackers.tools import Tracker, TrackerError, trackers
 from prefed.trackers.tracking import AlignmentTracking, Tracking
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 from prefed.core.text import safe_cell
 
 PAGE = "report.html"

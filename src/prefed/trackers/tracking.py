@@ -13,7 +13,7 @@ from typing import Any, cast
 from prefed.core import Callback, files
 from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import printable
-from prefed.trackers.figures import (
+from prefed.trackers.logged_metrics import (
     alignment_figures,
     client_table,
     epoch_figures,
@@ -203,8 +203,8 @@ def _reason(error: Exception) -> str:
 class AlignmentTracking(Tracking):
     """Tells tools of an alignment, from its first epoch on. Epochs are counted over all generations.
 
-    Its figures are those of :func:`~prefed.trackers.figures.epoch_figures`, and at the end those of
-    :func:`~prefed.trackers.figures.alignment_figures`: never a text, and nothing of a client.
+    Its figures are those of :func:`~prefed.trackers.logged_metrics.epoch_figures`, and at the end those of
+    :func:`~prefed.trackers.logged_metrics.alignment_figures`: never a text, and nothing of a client.
     """
 
     figures: Callable[[Mapping[str, Any]], Mapping[str, float]] = epoch_figures

@@ -25,7 +25,7 @@ import torch
 from pydantic import Field
 
 from prefed.core import Key, Tensors
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.data import Message, Prompt, Template
 from prefed.data.encoding import continuation_text, start_tokens
 from prefed.models import Backbone

@@ -11,10 +11,10 @@ import torch
 from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
 from prefed.train.losses import CHOICE, ChoiceBatch, PairBatch, PairLoss
 from prefed.train.losses import objective as find_loss
+from prefed.train.optimizer_steps import PhaseSteps, Visit, backward, batches, dropout, read_gradient
 from prefed.train.packed import PackedForward
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 from prefed.train.pair_model import Features, PairModel, ReferenceLogprobs
-from prefed.train.steps import PhaseSteps, Visit, backward, batches, dropout, read_gradient
 
 
 class LossTrainer:

@@ -21,11 +21,11 @@ from prefed.models.backbone import model_digest
 from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer
 from prefed.train.losses import LATENT, PPO
 from prefed.train.metrics import ChoiceScores, PairScores
+from prefed.train.optimizer_steps import Visit, first_loss_scale
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import PairModel, ReferenceLogprobs, check_lengths
 from prefed.train.ppo import PPOTrainer
 from prefed.train.rewards import Rewards
-from prefed.train.steps import Visit, first_loss_scale
 from prefed.train.tastes import LatentTrainer, ResponseFeatures, Z
 
 
@@ -189,7 +189,7 @@ class PairVisit(Visit):
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
         """Run one phase from ``tensors`` (full layout).
 
-        The key of :func:`prefed.train.steps.batches` is ``key.at("phase", phase.name)``.
+        The key of :func:`prefed.train.optimizer_steps.batches` is ``key.at("phase", phase.name)``.
 
         Raises:
             ValueError: the phase trains a frozen tensor, or there are no pairs.

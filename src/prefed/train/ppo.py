@@ -20,12 +20,12 @@ from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_terms
 from prefed.train.losses import PPO
 from prefed.train.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
+from prefed.train.optimizer_steps import PhaseSteps, Visit, backward, batches, read_gradient
 from prefed.train.packed import Packing, trunk_hidden
 from prefed.train.padded import PaddedForward, PairForward, by_response, logits_at, pad, shifted
 from prefed.train.pair_cache import RecordCache, Rows
 from prefed.train.pair_model import Features, PairModel
 from prefed.train.rewards import Rewards
-from prefed.train.steps import PhaseSteps, Visit, backward, batches, read_gradient
 
 
 @dataclass(frozen=True)

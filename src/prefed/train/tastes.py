@@ -38,11 +38,19 @@ from prefed.train.losses.tastes import (
     prototype_pull,
     standard_kl,
 )
+from prefed.train.optimizer_steps import (
+    PhaseSteps,
+    Visit,
+    backward,
+    batches,
+    dropout,
+    make_optimizer,
+    read_gradient,
+)
 from prefed.train.packed import PackedForward, Packing, trunk_hidden
 from prefed.train.padded import logits_at, pad
 from prefed.train.pair_cache import RecordCache, Rows, split_rows
 from prefed.train.pair_model import PairModel, ReferenceLogprobs
-from prefed.train.steps import PhaseSteps, Visit, backward, batches, dropout, make_optimizer, read_gradient
 
 BLOCK = 512
 """Pairs whose token ids are in memory at once."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import Field
 
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data import Columns, DataError, Prompt, Source, dialogue
 from prefed.data.prompts import read_prompts

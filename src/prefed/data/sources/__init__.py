@@ -11,7 +11,7 @@ from pathlib import Path
 from prefed.data.config import Columns, DataConfig, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Record
-from prefed.data.sources import files, hub
+from prefed.data.sources import files, huggingface
 from prefed.data.sources.folders import data_files
 from prefed.data.sources.formats import FORMATS, Format, detect_format, get_format, pairs_format
 from prefed.data.sources.pairs import RawPair, split_prompt, value_at, whole_texts
@@ -175,7 +175,7 @@ def _path(source: Source) -> Path:
 
 
 def _is_on_hub(source: Source) -> bool:
-    return not _path(source).exists() and hub.looks_like_hub_name(source.path)
+    return not _path(source).exists() and huggingface.looks_like_hub_name(source.path)
 
 
 def format_setting(source: Source, columns: Columns | None = None, name: str = "auto") -> Format | None:
@@ -211,8 +211,8 @@ def read_rows(
     if path.exists():
         for item in data_files(path, source.split or role):
             yield from files.read_rows(item, source.encoding or encoding, errors)
-    elif hub.looks_like_hub_name(source.path):
-        yield from hub.read_rows(
+    elif huggingface.looks_like_hub_name(source.path):
+        yield from huggingface.read_rows(
             source.path,
             subset=source.subset or (form.subset if form else None),
             subset_is_folder=form is not None and form.subset_is_folder,

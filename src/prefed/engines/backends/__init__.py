@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import torch
 
 from prefed.engines.backend import Backend, BackendSettings, JobFactory
-from prefed.engines.backends.pool import WorkerError
 from prefed.engines.backends.processes import WorkerProcesses, check_devices
 from prefed.engines.backends.ray import RayActors
+from prefed.engines.backends.worker_pool import WorkerError
 from prefed.engines.job import Job
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 

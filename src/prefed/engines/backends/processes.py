@@ -30,7 +30,14 @@ import torch
 
 from prefed.core.openmp import openmp_settings
 from prefed.engines.backend import JobFactory
-from prefed.engines.backends.pool import LostError, Pool, PoolWorker, TaskServer, WorkerError, answer_of
+from prefed.engines.backends.worker_pool import (
+    LostError,
+    Pool,
+    PoolWorker,
+    TaskServer,
+    WorkerError,
+    answer_of,
+)
 from prefed.engines.tasks import Task
 
 START = """

@@ -32,7 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.engines.backend import BackendSettings, JobFactory
-from prefed.engines.backends.pool import LOOK, LostError, Pool, PoolWorker, TaskServer, WorkerError, answer_of
+from prefed.engines.backends.worker_pool import (
+    LOOK,
+    LostError,
+    Pool,
+    PoolWorker,
+    TaskServer,
+    WorkerError,
+    answer_of,
+)
 from prefed.engines.job import Job
 from prefed.engines.tasks import ClientStates, Task
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from prefed.core import Objective, Optimizer, Phase
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.merge import lora
 from prefed.train.losses import CHOICE, OBJECTIVES, PPO, objective
 

@@ -12,10 +12,10 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import make_absolute, read_toml
 from prefed.config.settings import method_kind
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data.config import DataConfig
-from prefed.data.sources.hub import looks_like_hub_name
+from prefed.data.sources.huggingface import looks_like_hub_name
 
 OWN_DATA = ("train", "validation", "test", "partition", "format", "columns", "encoding", "flip")
 """Keys of ``[data]`` that are a site's own business: the experiment's are not read there."""

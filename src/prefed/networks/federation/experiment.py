@@ -190,7 +190,7 @@ def site_factory(
 
 def build_site_job(arguments: str) -> Job:
     """Build a site's job, in the process that trains; see :func:`site_factory`."""
-    from prefed.models.notices import silence_transformers
+    from prefed.models.quiet_libraries import silence_transformers
 
     silence_transformers()
     order = json.loads(arguments)

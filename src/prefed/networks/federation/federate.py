@@ -25,10 +25,10 @@ from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
-from prefed.runs.bootstrap import commit_start, digests_of, open_run, reconcile
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
 from prefed.runs.run import conclude
+from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
 from prefed.store import RunWriter
 
 T = TypeVar("T")

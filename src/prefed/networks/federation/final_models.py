@@ -21,7 +21,7 @@ from prefed.core.text import listed
 from prefed.core.wire import decode_download, decode_state
 from prefed.data import FederatedDataset
 from prefed.data.dataset import CLIENTS, read_manifest
-from prefed.models.notices import silence_transformers
+from prefed.models.quiet_libraries import silence_transformers
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.experiment import begun_experiment, member_dataset
 from prefed.networks.federation.limits import RefusalError
@@ -29,7 +29,7 @@ from prefed.networks.federation.messages import Publish, check_download
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.runs.export import Export, write_tensors
-from prefed.runs.loaded import no_client
+from prefed.runs.loaded_run import no_client
 from prefed.runs.record import RunError
 from prefed.store import StoreError
 

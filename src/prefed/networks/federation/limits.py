@@ -10,7 +10,7 @@ from prefed.core import Privacy
 from prefed.core.text import pluralize
 from prefed.engines.tasks import Task
 from prefed.networks.federation.config import Limits, SiteConfig
-from prefed.runs.bootstrap import differing, settings_digest
+from prefed.runs.start_or_resume import differing, settings_digest
 
 
 class RefusalError(ValueError):

@@ -14,7 +14,7 @@ import torch
 from prefed.config import Experiment
 from prefed.core import Callback, files
 from prefed.core.records import Summary
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import InProcess
@@ -23,10 +23,17 @@ from prefed.networks.peers.heartbeat import PeerError
 from prefed.networks.peers.links import Links
 from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.rounds import PeerRounds
-from prefed.runs.bootstrap import build_in_cache, commit_start, digests_of, is_place, open_run, reconcile
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
 from prefed.runs.data_notices import announce, left_out_table
 from prefed.runs.run import conclude
+from prefed.runs.start_or_resume import (
+    build_in_cache,
+    commit_start,
+    digests_of,
+    is_place,
+    open_run,
+    reconcile,
+)
 from prefed.runs.summary import read_profiles
 from prefed.store import RunWriter
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from prefed.runs.constants import Estimate
+    from prefed.runs.theory_constants import Estimate
     from prefed.theory import Constants, Statement
 
 
@@ -50,7 +50,7 @@ def theory(
 
     found = None
     if run is not None:
-        from prefed.runs.constants import estimate
+        from prefed.runs.theory_constants import estimate
 
         found = estimate(run)
     constants = read_constants(file, overrides or [], graph, found.constants if found else {})

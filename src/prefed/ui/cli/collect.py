@@ -15,7 +15,7 @@ import typer
 from prefed.ui.cli.errors import UsageError, interruptible
 
 if TYPE_CHECKING:
-    from prefed.ui.collect.responder import Drawing
+    from prefed.ui.collect.response_generator import Drawing
     from prefed.ui.collect.session import Session
 
 
@@ -88,9 +88,9 @@ def collect(
                 session = Session(recorded_pairs(pairs, limit), choices, journal, key)
             else:
                 from prefed.models import ModelConfig, load_backbone
-                from prefed.models.notices import silence_transformers
+                from prefed.models.quiet_libraries import silence_transformers
                 from prefed.train.generation import Sampling
-                from prefed.ui.collect.responder import Drawing, ModelResponder
+                from prefed.ui.collect.response_generator import Drawing, ModelResponder
 
                 silence_transformers()
                 asked = [] if prompts is None else file_prompts(prompts, prompt_column, limit)

@@ -64,7 +64,7 @@ def demo(
         method_kind(method)
     from prefed.core import Key, files
     from prefed.data import synthetic
-    from prefed.models.notices import silence_transformers
+    from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.record import read_run
     from prefed.runs.run import run
     from prefed.ui.pages.page import write_page

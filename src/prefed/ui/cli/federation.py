@@ -90,7 +90,7 @@ def federate(
 
         experiment = load_federated(file, cell, overrides or [])
         from prefed.core.text import pluralize
-        from prefed.models.notices import silence_transformers
+        from prefed.models.quiet_libraries import silence_transformers
         from prefed.networks.federation.federate import Terms
         from prefed.networks.federation.federate import federate as federate_experiment
         from prefed.networks.federation.flare.kits import Kits
@@ -196,7 +196,7 @@ def site(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
-        from prefed.models.notices import silence_transformers
+        from prefed.models.quiet_libraries import silence_transformers
         from prefed.networks.federation.flare.site import take_part
 
         silence_transformers()
@@ -262,7 +262,7 @@ def peer(
         experiment = load_cell(file, cell, overrides or [])
         from dataclasses import replace
 
-        from prefed.models.notices import silence_transformers
+        from prefed.models.quiet_libraries import silence_transformers
         from prefed.networks.peers.rendezvous import Place
         from prefed.networks.peers.run import peer_folder, run_peer
         from prefed.runs.run import default_out

@@ -252,8 +252,8 @@ def generate(
     if not 0 < top_p <= 1:
         raise UsageError(f"--top-p {top_p}: above 0 and at most 1")
     from prefed.core import Key
-    from prefed.models.notices import silence_transformers
-    from prefed.runs.loaded import load_run
+    from prefed.models.quiet_libraries import silence_transformers
+    from prefed.runs.loaded_run import load_run
     from prefed.runs.responses import Models
     from prefed.runs.tastes import needs_pairs
     from prefed.train.generation import Sampling, complete

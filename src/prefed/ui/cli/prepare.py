@@ -30,7 +30,7 @@ def init(
 ) -> None:
     """Write a commented starting file for a method, or a small example that runs."""
     from prefed.config import method_kind
-    from prefed.config.init import MODEL, example_file, example_pairs, starting_file
+    from prefed.config.new_file import MODEL, example_file, example_pairs, starting_file
     from prefed.core import files
 
     with usage():
@@ -86,7 +86,7 @@ def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json
     # Errors in the file are found before PyTorch is imported, which takes seconds.
     experiment = load_cell(file, cell, overrides or [])
     from prefed.data.statistics import dataset_statistics
-    from prefed.models.notices import silence_transformers
+    from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.build import build_data
     from prefed.runs.data_notices import data_notices
     from prefed.trackers.terminal import Terminal, stdout_console

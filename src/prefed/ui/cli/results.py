@@ -49,10 +49,10 @@ def evaluate(
         raise UsageError("--everyone belongs to --test FILE")
     import torch
 
-    from prefed.models.notices import silence_transformers
+    from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.evaluate import evaluate as evaluate_run
     from prefed.runs.evaluate import evaluate_file
-    from prefed.runs.loaded import load_run
+    from prefed.runs.loaded_run import load_run
     from prefed.runs.record import read_run
     from prefed.runs.tastes import at_taste
     from prefed.store import plain
@@ -113,7 +113,7 @@ def compare(
 ) -> None:
     """Set finished runs side by side: a table, what they do differently, and a plot or a page."""
     from prefed.runs.record import read_run
-    from prefed.runs.seeds import find_runs
+    from prefed.runs.seed_groups import find_runs
     from prefed.ui.pages import plot_file
 
     if out is None and html is None and not as_json:
@@ -130,12 +130,12 @@ def compare(
         raise ValueError("name at least two different runs")
     if as_json:
         from prefed.store.reader import plain
-        from prefed.ui.pages.compared import Compared
+        from prefed.ui.pages.comparison_data import Compared
 
         print_json(plain(Compared(tuple(records)).plain()))
     else:
         from prefed.trackers.terminal import stdout_console
-        from prefed.ui.pages.comparison import print_comparison
+        from prefed.ui.pages.comparison_tables import print_comparison
 
         print_comparison(records, stdout_console())
     made = []
@@ -271,7 +271,7 @@ def judge(
     with usage():
         split_name(judge)
     from prefed.align.judge.questions import URL, criterion_template, get_template
-    from prefed.models.notices import silence_transformers
+    from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.judge import Comparison
     from prefed.runs.judge import judge as judge_run
     from prefed.trackers.terminal import stdout_console

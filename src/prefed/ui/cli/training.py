@@ -59,7 +59,7 @@ def run(
         # Errors in the file are found before PyTorch is imported, which takes seconds.
         experiment = load_cell(file, cell, overrides)
         from prefed.core.text import pluralize
-        from prefed.models.notices import silence_transformers
+        from prefed.models.quiet_libraries import silence_transformers
         from prefed.runs.run import default_out
         from prefed.store.directory import holds_run, refuse_foreign
 
@@ -82,7 +82,7 @@ def run(
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
     """Run, and print the result."""
-    from prefed.runs.figures import groupings_of
+    from prefed.runs.metrics import groupings_of
     from prefed.runs.record import read_run
     from prefed.runs.run import run as run_experiment
     from prefed.ui.pages.page import public_page
@@ -305,7 +305,7 @@ def align(
                 "again with --stage NAME (--stage prompts: all of it)"
             )
         config = read_settings(record, overrides, anew=anew)
-        from prefed.models.notices import silence_transformers
+        from prefed.models.quiet_libraries import silence_transformers
 
         silence_transformers()
         console = progress_console()

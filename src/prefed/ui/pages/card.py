@@ -14,14 +14,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 from prefed.core.text import pluralize, printable, size
 from prefed.methods import METHODS
 from prefed.runs.align import stored_settings
-from prefed.runs.bootstrap import is_place
 from prefed.runs.export import Export
-from prefed.runs.figures import Figure
+from prefed.runs.metrics import Figure
 from prefed.runs.record import RunError, RunRecord, alignment_of
+from prefed.runs.start_or_resume import is_place
 from prefed.train.metrics import mean_interval
 from prefed.ui.pages.tables import setting
 from prefed.ui.pages.terminal import privacy_line

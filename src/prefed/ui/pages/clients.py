@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from prefed.runs.figures import Profile
+from prefed.runs.metrics import Profile
 from prefed.runs.record import RunRecord
 from prefed.train.metrics import spread
 from prefed.ui.pages.chart import (

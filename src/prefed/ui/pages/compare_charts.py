@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from prefed.core.text import pluralize, size
 from prefed.runs.record import RunRecord
-from prefed.runs.seeds import ACCURACIES, Case, by_seed, spent
+from prefed.runs.seed_groups import ACCURACIES, Case, by_seed, spent
 from prefed.ui.pages.chart import (
     BARS,
     ROUNDS,
@@ -25,7 +25,7 @@ from prefed.ui.pages.chart import (
     percent,
 )
 from prefed.ui.pages.chart import over_rounds as rounds_line
-from prefed.ui.pages.compared import Compared, disagreements, labels, plus_minus
+from prefed.ui.pages.comparison_data import Compared, disagreements, labels, plus_minus
 from prefed.ui.pages.svg import LINE, diagonal
 
 BANDS = 6

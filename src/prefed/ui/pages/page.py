@@ -21,7 +21,7 @@ from prefed.methods import METHODS
 from prefed.runs.record import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
 from prefed.runs.track import told_settings
 from prefed.train.metrics import flat_loss_warning
-from prefed.ui.pages import clients, origin, outcomes, rounds, selectors, tastes
+from prefed.ui.pages import clients, origin, outcomes, rounds, selector_agreement, tastes
 from prefed.ui.pages.html import render_template
 from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean, meanings, pairs_of, share
 from prefed.ui.pages.terminal import best_line, privacy_line, verdict
@@ -100,8 +100,8 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Unfinished | None)
     evaluated = pluralize(run.evaluated, "client", "clients")
     # Parts that a run may not have, by the section that shows them.
     parts: dict[str, Any] = {
-        "agreement": selectors.agreement_table(run.agreements, f"{run.split} pairs"),
-        "clusters": selectors.clusters_table(run),
+        "agreement": selector_agreement.agreement_table(run.agreements, f"{run.split} pairs"),
+        "clusters": selector_agreement.clusters_table(run),
         "tastes": tastes.section(run.tastes) if run.tastes else None,
         "alignment": outcomes.alignment_facts(alignment) if alignment else None,
         "judged": outcomes.judged_table([each.summary for each in judged]),
@@ -134,7 +134,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Unfinished | None)
         fairness=clients.fairness(run),
         unseen=clients.unseen(run),
         clients=clients.clients_table(run),
-        clusters_plot=selectors.clusters_chart(run),
+        clusters_plot=selector_agreement.clusters_chart(run),
         epochs=outcomes.epochs_table(alignment) if alignment else None,
         alignment_examples=outcomes.alignment_examples(alignment) if alignment else [],
         judged_plot=outcomes.judged_chart(judged),

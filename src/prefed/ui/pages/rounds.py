@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from prefed.core.text import duration, pluralize, size
-from prefed.runs.figures import REWARD_MEANING, REWARDED
+from prefed.runs.metrics import REWARD_MEANING, REWARDED
 from prefed.runs.record import RunRecord
 from prefed.ui.pages.chart import (
     ROUNDS,

@@ -10,12 +10,12 @@ from typing import Any
 
 from prefed.core import files
 from prefed.core.text import pluralize
-from prefed.runs.child import commits
 from prefed.runs.record import read_run
-from prefed.runs.seeds import fold
+from prefed.runs.seed_groups import fold
 from prefed.runs.sweep import Chosen, GridSweep, SweepCell, all_equal
+from prefed.runs.sweep_child import commits
 from prefed.ui.pages.compare_page import write_comparison
-from prefed.ui.pages.compared import ChosenCase, plus_minus
+from prefed.ui.pages.comparison_data import ChosenCase, plus_minus
 from prefed.ui.pages.tables import Table, markdown
 
 SELECTED = "best round, selected on test"

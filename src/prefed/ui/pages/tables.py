@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefed.core.text import printable
-from prefed.runs.figures import Figure
+from prefed.runs.metrics import Figure
 from prefed.train.metrics import FederatedMetric, Spread, spread
 
 if TYPE_CHECKING:

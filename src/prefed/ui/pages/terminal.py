@@ -11,7 +11,7 @@ import numpy as np
 from prefed.core.records import Summary, metrics_of_clients
 from prefed.core.text import duration, pluralize, printable, size
 from prefed.runs.data_notices import CUT, LEFT_OUT
-from prefed.runs.figures import (
+from prefed.runs.metrics import (
     REWARD_MEANING,
     REWARDED,
     Grouping,
@@ -21,7 +21,7 @@ from prefed.runs.figures import (
     selector_figures,
 )
 from prefed.train.metrics import MEAN_METRICS, small_clients_note
-from prefed.ui.pages.selectors import agreement_table
+from prefed.ui.pages.selector_agreement import agreement_table
 from prefed.ui.pages.tables import LISTED, Row, Table, lowest_clients, metrics_table, terminal, unseen_table
 from prefed.ui.pages.tastes import tastes_line
 

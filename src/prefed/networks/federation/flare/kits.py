@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, field_validator
 from prefed.config.errors import ConfigError, explain
 from prefed.config.file import read_toml
 from prefed.core import files
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.core.text import listed
 from prefed.networks.federation.config import OWN_DATA, check_name
 from prefed.networks.federation.flare.process import ALLOWED, REGISTRATION

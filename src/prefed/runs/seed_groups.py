@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 from prefed.runs.record import RunError, RunRecord, read_run
 from prefed.train.metrics import seed_interval
 

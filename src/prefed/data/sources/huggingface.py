@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from prefed.core import hub as service
+from prefed.core import huggingface
 from prefed.data.errors import DataError, RowLocation
 from prefed.data.sources.files import Row
 
@@ -34,7 +34,7 @@ def read_rows(
         DataError: the data set cannot be loaded. The message gives the library's reason and a remedy.
     """
     title = f"{name}{f'/{subset}' if subset else ''} ({split})"
-    with service.in_reach() as answers:
+    with huggingface.in_reach() as answers:
         try:
             data = _load(name, subset, subset_is_folder, split, revision)
         except Exception as error:  # errors of the library, the hub client and the transport

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 from prefed.runs.record import RunRecord
-from prefed.runs.seeds import (
+from prefed.runs.seed_groups import (
     ACCURACIES,
     Case,
     Paired,

@@ -20,7 +20,7 @@ import torch
 
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core import Callback, Callbacks, files
-from prefed.core.strict import flatten
+from prefed.core.strict_settings import flatten
 from prefed.core.wire import encode
 from prefed.data import DataMismatchError
 from prefed.engines import Job

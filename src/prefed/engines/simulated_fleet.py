@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from prefed.core import Key
-from prefed.core.strict import StrictModel
+from prefed.core.strict_settings import StrictModel
 from prefed.engines.fleet_trace import Window, read_trace
 
 

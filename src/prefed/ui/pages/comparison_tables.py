@@ -8,10 +8,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import duration, size
-from prefed.runs.figures import REWARDED
+from prefed.runs.metrics import REWARDED
 from prefed.runs.record import RunRecord, judged_of
-from prefed.runs.seeds import ACCURACIES, by_seed
-from prefed.ui.pages.compared import Compared, differences, few_seeds, letters, plus_minus, rows_of_tests
+from prefed.runs.seed_groups import ACCURACIES, by_seed
+from prefed.ui.pages.comparison_data import (
+    Compared,
+    differences,
+    few_seeds,
+    letters,
+    plus_minus,
+    rows_of_tests,
+)
 from prefed.ui.pages.outcomes import judged_table
 from prefed.ui.pages.tables import LISTED, Table, cell, terminal
 

@@ -105,7 +105,7 @@ class SweepRun:
         if not config.exists():
             return
         # Imported here: it needs PyTorch, which takes seconds, and an invalid table is found before.
-        from prefed.runs.bootstrap import differing, fitted, is_place
+        from prefed.runs.start_or_resume import differing, fitted, is_place
 
         stored = Experiment.parse(config.read_text("utf-8"))
         asked = fitted(self.experiment, stored).tables()

@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 
 from prefed.core import POOLED, Key, Owner, Tensors
-from prefed.runs.loaded import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.record import RunError, RunRecord, read_run
 
 CLIENTS, PAIRS, STEPS = 5, 8, 10

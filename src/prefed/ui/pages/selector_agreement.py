@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefed.core.text import pluralize
-from prefed.runs.figures import Agreement, Grouping
+from prefed.runs.metrics import Agreement, Grouping
 from prefed.runs.record import RunRecord
 from prefed.ui.pages.chart import ROUNDS, Axis, Bars, Chart, Look, Panel, color_of, over_rounds
 from prefed.ui.pages.tables import ROWS, Table, cell

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prefed.config import AlignConfig, Experiment, StopConfig, TrackConfig
-from prefed.engines.fleet import FleetConfig
+from prefed.engines.simulated_fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind
 

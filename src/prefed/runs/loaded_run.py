@@ -22,11 +22,11 @@ from prefed.data.partition import partition_value
 from prefed.data.sources import ReadCounts, read_records
 from prefed.engines import Job
 from prefed.models import Backbone
-from prefed.models.notices import silence_transformers
-from prefed.runs.bootstrap import settings_digest
+from prefed.models.quiet_libraries import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers, selector_settings
 from prefed.runs.record import RunError, RunRecord, read_run
 from prefed.runs.reference import reference_folder
+from prefed.runs.start_or_resume import settings_digest
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
 from prefed.train.pair_trainer import PairTrainerFactory
