@@ -33,7 +33,7 @@ def test_code_that_comes_with_a_model_is_not_run_nor_asked_about(tmp_path, monke
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     about = {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
     (tmp_path / "config.json").write_text(json.dumps(about))
-    with pytest.raises(ModelError, match="prefed runs none that comes with a model"):
+    with pytest.raises(ModelError, match="runs no code that comes with a model"):
         load(tmp_path)
     assert not (tmp_path / "ran").exists()
 
