@@ -272,7 +272,7 @@ USAGE = {
     "the aligned model of the best round": (["export", "run", "--aligned", "--round", "best"], "leave out --round best"),
     "a grid of one cell": (["sweep", "exp.toml", "--seeds", "2", "--only", "x"], "without --only"),
     "a judge of no grid": (["sweep", "t.toml", "--judge", "reward_accuracy"], "--judge belongs to --grid"),
-    "evaluate both ways": (["evaluate", "run", "--split", "test", "--test", "a.jsonl"], "give either --split, of the run's own pairs, or --test FILE"),
+    "evaluate both ways": (["evaluate", "run", "--split", "test", "--test", "a.jsonl"], "give --split or --test FILE"),
     "everyone of nothing": (["evaluate", "run", "--everyone"], "--everyone belongs to --test FILE"),
     "generate from no probability": (["generate", "run", "--prompt", "a", "--top-p", "0"], "--top-p 0.0: above 0 and at most 1"),
     "init of nothing": (["init", "scafold"], "no method is called 'scafold'; did you mean 'scaffold'?"),

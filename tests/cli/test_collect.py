@@ -104,7 +104,7 @@ def test_a_kill_after_each_choice_loses_none(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message", "code"),
     [
-        ([], "give --model NAME, with or without PROMPTS; or --from FILE and neither of them", 2),
+        ([], "give --model NAME, with or without PROMPTS, or --from FILE", 2),
         (["prompts.txt", "--from", "old.jsonl"], "give --model NAME", 2),
         (["--model", "m", "--from", "old.jsonl"], "give --model NAME", 2),
         (["--model", "m", "--temperature", "0"], "--temperature is above 0", 2),

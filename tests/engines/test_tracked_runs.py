@@ -237,7 +237,7 @@ def test_a_tool_that_fails_ends_no_run(place, tmp_path):
     result = run(Experiment.model_validate(tree), tmp_path / "run", callbacks=[Warned()])
     assert result.summary["rounds"] == 1
     (text,) = (text for text in texts if "loss" not in text)
-    assert text.startswith("[track] tensorboard failed, and the run goes on: ")
+    assert text.startswith("[track] tensorboard failed; the run continues: ")
 
 
 def test_a_page_for_tools_has_nothing_of_the_private_folders(tmp_path):

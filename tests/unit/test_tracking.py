@@ -97,7 +97,7 @@ def test_a_tool_that_fails_is_warned_of_once_and_tried_again_at_the_end(tmp_path
         tool.on_round_end(record(number))
     assert fake.rounds == []
     assert warnings == [
-        "[track] fake failed, and the run goes on: ConnectionError: no answer in log of http://…@host/"
+        "[track] fake failed; the run continues: ConnectionError: no answer in log of http://…@host/"
     ]
     fake.fails = set()
     tool.finish(SUMMARY, lambda: "<html>")

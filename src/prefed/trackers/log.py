@@ -78,7 +78,9 @@ class RunLog(Callback):
     def on_run_begin(self, done: int, rounds: int) -> None:
         """How many rounds there are, and how many of them are done."""
         self._rounds, self._done = rounds, done
-        self.write(pluralize(rounds, "round", "rounds") if done == 0 else f"on after round {done}/{rounds}")
+        self.write(
+            pluralize(rounds, "round", "rounds") if done == 0 else f"continues after round {done}/{rounds}"
+        )
 
     def on_round_end(self, record: RoundRecord) -> None:
         """The round's figures."""

@@ -90,7 +90,7 @@ class Tracking(Callback):
             }
             self._others = state
         except (OSError, ValueError, TypeError) as error:
-            self.warn(f"[track] {path} cannot be used ({error}): the tools take the run for a new one")
+            self.warn(f"[track] {path} cannot be used ({error}): trackers will log a new run")
             self._listeners = {name: _Listener(kind) for name, kind in self.kinds.items()}
             self._others = {}
 
@@ -180,7 +180,7 @@ class Tracking(Callback):
             do()
         except Exception as error:
             if not listener.failed:
-                self.warn(f"[track] {name} failed, and the run goes on: {_reason(error)}")
+                self.warn(f"[track] {name} failed; the run continues: {_reason(error)}")
             listener.failed = True
 
     def _keep(self) -> None:

@@ -1,4 +1,4 @@
-"""The ``prefed`` command: its subcommands, in the order in which ``--help`` lists them."""
+"""The ``prefed`` command and its subcommands, in the order of ``--help``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ for _command in (
 @app.callback(invoke_without_command=True)
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and end.", is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)
     ] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

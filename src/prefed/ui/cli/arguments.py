@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and what is made of them."""
+"""Arguments that several commands share, and their parsing."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import typer
 File = Annotated[Path, typer.Argument(help="The experiment file (TOML).", show_default=False)]
 CellName = Annotated[
     str | None,
-    typer.Option("--cell", metavar="NAME", help="Which cell, where the file is a table of experiments."),
+    typer.Option("--cell", metavar="NAME", help="The cell to run, if the file is a table of experiments."),
 ]
 RoundName = Annotated[
     Literal["last", "best"],
-    typer.Option("--round", help="The run after its last round, or after the best by [stop]."),
+    typer.Option("--round", help="The state after the last round, or after the best one by [stop]."),
 ]
 AutoResume = Annotated[
     bool,
     typer.Option(
         "--auto-resume",
-        help="Continue the run in the directory, or start one where there is none: one command for a "
+        help="Continue the run in the directory, or start one if there is none: a single command for a "
         "scheduler to repeat.",
     ),
 ]
@@ -31,7 +31,7 @@ Overrides = Annotated[
 ]
 OwnModel = Annotated[
     str | None,
-    typer.Option("--client", metavar="ID", help="A client's own model; left out: the one that all share."),
+    typer.Option("--client", metavar="ID", help="A client's own model (default: the shared model)."),
 ]
 SelectorNumber = Annotated[
     int | None,
@@ -41,8 +41,8 @@ Aligned = Annotated[
     bool,
     typer.Option(
         "--aligned",
-        help="The model that was aligned with the selectors; one that takes a taste at that of --client or, "
-        "left out, of all clients.",
+        help="The model aligned with the selectors; if it takes a taste, at that of --client or, "
+        "by default, of all clients.",
     ),
 ]
 TasteName = Annotated[
@@ -50,19 +50,19 @@ TasteName = Annotated[
     typer.Option(
         "--taste",
         metavar="TASTE",
-        help="The aligned model that takes a taste, at this one, as prefed generate --taste names it.",
+        help="Export the aligned model at this taste; see prefed generate --taste.",
     ),
 ]
 Merge = Annotated[
-    bool, typer.Option("--merge", help="A whole model with the adapter in its weights, not an adapter.")
+    bool, typer.Option("--merge", help="Export a full model with the adapter merged into its weights.")
 ]
 LicenseName = Annotated[
     str | None,
     typer.Option(
         "--license",
         metavar="NAME",
-        help="The model's licence on its card, as the hub names it; left out: that of the base model, where "
-        "its own card is on this machine.",
+        help="The licence on the model card, as the hub names it (default: the base model's, if "
+        "its card is on this machine).",
     ),
 ]
 Track = Annotated[
@@ -70,13 +70,13 @@ Track = Annotated[
     typer.Option(
         "--track",
         metavar="TOOL",
-        help="Log the run to tensorboard, wandb, mlflow or trackio, as [track] to does; may be given again.",
+        help="Log the run to tensorboard, wandb, mlflow or trackio, like [track] to; repeatable.",
     ),
 ]
 
 
 def run_name(file: Path, cell: str | None) -> str:
-    """What a run directory is named after: an experiment file, and its cell where it is a table.
+    """The name of a run directory: the experiment file, and the cell if the file is a table.
 
     >>> run_name(Path("tables/imdb.toml"), "imdb-3/fedper")
     'imdb-imdb-3-fedper'

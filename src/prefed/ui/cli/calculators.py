@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def theory(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="Constants, as keys of a TOML file.", show_default=False),
+        typer.Argument(metavar="FILE", help="Constants, as the keys of a TOML file.", show_default=False),
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -35,13 +35,14 @@ def theory(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Estimate constants from this run, which was diagnosed; FILE and --set override them.",
+            help="Estimate the constants from this run, recorded with diagnostics; FILE and --set "
+            "override them.",
             show_default=False,
         ),
     ] = None,
     graph: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Take rho of this graph, e.g. star, with Metropolis weights."),
+        typer.Option(metavar="NAME", help="Compute rho from this graph, e.g. star, with Metropolis weights."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -137,7 +138,7 @@ def _print(
         for name, meaning in (
             ("mean_squared_gradient", "(1/R) Σ‖∇ℒ(θ^r)‖² over the diagnosed rounds: bounded below"),
             ("last_squared_gradient", "‖∇ℒ‖² at the last of them"),
-            ("paper_gap", "the paper's own gap: local batches' squared gradients, clipped at 1"),
+            ("paper_gap", "the paper's own gap: squared gradients of local batches, clipped at 1"),
         ):
             line(f"    {found.measured[name]:<12.4g} {meaning}")
         for note in found.notes:
@@ -155,7 +156,7 @@ def _print(
             if bound.total is not None:
                 line(f"    {bound.total:<12.4g} in total")
         if statement.stated.total is not None:
-            when = f"from R = {statement.rounds:,} on" if statement.rounds else "never, with so large an η"
+            when = f"from R = {statement.rounds:,} on" if statement.rounds else "never: η is too large"
             line(f"  the stated bound is below ε {when}")
     line("\nKnown errors of these statements: experiments/distributed_dpo/slips.md in prefed's repository.")
 
@@ -164,7 +165,7 @@ def privacy(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The experiment file.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Put VALUE in the place of a setting."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key."),
     ] = None,
     cell: CellName = None,
     clients: Annotated[
@@ -172,7 +173,7 @@ def privacy(
         typer.Option(
             min=1,
             metavar="N",
-            help="Clients that train; left out: as many as data.partition says.",
+            help="Number of clients that train (default: from data.partition).",
             show_default=False,
         ),
     ] = None,
@@ -180,13 +181,13 @@ def privacy(
         float | None,
         typer.Option(
             metavar="E",
-            help="Look for the least noise_multiplier that keeps epsilon below E.",
+            help="Find the smallest noise_multiplier that keeps epsilon below E.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a run with [privacy] kind will promise its clients, or which noise a promise takes."""
+    """Compute the epsilon of a run with [privacy] kind, or the noise that an epsilon needs."""
     from dataclasses import replace
 
     from prefed.config import ConfigError
@@ -194,10 +195,10 @@ def privacy(
     from prefed.runs.privacy import plan
 
     if epsilon is not None and epsilon <= 0:
-        raise UsageError("--epsilon is a number above 0")
+        raise UsageError("--epsilon must be above 0")
     experiment = load_federated(file, cell, overrides or ())
     if clients is None and getattr(experiment.data.train, "path", None) == HELD:
-        raise ConfigError(f"{file}: the sites have the data, and their clients: say it with --clients")
+        raise ConfigError(f"{file}: the number of clients is known only at the sites: give it with --clients")
     planned = plan(experiment, clients)
     if epsilon is not None:
         found = replace(planned.guarantee, noise_multiplier=planned.noise_for(epsilon))
@@ -214,9 +215,9 @@ def privacy(
         }
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
-    told = "no bound: there is no noise" if spent is None else f"{spent:.4g} at delta {planned.delta:g}"
+    budget = "no bound: there is no noise" if spent is None else f"{spent:.4g} at delta {planned.delta:g}"
     typer.echo(f"noise_multiplier  {promised.noise_multiplier:.4f}")
-    typer.echo(f"epsilon           {told}")
+    typer.echo(f"epsilon           {budget}")
     typer.echo(f"neighbours        {promised.adjacency}")
     typer.echo(f"bound             {promised.bound}")
-    typer.echo(f"releases          {planned.releases}, of the client that takes part most")
+    typer.echo(f"releases          {planned.releases}, for the client that takes part most often")

@@ -22,55 +22,65 @@ if TYPE_CHECKING:
 def collect(
     prompts: Annotated[
         str | None,
-        typer.Argument(help="A file, folder or hub set of prompts; left out: typed on the page."),
+        typer.Argument(help="A file, folder or hub dataset of prompts (default: typed on the page)."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What responds: a folder or a hub name.")
+        str | None, typer.Option(metavar="NAME", help="The model that responds: a folder or a hub name.")
     ] = None,
     pairs: Annotated[
         str | None,
-        typer.Option("--from", metavar="FILE", help="Judge the pairs of FILE, blind; no model is needed."),
+        typer.Option("--from", metavar="FILE", help="Judge the pairs in FILE, blind; needs no model."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Where chosen pairs go; left out: pairs.jsonl, with --from judged.jsonl."
+            metavar="FILE",
+            help="The file for the chosen pairs (default: pairs.jsonl; with --from, judged.jsonl).",
         ),
     ] = None,
     client: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Who chooses; left out: the page asks.")
+        str | None, typer.Option(metavar="NAME", help="The annotator's name (default: the page asks for it).")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Take so many prompts, or pairs, from the file's beginning.")
+        int | None, typer.Option(min=1, help="Use only the first N prompts or pairs of the file.")
     ] = None,
     prompt_column: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of the prompts; left out: prompt, or that of preference pairs."),
+        typer.Option(
+            metavar="NAME", help="The column of the prompts (default: prompt, or that of preference pairs)."
+        ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Take typed prompts as they are, also where others are dialogues.")
+        bool,
+        typer.Option(
+            "--raw", help="Use typed prompts without a chat template, even if the others are dialogues."
+        ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Of responses; above 0.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a response.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; above 0.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most probable tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: all.")
+    ] = 0,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of the model's weights.")
+        Literal["float32", "bfloat16"], typer.Option(help="Data type of the model's weights.")
     ] = "float32",
-    ahead: Annotated[int, typer.Option(min=1, help="Pairs that are drawn before they are asked.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of responses, and of which one is on the left.")] = 0,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 takes a free one.")] = 0,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    ahead: Annotated[int, typer.Option(min=1, help="Number of pairs generated ahead.")] = 16,
+    seed: Annotated[int, typer.Option(help="Random seed of the responses and of their sides.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 picks a free one.")] = 0,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Ask a person which of two responses is better, on a page of this machine, and keep the pairs."""
+    """Collect preference pairs from a person, on a local web page."""
     with interruptible(["prefed", *sys.argv[1:]], None, True, kept="every choice is kept", again=()):
         if (pairs is None) == (model is None) or (pairs is not None and prompts is not None):
-            raise UsageError("give --model NAME, with or without PROMPTS; or --from FILE and neither of them")
+            raise UsageError("give --model NAME, with or without PROMPTS, or --from FILE without either")
         if not (temperature > 0 and 0 < top_p <= 1):
-            raise UsageError("--temperature is above 0, and --top-p above 0 and at most 1")
+            raise UsageError("--temperature must be above 0, and --top-p above 0 and at most 1")
         path = out or Path("pairs.jsonl" if pairs is None else "judged.jsonl")
         if pairs is not None and path.exists() and Path(pairs).exists() and path.samefile(pairs):
-            raise UsageError(f"--out {path} is the file of --from; choose another")
+            raise UsageError(f"--out {path} is also the file of --from; choose another")
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise ValueError(f"prefed collect needs {' and '.join(missing)}: pip install 'prefed[collect]'")
         from prefed.core import Key
@@ -111,7 +121,7 @@ def collect(
 
 
 def journal_of(out: Path) -> Path:
-    """Where responses and further answers are kept beside the file of pairs.
+    """The files of responses and other answers, next to the file of pairs.
 
     The folder is hidden, so that a folder of pairs can be read as data.
     """
@@ -130,7 +140,7 @@ def _teller(show: bool) -> Callable[[str], None]:
 
     def tell(link: str) -> None:
         nonlocal first
-        typer.echo(f"{'the page; Ctrl-C ends it' if first else 'the page in another browser'}:\n  {link}")
+        typer.echo(f"{'the page; Ctrl-C stops it' if first else 'the page in another browser'}:\n  {link}")
         if show and first:
             import webbrowser
 

@@ -24,12 +24,12 @@ TEXTS, STEPS = 1500, 200
 EXPERIMENT = """\
 # The experiment that `prefed demo` ran. Change a line and run it again:
 #     prefed run {file}
-# Every key, with what it means: `prefed init METHOD`. Every method: `prefed methods`.
+# Every key, explained: `prefed init METHOD`. Every method: `prefed methods`.
 seed = 42
 rounds = 10
 
 [data]
-train = "train.jsonl"                   # put your own JSON lines here: prompt, chosen, rejected
+train = "train.jsonl"                   # your own JSON lines go here: prompt, chosen, rejected
 test = "test.jsonl"
 partition = {{ by = "column", column = "client" }}
 max_length = 128
@@ -39,7 +39,7 @@ name = "model"                          # or any causal language model: a folder
 lora = {{ rank = 8, alpha = 16, dropout = 0.0 }}
 
 [method]
-name = "{method}"                         # one line, another method: feddpo, fedpdpo, ditto, local, …
+name = "{method}"                         # or another method: feddpo, fedpdpo, ditto, local, …
 lr = 3e-3
 
 [evaluate]
@@ -52,8 +52,8 @@ threads = 1
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where data, model and run go.")] = Path("prefed-demo"),
-    method: Annotated[str, typer.Option(help="The method to run, see `prefed methods`.")] = "fedsdg",
+    out: Annotated[Path, typer.Option(help="The folder for data, model and run.")] = Path("prefed-demo"),
+    method: Annotated[str, typer.Option(help="The method to run; see `prefed methods`.")] = "fedsdg",
 ) -> None:
     """Make a preference set and a tiny model, train a federation on them and report."""
     import os
@@ -89,7 +89,7 @@ def demo(
     path = _free_path(out / f"run-{method}")
     result = run(Experiment.load(file, []), path, callbacks=terminal(console))
     print_result(result.summary, console, {"oracle": _oracle(records)})
-    console.print("oracle: what knowing a client's taste would reach; its labels are noisy")
+    console.print("oracle: the accuracy with each client's taste known; labels are noisy")
     page = result.path / "report.html"
     write_page(read_run(result.path), page)
     console.print(f"report: {page}\nadapter: {result.adapter or 'none: see `prefed export`'}")
@@ -111,7 +111,7 @@ def _make_model(folder: Path, key: Key, console: Console) -> None:
             bar.update(task, completed=done, total=steps)
 
         make_tiny(folder, synthetic.corpus(key, TEXTS), key, steps=STEPS, progress=step)
-    console.print(f"a tiny language model, pretrained on text of the same kind, in {folder}")
+    console.print(f"a tiny language model, pretrained on similar text, in {folder}")
 
 
 def _free_path(folder: Path) -> Path:

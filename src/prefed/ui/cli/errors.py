@@ -27,7 +27,7 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, exit_code(signal.SIGINT)
 
 
 class UsageError(ValueError):
-    """The words of a command do not go together, or an option has no such value: no file need be read to see.
+    """A command line that is wrong in itself, e.g. options that exclude each other.
 
     It ends the command as the errors do that the command line's grammar finds.
     """
@@ -44,7 +44,7 @@ def usage() -> Iterator[None]:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Errors that a user can do something about end the command with their message alone.
+    """Errors that a user can fix end the command with only their message.
 
     ``PREFED_TRACEBACK=1`` in the environment shows where in the code they arose.
     """
@@ -72,7 +72,7 @@ def interruptible(
     words: list[str],
     out: Path | None,
     resume: bool,
-    kept: str = "whole rounds are kept",
+    kept: str = "complete rounds are kept",
     again: Sequence[str] = ("--resume",),
 ) -> Iterator[list[Path]]:
     """End on Ctrl-C or SIGTERM with the command that resumes.
@@ -104,8 +104,8 @@ def interruptible(
         begun = (paths[0] / "checkpoint" / "COMMIT.json").exists() if paths else resume
         options = [*(["--out", str(path)] if path else []), *(again if begun else [])]
         none = bool(paths) and not (paths[0] / "rounds.jsonl").exists()
-        kept = "no round is whole yet" if none else kept
-        state = f"{kept}. To go on" if begun else "nothing was begun. To start again"
+        kept = "no round is complete yet" if none else kept
+        state = f"{kept}. To continue" if begun else "nothing was started. To start again"
         typer.echo(f"\nstopped; {state}:\n  {shlex.join([*words, *options])}", err=True)
         raise typer.Exit(exit_code(received[0])) from None
     finally:

@@ -24,7 +24,7 @@ def federation(
     action: Annotated[str, typer.Argument(metavar="init", help="What to do: init.", show_default=False)],
     project: Annotated[Path, typer.Argument(help="The project file (TOML).", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="The folder of the kits; left out: the federation's name.")
+        Path | None, typer.Option(help="The folder of the kits (default: the federation's name).")
     ] = None,
 ) -> None:
     """Make the kits of a federation: certificates, keys and settings of a hub and its sites.
@@ -47,8 +47,10 @@ def federation(
         raise ConfigError(f"{project}: {error}") from None
     typer.echo(f"hub: {folder / 'hub'}, for `prefed federate EXPERIMENT --hub {folder / 'hub'}`")
     for name in described.sites:
-        typer.echo(f"{name}: {folder / name}, for this site alone: fill in its site.toml, then `prefed site`")
-    typer.echo(f"{folder / 'authority'} signs for new sites: keep it offline, and give it to nobody")
+        typer.echo(f"{name}: {folder / name}, for this site only: fill in its site.toml, then `prefed site`")
+    typer.echo(
+        f"{folder / 'authority'} signs certificates of new sites: keep it offline, and do not share it"
+    )
 
 
 def federate(
@@ -57,25 +59,34 @@ def federate(
     overrides: Overrides = None,
     hub: Annotated[Path, typer.Option(help="The hub's folder, from `prefed federation init`.")] = Path("hub"),
     out: Annotated[
-        Path | None, typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED.")
+        Path | None, typer.Option(help="The run directory (default: runs/FILE-METHOD-seedSEED).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the directory, which must hold one.")
+        bool, typer.Option("--resume", help="Continue the run in the directory; fails if there is none.")
     ] = False,
     auto_resume: AutoResume = False,
     sites: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Sites that take part; left out: all that have kits.")
+        str | None,
+        typer.Option(metavar="A,B", help="The sites that take part (default: all that have kits)."),
     ] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until all sites have come.")] = 120.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for all sites to connect.")] = 120.0,
     at_least: Annotated[
-        int | None, typer.Option(min=1, help="So many sites are enough to begin after --wait; left out: all.")
+        int | None,
+        typer.Option(min=1, help="Start after --wait with at least this many sites (default: all)."),
     ] = None,
     visit: Annotated[
-        float, typer.Option(min=1, help="Seconds that a visit may take before its site is left out.")
+        float,
+        typer.Option(min=1, help="Timeout of a site's task in seconds, after which the site is left out."),
     ] = 600.0,
-    most_clients: Annotated[int, typer.Option(min=1, help="Clients that one site may say it has.")] = 10_000,
+    most_clients: Annotated[
+        int, typer.Option(min=1, help="Maximum number of clients that a site may declare.")
+    ] = 10_000,
     most_pairs: Annotated[
-        int, typer.Option(min=1, help="Pairs that a site may say one client has; a merge weighs by them.")
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum number of pairs that a site may declare for a client; merging weights by them.",
+        ),
     ] = 10_000_000,
     cell: CellName = None,
 ) -> None:
@@ -139,19 +150,22 @@ def site(
             metavar="[status|export] CONFIG", help="The site's file, site.toml.", show_default=False
         ),
     ],
-    last: Annotated[int, typer.Option(min=0, help="With status: so many entries of the log.")] = 20,
+    last: Annotated[int, typer.Option(min=0, help="With status: number of log entries to show.")] = 20,
     run: Annotated[
         str | None,
         typer.Option(
             metavar="RUN",
-            help="With export: the beginning of the run's name; left out: the run that ended last.",
+            help="With export: the beginning of the run's name (default: the run that ended last).",
         ),
     ] = None,
     client: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="With export: whose model; left out: of the site's only client."),
+        typer.Option(
+            metavar="ID",
+            help="With export: the client whose model to export (default: the site's only client).",
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="With export: the folder.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="With export: the folder to write.")] = None,
     merge: Merge = False,
     force: Annotated[
         bool, typer.Option("--force", help="With export: replace the folder if it is an earlier export.")
@@ -164,7 +178,9 @@ def site(
     """
     word, path = words[0] if len(words) == 2 and words[0] in WORDS else "", Path(words[-1])
     if len(words) > 1 and not word:
-        raise UsageError("write `prefed site CONFIG`, or with status or export before CONFIG")
+        raise UsageError(
+            "write `prefed site CONFIG`, `prefed site status CONFIG` or `prefed site export CONFIG`"
+        )
     options = {"--run": run, "--client": client, "--out": out, "--merge": merge, "--force": force}
     if word != "export" and (given := [name for name, value in options.items() if value]):
         raise UsageError(f"{given[0]} belongs to `prefed site export CONFIG`")
@@ -202,7 +218,7 @@ def site(
         silence_transformers()
         take_part(config, typer.echo)
     except KeyboardInterrupt:
-        typer.echo("stopped; private states are kept", err=True)
+        typer.echo("stopped; private states were kept", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -220,34 +236,36 @@ def peer(
     client: Annotated[
         str | None,
         typer.Option(
-            help="Whose pairs this peer has; left out: those of the client in the place of its rank."
+            help="The client whose pairs this peer holds (default: the client at the index of its rank)."
         ),
     ] = None,
     at: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Where all meet: peer 0's machine. Left out: as torchrun says."
+            metavar="HOST:PORT", help="The address of peer 0, where all peers meet (default: from torchrun)."
         ),
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Which peer this is, 0 for the first.")] = None,
-    peers: Annotated[int | None, typer.Option(help="How many peers there are.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The index of this peer, from 0.")] = None,
+    peers: Annotated[int | None, typer.Option(help="The number of peers.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder of the peers' run directories; left out: runs/FILE-METHOD-seedSEED."),
+        typer.Option(help="The folder of the peers' run directories (default: runs/FILE-METHOD-seedSEED)."),
     ] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--auto-resume",
-            help="Continue after the last round that all peers have, or start where there is none.",
+            help="Continue after the last round that all peers have, or start if there is none.",
         ),
     ] = False,
     patience: Annotated[
-        float, typer.Option(min=1.0, help="Seconds without a sign of life after which a peer is given up.")
+        float,
+        typer.Option(min=1.0, help="Seconds without a heartbeat after which a peer is considered lost."),
     ] = 30.0,
-    join: Annotated[float, typer.Option(min=1.0, help="Seconds to wait until all peers have come.")] = 600.0,
+    join: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all peers to connect.")] = 600.0,
     backend: Annotated[
-        Literal["gloo", "nccl"], typer.Option(help="What carries models; nccl: each peer has its own GPU.")
+        Literal["gloo", "nccl"],
+        typer.Option(help="The backend that transfers models; nccl needs a GPU for each peer."),
     ] = "gloo",
     cell: CellName = None,
 ) -> None:
@@ -274,7 +292,7 @@ def peer(
         callbacks = [Terminal(label=label)]
         summary = run_peer(experiment, folder, place, client=client, resume=resume, callbacks=callbacks)
     except KeyboardInterrupt as interrupt:
-        typer.echo("stopped; whole rounds are kept: start all peers again with --auto-resume", err=True)
+        typer.echo("stopped; complete rounds are kept: restart all peers with --auto-resume", err=True)
         raise typer.Exit(interrupt.args[0] if interrupt.args else INTERRUPTED) from None
     accuracy = summary["preference_accuracy"]["mean"]
     typer.echo(
@@ -283,7 +301,7 @@ def peer(
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """End in good order at a signal: the others are notified. The process ends even if that fails."""
+    """Shut down gracefully at a signal and notify the others. The process ends even if that fails."""
     # A second signal while peers are notified must not cut that short.
     signal.signal(number, signal.SIG_IGN)
     fuse = threading.Timer(GRACE, os._exit, [exit_code(number)])

@@ -35,24 +35,24 @@ def export(
     merge: Merge = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The folder; left out: one in RUN/adapters or RUN/merged."),
+        typer.Option(metavar="DIR", help="The folder to write (default: one in RUN/adapters or RUN/merged)."),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the folder if it is an earlier export.")
     ] = False,
     card: Annotated[
-        bool, typer.Option("--card", help="Write a model card beside the model, for the Hugging Face hub.")
+        bool, typer.Option("--card", help="Write a model card next to the model, for the Hugging Face hub.")
     ] = False,
     license: LicenseName = None,
     which: RoundName = "last",
 ) -> None:
-    """Write a model of a finished run as a folder that PEFT, or transformers alone, loads."""
+    """Export a finished run's model to a folder that PEFT or transformers loads."""
     from prefed.runs.record import read_run
     from prefed.store import client_file
 
     check_choice(client, selector, aligned, taste, which)
     if license is not None and not card:
-        raise UsageError("--license stands on a card: add --card")
+        raise UsageError("--license is written on the model card: add --card")
     record = read_run(run)
     name = "shared" if selector is None else f"selector-{selector}"
     if client is not None:
@@ -64,7 +64,7 @@ def export(
     folder = name if which == "last" else f"best-{name}"
     path = out or run / ("merged" if merge else "adapters") / folder
     if out is None and not path.resolve().is_relative_to(run.resolve()):
-        raise ValueError(f"{path} lies elsewhere: there is a link in {run}; choose an --out")
+        raise ValueError(f"{path} is outside the run directory: {run} contains a link; choose an --out")
     base = Path(record.config["model"]["name"])
     check_folder(path, {"run": record.path, "run's base model": base}, replace=force or out is None)
     from prefed.runs.export import write_model
@@ -98,11 +98,13 @@ def check_choice(
         if selector is not None and given:
             raise UsageError(f"give --selector or {option}, not both")
     if aligned and which == "best":
-        raise UsageError("--aligned: the selectors of the last round aligned it; leave out --round best")
+        raise UsageError(
+            "--aligned: the model was aligned with the selectors of the last round; remove --round best"
+        )
 
 
 def check_folder(path: Path, places: Mapping[str, Path], *, replace: bool) -> None:
-    """Refuse a folder that an export must not replace: it replaces nothing but an earlier export.
+    """Refuse a folder that is not an earlier export: an export replaces nothing else.
 
     Args:
         places: what it must not hold, by a word for it.
@@ -123,10 +125,11 @@ def check_folder(path: Path, places: Mapping[str, Path], *, replace: bool) -> No
     foreign = unexpected_files(path)
     if foreign:
         raise ValueError(
-            f"{path} holds {foreign[0]!r}, which no export writes: it is not replaced; choose another --out"
+            f"{path} holds {foreign[0]!r}, which no export writes, so it is not replaced; choose another "
+            "--out"
         )
     if any(path.iterdir()) and not replace:
-        raise ValueError(f"{path} is there already; choose another --out, or --force to replace it")
+        raise ValueError(f"{path} already exists; choose another --out, or --force to replace it")
 
 
 def push(
@@ -138,14 +141,16 @@ def push(
     taste: TasteName = None,
     merge: Merge = False,
     public: Annotated[
-        bool, typer.Option("--public", help="Everybody may read it; left out: a private repository.")
+        bool, typer.Option("--public", help="Make the repository public (default: private).")
     ] = False,
     update: Annotated[
-        bool, typer.Option("--update", help="The repository is there; replace the model in it.")
+        bool, typer.Option("--update", help="Replace the model in an existing repository.")
     ] = False,
     base: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The base model's name on the hub, if the run has it in a folder."),
+        typer.Option(
+            metavar="NAME", help="The base model's name on the hub, if the run loaded it from a folder."
+        ),
     ] = None,
     license: LicenseName = None,
     which: RoundName = "last",
@@ -180,13 +185,14 @@ def push(
         of = record.at_best() if best else record
         card = model_card(of, exported, repo=repo, base=known, license=license)
         files.write(folder / CARD, card.encode())
-        readers = "everybody may read it" if public else "private"
+        readers = "public" if public else "private"
         typer.echo(
             f"publishing {_whose(exported)}\nto {repo} ({readers}): {', '.join(sorted(_names(folder)))}"
         )
         if known is None:
             typer.echo(
-                f"its base model is a folder of this machine, {name}; on the hub? --base NAME", err=True
+                f"its base model is a local folder, {name}; if it is on the hub too, give --base NAME",
+                err=True,
             )
         typer.echo(f"published: {publish(folder, repo, public=public, update=update)}")
 
@@ -202,15 +208,16 @@ def _whose(exported: Export) -> str:
             else f"{exported.taste} of {exported.client}"
         )
         return (
-            f"the aligned model at the taste {of!r}: if that is a client's, it answers as this client likes; "
-            "publish it only if this client agrees"
+            f"the aligned model at the taste {of!r}: if it is a client's taste, the model reveals this "
+            "client's preferences; "
+            "publish it only with this client's consent"
         )
     if exported.client is not None:
         return (
-            f"the own model of client {exported.client!r}: it was trained on its pairs and may repeat them; "
-            "publish it only if this client agrees"
+            f"the personal model of client {exported.client!r}: trained on its pairs, it may reproduce them; "
+            "publish it only with this client's consent"
         )
-    return exported.selector.replace("-", " ") if exported.selector else "the model that all clients share"
+    return exported.selector.replace("-", " ") if exported.selector else "the shared model"
 
 
 def _names(folder: Path) -> list[str]:
@@ -221,36 +228,46 @@ def generate(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
     prompt: Annotated[
         list[str],
-        typer.Option(
-            metavar="TEXT", help="What to respond to; may be given again. - reads it from standard input."
-        ),
+        typer.Option(metavar="TEXT", help="The prompt; repeatable. - reads it from standard input."),
     ],
     client: Annotated[
-        str | None, typer.Option(metavar="ID", help="A client's own model; left out: the one that all share.")
+        str | None, typer.Option(metavar="ID", help="A client's own model (default: the shared model).")
     ] = None,
     taste: Annotated[
         str | None,
         typer.Option(
             metavar="TASTE",
-            help="For a model that takes a taste: population, a client's id, prototype:K, infer:FILE, what "
-            "the pairs of a file tell, or with --client ID infer:8, what 8 of that client's pairs tell.",
+            help="For a model that takes a taste: population, a client's id, prototype:K, infer:FILE, "
+            "inferred "
+            "from a file of pairs, or with --client ID infer:8, from 8 of that client's pairs.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draws; base and aligned model draw alike.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Number of responses to each prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a response.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most probable token.")
+    ] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most probable tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: all.")
+    ] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the sampling, the same for base and aligned model.")
+    ] = 0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Take prompts as they are, also where the run's data are dialogues.")
+        bool,
+        typer.Option(
+            "--raw", help="Use prompts without a chat template, even if the run's data are dialogues."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     which: RoundName = "last",
 ) -> None:
-    """Let the base model and a finished run's model respond to prompts, side by side."""
+    """Compare responses of the base model and of a finished run's model, side by side."""
     if not 0 < top_p <= 1:
-        raise UsageError(f"--top-p {top_p}: above 0 and at most 1")
+        raise UsageError(f"--top-p {top_p}: must be above 0 and at most 1")
     from prefed.core import Key
     from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.loaded_run import load_run
@@ -280,7 +297,7 @@ def generate(
 
 
 def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:
-    """Two responses side by side, below their prompt, which is empty if it stands above earlier ones already.
+    """Two responses side by side, below their prompt; the prompt is empty if already printed above.
 
     ``heading`` is that of the aligned model's column.
     """

@@ -1,4 +1,4 @@
-"""Where a command writes, and how much: results on standard output, progress on standard error."""
+"""Output of the commands: results on standard output, progress on standard error."""
 
 from __future__ import annotations
 
@@ -23,29 +23,27 @@ if TYPE_CHECKING:
 
 
 class Volume(IntEnum):
-    """How much a command tells."""
+    """How much a command prints."""
 
     QUIET = 0
     USUAL = 1
     VERBOSE = 2
 
 
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Tell errors and the last line alone; no progress.")
-]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors and the final line.")]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Tell what each phase does, and where the time goes.")
+    bool, typer.Option("--verbose", "-v", help="Log each phase, and how long each part takes.")
 ]
 _volume: ContextVar[Volume] = ContextVar("volume", default=Volume.USUAL)
 
 
 def volume() -> Volume:
-    """How much the command that runs is to tell."""
+    """The verbosity of the running command."""
     return _volume.get()
 
 
 def set_volume(quiet: bool, verbose: bool) -> None:
-    """Set how much is told until the next command has ended.
+    """Set the verbosity until the command has ended.
 
     Raises:
         UsageError: both are asked for.
@@ -98,7 +96,7 @@ class _Told(logging.Handler):
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Let the library's log tell as much as is asked for."""
+    """Set the level of the library's log."""
     log, told = logging.getLogger("prefed"), _Told()
     before, handler = log.level, told if volume() is Volume.VERBOSE else logging.NullHandler()
     if volume() is not Volume.USUAL:
@@ -126,7 +124,7 @@ AsJson = Annotated[
 
 
 def progress_console(as_json: bool = False) -> Console:
-    """The console for progress, and for a result that is no JSON; with ``-q`` it writes nothing.
+    """The console for progress, and for results that are not JSON; with ``-q`` it writes nothing.
 
     Args:
         as_json: standard output is for JSON only, so this is standard error.
@@ -148,14 +146,14 @@ def terminal(console: Console) -> list[Callback]:
 
 
 def bar_console() -> Console:
-    """Standard error for a bar, which is drawn where that is a terminal and not with ``-q``."""
+    """The console of a progress bar, shown on a terminal and not with ``-q``."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=volume() is Volume.QUIET)
 
 
 def print_json(content: Any) -> None:
-    """Print ``content`` as JSON on standard output, with every letter as itself."""
+    """Print ``content`` as JSON on standard output, without ASCII escapes."""
     from prefed.core.text import printable_json
 
     typer.echo(printable_json(content))

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def init(
-    method: Annotated[str, typer.Argument(help="A method's name, see `prefed methods`.")],
-    out: Annotated[Path | None, typer.Option(help="The file to write; left out: METHOD.toml.")] = None,
+    method: Annotated[str, typer.Argument(help="The method's name; see `prefed methods`.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write (default: METHOD.toml).")] = None,
     example: Annotated[
         bool,
-        typer.Option("--example", help="A short file, with four clients' pairs next to it to try it on."),
+        typer.Option("--example", help="Write a short file, and four clients' pairs to try it on."),
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Folder or hub name of the model; left out: DistilGPT-2 from the hub.")
+        str | None, typer.Option(help="Folder or hub name of the model (default: DistilGPT-2 from the hub).")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
-    """Write a commented starting file for a method, or a small example that runs."""
+    """Write a commented experiment file for a method, or a small example."""
     from prefed.config import method_kind
     from prefed.config.new_file import MODEL, example_file, example_pairs, starting_file
     from prefed.core import files
@@ -60,7 +60,7 @@ def init(
 
 
 def methods() -> None:
-    """List the methods, where they come from and what is personal in them."""
+    """List the methods with their papers and their personal parts."""
     from rich import box
     from rich.table import Table
 
@@ -72,13 +72,13 @@ def methods() -> None:
         table.add_column(name, no_wrap=name == "method")
     table.add_column("source", overflow="fold", min_width=20)
     for kind in METHODS.values():
-        ends = "models of their own" if kind.personal else "one model"
+        ends = "personal models" if kind.personal else "one model"
         table.add_row(kind.name, kind.title, ends, kind.source)
     stdout_console().print(table)
 
 
 def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json: AsJson = False) -> None:
-    """Show what each client would hold, before anything trains."""
+    """Show each client's data before training."""
     from tempfile import TemporaryDirectory
 
     from prefed.config.table import load_cell

@@ -18,23 +18,24 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
     split: Annotated[
         Literal["train", "validation", "test"] | None,
-        typer.Option(help="Which of each client's pairs; left out: those that the run was judged on."),
+        typer.Option(help="Which of each client's pairs to use (default: those that the run was judged on)."),
     ] = None,
     test: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Judge on the pairs of another file, folder or hub set instead."),
+        typer.Option(metavar="FILE", help="Judge on the pairs of another file, folder or hub dataset."),
     ] = None,
     everyone: Annotated[
-        bool, typer.Option("--everyone", help="With --test: all rows for each client, whoever's they are.")
+        bool, typer.Option("--everyone", help="With --test: judge every client on all rows.")
     ] = False,
     client: Annotated[
-        list[str] | None, typer.Option(metavar="ID", help="Only this client; may be given again.")
+        list[str] | None, typer.Option(metavar="ID", help="Only this client; repeatable.")
     ] = None,
     taste: Annotated[
         str | None,
         typer.Option(
             metavar="TASTE",
-            help="For selectors with a latent taste, whose taste judges: own, population, a client's id, "
+            help="For selectors with a latent taste, the taste to judge with: own, population, a "
+            "client's id, "
             "prototype:K, infer:8, inferred from 8 of a client's training pairs, or infer:FILE, from a new "
             "user's pairs.",
         ),
@@ -42,9 +43,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     which: RoundName = "last",
 ) -> None:
-    """Judge a finished run's models: each client's on its own pairs, or on other ones."""
+    """Evaluate a finished run's models: each client's on its own pairs, or on others."""
     if test is not None and split is not None:
-        raise UsageError("give either --split, of the run's own pairs, or --test FILE")
+        raise UsageError("give --split or --test FILE, not both")
     if everyone and test is None:
         raise UsageError("--everyone belongs to --test FILE")
     import torch
@@ -96,22 +97,23 @@ def compare(
         list[Path],
         typer.Argument(
             metavar="RUN RUN...",
-            help="Run directories, or folders of them such as those of prefed sweep.",
+            help="Run directories, or folders of run directories, e.g. of prefed sweep.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The plot: a .png, .svg or .pdf file; left out: compare.png, or none with --html or --json."
+            help="The plot, a .png, .svg or .pdf file (default: compare.png; none with --html or --json)."
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="A page over all runs, complete in itself.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a self-contained page about all runs."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Set finished runs side by side: a table, what they do differently, and a plot or a page."""
+    """Compare finished runs: a table, their differing settings, and a plot or a page."""
     from prefed.runs.record import read_run
     from prefed.runs.seed_groups import find_runs
     from prefed.ui.pages import plot_file
@@ -156,14 +158,14 @@ def compare(
 def report(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="The page; left out: report.html in the run directory.")
+        Path | None, typer.Option(help="The page (default: report.html in the run directory).")
     ] = None,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Write it anew after every round, until the run ends or Ctrl-C."),
+        typer.Option("--watch", help="Rewrite the page after every round, until the run ends or Ctrl-C."),
     ] = False,
 ) -> None:
-    """Write one HTML page about a finished run, complete in itself, or about a run that continues."""
+    """Write a self-contained HTML page about a run, finished or not."""
     from prefed.runs.record import read_run
     from prefed.ui.pages.page import write_page
     from prefed.ui.pages.watch import watch as keep_fresh
@@ -194,22 +196,20 @@ def judge(
         ),
     ],
     prompts: Annotated[
-        Path, typer.Option(metavar="FILE", help="A row for each prompt to respond to.", show_default=False)
+        Path, typer.Option(metavar="FILE", help="The prompts, one row each.", show_default=False)
     ],
     run2: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[RUN2]", help="Compare with this run's model; left out: with the untouched one."
-        ),
+        typer.Argument(metavar="[RUN2]", help="Compare with this run's model (default: the base model)."),
     ] = None,
     against: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Compare with the reference answers in a file.")
     ] = None,
     column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --against: the column of the answers.")
+        str | None, typer.Option(metavar="NAME", help="With --against: the column of the reference answers.")
     ] = None,
     client: Annotated[
-        str | None, typer.Option(metavar="ID", help="A client's own model, of both runs if there are two.")
+        str | None, typer.Option(metavar="ID", help="A client's own model, in both runs if two are given.")
     ] = None,
     against_shared: Annotated[
         bool, typer.Option("--against-shared", help="With --client: compare with the shared model.")
@@ -218,51 +218,59 @@ def judge(
         str | None,
         typer.Option(
             metavar="TASTE",
-            help="For a model that takes a taste, the one with which it responds, as prefed generate --taste "
+            help="For a model that takes a taste, the taste to respond with, as prefed generate --taste "
             "names it.",
         ),
     ] = None,
     prompt_column: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of the prompts; left out: prompt, or that of preference pairs."),
+        typer.Option(
+            metavar="NAME", help="The column of the prompts (default: prompt, or that of preference pairs)."
+        ),
     ] = None,
     template: Annotated[
-        str, typer.Option(help="How a language model is asked: plain, mt-bench or auto-j.")
+        str,
+        typer.Option(help="The prompt template for a language model as judge: plain, mt-bench or auto-j."),
     ] = "plain",
     criterion: Annotated[
         Literal["helpful", "harmless"] | None,
-        typer.Option(help="A language model decides only by this; left out: by --template."),
+        typer.Option(help="A criterion for a language model as judge (default: from --template)."),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Of an endpoint, up to and with /v1; left out: OpenAI's.")
+        str | None, typer.Option(help="URL of an endpoint, including /v1 (default: OpenAI's).")
     ] = None,
     key: Annotated[
-        str, typer.Option(metavar="VARIABLE", help="The environment's variable with an endpoint's key.")
+        str, typer.Option(metavar="VARIABLE", help="The environment variable that holds an endpoint's key.")
     ] = "OPENAI_API_KEY",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an endpoint's answer.")] = 120.0,
-    parallel: Annotated[int, typer.Option(min=1, help="Questions to an endpoint at a time.")] = 4,
-    judge_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a judge's answer at most.")] = 1024,
+    parallel: Annotated[int, typer.Option(min=1, help="Number of parallel requests to an endpoint.")] = 4,
+    judge_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens in a judge's answer.")
+    ] = 1024,
     taste: Annotated[
         str,
         typer.Option(
             metavar="CLIENT|mean",
-            help="Whose utility, for the judge utility; whose taste, for selectors that have one.",
+            help="The client whose utility, or whose taste, judges (judge utility; selectors with tastes).",
         ),
     ] = "mean",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a response at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a response.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Of responses; 0 takes the likeliest token each time.")
+        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most probable token.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of responses that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of sampled responses.")] = 0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Take prompts as they are, also where the run's data are dialogues.")
+        bool,
+        typer.Option(
+            "--raw", help="Use prompts without a chat template, even if the run's data are dialogues."
+        ),
     ] = False,
     name: Annotated[
-        str | None, typer.Option(help="Of the folder under RUN/judge; left out: made of what is compared.")
+        str | None, typer.Option(help="Name of the folder under RUN/judge (default: from what is compared).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Let a judge compare a finished run's model with another one: win rates, and every verdict in a file."""
+    """Compare a finished run's model with another by a judge: win rates, and every verdict in a file."""
     from prefed.align.judge.questions import JudgeOptions
     from prefed.align.judge.registry import split_name
 
@@ -317,7 +325,7 @@ def judge(
 
 @contextmanager
 def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each step, on standard error if that is a terminal."""
+    """A progress bar for each step, on standard error if that is a terminal."""
     from rich.progress import Progress, TaskID
 
     console = bar_console()

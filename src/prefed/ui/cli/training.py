@@ -28,10 +28,10 @@ def run(
     file: File,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run directory; left out: runs/FILE-METHOD-seedSEED.")
+        Path | None, typer.Option(help="The run directory (default: runs/FILE-METHOD-seedSEED).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the directory, which must hold one.")
+        bool, typer.Option("--resume", help="Continue the run in the directory; fails if there is none.")
     ] = False,
     auto_resume: AutoResume = False,
     cell: CellName = None,
@@ -40,14 +40,14 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check everything, estimate sizes and the time of a round; write nothing.",
+            help="Check everything and estimate sizes and the time of a round; write nothing.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run an experiment and write its run directory."""
     if dry_run and (resume or auto_resume):
-        raise UsageError("give --dry-run or --resume, not both: only a new run can be tried")
+        raise UsageError("give --dry-run or --resume, not both: --dry-run is for a new run")
     overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
     words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
     words += set_words(overrides)
@@ -108,7 +108,7 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
 
 
 def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) -> None:
-    """Check an experiment, and estimate what a run of it would take."""
+    """Check an experiment, and estimate the cost of a run."""
     from prefed.runs.dry_run import dry_run
     from prefed.ui.pages.terminal import estimate_line, print_dry_run
 
@@ -122,7 +122,7 @@ def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) ->
 
 
 def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
-    """Lines with the next command after a run with selectors; none for a run without them."""
+    """Lines that suggest the next command after a run with selectors; otherwise none."""
     run = shlex.quote(str(path))
     if aligned:
         return [f"judge: prefed judge {run} --judge NAME --prompts FILE"]
@@ -137,7 +137,7 @@ def sweep(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="Table files (TOML); with --grid or --seeds one experiment file.",
+            help="Table files (TOML); with --grid or --seeds, one experiment file.",
             show_default=False,
         ),
     ],
@@ -146,14 +146,14 @@ def sweep(
         typer.Option(
             metavar="KEY=VALUE,...",
             help="Run the experiment with each of these values of a key, e.g. method.lr=1e-4,1e-3; given "
-            "again, with every combination. The best one on validation pairs is chosen.",
+            "again, every combination is run. The best one on validation pairs is selected.",
         ),
     ] = None,
     seeds: Annotated[
         str | None,
         typer.Option(
             metavar="N",
-            help="How many seeds every combination is run with, from the experiment's own on; or the seeds "
+            help="Number of seeds for every combination, starting with the experiment's own; or the seeds "
             "themselves, e.g. 1,2,5.",
             show_default=False,
         ),
@@ -161,27 +161,27 @@ def sweep(
     judge: Annotated[
         Literal["preference_accuracy", "reward_accuracy"] | None,
         typer.Option(
-            help="With --grid, the figure that chooses; left out: preference_accuracy.", show_default=False
+            help="With --grid, the metric that selects (default: preference_accuracy).", show_default=False
         ),
     ] = None,
     overrides: Overrides = None,
-    out: Annotated[
-        Path, typer.Option(help="The folder of the runs, and of the finished tables or pages.")
-    ] = Path("runs/tables"),
+    out: Annotated[Path, typer.Option(help="The folder for runs, tables and pages.")] = Path("runs/tables"),
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="CELL", help="Only this cell, or those that fit a pattern such as 'imdb-3/*'."),
+        typer.Option(
+            metavar="CELL", help="Only this cell, or the cells that match a pattern such as 'imdb-3/*'."
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, of one thread each.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of parallel runs, with one thread each.")] = 2,
 ) -> None:
-    """Run the cells of a table, or one experiment over a grid and seeds; continue those that exist."""
+    """Run the cells of a table, or an experiment over a grid and seeds; existing runs continue."""
     if grid or seeds is not None:
         if len(tables) > 1 or only:
             raise UsageError("--grid and --seeds are for one experiment file, without --only")
         _sweep_grid(tables[0], grid or [], seeds, judge or "preference_accuracy", overrides or [], out, jobs)
         return
     if judge is not None:
-        raise UsageError("--judge belongs to --grid; a table names its own judge")
+        raise UsageError("--judge requires --grid; a table declares its own judge")
     from prefed.runs.sweep import Sweep, check_cells, sweep_cells
 
     cells = [cell for table in tables for cell in sweep_cells(table, out, overrides or [])]
@@ -189,7 +189,7 @@ def sweep(
     for cell in cells:
         order.setdefault(cell.folder, []).append(cell.definition.name)
     if len(order) < len(tables):
-        raise UsageError("two tables have one file name; give each an --out of its own")
+        raise UsageError("two tables have the same file name; run each with its own --out")
     cells = _select(cells, only or [])
     from prefed.ui.pages.sweep import keep
 
@@ -236,11 +236,11 @@ def _sweep_grid(
     for file in kept or ():
         typer.echo(file)
     if sweep.failed:
-        raise ValueError("some runs failed, and nothing was chosen:\n" + "\n".join(sweep.failed))
+        raise ValueError("some runs failed, and none was selected:\n" + "\n".join(sweep.failed))
 
 
 def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` gives. Stopped before its end, no run outlives this process."""
+    """The result of ``work``. If it is interrupted, no run outlives this process."""
     try:
         with terminable():
             return asyncio.run(work)
@@ -258,7 +258,7 @@ def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(pattern, names) or f" (cells: {', '.join(names)})"
             files = ", ".join(dict.fromkeys(str(cell.definition.path) for cell in cells))
-            raise ValueError(f"{files}: no cell is called {pattern!r}{hint}")
+            raise ValueError(f"{files}: no cell matches {pattern!r}{hint}")
     return [
         cell
         for cell in cells
@@ -271,13 +271,14 @@ def align(
     prompts: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="The server's prompts: a file, folder or hub set; left out: align.prompts."
+            metavar="FILE",
+            help="The server's prompts: a file, folder or hub dataset (default: align.prompts).",
         ),
     ] = None,
     overrides: Overrides = None,
     stage: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Do this stage and those after it again: prompts, policy, …"),
+        typer.Option(metavar="NAME", help="Repeat this stage and those after it: prompts, policy, …"),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the alignment in the directory, with its settings.")
@@ -286,7 +287,7 @@ def align(
     """Align a model with a finished run's selectors, on prompts only."""
     overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
     words = ["prefed", "align", str(run), *set_words(overrides)]
-    with interruptible(words, None, resume=True, kept="what was done is kept"):
+    with interruptible(words, None, resume=True, kept="finished steps are kept"):
         from prefed.runs.record import read_run
 
         record = read_run(run)
@@ -301,8 +302,9 @@ def align(
         anew = not (resume or stage)
         if anew and begun(folder):
             raise ValueError(
-                f"{folder} holds an alignment: continue it with --resume, or do a stage and those after it "
-                "again with --stage NAME (--stage prompts: all of it)"
+                f"{folder} holds an alignment: continue it with --resume, or repeat a stage and those "
+                "after it "
+                "with --stage NAME (--stage prompts: all of them)"
             )
         config = read_settings(record, overrides, anew=anew)
         from prefed.models.quiet_libraries import silence_transformers
