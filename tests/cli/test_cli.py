@@ -251,7 +251,7 @@ def test_interrupted_while_it_starts_it_forgets_nothing(place, monkeypatch, opti
     monkeypatch.setattr(prefed.config.Experiment, "load", stopped)
     output = prefed_("run", "exp.toml", *options, code=130)
     assert output.strip().splitlines()[-1].strip() == " ".join(["prefed run exp.toml", *options])
-    assert ("whole rounds are kept" in output) == ("--resume" in options)
+    assert ("complete rounds are kept" in output) == ("--resume" in options)
 
 
 def test_a_full_disk_ends_a_run_with_what_is_kept(place, monkeypatch):
@@ -261,7 +261,7 @@ def test_a_full_disk_ends_a_run_with_what_is_kept(place, monkeypatch):
     monkeypatch.setattr("prefed.core.files.append", full)
     assert prefed_("run", "exp.toml", "--out", "a", code=1).splitlines()[-1] == (
         "error: cannot write a/rounds.jsonl; make room "
-        "(whole rounds are kept, 0 of them: then go on with --resume)"
+        "(complete rounds are kept, 0 of them: then continue with --resume)"
     )
 
 

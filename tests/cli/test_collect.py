@@ -92,7 +92,7 @@ def test_a_kill_after_each_choice_loses_none(tmp_path):
     output, errors = process.communicate(timeout=30)
     assert process.returncode == 143
     assert errors.endswith(
-        "every choice is kept. To go on:\n  prefed collect --from old.jsonl --client ann\n"
+        "every choice is kept. To continue:\n  prefed collect --from old.jsonl --client ann\n"
     )
     assert "2 pairs of ann in judged.jsonl, 1 with neither" in output
     assert "Cohen's kappa" in output

@@ -112,7 +112,7 @@ def check_run_log(out):
     ]
     assert told == [
         *("3 rounds", "round 1/3", "interrupted after round 1/3"),
-        *("on after round 1/3", "round 2/3", "round 3/3", "done"),
+        *("continues after round 1/3", "round 2/3", "round 3/3", "done"),
     ]
 
 

@@ -57,7 +57,7 @@ def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path)
         patience = 4.0 if what == signal.SIGSTOP else 20.0
         ended = peers(tmp_path / "parts", [made] * 3, resume=number > 0, fails=fails, patience=patience)
         for other in {0, 1, 2} - {rank}:
-            named = f"PeerError: peer {rank} ('w{rank}' on {socket.gethostname()}) {why}; whole rounds"
+            named = f"PeerError: peer {rank} ('w{rank}' on {socket.gethostname()}) {why}; complete rounds"
             assert named in ended[other].text
         assert {each.status for k, each in enumerate(ended) if k != rank} == {1}
     assert all(map(torch.equal, expected, whole(tmp_path / "parts", [made] * 3, resume=True)))

@@ -58,13 +58,13 @@ def test_the_command_that_goes_on_has_all_that_was_given(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "resume", "said", "ends"),
     [
-        ((), False, "nothing was begun. To start again:", "a --out run"),
-        (("checkpoint/LOCK", "config.toml"), False, "nothing was begun. To start again:", "a --out run"),
-        (("checkpoint/COMMIT.json",), False, "no round is whole yet. To go on:", "run --resume"),
+        ((), False, "nothing was started. To start again:", "a --out run"),
+        (("checkpoint/LOCK", "config.toml"), False, "nothing was started. To start again:", "a --out run"),
+        (("checkpoint/COMMIT.json",), False, "no round is complete yet. To continue:", "run --resume"),
         (
             ("checkpoint/COMMIT.json", "rounds.jsonl"),
             False,
-            "whole rounds are kept. To go on:",
+            "complete rounds are kept. To continue:",
             "run --resume",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The run directory: whole rounds, one process, nothing left over."""
+"""The run directory: complete rounds, one process, nothing left over."""
 
 import contextlib
 import errno

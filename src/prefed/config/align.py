@@ -32,63 +32,71 @@ class AlignConfig(StrictModel):
     """
 
     prompts: Source = Field(
-        description="a file, a folder or a hub set with a column prompt, preference pairs, or a .txt file of "
-        "one prompt a line; prompts that clients hold are left out and counted"
+        description="a file, folder or hub dataset with a column prompt or with preference pairs, or a "
+        ".txt file with "
+        "one prompt per line; prompts that clients hold are removed and counted"
     )
-    limit: int | None = Field(None, ge=1, description="take so many prompts at most; left out: all")
+    limit: int | None = Field(None, ge=1, description="maximum number of prompts; default: all")
     raw: bool = Field(
         False,
-        description="take prompts as they are; otherwise a text becomes a user's turn where the clients' "
+        description="use prompts without a chat template; otherwise a text becomes a user's turn if the "
+        "clients' "
         "prompts are dialogues",
     )
     sft: str | None = Field(
         None,
         min_length=1,
         description="the policy to start from: a PEFT adapter's folder, or a file of rows with prompt and "
-        "response (or preference pairs) on which the policy is fine-tuned first; left out: the model itself",
+        "response (or preference pairs) to fine-tune the policy on first; default: the model itself",
     )
     sft_lr: float = Field(1e-4, gt=0, description="learning rate of that fine-tuning, by adamw")
-    sft_epochs: int = Field(1, ge=1, description="its passes over the rows")
-    model: ModelConfig | None = Field(None, description="the model to align; left out: that of [model]")
-    completions: int = Field(4, ge=2, description="completions of each prompt; each two make a pair")
-    max_new_tokens: int = Field(80, ge=1, description="tokens of a completion at most")
-    temperature: float = Field(0.7, gt=0, description="temperature of the draws")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens of this probability")
-    top_k: int = Field(0, ge=0, description="draw from so many of the likeliest tokens; 0: all")
-    generate: int = Field(16, ge=1, description="completions of one batch; they have prompts of equal length")
+    sft_epochs: int = Field(1, ge=1, description="epochs of that fine-tuning")
+    model: ModelConfig | None = Field(None, description="the model to align; default: that of [model]")
+    completions: int = Field(4, ge=2, description="completions per prompt; every two form a pair")
+    max_new_tokens: int = Field(80, ge=1, description="maximum number of tokens in a completion")
+    temperature: float = Field(0.7, gt=0, description="sampling temperature")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the most probable tokens with this total probability"
+    )
+    top_k: int = Field(0, ge=0, description="sample from this many most probable tokens; 0: all")
+    generate: int = Field(16, ge=1, description="completions per batch, for prompts of equal length")
     labels: int | str = Field(
         "majority",
-        description="who labels: the majority of all selectors, one by its number, or judge:NAME, a judge of "
-        "`prefed judge` in the selectors' place, such as judge:reward:FOLDER",
+        description="the labeller: the majority of all selectors, one selector by its number, or "
+        "judge:NAME, a judge of "
+        "`prefed judge` instead of the selectors, e.g. judge:reward:FOLDER",
     )
     taste: str | None = Field(
         None,
         min_length=1,
-        description="for selectors with a latent taste, whose taste labels: a client's id, prototype:K, or "
-        "population, the mean of all, which it is if left out",
+        description="for selectors with a latent taste, the taste to label with: a client's id, "
+        "prototype:K, or "
+        "population, the mean of all (the default)",
     )
     tastes: Literal["posteriors", "prototypes"] | None = Field(
         None,
-        description="the policy takes a taste: for each prompt one is drawn from the posterior of a client, "
-        "or is a prototype, and the selector labels with it; left out: the policy takes none",
+        description="the policy takes a taste: each prompt's taste is sampled from a client's posterior, "
+        "or is a prototype, and the selector labels with it; default: the policy takes none",
     )
     generations: int | None = Field(
         None,
         ge=1,
-        description="how often a policy that takes a taste completes the prompts anew; left out: 3",
+        description="number of times that a policy with tastes completes the prompts; default: 3",
     )
     regenerate: int | None = Field(
         None,
         ge=1,
-        description="its steps from one generation of completions to the next; left out: epochs passes over "
+        description="training steps between two generations of completions; default: epochs passes over "
         "the labels of a generation",
     )
     objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
     beta: float | None = Field(
-        0.1, gt=0, description="strength of the pull towards the start; left out: the objective's"
+        0.1,
+        gt=0,
+        description="strength of the regularisation towards the initial policy; default: the objective's",
     )
     objective_settings: dict[str, float] = Field(
-        default_factory=dict, description="the objective's further settings"
+        default_factory=dict, description="further settings of the objective"
     )
     optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("rmsprop", description="the optimiser")
     lr: float = Field(1e-6, gt=0, description="learning rate")
@@ -101,8 +109,8 @@ class AlignConfig(StrictModel):
         0.1,
         ge=0,
         lt=1,
-        description="share of the prompts whose pairs are not trained on; the checkpoint that orders most of "
-        "these as the selectors do is kept; 0: the last checkpoint is kept",
+        description="share of the prompts held out of training; the checkpoint that agrees most with "
+        "the selectors on their pairs is kept; 0: the last checkpoint",
     )
 
     @field_validator("prompts", mode="before")
@@ -121,18 +129,18 @@ class AlignConfig(StrictModel):
     def _consistent(self) -> AlignConfig:
         number = isinstance(self.labels, int) and self.labels >= 0
         if not number and self.labels != "majority" and not self.judge:
-            raise ValueError("labels is majority, a selector's number from 0, or judge:NAME")
+            raise ValueError("labels must be majority, a selector's number from 0, or judge:NAME")
         if self.taste is not None and self.judge is not None:
-            raise ValueError(f"taste is that of selectors, and {self.labels} labels in their place")
+            raise ValueError(f"taste requires selectors, but {self.labels} labels instead of them")
         if self.tastes is not None and (self.judge is not None or self.taste is not None):
             given = f"labels = {self.labels!r}" if self.taste is None else f"taste = {self.taste!r}"
-            raise ValueError(f"with tastes the selector labels with the one that is drawn: leave out {given}")
+            raise ValueError(f"with tastes, the selector labels with the sampled taste: remove {given}")
         if self.tastes is None and (self.generations or self.regenerate):
-            raise ValueError("generations and regenerate are of a policy that takes tastes: set tastes too")
+            raise ValueError("generations and regenerate require a policy with tastes: set tastes too")
         if self.model is not None and self.model.train == "full":
-            raise ValueError("model.train = 'full': the alignment trains a LoRA: leave it out")
+            raise ValueError("model.train = 'full': the alignment trains a LoRA: remove it")
         if "beta" in self.objective_settings:
-            raise ValueError("beta is a key of its own, not one of objective_settings")
+            raise ValueError("beta is a separate key, not one of objective_settings")
         self.goal()
         return self
 
@@ -155,7 +163,7 @@ class AlignConfig(StrictModel):
         for key, value in (("taste", self.taste), ("tastes", self.tastes)):
             if value is not None and not has_tastes:
                 raise ValueError(
-                    f"[align] {key} = {value!r}: {method} has no latent taste; take fedvpl or fedvpa, or "
+                    f"[align] {key} = {value!r}: {method} has no latent taste; use fedvpl or fedvpa, or "
                     "leave it out"
                 )
 
@@ -169,7 +177,7 @@ class AlignConfig(StrictModel):
         loss = objective(self.objective)
         if loss.name not in POLICY_OBJECTIVES:
             raise ValueError(
-                f"objective {self.objective!r} is not for labelled pairs; there are: "
+                f"objective {self.objective!r} is not for labelled pairs; choose from: "
                 + ", ".join(POLICY_OBJECTIVES)
             )
         own = {} if self.beta is None else {"beta": self.beta}
@@ -203,7 +211,7 @@ def align_settings(
     origins = override(tables, overrides, folder)
     _lay_aside(tables["align"], {keys[1] for keys in origins if keys[0] == "align" and len(keys) > 1})
     if "prompts" not in tables["align"]:
-        raise ConfigError(f"{folder}: there is no [align] table: name the server's prompts, --prompts FILE")
+        raise ConfigError(f"{folder}: no [align] table: name the server's prompts with --prompts FILE")
     try:
         return _Tables.model_validate(tables).align
     except ValidationError as error:

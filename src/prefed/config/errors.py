@@ -87,7 +87,7 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
         meant = _synonym(keys[-1], known, root) or did_you_mean(keys[-1], known)
         return f"{name}: no such key{meant or listed}"
     if detail["type"] == "missing":
-        return f"{name}: missing, and it has no default"
+        return f"{name}: missing; it has no default"
     if detail["type"] == "union_tag_invalid":
         context = detail["ctx"]
         tag = context["discriminator"].strip("'")

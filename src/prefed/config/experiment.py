@@ -50,25 +50,27 @@ class Experiment(StrictModel):
     True
     """
 
-    seed: int = Field(42, description="seed of every random draw")
+    seed: int = Field(42, description="random seed")
     rounds: int = Field(20, ge=1, description="communication rounds")
     data: DataConfig = Field(description="sources of the preferences, and their clients")
-    model: ModelConfig = Field(description="which causal language model is aligned, and how")
+    model: ModelConfig = Field(description="the causal language model to align, and its trained parts")
     cohort: CohortConfig = Field(default_factory=CohortConfig, description="the clients of a round")
     method: MethodConfig = Field(description="the method and its settings")
     selector: SelectorConfig = Field(
         default_factory=lambda: SelectorConfig(),
-        description="how selectors are asked which response is better, for methods that train selectors",
+        description="the selectors' prompt, for methods that train selectors",
     )
-    merge: MergeConfig = Field(default_factory=lambda: MergeConfig(), description="how uploads merge")
+    merge: MergeConfig = Field(
+        default_factory=lambda: MergeConfig(), description="how the server merges uploads"
+    )
     fleet: FleetConfig | None = Field(
         None,
-        description="a simulated fleet of clients, of different speeds, some of them late; left out: "
-        "everybody replies in its round",
+        description="a simulated fleet of clients with different speeds and delays; default: "
+        "every client replies in its round",
     )
     graph: GraphConfig | None = Field(
         None,
-        description="the graph of neighbours that replaces the server; left out: a server, or for decdpo "
+        description="the graph of neighbours that replaces the server; default: a server, or for decdpo "
         "a ring",
     )
     evaluate: EvaluateConfig = Field(
@@ -76,21 +78,19 @@ class Experiment(StrictModel):
     )
     stop: StopConfig | None = Field(
         None,
-        description="the best round by validation pairs is kept beside the last, and the run may stop early; "
-        "left out: every round is run, and the last is kept alone",
+        description="keep the best round by validation pairs as well as the last, and allow early stopping; "
+        "default: run every round, and keep only the last",
     )
     privacy: Privacy = Field(
-        default_factory=lambda: Privacy(), description="limits on what leaves a client, and noise on the rest"
+        default_factory=lambda: Privacy(), description="limits and noise on what leaves a client"
     )
-    engine: EngineConfig = Field(default_factory=lambda: EngineConfig(), description="where clients work")
+    engine: EngineConfig = Field(default_factory=lambda: EngineConfig(), description="where clients run")
     align: AlignConfig | None = Field(
         None,
-        description="how the server aligns a model of its own after the last round, with prompts and the "
-        "clients' selectors; left out: not at all",
+        description="how the server aligns its own model after the last round, with prompts and the "
+        "clients' selectors; default: not at all",
     )
-    track: TrackConfig | None = Field(
-        None, description="which tools are told how the run goes; left out: none"
-    )
+    track: TrackConfig | None = Field(None, description="experiment trackers to log to; default: none")
 
     def __init__(self, **tables: Any) -> None:
         try:
@@ -118,12 +118,12 @@ class Experiment(StrictModel):
         if self.align is not None and self.method.kind.reads != "choice":
             named = ", ".join(name for name, kind in METHODS.items() if kind.reads == "choice")
             raise ValueError(
-                f"[align] needs selectors, and {self.method.name} trains none: take one of {named}, or leave "
+                f"[align] needs selectors, but {self.method.name} trains none: use one of {named}, or leave "
                 "[align] out"
             )
         if self.data.score == "whole" and self.method.kind.reads == "choice":
             raise ValueError(
-                "[data] score = 'whole' is what a policy is scored on, and "
+                "[data] score = 'whole' is for policies, but "
                 f"{self.method.name} trains selectors: leave it out"
             )
         count = getattr(self.method.settings, "selectors", 1)
@@ -153,7 +153,7 @@ class Experiment(StrictModel):
             self.stop.check(self.method.kind, self.method.settings, self.evaluate.every)
         if self.engine.devices and self.model.device not in ("auto", "cuda"):
             raise ValueError(
-                f"[engine] devices names CUDA devices, and [model] device = {self.model.device!r}: leave one "
+                f"[engine] devices names CUDA devices, but [model] device = {self.model.device!r}: leave one "
                 "of them out"
             )
         return self
@@ -163,13 +163,13 @@ class Experiment(StrictModel):
         _check_privacy(self)
         fleet, graph = self.fleet, self.whole_graph
         if fleet is not None and self.cohort.sampling == "poisson":
-            raise ValueError("[fleet] asks clients as they become free: leave [cohort] sampling 'fixed'")
+            raise ValueError("[fleet] asks clients as they become free: keep [cohort] sampling 'fixed'")
         if graph is None:
             return self
         if self.cohort != CohortConfig():
-            raise ValueError("[cohort]: without a server all clients train in every round: leave it out")
+            raise ValueError("[cohort]: without a server all clients train in every round: remove it")
         if fleet is not None:
-            raise ValueError("[fleet]: its clock is a server's, and a graph has none: leave one of them out")
+            raise ValueError("[fleet] needs a server, but [graph] has none: remove one of them")
         return self
 
     @property
@@ -259,32 +259,33 @@ def _check_every_weight(experiment: Experiment) -> None:
     merge, kind, align = experiment.merge, experiment.method.kind, experiment.align
     if merge.lora != "fedit":
         raise ValueError(
-            f"[merge] lora = {merge.lora!r} is about the factors of a LoRA, and with [model] train = 'full' "
-            "there is none: leave one of them out"
+            f"[merge] lora = {merge.lora!r} applies to the factors of a LoRA, but with [model] train = "
+            "'full' "
+            "there is none: remove one of them"
         )
     if own := sorted(kind.needs(experiment.method.settings) - {LORA, VALUE}):
         raise ValueError(
-            f"[model] train = 'full' trains every weight, and {kind.name} puts parts of its own on a frozen "
-            f"model ({', '.join(own)}): take another method, or train = 'lora'"
+            f"[model] train = 'full' trains every weight, but {kind.name} adds its own parts to a frozen "
+            f"model ({', '.join(own)}): use another method, or train = 'lora'"
         )
     if align is not None and align.model is None:
         raise ValueError(
-            "[align] trains a LoRA, and [model] has train = 'full': give the alignment an [align.model] of "
+            "[align] trains a LoRA, but [model] has train = 'full': give the alignment an [align.model] of "
             "its own"
         )
 
 
 _NEVER = {
-    "centralized": "it puts everybody's pairs in one place, and there is no client to hide",
-    "local": "its clients send no tensor, and with a kind no loss: there is nothing to hide",
-    "fedbiscuit": "it groups clients by the losses that each tells, and no noise is put on these",
+    "centralized": "it pools all pairs, so there is no client to protect",
+    "local": "its clients send no tensors, and with a kind no losses: there is nothing to protect",
+    "fedbiscuit": "it groups clients by the losses they report, which get no noise",
 }
 """Method → why it has no differential privacy."""
 _SINGLE = {
-    "fedamp": "its server keeps each client's model and mixes them for each client anew",
+    "fedamp": "its server keeps each client's model and mixes them for every client",
     "fedvpl": "its server keeps each client's posterior",
-    "fedvpa": "its server keeps each client's posterior, and sends it to the others",
-    "fedbiscuit": "its server groups clients by their losses, and has a model for each group",
+    "fedvpa": "its server keeps each client's posterior and sends it to the others",
+    "fedbiscuit": "its server groups clients by their losses, with a model for each group",
 }
 """Method → why its server cannot do with the mean of all uploads."""
 
@@ -300,7 +301,7 @@ def _check_privacy(experiment: Experiment) -> None:
         return
     problems = [*_problems_of_any_kind(experiment)]
     if kind == "central":
-        problems += [f"{problem}, or take kind 'local'" for problem in needs_single_uploads(experiment)]
+        problems += [f"{problem}, or use kind 'local'" for problem in needs_single_uploads(experiment)]
     if problems:
         raise ValueError(f"[privacy] kind = {kind!r}: {problems[0]}")
 
@@ -311,17 +312,17 @@ def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
         yield f"{name} cannot be covered: {_NEVER[name]}"
     if merge.weights != "uniform" and experiment.whole_graph is None:
         yield (
-            f"[merge] weights = {merge.weights!r} goes by clients' numbers of pairs, which are not sent then "
-            "and give a client more than its share: set 'uniform'"
+            f"[merge] weights = {merge.weights!r} depends on clients' numbers of pairs, which are not sent "
+            "with noise and would raise a client's share: set 'uniform'"
         )
     if experiment.method.settings.schedule == "plateau":
-        yield "schedule 'plateau' follows clients' losses, which are not sent then: take another schedule"
+        yield "schedule 'plateau' depends on clients' losses, which are not sent: use another schedule"
     if experiment.evaluate.diagnose is not None:
-        yield "[evaluate] diagnose has clients send gradients without noise: leave it out"
+        yield "[evaluate] diagnose makes clients send gradients without noise: remove it"
     if experiment.stop is not None:
         yield (
-            "[stop] chooses a round by clients' validation metrics, which have no noise: leave it out, and "
-            "set the number of rounds beforehand"
+            "[stop] selects a round by clients' validation metrics, which have no noise: remove it, and "
+            "fix the number of rounds beforehand"
         )
 
 
@@ -332,17 +333,17 @@ def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
     """
     name, merge = experiment.method.name, experiment.merge
     if experiment.whole_graph is not None:
-        yield "without a server nobody has the mean of all uploads"
+        yield "without a server, no party has the mean of all uploads"
     if experiment.fleet is not None:
-        yield "[fleet] lets one client upload twice in a round, or late, from another model: leave it out"
+        yield "[fleet] lets one client upload twice in a round, or late, from another model: remove it"
     if name in _SINGLE:
-        yield f"{_SINGLE[name]}, and there is the mean of all alone"
+        yield f"{_SINGLE[name]}, but only the mean of all uploads is available"
     if merge.rule != "mean":
-        yield f"[merge] rule = {merge.rule!r} chooses among single uploads: leave rule 'mean'"
+        yield f"[merge] rule = {merge.rule!r} selects among single uploads: use rule 'mean'"
     if merge.lora in ("fedex", "flexlora"):
         yield (
-            f"[merge] lora = {merge.lora!r} needs the products of each client's factors, and there is the "
-            "mean of the factors: take another"
+            f"[merge] lora = {merge.lora!r} needs the products of each client's factors, but only the "
+            "mean of the factors is available: use another"
         )
     if getattr(experiment.method.settings, "alignment", "off") != "off":
-        yield "alignment weighs each upload by its angle to the others: set it to 'off'"
+        yield "alignment weights each upload by its angle to the others: set it to 'off'"

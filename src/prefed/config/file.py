@@ -36,7 +36,7 @@ def read_toml(path: Path, remedy: str | None = None) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{path}: not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line}); save it as UTF-8"
+            f"{path}: not UTF-8 text (byte 0x{raw[error.start]:02x} on line {line}); save it as UTF-8"
         ) from None
     return parse_toml(text.replace("\r\n", "\n"), str(path))
 
@@ -106,7 +106,7 @@ def parse_override(text: str, option: str = "--set") -> tuple[tuple[str, ...], A
     except (tomllib.TOMLDecodeError, ValueError):
         equals = ""
     if not equals:
-        raise ConfigError(f"{option} {text}: write it as key=value, e.g. {option} method.lr=1e-4")
+        raise ConfigError(f"{option} {text}: write key=value, e.g. {option} method.lr=1e-4")
     try:
         parsed = tomllib.loads(f"value = {word}")
         value = parsed["value"] if len(parsed) == 1 else word

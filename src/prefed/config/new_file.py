@@ -75,7 +75,7 @@ def starting_file(method: str, model: str = MODEL) -> str:
     kind = METHODS[method]
     head = (
         f"{kind.name}: {kind.title}\nSource: {kind.source}\n"
-        "A key behind # has the value shown, or none; take the # away to set it."
+        "Keys after # show their default value, or none; remove the # to set them."
     )
     lines = [*_comment(head), "", *_table(Experiment, (), kind)]
     lines[lines.index(f"name = {_value(MODEL)}")] = f"name = {_value(model)}"

@@ -19,18 +19,19 @@ class CohortConfig(StrictModel):
     (5, None)
     """
 
-    size: int | None = Field(None, ge=1, description="clients a round; left out with fraction: all of them")
+    size: int | None = Field(None, ge=1, description="clients per round; default without fraction: all")
     fraction: float | None = Field(None, gt=0, le=1, description="share of the clients, instead of size")
 
     sampling: Literal["fixed", "poisson"] = Field(
         "fixed",
-        description="fixed: so many clients, drawn without replacement; poisson: each client for itself, all "
-        "with one probability, so that size is what to expect",
+        description="fixed: exactly size clients, sampled without replacement; poisson: each client "
+        "independently, all "
+        "with the same probability, so that size is the expected number",
     )
     offences: int | None = Field(
         None,
         ge=1,
-        description="bad uploads of a client after which the server asks it no more; left out: any number",
+        description="invalid uploads after which the server excludes a client; default: no limit",
     )
 
     @model_validator(mode="after")
@@ -83,7 +84,7 @@ class MethodConfig(BaseModel):
             return value
         name = value.get("name")
         if not isinstance(name, str):
-            raise ValueError(f"name says which method to run: {', '.join(METHODS)}")
+            raise ValueError(f"name is required, one of: {', '.join(METHODS)}")
         settings = {key: item for key, item in value.items() if key != "name"}
         return {"name": name, "settings": method_kind(name).Settings.model_validate(settings)}
 
@@ -100,48 +101,47 @@ class MethodConfig(BaseModel):
 class EvaluateConfig(StrictModel):
     """How clients' models are evaluated on their own pairs."""
 
-    every: int = Field(
-        1, ge=0, description="rounds from one evaluation to the next; 0: only after the last round"
-    )
+    every: int = Field(1, ge=0, description="rounds between evaluations; 0: only after the last round")
     split: Literal["test", "validation"] = Field(
         "test", description="the pairs that clients are evaluated on"
     )
     clients: int | None = Field(
-        None, ge=1, description="evaluate at most so many clients, the same ones each time; left out: all"
+        None, ge=1, description="maximum number of clients to evaluate, the same ones each time; default: all"
     )
     beta: float | None = Field(
-        None, gt=0, description="beta of the reported DPO loss; left out: the method's, else 0.1"
+        None, gt=0, description="beta of the reported DPO loss; default: the method's, else 0.1"
     )
     diagnose: int | None = Field(
         None,
         ge=1,
-        description="rounds from one diagnosis to the next: the global objective's loss and gradient, how "
-        "much clients' gradients differ, their variance; left out: none",
+        description="rounds between diagnostics: the global objective's loss and gradient, how "
+        "much clients' gradients differ, their variance; default: none",
     )
     diagnostic_pairs: int | None = Field(
-        None, ge=2, description="training pairs of each client that a diagnosis draws; left out: all"
+        None, ge=2, description="training pairs per client for diagnostics; default: all"
     )
     unseen: int | list[str] = Field(
-        0, description="clients, by number or by id, that never train; they are evaluated apart, as newcomers"
+        0, description="clients that never train, by number or by id; evaluated separately, as newcomers"
     )
     unseen_steps: list[int] = Field(
         [0],
-        description="local steps a newcomer takes on its own pairs before its evaluation; one figure each",
+        description="numbers of local steps of a newcomer on its own pairs before its evaluation; one "
+        "metric each",
     )
     unseen_pairs: list[int] = Field(
         [],
-        description="for selectors with a latent taste: pairs from which a newcomer's taste is inferred, "
-        "without a step, before its evaluation; one figure each",
+        description="for selectors with a latent taste: numbers of pairs to infer a newcomer's taste from, "
+        "without a training step, before its evaluation; one metric each",
     )
 
     @model_validator(mode="after")
     def _newcomers(self) -> EvaluateConfig:
         if isinstance(self.unseen, int) and self.unseen < 0:
-            raise ValueError("unseen is a number of clients, 0 or more, or a list of their ids")
+            raise ValueError("unseen must be a number of clients, 0 or more, or a list of their ids")
         if not self.unseen_steps or min(self.unseen_steps) < 0:
-            raise ValueError("unseen_steps lists numbers of local steps, 0 or more")
+            raise ValueError("unseen_steps must list numbers of local steps, 0 or more")
         if any(pairs < 1 for pairs in self.unseen_pairs):
-            raise ValueError("unseen_pairs lists numbers of pairs, 1 or more")
+            raise ValueError("unseen_pairs must list numbers of pairs, 1 or more")
         return self
 
 
@@ -154,19 +154,17 @@ class StopConfig(StrictModel):
     patience: int | None = Field(
         None,
         ge=1,
-        description="stop after so many evaluations in a row that are no better; left out: run to the last "
+        description="stop after this many evaluations without improvement; default: run to the last "
         "round, and keep the best",
     )
     metric: Literal[
         "preference_accuracy", "reward_accuracy", "combined_accuracy", "majority_accuracy", "loss"
     ] = Field(
         "preference_accuracy",
-        description="the figure that judges: an accuracy, or the evaluated loss, of which less is better",
+        description="the metric to select by: an accuracy (higher is better) or the loss (lower is better)",
     )
-    over: Literal["mean", "worst"] = Field("mean", description="of all clients, or of the worst one")
-    delta: float = Field(
-        0.0, ge=0, description="how much better than the best a round must be to count as better"
-    )
+    over: Literal["mean", "worst"] = Field("mean", description="the mean over clients, or the worst client")
+    delta: float = Field(0.0, ge=0, description="minimum improvement over the best round")
 
     def check(self, kind: MethodKind, settings: TrainingSettings, every: int) -> None:
         """Refuse what the run cannot be judged by.
@@ -179,7 +177,7 @@ class StopConfig(StrictModel):
         """
         if not every:
             raise ValueError(
-                "[stop] judges by evaluations, and with [evaluate] every = 0 the last round alone has one: "
+                "[stop] needs evaluations, but with [evaluate] every = 0 only the last round has one: "
                 "set it to 1 or more"
             )
         without = {
@@ -188,7 +186,7 @@ class StopConfig(StrictModel):
         }
         if reason := without.get(self.metric):
             raise ValueError(
-                f"[stop] metric = {self.metric!r}: {kind.name} has {reason} here: take another figure, such "
+                f"[stop] metric = {self.metric!r}: {kind.name} has {reason} here: use another metric, such "
                 "as preference_accuracy"
             )
 
@@ -199,21 +197,21 @@ class RayConfig(StrictModel):
     address: str | None = Field(
         None,
         min_length=1,
-        description='the cluster, "HOST:PORT" or "auto" for the one that this machine belongs to; left out: '
-        "a cluster of this machine alone, started for the run",
+        description='the cluster, "HOST:PORT" or "auto" for the one of this machine; default: '
+        "a cluster of only this machine, started for the run",
     )
     num_gpus: float = Field(
-        0, ge=0, description="GPUs of each actor; a share such as 0.5 puts several actors on one GPU"
+        0, ge=0, description="GPUs per actor; a fraction such as 0.5 puts several actors on one GPU"
     )
     ship_model: bool = Field(
         True,
-        description="copy a model's folder to the machines; false: it is at the same path on each of them",
+        description="copy a model's folder to the machines; false: it is at the same path on each",
     )
 
     @model_validator(mode="after")
     def _countable(self) -> RayConfig:
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
-            raise ValueError("num_gpus is a share of one GPU, or a whole number of GPUs")
+            raise ValueError("num_gpus must be a fraction of one GPU, or a whole number of GPUs")
         return self
 
 
@@ -224,44 +222,44 @@ class EngineConfig(StrictModel):
     workers: int = Field(
         0,
         ge=0,
-        description="processes that share the clients' work; 0: only this one, or with ray as many as fit",
+        description="worker processes; 0: only this process, or with ray as many as fit",
     )
     visit_timeout: float = Field(
         0,
         ge=0,
-        description="seconds that a worker may take for one client's visit or evaluation; then another "
-        "worker tries, three in all; 0: any time",
+        description="timeout in seconds of a client's training or evaluation; then another "
+        "worker tries, at most three in total; 0: no timeout",
     )
     devices: list[Annotated[str, Field(pattern=r"^cuda:\d+$")]] | None = Field(
         None,
         min_length=1,
-        description='CUDA devices that the processes share, such as ["cuda:0", "cuda:1"]: one for each '
-        "worker, in turn; left out: all that this program sees",
+        description='CUDA devices of the processes, e.g. ["cuda:0", "cuda:1"]: one for each '
+        "worker, in turn; default: all visible devices",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="threads of each process; left out: the machine's cores, shared out; with ray 1",
+        description="threads per process; default: the machine's cores, divided equally; with ray 1",
     )
-    max_tokens: int = Field(4096, ge=1, description="tokens of one forward pass; larger batches are split")
+    max_tokens: int = Field(4096, ge=1, description="tokens per forward pass; larger batches are split")
     state_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="dtype of clients' private tensors on disk"
     )
-    ray: RayConfig | None = Field(None, description="which Ray cluster, and GPUs; read with name ray alone")
+    ray: RayConfig | None = Field(None, description="the Ray cluster and its GPUs; only with name = 'ray'")
 
     @model_validator(mode="after")
     def _placed(self) -> EngineConfig:
         devices = self.devices or []
         if devices and self.name == "ray":
             raise ValueError(
-                "devices are those of this machine, and Ray gives each actor its own: leave them out, and "
+                "devices are those of this machine, but Ray assigns each actor its own: remove them, and "
                 "set ray.num_gpus"
             )
         if len(set(devices)) < len(devices):
-            raise ValueError(f"devices = {devices!r} names one twice: workers take turns over them")
+            raise ValueError(f"devices = {devices!r} names a device twice: workers take turns over them")
         if len(devices) > max(1, self.workers):
             raise ValueError(
-                f"devices = {devices!r} are {len(devices)}, and the work is done in {max(1, self.workers)} "
+                f"devices = {devices!r} are {len(devices)}, but there are {max(1, self.workers)} "
                 f"processes: set workers = {len(devices)}, or name fewer"
             )
         return self
@@ -275,20 +273,20 @@ class TrackConfig(StrictModel):
     """
 
     to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        min_length=1, description="the tools, a name or a list of names"
+        min_length=1, description="the trackers, a name or a list of names"
     )
     project: str = Field(
         "prefed", min_length=1, description="the project of the run; MLflow calls it an experiment"
     )
     name: str | None = Field(
-        None, min_length=1, description="the run's name there; left out: that of its run directory"
+        None, min_length=1, description="the run's name in the tracker; default: that of its run directory"
     )
     clients: bool = Field(
         True,
-        description="tell every client's figures, by its id; false: nothing that names one, and no page",
+        description="log every client's metrics by its id; false: nothing that names a client, and no page",
     )
     page: bool = Field(
-        True, description="add the page that prefed report makes, without what only its owner may read"
+        True, description="add the page of prefed report, without what only its owner may read"
     )
 
     @field_validator("to", mode="before")

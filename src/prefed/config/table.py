@@ -36,15 +36,15 @@ Printed = Annotated[str, StringConstraints(pattern=r"^-?\d+(\.\d+)?(±\d+(\.\d+)
 class Row(StrictModel):
     """A row of a table: one cell, or one for each column."""
 
-    text: str = Field("", description="how the printed table names the row; left out: its name")
-    sets: list[str] = Field([], description="names of sets, each laid over the base and the sets before it")
-    set: dict[str, Any] = Field({}, description="settings laid over the base, the column and the sets")
-    rates: list[float] = Field([], description="learning rates of this row; left out: the table's")
+    text: str = Field("", description="the row's heading in the printed table; default: its name")
+    sets: list[str] = Field([], description="names of sets, each overriding the base and the sets before it")
+    set: dict[str, Any] = Field({}, description="settings that override the base, the column and the sets")
+    rates: list[float] = Field([], description="learning rates of this row; default: the table's")
     paper: Printed | dict[str, Printed] = Field(
-        {}, description="the paper's figure; in a table with columns: one for each column"
+        {}, description="the paper's value; in a table with columns: one for each column"
     )
     clients: dict[str, Printed] | dict[str, dict[str, Printed]] = Field(
-        {}, description="the paper's figure of each client; in a table with columns: for each column"
+        {}, description="the paper's value for each client; in a table with columns: for each column"
     )
 
 
@@ -55,27 +55,31 @@ class Table(StrictModel):
     """
 
     title: str = Field(description="what the table shows")
-    source: str = Field("", description="the paper, and which of its tables")
-    figures: str = Field("", description="what the paper's figures are")
-    base: dict[str, Any] = Field(description="an experiment's settings, or the path of an experiment file")
+    source: str = Field("", description="the paper and the number of its table")
+    figures: str = Field("", description="the metric of the paper's values")
+    base: dict[str, Any] = Field(
+        description="the settings of an experiment, or the path of an experiment file"
+    )
     sets: dict[str, dict[str, Any]] = Field({}, description="settings by name, for columns and rows to use")
     columns: dict[str, str] = Field({}, description="the sets that make the columns, each with its heading")
     rows: dict[str, Row] = Field(description="the rows by name", min_length=1)
     judge: Judge = Field(
-        "preference_accuracy", description="the figure that chooses a rate and stands beside the paper's"
+        "preference_accuracy", description="the metric that selects a rate and is compared with the paper's"
     )
-    seeds: list[int] = Field([42], min_length=1, description="seeds; the first one chooses the rate")
+    seeds: list[int] = Field([42], min_length=1, description="seeds; the rate is selected with the first")
     rates: list[float] = Field(
-        [], description="learning rates that are tried on validation pairs; left out: each cell's own rate"
+        [], description="learning rates to try on validation pairs; default: each cell's own rate"
     )
-    further: int = Field(0, ge=0, description="how many rates may be tried beyond an end of them")
+    further: int = Field(0, ge=0, description="how many further rates may be tried beyond either end")
 
     @field_validator("rows", "columns")
     @classmethod
     def _named(cls, names: dict[str, Any]) -> dict[str, Any]:
         for name in names:
             if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
-                raise ValueError(f"{name!r} names folders: write it with letters, digits, '.', '-', '_', '+'")
+                raise ValueError(
+                    f"{name!r} becomes a folder's name: use only letters, digits, '.', '-', '_', '+'"
+                )
         return names
 
     @model_validator(mode="after")
@@ -162,7 +166,7 @@ class Cell:
         method = tree.get("method", {})
         for table, key in _rates(tree):
             if "lr" not in method:
-                raise ConfigError(f"{where}: {key} = {RATE!r} stands for method.lr, which is not set")
+                raise ConfigError(f"{where}: {key} = {RATE!r} refers to method.lr, which is not set")
             table[key] = method["lr"]
         return Experiment.from_tables(tree, where, origins)
 
@@ -196,7 +200,7 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
     """
     if not {"rows", "extends"} & read_toml(path).keys():
         if cell is not None:
-            raise ConfigError(f"{path} is one experiment, not a table; leave out --cell {cell}")
+            raise ConfigError(f"{path} is one experiment, not a table; remove --cell {cell}")
         return Experiment.load(path, overrides)
     cells = load_table(path).cells(path)
     if cell is None:
@@ -283,7 +287,7 @@ _LONGEST = 60
 _ELSEWHERE = {
     "seed": "seeds are given by --seeds",
     "evaluate.split": "a sweep chooses on validation pairs",
-    "engine": "where the work is done decides nothing; set it with --set",
+    "engine": "it does not affect results; set it with --set",
 }
 """Keys that no grid may have, with the reason."""
 
@@ -322,7 +326,7 @@ def grid_table(
     tree = read_toml(path)
     if {"rows", "extends"} & tree.keys():
         raise ConfigError(
-            f"{path} is a table, with rows, rates and seeds of its own; --grid and --seeds are for one "
+            f"{path} is a table, with its own rows, rates and seeds; --grid and --seeds are for one "
             "experiment"
         )
     make_absolute(tree, (path.parent, Path()))
@@ -354,9 +358,9 @@ def parse_grid(texts: Sequence[str], overrides: Sequence[str] = ()) -> list[Comb
         key, _, words = text.partition("=")
         key = key.strip()
         if key in axes:
-            raise ConfigError(f"--grid {text}: {key} has a --grid already; give all its values in one")
+            raise ConfigError(f"--grid {text}: {key} already has a --grid; give all its values in one")
         if key in fixed:
-            raise ConfigError(f"--grid {text}: --set has {key} too; leave one of them out")
+            raise ConfigError(f"--grid {text}: --set has {key} too; remove one of them")
         for name, why in _ELSEWHERE.items():
             if key == name or key.startswith(f"{name}."):
                 raise ConfigError(f"--grid {text}: {why}")
@@ -392,7 +396,7 @@ def parse_seeds(text: str | None, first: int) -> list[int]:
         seeds = list(range(first, first + seeds[0]))
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(
-            f"--seeds {text}: write how many seeds, e.g. --seeds 3, or different seeds, e.g. --seeds 1,2,5"
+            f"--seeds {text}: write a number of seeds, e.g. --seeds 3, or distinct seeds, e.g. --seeds 1,2,5"
         )
     return seeds
 
@@ -403,7 +407,7 @@ def _values(text: str, key: str, words: str) -> dict[str, Any]:
     for word in _split(text, words):
         _, value = parse_override(f"{key}={word}", "--grid")
         if any(value == each and type(value) is type(each) for each in values.values()):
-            raise ConfigError(f"--grid {text}: {word} is there twice")
+            raise ConfigError(f"--grid {text}: {word} is repeated")
         values[word] = value
     return values
 
@@ -419,7 +423,7 @@ def _split(text: str, words: str) -> list[str]:
             pending = ""
     if pending or not all(parts):
         raise ConfigError(
-            f"--grid {text}: write it as key=value,value, no value empty, e.g. --grid method.lr=1e-4,1e-3"
+            f"--grid {text}: write key=value,value without empty values, e.g. --grid method.lr=1e-4,1e-3"
         )
     return parts
 

@@ -58,7 +58,7 @@ class Callbacks(Callback):
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
-            raise TypeError("callbacks: give a list of instances of prefed.Callback, as in callbacks=[X()]")
+            raise TypeError("callbacks must be a list of prefed.Callback instances, e.g. callbacks=[X()]")
         self._callbacks = tuple(callbacks)
 
     def on_run_begin(self, done: int, rounds: int) -> None:

@@ -71,9 +71,9 @@ def loads_with_digest(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedError(str(error)) from error
     if not isinstance(content, dict):
-        raise DamagedError("it holds no JSON object")
+        raise DamagedError("it contains no JSON object")
     if expected is not None and expected != digest(_compact(content)):
-        raise DamagedError("its content is not what was written: the digest in it is of another")
+        raise DamagedError("its content does not match its digest")
     return content
 
 
@@ -164,7 +164,7 @@ def write_error(path: Path, size: int, error: Exception) -> WriteError:
         free = ""
         with contextlib.suppress(OSError):
             free = f", which has {shutil.disk_usage(path.parent).free / 2**20:,.0f} MiB free"
-        message += f"; make room on the disk of {path.parent}{free}"
+        message += f"; free space on the disk of {path.parent}{free}"
     result = WriteError(message)
     if number is not None:
         result.errno = number

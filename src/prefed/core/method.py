@@ -205,7 +205,7 @@ class Phase:
         trainable = set(ownership.names(Owner.SHARED, Owner.PERSONAL))
         frozen = [name for name in self.train if name not in trainable]
         if frozen:
-            raise ValueError(f"phase {self.name!r} would train what is frozen: {', '.join(frozen)}")
+            raise ValueError(f"phase {self.name!r} would train frozen groups: {', '.join(frozen)}")
 
     def at_rates(self, change: Callable[[float], float]) -> Phase:
         """This phase with ``change(rate)`` in place of each learning rate."""
@@ -404,7 +404,7 @@ def lay_over(untouched: Tensors, published: Download) -> Mapping[str, Tensors]:
     names = [name for group in published.tensors.values() for name in group]
     if len(set(names)) < len(names):
         raise ValueError(
-            "the published groups hold tensors of equal names; the method must say which models they are"
+            "the published groups have tensors with equal names; the method must declare their models"
         )
     return {"shared": untouched.replace(*published.tensors.values())}
 

@@ -24,8 +24,8 @@ def check_noise(noise: float, product: str) -> None:
     """
     if not _LEAST <= noise <= _MOST:
         raise ValueError(
-            f"{product} is {noise:g}: outside {_LEAST:g} to {_MOST:g} the numbers of a model cannot hold "
-            "such noise, so nothing would be hidden"
+            f"{product} is {noise:g}: outside {_LEAST:g} to {_MOST:g} a model's numbers cannot represent "
+            "such noise, so nothing would be protected"
         )
 
 
@@ -45,19 +45,20 @@ class Privacy(StrictModel):
     minimum_pairs: int = Field(
         0,
         ge=0,
-        description="a client with fewer training pairs sends no loss, and one judged on fewer pairs counts "
-        "in means alone; 0: no bound, for simulations; 4 is a start where clients are people",
+        description="a client with fewer training pairs sends no loss, and one evaluated on fewer pairs "
+        "appears "
+        "only in means; 0: no bound, for simulations; use at least 4 if clients are people",
     )
     kind: Literal["central", "local"] | None = Field(
         None,
         description="differential privacy of clients: central, the server adds noise to the sum of a round's "
-        "updates; local, each client adds it to its own upload; left out: none",
+        "updates; local, each client adds it to its own upload; default: none",
     )
     clip: float | None = Field(
         None,
         gt=0,
-        description="for kind: bound on the Euclidean length of an upload's update, all tensors together; a "
-        "longer one is scaled down to it; left out: none, which no noise suffices for",
+        description="for kind: bound on the Euclidean norm of an upload's update, over all tensors; a "
+        "larger one is scaled down to it; default: none, for which no noise suffices",
     )
     noise_multiplier: float | None = Field(
         None, ge=0, description="for kind: standard deviation of the Gaussian noise, over clip"
@@ -70,14 +71,15 @@ class Privacy(StrictModel):
     )
     secret_cohorts: bool | None = Field(
         None,
-        description="for central: whoever sees a model learns neither who took part in a round nor the seed, "
-        "so that the drawing of cohorts lowers epsilon; left out: false",
+        description="for central: no recipient of a model learns who took part in a round, or the seed, "
+        "so that sampling cohorts lowers epsilon; default: false",
     )
     draws: Literal["seed", "system"] | None = Field(
         None,
-        description="for kind: where noise comes from: seed, the run's, so that a simulation is repeatable; "
-        "system, the operating system's secure random numbers; left out: seed where all clients are "
-        "simulated, system where they are real",
+        description="for kind: source of the noise: seed, the run's seed, which makes a simulation "
+        "repeatable; "
+        "system, the operating system's secure random numbers; default: seed if all clients are "
+        "simulated, system if they are real",
     )
 
     @model_validator(mode="after")
@@ -86,10 +88,10 @@ class Privacy(StrictModel):
         if self.kind is None:
             given = [name for name in names if getattr(self, name) is not None]
             if given:
-                raise ValueError(f"{given[0]} is read with kind 'central' or 'local' alone: set kind")
+                raise ValueError(f"{given[0]} applies only with kind 'central' or 'local': set kind")
         elif self.noise_multiplier is None:
             raise ValueError(
-                "kind needs noise_multiplier; `prefed privacy` computes the one for an epsilon, 0 clips alone"
+                "kind needs noise_multiplier; `prefed privacy` computes it for an epsilon, 0 only clips"
             )
         elif self.noise_multiplier and (self.clip is None or self.delta is None):
             missing = "clip, the bound on what noise hides" if self.clip is None else "delta"
@@ -98,7 +100,7 @@ class Privacy(StrictModel):
             check_noise(self.noise, "clip times noise_multiplier")
         if self.secret_cohorts and self.kind == "local":
             raise ValueError(
-                "secret_cohorts: the server of kind 'local' sees whose upload it gets: leave it out"
+                "secret_cohorts: with kind 'local' the server knows the sender of each upload: remove it"
             )
         return self
 
@@ -122,8 +124,8 @@ class Privacy(StrictModel):
         """
         if self.draws == "seed":
             raise ValueError(
-                "[privacy] draws = 'seed': whoever knows the run's seed takes the noise off again, and in a "
-                "federation all know it: leave draws out"
+                "[privacy] draws = 'seed': whoever knows the run's seed can remove the noise, and in a "
+                "federation everyone knows it: remove draws"
             )
         return self if self.kind is None else self.model_copy(update={"draws": "system"})
 

@@ -227,7 +227,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
     def _operand(self, other: Tensors | float) -> torch.Tensor | float:
         if isinstance(other, Tensors):
             if other.layout.names != self.layout.names:
-                raise ValueError("arithmetic needs two Tensors of one layout")
+                raise ValueError("arithmetic needs two Tensors with the same layout")
             return other.flat
         return other
 
@@ -353,7 +353,7 @@ class Ownership:
     >>> ownership.check(Layout(layout.entries[:1]))
     Traceback (most recent call last):
     ...
-    ValueError: the method's ownership does not cover the model; in the ownership alone: head
+    ValueError: the method's ownership does not cover the model; only in the ownership: head
     """
 
     owners: Mapping[str, Owner]
@@ -385,7 +385,7 @@ class Ownership:
             return
         difference = []
         if theirs - ours:
-            difference.append(f"in the model alone: {', '.join(sorted(theirs - ours))}")
+            difference.append(f"only in the model: {', '.join(sorted(theirs - ours))}")
         if ours - theirs:
-            difference.append(f"in the ownership alone: {', '.join(sorted(ours - theirs))}")
+            difference.append(f"only in the ownership: {', '.join(sorted(ours - theirs))}")
         raise ValueError(f"the method's ownership does not cover the model; {'; '.join(difference)}")

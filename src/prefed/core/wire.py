@@ -134,7 +134,7 @@ def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
         length = int.from_bytes(data[:8], "little")
         for what, size, limit in (("bytes", len(data), most[1]), ("bytes of header", length, most[0])):
             if size > limit:
-                raise WireError(f"a message of {size:,} {what}, and at most {limit:,} are expected")
+                raise WireError(f"a message of {size:,} {what}; expected at most {limit:,}")
     # No cache of layouts here: clients could fill it.
     header, groups = _open(data, "upload", _read_layout)
     weight = header.get("weight")
@@ -195,7 +195,7 @@ def _header(data: bytes, kind: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise WireError(f"not a prefed message ({len(data)} bytes): {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise WireError(f"a message of another format than {FORMAT}: written by another version of prefed")
+        raise WireError(f"a message of a format other than {FORMAT}, from another version of prefed")
     if header.get("kind") != kind:
         raise WireError(f"expected a message of kind {kind!r}, found {header.get('kind')!r}")
     return header
@@ -250,6 +250,6 @@ def _check_plain(value: object, where: str) -> None:
             _check_plain(item, f"{where}.{key}")
     else:
         raise WireError(
-            f"{where}: a {type(value).__name__} cannot be kept in JSON without loss; "
+            f"{where}: a {type(value).__name__} cannot be stored in JSON without loss; "
             "use None, bool, int, float, str, list or dict"
         )

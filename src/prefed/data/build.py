@@ -79,7 +79,7 @@ def build_dataset(
         changed = sorted(n for n in inputs.keys() | before.keys() if inputs.get(n) != before.get(n))
         if changed:
             raise DataMismatchError(
-                f"{folder} holds data made from other {' and '.join(changed)}; "
+                f"{folder} holds data prepared from a different {' and '.join(changed)}; "
                 "use another folder, or delete this one",
                 files.digest(json.dumps(inputs, sort_keys=True).encode()),
             )
@@ -152,7 +152,7 @@ def _build(
 ) -> None:
     counts = ReadCounts()
     errors = ErrorCollector(
-        hint='Repair them, or leave such rows out with invalid = "drop".',
+        hint='Fix them, or drop such rows with invalid = "drop".',
         count_only=config.invalid == "drop",
     )
     writer = TokenWriter(folder, encoder, errors=errors, codes=2)
@@ -211,8 +211,8 @@ def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tu
     if not len(table.rows_of(0)):
         others = ", ".join(f"{len(table.rows_of(k)):,} for {ROLES[k]}" for k in (1, 2))
         raise DataError(
-            f"no pair is left to train on: usable are {others}; {counts['leaks']:,} were left out of "
-            "training since they are also tested on"
+            f"no training pairs are left; usable: {others}; {counts['leaks']:,} were removed from "
+            "training because they are also test pairs"
         )
     return table, counts
 
@@ -240,7 +240,7 @@ def _flipped(config: DataConfig, assignment: Assignment, ids: list[str]) -> set[
     flipped = {name for name, flip in zip(assignment.ids, assignment.flipped, strict=True) if flip}
     for name in config.flip:
         if name not in ids:
-            raise DataError(f"flip names client {name!r}, and there is none{did_you_mean(name, ids)}")
+            raise DataError(f"flip: no client is called {name!r}{did_you_mean(name, ids)}")
         flipped ^= {name}
     return flipped & set(ids)
 
@@ -319,7 +319,7 @@ def _read_rows(
         if counts.read + errors.count == before:
             empty.append(source.path)
     if empty:
-        one, several = "there is no row in it", "there is no row in these files"
+        one, several = "the file has no rows", "the files have no rows"
         raise DataError(f"{listed(empty, str)}: {one if len(empty) == 1 else several}")
     missing.raise_if_everywhere()
     writer.flush()
@@ -385,7 +385,7 @@ class _MissingColumn:
         rows += f" to {last.row if first.file == last.file else last}"
         setting = "by" if error.column == "margin" else "column"
         raise DataError(
-            f"{rows}: no row has {error.column!r}, which [data.partition] {setting} names; "
+            f"{rows}: no row has the column {error.column!r} of [data.partition] {setting}; "
             f"the columns there are {', '.join(error.columns) or 'none besides prompt, chosen and rejected'}"
             + (did_you_mean(error.column, error.columns) or self._hint)
         )
@@ -399,7 +399,7 @@ def _per_client(config: DataConfig) -> str:
     folder = Path(train.path).expanduser()
     if not folder.is_dir() or len(data_files(folder, train.split)) < 2:
         return ""
-    return '; if each file there has one client\'s rows, set [data] partition = {by = "file"}'
+    return '; if each file holds one client\'s rows, set [data] partition = {by = "file"}'
 
 
 def _no_pair(config: DataConfig, writer: TokenWriter, errors: ErrorCollector, counts: ReadCounts) -> str:
@@ -409,13 +409,13 @@ def _no_pair(config: DataConfig, writer: TokenWriter, errors: ErrorCollector, co
         "two equal responses": counts.identical + writer.identical,
         "no preference": counts.ties,
         f"malformed or blank, the first {errors.first}": errors.count,
-        f"{text} longer than max_length = {config.max_length} allows": writer.too_long,
+        f"{text} longer than max_length = {config.max_length}": writer.too_long,
     }
     lines = [f"  {count:,}: {reason}" for reason, count in reasons.items() if count]
     if writer.too_long:
-        lines.append(f"The shortest of the long pairs needs max_length = {writer.shortest}.")
+        lines.append(f"The shortest of these long pairs needs max_length = {writer.shortest}.")
     names = ", ".join(source.path for _, _, source in config.sources())
-    return "\n".join([f"{names}: no usable pair; why rows were left out:", *lines])
+    return "\n".join([f"{names}: no usable pairs; rows were dropped as:", *lines])
 
 
 def with_named_files(config: DataConfig) -> DataConfig:
@@ -439,7 +439,7 @@ def client_of(file: Path, folder: Path) -> str:
 def _named(source: Source, role: str) -> dict[str, Source]:
     folder = Path(source.path).expanduser()
     if not folder.is_dir() or is_saved(folder):
-        what = "no folder" if not folder.exists() else "one data set" if folder.is_dir() else "a file"
+        what = "not a folder" if not folder.exists() else "one data set" if folder.is_dir() else "a file"
         raise DataError(
             f'partition by = "file": data.{role} = {source.path!r} is {what}; name a folder with a file for '
             "each client, such as ann.jsonl"
@@ -449,7 +449,7 @@ def _named(source: Source, role: str) -> dict[str, Source]:
         name = client_of(file, folder)
         control = control_character(name)
         if control is not None:
-            raise DataError(f"{file}: a client's name has no control character, and this has {control}")
+            raise DataError(f"{file}: a client's name cannot contain the control character {control}")
         if name in named:
             raise DataError(
                 f"{named[name].path} and {file} would both be client {name!r}: rename one of them, or put a "

@@ -101,7 +101,7 @@ class ChoiceTemplate:
         if missing:
             raise RowError(
                 f"no {' and no '.join(missing)}",
-                f"A selector's {self._kind} template shows these fields. Give rows that have them, or set "
+                f"A selector's {self._kind} template shows these fields. Use rows that have them, or set "
                 '[selector] template = "general".',
             )
         fields = {name: str(record.extra[name]).strip() for name in wording.fields}
@@ -203,7 +203,9 @@ class ChoiceEncoder:
     def _encoded(self, tokens: Tokens, *, cut: bool = False, shortened: bool = False) -> Outcome:
         prompt, first, second = tokens
         if (first[-1], second[-1]) != self.letters:
-            return RowError("the tokenizer joins the letter of a selector's question to the text before it")
+            return RowError(
+                "the tokenizer merges the answer letter of a selector's question with the text before it"
+            )
         return Encoded([*self._start, *prompt], (first, second), cut, shortened)
 
     def _too_long(self, needed: int) -> TooLong:
@@ -215,7 +217,7 @@ class ChoiceEncoder:
         """Where each token of a text begins and ends in it."""
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
-                "this tokenizer cannot say where a token ends in the text, so a long pair cannot be "
+                "this tokenizer does not report token offsets, so a long pair cannot be "
                 'shortened; set [selector] too_long = "drop"'
             )
         encoding = self._tokenizer(
@@ -246,9 +248,9 @@ def _letters(tokenizer: Tokenizer, tail: str) -> tuple[int, int]:
     unknown = getattr(tokenizer, "unk_token_id", None)
     if not a or not b or a[:-1] != b[:-1] or a[-1] == b[-1] or unknown in (a[-1], b[-1]):
         raise DataError(
-            f'the tokenizer does not end "{tail.strip()} A" and "{tail.strip()} B" in two different tokens '
-            f"after the same beginning (it makes {a} and {b} of them), so a selector has no letter to answer "
-            "with; take a model with another tokenizer"
+            f'the tokenizer does not end "{tail.strip()} A" and "{tail.strip()} B" in two distinct tokens '
+            f"after the same prefix (got {a} and {b}), so a selector has no letter to answer "
+            "with; use a model with another tokenizer"
         )
     return a[-1], b[-1]
 

@@ -70,7 +70,7 @@ def _check_name(name: str) -> str:
         raise ValueError("a client's name is empty")
     control = control_character(name)
     if control is not None:
-        raise ValueError(f"the client's name {name!r} has a control character, {control}")
+        raise ValueError(f"the client's name {name!r} contains the control character {control}")
     return name
 
 
@@ -289,12 +289,12 @@ class DataConfig(StrictModel):
             named = {Path(str(item)).name.split(".")[0]: item for item in value}
             if len(named) != len(value):
                 raise ValueError(
-                    "sources in a list are named after their files, and these names repeat: use a table"
+                    "sources in a list are named after their files, but these names repeat: use a table"
                 )
             value = named
         if isinstance(value, dict) and "path" not in value:
             if not value:
-                raise ValueError("an empty table of sources")
+                raise ValueError("the table of sources is empty")
             return {name: one(source) for name, source in value.items()}
         return one(value)
 
@@ -306,8 +306,8 @@ class DataConfig(StrictModel):
             if isinstance(train, list | tuple) or (isinstance(train, dict) and "path" not in train):
                 return {**values, "partition": {"by": "source"}}
             raise ValueError(
-                'partition says which client holds which rows, e.g. {by = "iid", clients = 10}, '
-                '{by = "column", column = "worker"}, or {by = "file"} for a folder with a file per client'
+                'partition assigns rows to clients, e.g. {by = "iid", clients = 10}, '
+                '{by = "column", column = "worker"}, or {by = "file"} for a folder with one file per client'
             )
         return values
 
@@ -315,31 +315,31 @@ class DataConfig(StrictModel):
     def _consistent(self) -> DataConfig:
         if isinstance(self.partition, BySource):
             if not isinstance(self.train, dict):
-                raise ValueError('by = "source" needs train = {name = source, …}: one data set per client')
+                raise ValueError('by = "source" needs train = {name = source, …}: one dataset per client')
             for role in ("validation", "test"):
                 sources = getattr(self, role)
                 if sources is not None and (not isinstance(sources, dict) or set(sources) - set(self.train)):
-                    raise ValueError(f'with by = "source", {role} is a table with names of train\'s table')
+                    raise ValueError(
+                        f'with by = "source", {role} must be a table with names from train\'s table'
+                    )
         elif isinstance(self.partition, ByFile):
             for role in ("train", "validation", "test"):
                 if isinstance(getattr(self, role), dict):
-                    raise ValueError(f'with by = "file", {role} is one folder with a file for each client')
+                    raise ValueError(f'with by = "file", {role} must be a folder with one file per client')
         else:
             for role in ("validation", "test"):
                 if getattr(self, role) is not None and getattr(self, f"{role}_fraction"):
                     raise ValueError(
-                        f"{role} and {role}_fraction exclude each other: {role} names pairs of their own, "
-                        f"{role}_fraction takes them from train. Leave one out"
+                        f"{role} and {role}_fraction exclude each other: {role} names separate pairs, "
+                        f"{role}_fraction takes them from train. Remove one"
                     )
         if self.tail_characters is not None and self.score != "whole":
-            raise ValueError('tail_characters cuts whole texts: set score = "whole", or leave it out')
+            raise ValueError('tail_characters requires score = "whole": set it, or remove tail_characters')
         by_prompt = isinstance(self.partition, Dirichlet) and not self.partition.share_prompts
         if self.score == "whole" and (by_prompt or self.split_by == "prompt"):
-            raise ValueError('score = "whole" leaves no prompts by which pairs could be kept together')
+            raise ValueError('score = "whole" leaves no prompts to group pairs by')
         if self.validation_fraction + (self.test_fraction or 0.0) >= 1:
-            raise ValueError(
-                "validation_fraction and test_fraction together must leave something to train on"
-            )
+            raise ValueError("validation_fraction and test_fraction together must leave pairs to train on")
         return self
 
     def sources(self) -> list[tuple[str, str | None, Source]]:

@@ -179,7 +179,7 @@ class FederatedDataset:
         try:
             for name, digest in manifest["digests"].items():
                 if files.file_digest(folder / name) != digest:
-                    raise ValueError(f"{name} is not what was written")
+                    raise ValueError(f"{name} does not match its digest")
             tokens = TokenSet(folder)
             ids = tuple(manifest["ids"])
             rows = np.fromfile(folder / "held.i64", dtype="<i8").astype(np.int64, copy=False)
@@ -191,7 +191,7 @@ class FederatedDataset:
             if not np.array_equal(bounds[:, 0], ends[:-1]) or len(rows) != ends[-1]:
                 raise ValueError(f"held.i64 and bounds.i64 differ: {len(rows):,} rows, not {ends[-1]:,}")
             if len(rows) and not (rows.min() >= 0 and rows.max() < len(tokens)):
-                raise ValueError(f"held.i64 has rows beyond the {len(tokens):,} that there are")
+                raise ValueError(f"held.i64 refers to rows beyond the last of {len(tokens):,}")
         except DataError:
             raise
         except (OSError, ValueError, KeyError) as error:
@@ -232,4 +232,4 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, error: object) -> str:
-    return f"{folder} holds no whole federation ({error}); delete it to have it made again"
+    return f"{folder} holds no complete federation ({error}); delete it to rebuild it"

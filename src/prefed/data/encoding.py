@@ -60,7 +60,7 @@ def _instruction_of(messages: Sequence[Message]) -> str:
         RowError: there are other turns.
     """
     if [turn.role for turn in messages] != ["user"]:
-        raise RowError('template = "instruction" takes a prompt of one turn, a user\'s')
+        raise RowError('template = "instruction" requires a prompt of a single user turn')
     text, mark, context = messages[0].content.partition("\n\n### Input:\n")
     return instruction(text, context if mark else None)
 
@@ -118,7 +118,7 @@ class Template:
         try:
             text = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate)
         except Exception as error:  # errors of jinja, and of the template itself
-            raise RowError(f"the tokenizer's chat template refuses this conversation: {error}") from error
+            raise RowError(f"the tokenizer's chat template rejects this conversation: {error}") from error
         assert isinstance(text, str)
         return text
 
@@ -294,7 +294,7 @@ class PolicyEncoder:
     """
 
     letters: tuple[int, int] | None = None
-    hint = 'A response is never cut: raise max_length, or leave such pairs out with too_long = "drop".'
+    hint = 'Responses are never truncated: raise max_length, or drop such pairs with too_long = "drop".'
 
     def __init__(
         self,

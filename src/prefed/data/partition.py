@@ -181,7 +181,7 @@ def fill_empty_clients(client: Ints, prompt: NDArray[np.uint64], clients: int) -
     group = group.reshape(-1)
     if len(codes) < clients:
         raise DataError(
-            f"{len(codes)} different prompts are not enough for {clients} clients that share none; "
+            f"{len(codes)} different prompts are not enough for {clients} clients without shared prompts; "
             "lower the number of clients"
         )
     of_prompt = np.empty(len(codes), dtype=np.int64)
@@ -296,7 +296,7 @@ def partition_value(partition: Partition, record: Record, source: str | None) ->
     name = str(value)
     control = control_character(name)
     if control is not None:
-        raise ValueError(f"{column} is {name!r}: a name has no control character, and this has {control}")
+        raise ValueError(f"{column} is {name!r}, which contains the control character {control}")
     return name
 
 
@@ -336,11 +336,11 @@ def _client_of_value(groups: dict[str, list[str]], present: list[str]) -> dict[s
     for index, (name, values) in enumerate(groups.items()):
         for value in values:
             if value in client_of:
-                raise DataError(f"value {value!r} is in two groups: {ids[client_of[value]]} and {name}")
+                raise DataError(f"the value {value!r} is in two groups: {ids[client_of[value]]} and {name}")
             client_of[value] = index
     without_group = sorted(value for value in present if value not in client_of)
     if without_group:
-        raise DataError(f"these values belong to no group: {_listed(without_group)}")
+        raise DataError(f"these values are in no group: {_listed(without_group)}")
     empty = set(range(len(ids))) - {client_of[value] for value in present}
     if empty:
         raise DataError(
@@ -442,7 +442,8 @@ def _check_prompts(prompt: NDArray[np.uint64], category: NDArray[np.int64]) -> N
     if crossing > 0.5:
         raise DataError(
             f"{crossing:.0%} of the pairs have a prompt that occurs in several categories ({len(codes)} "
-            "different prompts in all); keeping each prompt with one client would undo the Dirichlet shares: "
+            "different prompts in all); keeping each prompt at one client would distort the Dirichlet "
+            "shares: "
             "set share_prompts = true"
         )
 
@@ -453,7 +454,7 @@ def _kinds(partition: Conflict, table: RowTable) -> tuple[NDArray[np.int64], tup
     categories = partition.categories or tuple(present)
     if len(categories) != 2 or set(categories) != set(present):
         raise DataError(
-            f"a conflict is between two categories, and column {partition.column!r} has {len(present)}: "
+            f"a conflict needs exactly two categories, but column {partition.column!r} has {len(present)}: "
             f"{_listed(present)}"
             + (f"; categories names {_listed(categories)}" if partition.categories else "")
         )
@@ -611,7 +612,7 @@ def split_clients(
             rows[ends[-1] : ends[-1] + len(part)] = np.sort(part)
             ends.append(ends[-1] + len(part))
     if not ids:
-        raise DataError('no client keeps a pair to train on: all are tested on; set duplicates = "drop"')
+        raise DataError('no client has training pairs left: all are also test pairs; set duplicates = "drop"')
     every = np.array(ends, dtype=np.int64)
     bounds = np.stack([every[0:-1:3], every[1::3], every[2::3], every[3::3]], axis=1)
     return ClientSplits(ids, rows[: ends[-1]], bounds, counts, usable[role[usable] == _NO_ROLE])
@@ -631,5 +632,5 @@ def _fractions(config: DataConfig, table: RowTable) -> Callable[[str], tuple[flo
         )
     has_validation, has_test = (bool(len(table.rows_of(role))) for role in (1, 2))
     if (has_test and config.test_fraction) or (has_validation and config.validation_fraction):
-        raise DataError("the rows say which are for validation or test: leave that fraction out")
+        raise DataError("the rows already mark validation or test pairs: remove the fraction")
     return lambda name: (config.validation_fraction, 0.0 if has_test else test_fraction)

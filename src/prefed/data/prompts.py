@@ -56,7 +56,7 @@ def read_prompts(
     Raises:
         DataError: the source cannot be read, or has no row or rows without a prompt; it names them.
     """
-    errors = ErrorCollector(hint=f"Each row needs a prompt; or name the column: {naming}.")
+    errors = ErrorCollector(hint=f"Each row needs a prompt; otherwise name the column: {naming}.")
     path, count = Path(source.path).expanduser(), 0
     form = None if source.columns else format_setting(source)
     others = None if usual == "auto" else get_format(usual)
@@ -74,7 +74,7 @@ def read_prompts(
             errors.add(location, f"malformed: {error}")
     errors.raise_if_any()
     if not count:
-        raise DataError(f"{source.path}: there is no prompt in it")
+        raise DataError(f"{source.path} contains no prompts")
 
 
 def prompt_digests(source: Source) -> dict[str, str]:
@@ -118,7 +118,7 @@ def _plain_row(row: Mapping[str, Any], value: Any, name: str, response: Any, col
     if response is not None and not isinstance(response, str):
         turns = parse_messages(response, column)
         if len(turns) != 1:
-            raise RowError(f"{column} has {len(turns)} messages; a response is one")
+            raise RowError(f"{column} has {len(turns)} messages; a response must be a single one")
         response = turns[0].content
     # A selector's template shows a post whole, however long it is.
     post = {name: row[name] for name in POST_FIELDS if isinstance(row.get(name), str)}

@@ -30,9 +30,9 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
-            raise ValueError(f"a message's role is one of {', '.join(_ROLES)}, not {self.role!r}")
+            raise ValueError(f"a message's role must be one of {', '.join(_ROLES)}, not {self.role!r}")
         if not isinstance(self.content, str):
-            raise ValueError(f"a message's content is text, not {type(self.content).__name__}")
+            raise ValueError(f"a message's content must be text, not {type(self.content).__name__}")
 
 
 Prompt: TypeAlias = "str | tuple[Message, ...]"
@@ -95,9 +95,9 @@ class Record:
         if self.chosen == self.rejected:
             raise ValueError("chosen and rejected are the same")
         if self.margin is not None and not abs(self.margin) <= _LARGEST:
-            raise ValueError(f"margin is {self.margin}, not a finite 32-bit number")
+            raise ValueError(f"margin must be a finite 32-bit number, not {self.margin}")
         if self.split is not None and self.split not in _SPLITS:
-            raise ValueError(f"split is one of {', '.join(_SPLITS)}, not {self.split!r}")
+            raise ValueError(f"split must be one of {', '.join(_SPLITS)}, not {self.split!r}")
 
     def swapped(self) -> Record:
         """The same pair with the opposite preference."""

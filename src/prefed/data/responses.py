@@ -55,7 +55,7 @@ class ResponseEncoder:
             assert isinstance(outcome, Encoded)
             outcome = _shortened(outcome, self._most)
         if isinstance(outcome, RowError):
-            raise DataError(f"a pair that was read before is refused: {outcome}")
+            raise DataError(f"a pair that was read before is now rejected: {outcome}")
         assert isinstance(outcome, Encoded)
         return Pair(*(np.array(ids, np.int32) for ids in (outcome.prompt, *outcome.branches)))
 

@@ -94,11 +94,11 @@ class TokenSet:
         try:
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise DataError(f"{folder} holds no tokenised data ({MANIFEST} is missing)") from None
+            raise DataError(f"{folder} contains no tokenised data ({MANIFEST} is missing)") from None
         except ValueError as error:
             raise self._damaged(MANIFEST, error) from error
         if manifest["version"] != VERSION:
-            raise DataError(f"{folder} was written in another version ({manifest['version']}) of the format")
+            raise DataError(f"{folder} uses another version ({manifest['version']}) of the format")
         self._length = int(manifest["pairs"])
         self.fingerprint: str = manifest["fingerprint"]
         self.category_names: tuple[str, ...] = tuple(manifest["categories"])
@@ -138,12 +138,10 @@ class TokenSet:
         path = self.folder / name
         actual = path.stat().st_size if path.exists() else 0
         if actual != size:
-            raise self._damaged(name, f"{actual:,} bytes in the place of {size:,}")
+            raise self._damaged(name, f"{actual:,} bytes instead of {size:,}")
 
     def _damaged(self, name: str, problem: object) -> DataError:
-        return DataError(
-            f"{self.folder / name} is damaged ({problem}); delete {self.folder} to have it made again"
-        )
+        return DataError(f"{self.folder / name} is damaged ({problem}); delete {self.folder} to rebuild it")
 
     def _column(self, name: str, width: int = 1) -> Any:
         path = column_path(self.folder, name)

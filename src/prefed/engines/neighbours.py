@@ -161,7 +161,7 @@ class NeighbourRounds(Course):
         if set(answers.silent.values()) == {NO_ANSWER} and len(answers.silent) == len(job.members):
             raise RoundError(
                 f"round {now.number}: none of {len(job.members)} clients answered in {exchange.name!r}; "
-                "whole rounds are kept: resume the run once clients can be reached"
+                "complete rounds are kept: resume the run once clients can be reached"
             )
         for client in answers.silent:
             sent.put(node_of[client], state(client).tensors[self._group].flat)

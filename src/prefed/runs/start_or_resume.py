@@ -286,7 +286,7 @@ def _discarding(writer: RunWriter) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, files.WriteError) and writer.commit is not None:
-            error.add_note(f"(whole rounds are kept, {writer.round} of them: then go on with --resume)")
+            error.add_note(f"(complete rounds are kept, {writer.round} of them: then continue with --resume)")
         writer.discard()
         raise
 

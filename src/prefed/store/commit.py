@@ -24,14 +24,14 @@ class StoreError(RuntimeError):
 
 def damaged(path: Path, why: object) -> StoreError:
     """What is raised where a file is not what was written."""
-    advice = "put a copy of it back, or start a new run with another --out"
+    advice = "restore it from a copy, or start a new run with another --out"
     return StoreError(f"{path} is damaged: {why}; {advice}")
 
 
 def missing_best(run: Path, number: int) -> StoreError:
     """What is raised where the commit of the best round is gone."""
     path = _commit_path(run / "checkpoint", number)
-    return StoreError(f"{run} is damaged: the commit of its best round {number} is missing; put back {path}")
+    return StoreError(f"{run} is damaged: the commit of its best round {number} is missing; restore {path}")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def keep_versions(run: Path, folder: Path, versions: Iterable[tuple[str, int]], 
         if path not in present:
             raise StoreError(
                 f"{run} is damaged: {whose} state of round {number} is missing; "
-                f"put back {path}, or start a new run with another --out"
+                f"restore {path}, or start a new run with another --out"
             )
     for path in sorted(present - counting.keys()):
         files.remove(path)
@@ -185,7 +185,7 @@ def read_state(path: Path, digest: str | None) -> bytes:
     """
     data = path.read_bytes()
     if files.digest(data) != digest:
-        raise damaged(path, f"its {len(data):,} bytes are not those that were written")
+        raise damaged(path, f"its {len(data):,} bytes do not match their digest")
     return data
 
 
@@ -227,6 +227,6 @@ class BegunRounds:
             return {int(key): int(value) for key, value in begun.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
-                f"{self._path} is damaged: {error}; without it nobody knows how often clients have answered: "
-                "put a copy of it back, or start a new run with another --out"
+                f"{self._path} is damaged: {error}; without it the number of answers per client is unknown: "
+                "restore it from a copy, or start a new run with another --out"
             ) from error

@@ -53,15 +53,17 @@ def refuse_foreign(run: Path, resume: bool) -> None:
         )
     if {"rounds.jsonl", "summary.json"} & names:
         raise StoreError(
-            f"{run} has lost its checkpoint/, without which its run cannot go on; "
-            "put it back, or start a new run with another --out"
+            f"{run} has no checkpoint/, without which the run cannot continue; "
+            "restore it, or start a new run with another --out"
         )
     if not names:
         raise StoreError(
-            f"{run} holds no run to resume{_near(run)}; without --resume (resume=True) a new one starts there"
+            f"{run} holds no run to resume{_near(run)}; without --resume (resume=True) a new one starts in it"
         )
     near = _near(run) if resume else ""
-    raise StoreError(f"{run} is not empty and holds no run, but {min(names)!r}{near}; choose another --out")
+    raise StoreError(
+        f"{run} is not empty and contains {min(names)!r} instead of a run{near}; choose another --out"
+    )
 
 
 def holds_run(run: Path) -> bool:
@@ -126,7 +128,7 @@ def lock(run: Path, remedy: str = "wait for it, or choose another --out") -> int
     except OSError as error:
         os.close(handle)
         raise StoreError(
-            f"{run} cannot be kept to one process ({error.strerror}), as on some network file systems; "
+            f"{run} cannot be locked ({error.strerror}), as on some network file systems; "
             "choose another --out"
         ) from error
     os.ftruncate(handle, 0)
@@ -157,7 +159,7 @@ def _near(path: Path) -> str:
     folder = path.parent
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     runs = [entry.name for entry in entries if entry != path and (entry / "checkpoint").is_dir()]
-    beside = f" (the runs beside it: {', '.join(runs[:5])})" if runs else ""
+    beside = f" (runs next to it: {', '.join(runs[:5])})" if runs else ""
     return did_you_mean(path.name, runs, most=3, show=lambda name: str(folder / name)) or beside
 
 

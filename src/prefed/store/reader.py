@@ -50,7 +50,7 @@ class RunReader:
     def _look(self) -> None:
         commit = read_commit(self._folder)
         if commit is None:
-            raise StoreError(f"{self.path} holds no run: {self._folder / 'COMMIT.json'} is missing")
+            raise StoreError(f"{self.path} contains no run: {self._folder / 'COMMIT.json'} is missing")
         self.commit = self._best_of(commit) if self._best else commit
         self._private = self.commit.private
 
@@ -58,7 +58,7 @@ class RunReader:
         """The commit of the best round, which a run that goes on may replace by a better one."""
         while True:
             if not last.best_round:
-                raise StoreError(f"{self.path} keeps no best round: its run had no table [stop]")
+                raise StoreError(f"{self.path} has no best round: its experiment has no [stop] table")
             commit = read_commit(self._folder, last.best_round)
             if commit is not None:
                 return commit
@@ -79,7 +79,7 @@ class RunReader:
         name = client_file(client)
         state = decode_state(self._read(name)) if name in self._private else None
         if state is not None and (site := holder_of(state)) is not None:
-            raise StoreError(f"the private state of {client!r} is not in {self.path}: site {site!r} keeps it")
+            raise StoreError(f"the private state of {client!r} is not in {self.path} but at site {site!r}")
         return state
 
     def node(self, node: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ class RunReader:
                 self._look()
                 if self.commit.round == commit.round:
                     raise StoreError(
-                        f"{self.path} is damaged: its nodes of round {commit.round} are missing"
+                        f"{self.path} is damaged: the states of nodes of round {commit.round} are missing"
                     ) from None
 
     def rounds(self) -> list[RoundRecord]:
@@ -145,9 +145,9 @@ def records_in(path: Path, commit: Commit) -> Iterator[tuple[RoundRecord, bytes]
                     raise ValueError(f"found round {record['round']}")
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise StoreError(
-                    f"{path} is damaged: no record of round {number} in line {number}"
+                    f"{path} is damaged: no record of round {number} on line {number}"
                 ) from error
             digest.update(line)
             yield record, line
     if commit.digests.rounds not in (None, digest.hexdigest()):
-        raise damaged(path, f"its first {commit.round} lines are not those that were written")
+        raise damaged(path, f"its first {commit.round} lines do not match their digest")

@@ -267,7 +267,7 @@ class NodeStates:
         if self._current is None and self._digest:
             path = path_of(self.folder, "nodes", self._round)
             if files.file_digest(path) != self._digest:
-                raise damaged(path, "its bytes are not those that were written")
+                raise damaged(path, "its bytes do not match their digest")
             self._current = NodeFile(path, writable=False)
         return self._current
 
@@ -343,7 +343,7 @@ def read_node(folder: Path, commit: Commit, node: int) -> torch.Tensor:
         StoreError: the run keeps no nodes.
     """
     if commit.digests.nodes is None:
-        raise StoreError(f"{folder} holds no states of nodes")
+        raise StoreError(f"{folder} contains no states of nodes")
     file = NodeFile(path_of(folder, "nodes", commit.round), writable=False)
     try:
         return file.row(node)

@@ -133,8 +133,8 @@ class RunWriter:
         changed = [name for name in names if stored.get(name) != fingerprint.get(name)]
         if changed:
             raise StoreError(
-                f"{self.path} cannot go on: its {' and '.join(changed)} changed since it began; "
-                "put back what it was, or start a new run with another --out"
+                f"{self.path} cannot continue: its {' and '.join(changed)} changed since it started; "
+                "restore them, or start a new run with another --out"
             )
 
     def go_back(self, number: int) -> None:
@@ -196,7 +196,7 @@ class RunWriter:
                 them; left out: the newest alone.
             best: as :attr:`Commit.best` has it; left out: as in the commit before. That round's states stay.
         """
-        assert self.commit is not None, "begin() comes first"
+        assert self.commit is not None, "call begin() first"
         content: RoundRecord = plain(record)
         number = self.round + 1
         self._commit(
@@ -310,8 +310,8 @@ class RunWriter:
         log = self.path / "rounds.jsonl"
         if self.commit is None and log.exists() and log.stat().st_size:
             raise StoreError(
-                f"{self.path} is damaged: rounds were run, and {self._folder / 'COMMIT.json'} is missing; "
-                "put it back, or start a new run with another --out"
+                f"{self.path} is damaged: it has rounds, but {self._folder / 'COMMIT.json'} is missing; "
+                "restore it, or start a new run with another --out"
             )
         # The name of the commit may not be on disk yet. It must be before older files are deleted.
         files.sync(self._folder)

@@ -130,7 +130,7 @@ class _SpellingCheck:
         if type(first) is not type(value):
             raise RowError(
                 f"{self.column} is {json.dumps(value)} here and {json.dumps(first)} in row {number}: "
-                f"both are {str(whole)!r}; write it in one way"
+                f"both are read as {str(whole)!r}; write them the same way"
             )
 
 
@@ -155,7 +155,8 @@ class _PromptCheck:
             here, there = ("one", "none") if has else ("none", "one")
             raise RowError(
                 f"prompt: there is {here} in this row and {there} in row {self._first}; texts "
-                "without a prompt are read as whole dialogues, so give all rows of a file a prompt, or none"
+                "without a prompt are read as whole dialogues, so give a prompt in all rows of a file or "
+                "in none"
             )
 
 

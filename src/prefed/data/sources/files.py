@@ -53,7 +53,7 @@ def read_rows(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tup
     try:
         yield from reader(path, encoding, errors)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error})") from error
+        raise DataError(f"{path}: not a complete gzip file ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except LookupError as error:
@@ -81,7 +81,7 @@ def _open(path: Path, encoding: str) -> BinaryIO:
             stream = gzip.GzipFile(path, "rb")
         problem = _problem_of_head(stream.peek(4)[:4], encoding)
         if problem is not None:
-            raise DataError(f"{path}: by its first bytes this is {problem}")
+            raise DataError(f"{path}: its first bytes indicate {problem}")
     except BaseException:
         stream.close()
         raise
@@ -102,7 +102,7 @@ def _problem_of_head(head: bytes, encoding: str) -> str | None:
     if len(head) == 4 and head.count(0) == 2 and head[0] != head[1]:
         name = "utf-16-be" if head[0] == 0 else "utf-16-le"
         return f'{name.upper()} text: set encoding = "{name}"'
-    return "no text: it begins with bytes of zero" if head and not any(head) else None
+    return "binary data: it starts with zero bytes" if head and not any(head) else None
 
 
 def _is_wide(encoding: str) -> bool:
@@ -146,7 +146,7 @@ def _object(value: Any, location: RowLocation, errors: ErrorCollector) -> Iterat
     if isinstance(value, dict):
         yield value, location
     else:
-        errors.add(location, f"a row is an object with named columns, and this is {_type_name(value)}")
+        errors.add(location, f"a row must be an object with named columns, not {_type_name(value)}")
 
 
 def _type_name(value: Any) -> str:
@@ -209,8 +209,8 @@ def _json(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[R
     if isinstance(values, dict):
         if not _is_by_client(values):
             raise DataError(
-                f"{path}: it is one object; rows are objects of one line each, or the objects of one list, "
-                "[{…}, {…}], or of a list for each of several clients, {client: [{…}, {…}], …}"
+                f"{path} holds one object; write rows as one object per line, as one list, "
+                "[{…}, {…}], or as one list per client, {client: [{…}, {…}], …}"
             )
         values = [
             {"client": name, **row} if isinstance(row, dict) else row
@@ -282,14 +282,14 @@ def _csv(
                 own = "commas" if separator == "," else "tabs"
                 rename = {"\t": "; rename the file to .tsv", ",": "; rename the file to .csv"}
                 raise DataError(
-                    f"{path}: the header is one field, {header[0]!r}; fields are separated by {own}, not by "
+                    f"{path}: the header is a single field, {header[0]!r}; separate fields by {own}, not by "
                     f"{other[0]!r}{rename.get(other[0], '')}"
                 )
             repeated = {name for name in header if header.count(name) > 1}
             if repeated:
                 raise DataError(f"{path}: the header names {', '.join(sorted(repeated))} twice")
         elif len(values) != len(header):
-            errors.add(location, f"{len(values)} fields under a header of {len(header)}")
+            errors.add(location, f"{len(values)} fields, but the header has {len(header)}")
         else:
             # An empty CSV field means that the value is absent: CSV has no other way to write that.
             row = {name: value if value else None for name, value in zip(header, values, strict=True)}
@@ -320,7 +320,7 @@ def _parquet(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tupl
                         continue
                     yield row, location
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}, after row {number}: not a whole Parquet file ({error})") from error
+        raise DataError(f"{path}, after row {number}: not a complete Parquet file ({error})") from error
 
 
 def _value(scalar: Any) -> Any:

@@ -35,7 +35,7 @@ def saved_parts(folder: Path, split: str | None) -> list[Path]:
         return [folder]
     names = [str(name) for name in _read(folder / _SPLITS, "splits")]
     if split is not None and split not in names:
-        raise DataError(f"{folder}: this saved data set has no split {split!r}; it has {', '.join(names)}")
+        raise DataError(f"{folder}: this saved dataset has no split {split!r}; it has {', '.join(names)}")
     return [folder / name for name in names if split in (None, name)]
 
 
@@ -56,14 +56,14 @@ def saved_rows(folder: Path) -> Iterator[Mapping[str, Any]]:
         yield from load_from_disk(str(folder))
     except Exception as error:  # errors of the library and of Arrow
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"{folder}: this saved data set cannot be read: {reason}") from error
+        raise DataError(f"{folder}: this saved dataset cannot be read: {reason}") from error
 
 
 def _read(path: Path, key: str) -> list[Any]:
     try:
         value = json.loads(path.read_text("utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not what save_to_disk writes ({type(error).__name__}: {error})") from error
+        raise DataError(f"{path}: not a dataset of save_to_disk ({type(error).__name__}: {error})") from error
     return list(value)
 
 
@@ -123,7 +123,7 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
             with path.open("rb") as stream:
                 head = stream.read(4)
             archive = next((what for magic, what in NOT_TEXT.items() if head.startswith(magic)), "")
-            what = f"by its first bytes this is {archive}" if archive else "unknown file type"
+            what = f"its first bytes indicate {archive}" if archive else "unknown file type"
             raise DataError(f"{path}: {what}; supported types: {known}")
         return [path]
     if not path.is_dir():
@@ -133,7 +133,7 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
     found = {saved_home(item, path) or item for item in _visible(path) if file_kind(item) is not None}
     items = [part for item in found for part in (saved_parts(item, split) if item.is_dir() else [item])]
     if not items:
-        raise DataError(f"{path}: the folder holds no data file; supported types: {known}")
+        raise DataError(f"{path}: the folder contains no data file; supported types: {known}")
     return sorted(items, key=lambda item: item.relative_to(path).as_posix())
 
 

@@ -133,7 +133,7 @@ def _prism(row: Row) -> list[RawPair | None]:
     for turn, entries in groupby(list_at(row, "conversation_history"), lambda entry: value_at(entry, "turn")):
         question, *responses = entries
         if question.get("role") != "user" or any(entry.get("role") != "model" for entry in responses):
-            raise RowError(f"turn {turn} is not one message of the user and then those of models")
+            raise RowError(f"turn {turn} is not a user message followed by model responses")
         if len(start) % 2:
             raise RowError(f"turn {turn} follows a turn without a chosen response")
         start = [*start, *user_turn(text_at(question, "content"))]
@@ -184,7 +184,7 @@ def _arena(row: Row) -> RawPair | None:
     if winner in ("tie", "tie (bothbad)"):
         return None
     if winner not in ("model_a", "model_b"):
-        raise RowError(f"winner is {winner!r}, neither model_a nor model_b nor a tie")
+        raise RowError(f"winner is {winner!r}, not model_a, model_b or a tie")
     better = winner[-1]
     return RawPair(
         None,
@@ -200,7 +200,7 @@ def _arena_55k(row: Row) -> RawPair | None:
     outcomes = [f"winner_{name}" for name in ("model_a", "model_b", "tie")]
     votes = [parse_number(value_at(row, name), name) for name in outcomes]
     if sorted(vote or 0 for vote in votes) != [0, 0, 1]:
-        raise RowError(f"not one of {', '.join(outcomes)} is 1 and the others 0")
+        raise RowError(f"exactly one of {', '.join(outcomes)} must be 1, the others 0")
     if votes[2] == 1:
         return None
     better = "a" if votes[0] == 1 else "b"
@@ -209,7 +209,7 @@ def _arena_55k(row: Row) -> RawPair | None:
     def dialogue(which: str) -> list[dict[str, Any]]:
         answers = list_at(row, f"response_{which}")
         if len(answers) != len(questions):
-            raise RowError(f"response_{which} has {len(answers)} turns and prompt {len(questions)}")
+            raise RowError(f"response_{which} has {len(answers)} turns, but prompt has {len(questions)}")
         turns = zip(questions, answers, strict=True)
         return [
             {"role": role, "content": text}
@@ -259,7 +259,7 @@ def _community(row: Row) -> list[RawPair | None]:
             end = end or f"{turn}_turn_prompt"
             continue
         if end:
-            raise RowError(f"{turn}_turn_prompt is there and {end} is missing, so the dialogue has a gap")
+            raise RowError(f"{turn}_turn_prompt is present but {end} is missing: the dialogue has a gap")
         start = [*start, *user_turn(text_at(row, f"{turn}_turn_prompt"))]
         choice = row.get(f"{turn}_turn_preferred_response")
         if not choice:
@@ -364,7 +364,7 @@ def _shp_responses(row: Row) -> RawPair | None:
 def _summaries(row: Row) -> RawPair:
     choice, summaries, info = (value_at(row, name) for name in ("choice", "summaries", "info"))
     if not isinstance(summaries, list) or len(summaries) != 2 or choice not in (0, 1):
-        raise RowError("a comparison has two summaries and a choice of 0 or 1")
+        raise RowError("a comparison needs two summaries and a choice of 0 or 1")
     more = row.get("extra") or {}
     for name, item in (("info", info), ("extra", more)):
         if not isinstance(item, Mapping):
@@ -394,7 +394,7 @@ def _summaries_instruction(row: Row) -> RawPair:
     pair = _summaries(row)
     missing = [name for name in POST_FIELDS if name not in pair.extra]
     if missing:
-        raise RowError(f"info has no {' and no '.join(missing)}, which the instruction shows")
+        raise RowError(f"info lacks {' and '.join(missing)}, which the instruction uses")
     subreddit, title, post = (pair.extra[name] for name in POST_FIELDS)
     pair.prompt = instruction(
         "Summarize the following Reddit post in a paragraph of 50 words or less.",
@@ -565,7 +565,7 @@ def detect_format(row: Row) -> Format:
             return entry
     if {"chosen", "rejected"} <= row.keys():
         return FORMATS["pairs"]
-    raise RowError(f"the columns are {', '.join(map(str, row))}, and no known format has these; {_help(row)}")
+    raise RowError(f"the columns are {', '.join(map(str, row))}, which match no known format; {_help(row)}")
 
 
 _CHOICES = {"winner", "label", "labels", "choice", "preference", "preferred", "better", "overall_preference"}
@@ -578,18 +578,21 @@ def _help(row: Row) -> str:
     """What would make pairs of rows with such columns."""
     if {"completion", "label"} <= row.keys():
         return (
-            "these rows are unpaired feedback, as KTO takes: a label on one response each. That is not "
-            "supported: a pair has two responses to one prompt, in columns prompt, chosen and rejected"
+            "these rows are unpaired feedback, as for KTO: a label for a single response. This is not "
+            "supported: a pair needs two responses to one prompt, in columns prompt, chosen and rejected"
         )
     if {"interaction_id", "user_prompt", "model_response"} <= row.keys():
-        return "these are PRISM's utterances, one response each; read conversations.jsonl, with the same data"
+        return (
+            "these are PRISM's utterances, with one response each; use conversations.jsonl, which has "
+            "the same data"
+        )
     texts = [name for name, item in row.items() if name not in _PROMPTS and _may_respond(item)]
     if len(texts) < 2:
-        return "a pair has two responses to one prompt: expected columns prompt, chosen and rejected"
+        return "a pair needs two responses to one prompt: expected columns prompt, chosen and rejected"
     if chooser := next((str(name) for name in row if str(name).lower() in _CHOICES), None):
         return (
-            f"expected prompt, chosen and rejected. Where {chooser!r} says which response is better, write "
-            "that one as chosen and the other as rejected"
+            f"expected prompt, chosen and rejected. If {chooser!r} gives the better response, write "
+            "it as chosen and the other as rejected"
         )
     return (
         "expected prompt, chosen and rejected, or name them: "

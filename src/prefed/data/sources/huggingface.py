@@ -40,11 +40,12 @@ def read_rows(
         except Exception as error:  # errors of the library, the hub client and the transport
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             if not answers:
-                reason = "it does not answer (or HF_HUB_OFFLINE is set), and its local cache has no such set"
+                reason = "no answer (or HF_HUB_OFFLINE is set), and the dataset is not in the local cache"
             raise DataError(
                 f"could not load {title} from the Hugging Face hub: {reason}\n"
-                "Check the name, subset and split, and the network. On a machine without one, copy the set's "
-                f"JSON lines or Parquet files there and give their folder as path, with format = {name!r}."
+                "Check the name, subset and split, and the network. Offline, copy the dataset's "
+                "JSON lines or Parquet files to this machine and give their folder as path, with format "
+                f"= {name!r}."
             ) from error
     for number, row in enumerate(data, 1):
         yield row, RowLocation(title, number)

@@ -92,7 +92,7 @@ def list_at(row: Row, name: str) -> list[Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError(f"{name} is text, and not a list in JSON ({error})") from error
+            raise RowError(f"{name} is text, but not a JSON list ({error})") from error
     if not isinstance(value, list):
         raise RowError(f"{name} is {'missing' if value is None else type(value).__name__ + ', not a list'}")
     return value
@@ -224,7 +224,7 @@ def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bo
         if not isinstance(item, str | list | tuple):
             raise RowError(f"{name} is {type(item).__name__}, neither text nor messages")
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise RowError("chosen and rejected are not of one form: one is text, the other messages")
+        raise RowError("chosen and rejected differ in form: one is text, the other messages")
     if not isinstance(chosen, str):
         both = parse_messages(chosen, "chosen"), parse_messages(rejected, "rejected")
         return (*_split_conversation(prompt, *both), False)
@@ -285,9 +285,9 @@ def parse_messages(item: Any, name: str) -> tuple[Message, ...]:
         role = turn.get("role", turn.get("from"))
         content = turn.get("content", turn.get("value"))
         if not isinstance(role, str) or role not in _ROLES:
-            raise RowError(f"{name} has a message of role {role!r}; known are {', '.join(_ROLES)}")
+            raise RowError(f"{name} has a message with role {role!r}; known roles: {', '.join(_ROLES)}")
         if not isinstance(content, str):
-            hint = "; write the parts of the list as one text" if isinstance(content, list) else ""
+            hint = "; join the parts of the list into one text" if isinstance(content, list) else ""
             raise RowError(f"{name} has a message whose content is not text{hint}")
         turns.append(Message(_ROLES[role], content))
     return tuple(turns)
@@ -304,7 +304,7 @@ def _split_conversation(
         if len(rest) != 1 or rest[0].role != "assistant":
             raise RowError(
                 f"{name} is not one assistant message after what both dialogues share "
-                f"(it goes on with {', '.join(turn.role for turn in rest)})"
+                f"(it continues with {', '.join(turn.role for turn in rest)})"
             )
     start = chosen[:shared]
     if isinstance(prompt, str):

@@ -256,7 +256,7 @@ class RayActors(Pool[_Actor]):
             return
         if not any(_room(self._settings).values()):
             raise WorkerError(
-                "no machine is left in the Ray cluster that has room for an actor; whole rounds are kept: "
+                "no machine is left in the Ray cluster that has room for an actor; complete rounds are kept: "
                 "resume the run when machines have joined again"
             )
         if not self._reported and time.monotonic() - self._since > PATIENCE:

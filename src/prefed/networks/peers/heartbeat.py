@@ -40,7 +40,7 @@ GRACE = 3.0
 
 
 class PeerError(RuntimeError):
-    """A peer is gone, hangs or failed, or peers do not agree. All whole rounds are kept."""
+    """A peer is gone, hangs or failed, or peers do not agree. All complete rounds are kept."""
 
 
 @dataclass(frozen=True)
@@ -290,4 +290,4 @@ class Watch:
                 return
             who = why if rank is None else f"{self.names[rank]} {why}"
             self._accused, self._judged = rank, time.monotonic()
-            self.verdict = f"{who}; whole rounds are kept: start all peers again with --auto-resume"
+            self.verdict = f"{who}; complete rounds are kept: start all peers again with --auto-resume"
