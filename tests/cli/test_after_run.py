@@ -410,10 +410,7 @@ def test_a_flipped_bit_in_the_models_of_a_run_is_noticed(place, tmp_path, comman
     path = states[0]
     path.write_bytes(path.read_bytes()[:1000])
     refused = prefed_(command[0], tmp_path / "run", *command[1:], *more, code=1)
-    assert (
-        f"{path} is damaged: its 1,000 bytes are not those that were written; put a copy of it back"
-        in refused
-    )
+    assert f"{path} is damaged: its 1,000 bytes do not match their digest; restore it from a copy" in refused
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["export"], ["generate", "--prompt", "a"]])

@@ -145,11 +145,11 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     assert (finished / "align/scores.jsonl").read_bytes() == labels[1]
     with pytest.raises(ValueError, match="the server has no pairs"):
         config(place, taste="infer:8")
-    with pytest.raises(ValueError, match=r"leave out taste = 'w1'"):
+    with pytest.raises(ValueError, match=r"taste = 'w1'"):
         config(place, taste="w1", tastes="posteriors")
     with pytest.raises(ValueError, match="set tastes too"):
         config(place, generations=2)
-    with pytest.raises(ValueError, match="labels in their place"):
+    with pytest.raises(ValueError, match="labels"):
         config(place, taste="w1", labels="judge:utility")
     with pytest.raises(ValueError, match="fedbis has no latent taste"):
         tasty(place, method={**METHOD, "name": "fedbis"}, align=config(place, taste="w1").model_dump())
@@ -337,8 +337,8 @@ def test_a_policy_is_pushed_at_a_taste(tasting, hub):
     weights = "adapter_model.safetensors"
     for taste, told in (
         (("--aligned",), "publishing the aligned model\n"),
-        (("--aligned", "--client", "w1"), "at the taste 'w1': if that is a client's"),
-        (("--taste", "prototype:1"), "at the taste 'prototype:1': if that is a client's"),
+        (("--aligned", "--client", "w1"), "at the taste 'w1': if it is a client's taste"),
+        (("--taste", "prototype:1"), "at the taste 'prototype:1': if it is a client's taste"),
     ):
         folder = tasting / "one"
         code, output = command("export", tasting, *taste, "--out", folder, "--force")

@@ -47,7 +47,7 @@ def test_a_list_of_sources_is_named_after_its_files():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"partition": None}, "partition says which client holds which rows"),
+        ({"partition": None}, "partition.*client"),
         ({"partition": {"by": "random"}}, "iid"),
         ({"partition": {"by": "source"}}, "needs train = {name"),
         ({"partition": {"by": "conflict", "clients": 4}}, "either column"),
@@ -57,9 +57,9 @@ def test_a_list_of_sources_is_named_after_its_files():
         ({"partition": {"by": "iid", "clients": 2, "size": 1}}, "Extra inputs"),
         ({"test": "t.jsonl", "test_fraction": 0.1}, "test.*test_fraction"),
         ({"validation": "t.jsonl", "validation_fraction": 0.1}, "validation.*validation_fraction"),
-        ({"validation_fraction": 0.6, "test_fraction": 0.4}, "leave something to train on"),
+        ({"validation_fraction": 0.6, "test_fraction": 0.4}, "leave.*to train on"),
         ({"max_length": 1}, "greater than or equal to 2"),
-        ({"train": {}}, "empty table"),
+        ({"train": {}}, "empty"),
         ({"tests": "t.jsonl"}, "Extra inputs"),
     ],
 )
@@ -69,9 +69,9 @@ def test_refuses(change, message):
 
 
 def test_tables_of_other_roles_name_the_same_clients():
-    with pytest.raises(ValidationError, match="names of train's table"):
+    with pytest.raises(ValidationError, match="names.*train's table"):
         DataConfig(train={"a": "a.csv"}, test={"b": "b.csv"})
-    with pytest.raises(ValidationError, match="names of train's table"):
+    with pytest.raises(ValidationError, match="names.*train's table"):
         DataConfig(train={"a": "a.csv"}, test="b.csv")
 
 

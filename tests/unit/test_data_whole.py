@@ -88,9 +88,9 @@ def test_shp_without_its_post(build):
 
 def test_what_goes_not_together_is_refused():
     """Cut texts that are no whole ones, pairs to be kept together by a prompt, and selectors."""
-    prompts = "leaves no prompts by which pairs could be kept together"
+    prompts = "leaves no prompts.*pairs"
     for changes, text in (
-        ({"tail_characters": 300}, "tail_characters cuts whole texts"),
+        ({"tail_characters": 300}, "tail_characters"),
         ({"score": "whole", "split_by": "prompt"}, prompts),
         ({"score": "whole", "partition": {"by": "dirichlet", "clients": 2}}, prompts),
     ):

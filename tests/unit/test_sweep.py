@@ -427,7 +427,7 @@ def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
         assert result.exit_code == 1, result.output
         return result.stderr
 
-    assert f"{table}: no cell is called 'locl'; did you mean 'local'?" in error("--only", "locl")
+    assert f"{table}: no cell matches 'locl'; did you mean 'local'?" in error("--only", "locl")
     message = error("--only", "lo*")
     assert f"there is no pairs.jsonl ({table}, cell local; looked in {tmp_path} and " in message
     assert "); say with --set where it lies" in message

@@ -79,7 +79,7 @@ def build_dataset(
         changed = sorted(n for n in inputs.keys() | before.keys() if inputs.get(n) != before.get(n))
         if changed:
             raise DataMismatchError(
-                f"{folder} holds data prepared from a different {' and '.join(changed)}; "
+                f"{folder} holds data prepared from different {' and '.join(changed)}; "
                 "use another folder, or delete this one",
                 files.digest(json.dumps(inputs, sort_keys=True).encode()),
             )
