@@ -238,7 +238,7 @@ def test_a_table_with_overrides(place):
         align_settings({"prompts": "x", "labels": "most"}, [], place)
     with pytest.raises(ConfigError, match="objective 'sft' is not for labelled pairs"):
         align_settings({"prompts": "x", "objective": "sft"}, [], place)
-    with pytest.raises(ConfigError, match="feddpo trains none:.*one of fedbis,"):
+    with pytest.raises(ConfigError, match=r"feddpo trains none:.*one of fedbis,"):
         Experiment.from_tables({**small_experiment(place), "align": {"prompts": "x"}}, "x.toml")
 
 

@@ -163,7 +163,7 @@ def test_every_family_reads_the_text_as_it_tokenises_it(tmp_path, made, names):
     ids=["one unknown", "both unknown", "one joined", "one joined further"],
 )
 def test_a_tokenizer_without_two_letters_is_refused(made):
-    with pytest.raises(DataError, match='does not end "Better: A" and "Better: B" in two.*tokens'):
+    with pytest.raises(DataError, match=r'does not end "Better: A" and "Better: B" in two.*tokens'):
         ChoiceTemplate(made)
 
 
@@ -172,7 +172,7 @@ def test_a_letter_that_joins_the_text_before_it_is_refused(tmp_path):
     pieces = [(" ", -1.0), ("\n", -1.0), *((letter, -1.0) for letter in ASCII), ("z\nBetter: A", -0.1)]
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces)))
     assert len(write(tmp_path / "y", [Record("Q", "b", "a")], made)) == 1
-    with pytest.raises(DataError, match="the pairs to be judged, row 2: the tokenizer.*the.*letter"):
+    with pytest.raises(DataError, match=r"the pairs to be judged, row 2: the tokenizer.*the.*letter"):
         write(tmp_path / "z", [Record("Q", "b", "a"), Record("Q", "z", "a")], made)
 
 
@@ -420,7 +420,7 @@ def test_a_folder_is_of_one_kind(tmp_path):
         ("choice", None),
         ("choice", SelectorConfig(template="answer")),
     ]:
-        with pytest.raises(DataMismatchError, match="holds data.*from.*selector;"):
+        with pytest.raises(DataMismatchError, match=r"holds data.*from.*selector;"):
             build_dataset(config, tokenizer(), Key(0), tmp_path / folder, selector)
 
 

@@ -69,9 +69,9 @@ def test_refuses(change, message):
 
 
 def test_tables_of_other_roles_name_the_same_clients():
-    with pytest.raises(ValidationError, match="names.*train's table"):
+    with pytest.raises(ValidationError, match=r"names.*train's table"):
         DataConfig(train={"a": "a.csv"}, test={"b": "b.csv"})
-    with pytest.raises(ValidationError, match="names.*train's table"):
+    with pytest.raises(ValidationError, match=r"names.*train's table"):
         DataConfig(train={"a": "a.csv"}, test="b.csv")
 
 

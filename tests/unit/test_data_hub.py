@@ -74,7 +74,7 @@ def test_sets_published_as_scripts_come_from_their_parquet_copy(monkeypatch):
     ("answers", "reason"),
     [
         (True, "Couldn't reach"),
-        (False, r"it not.*answer \(or HF_HUB_OFFLINE is set\), and its local cache"),
+        (False, r"no answer \(or HF_HUB_OFFLINE is set\), and the dataset"),
     ],
 )
 def test_a_failure_says_what_to_do(monkeypatch, answers, reason):
@@ -84,7 +84,7 @@ def test_a_failure_says_what_to_do(monkeypatch, answers, reason):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(prefed.core.huggingface, "_answers", lambda endpoint: answers)
     start = r"could not load some/set \(train\) from the Hugging Face hub: "
-    with pytest.raises(DataError, match=rf"{start}{reason}(.|\n)*without one, copy"):
+    with pytest.raises(DataError, match=rf"{start}{reason}(.|\n)*Offline, copy"):
         read("some/set")
 
 
@@ -101,7 +101,7 @@ def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
 
     monkeypatch.setattr(prefed.core.huggingface, "_answers", lambda endpoint: False)
     monkeypatch.setattr(type(get_session()), "send", handle)
-    with pytest.raises(DataError, match="not.*answer"):
+    with pytest.raises(DataError, match=r"not.*answer"):
         read("nobody/nothing")
     for loader, what in ((AutoTokenizer, "tokenizer"), (AutoModelForCausalLM, "causal language model")):
         with pytest.raises(ModelError, match=rf"m = 'nobody/nothing': .* not.*answer .* no {what} of"):

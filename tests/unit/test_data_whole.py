@@ -96,7 +96,7 @@ def test_what_goes_not_together_is_refused():
     ):
         with pytest.raises(ValidationError, match=text):
             DataConfig(**{"train": "a.jsonl", "partition": ONE, **changes})
-    with pytest.raises(ConfigError, match="what a policy is scored on, and fedbis trains selectors"):
+    with pytest.raises(ConfigError, match="is for policies, but fedbis trains selectors"):
         Experiment(
             data={"train": "a.jsonl", "partition": ONE, "score": "whole"},
             model={"name": "m"},
