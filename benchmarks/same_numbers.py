@@ -33,7 +33,10 @@ RULES: dict[str, dict[str, Any]] = {
 }
 SELECTORS = ("fedbis", "fedbiscuit", "fedvpl", "fedvpa")
 ALIGN = {"completions": 2, "max_new_tokens": 5, "temperature": 1.0, "lr": 1e-3, "epochs": 1, "batch_size": 4}
-CLOCKED = {"seconds", "peak_memory_mb", "memory_mb", "digest", "origin", "virtual", "out", "path", "prefed"}
+CLOCKED = {"seconds", "tokens_per_second", "peak_memory_mb", "memory_mb", "digest", "origin", "virtual"}
+"""Keys whose values a clock or the system decides."""
+APART = {"LOCK", "COMMIT.json", "config.toml", "run.log", "manifest.json"}
+"""Files of a run directory that a process number, a clock or the spelling of settings decides."""
 
 
 def make_place(folder: Path) -> None:
@@ -133,30 +136,12 @@ def digests(run: Path) -> dict[str, str]:
     found = {}
     for path in sorted(run.rglob("*")):
         name = path.relative_to(run).as_posix()
-        if path.is_dir() or name.startswith("cache/") or path.name.startswith("COMMIT"):
+        if path.is_dir() or name.startswith("cache/") or path.name in APART:
             continue
-        if path.name in ("rounds.jsonl", "summary.json"):
-            lines = (
-                [json.loads(line) for line in path.read_text().splitlines()] if name.endswith("l") else None
-            )
-            content = json.dumps(
-                without_clock(lines or json.loads(path.read_text())), sort_keys=True
-            ).encode()
-        elif (
-            path.suffix in (".safetensors", ".msgpack", ".bin", ".state")
-            or name.startswith("checkpoint/")
-            or path.name
-            in (
-                "completions.jsonl",
-                "scores.jsonl",
-                "pairs.jsonl",
-                "responses.jsonl",
-                "tastes.json",
-            )
-        ):
-            content = path.read_bytes()
-        else:
-            continue
+        content = path.read_bytes()
+        if path.suffix in (".json", ".jsonl"):
+            lines = content.splitlines() if path.suffix == ".jsonl" else [content]
+            content = json.dumps([without_clock(json.loads(line)) for line in lines], sort_keys=True).encode()
         found[name] = hashlib.sha256(content).hexdigest()[:16]
     return found
 
