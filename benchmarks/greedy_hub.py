@@ -138,7 +138,7 @@ class Place:
         """Start a site."""
         with (self.folder / f"{name}.out").open("ab") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "prefed.cli", "site", str(self.kits / name / "site.toml")],
+                [sys.executable, "-m", "prefed", "site", str(self.kits / name / "site.toml")],
                 stdout=out,
                 stderr=out,
                 umask=0,

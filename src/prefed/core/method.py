@@ -27,7 +27,7 @@ class State:
     """The whole state of a server or a client: named groups of tensors and plain values.
 
     It is written as safetensors and JSON and read again without loss. So a method whose state is all in here
-    can be stopped and resumed to the bit.
+    can be stopped and resumed bit for bit.
 
     >>> state = State({"model": Tensors.empty()}, {"visits": 1})
     >>> state.update(values={"visits": 2}).values["visits"]

@@ -1,7 +1,7 @@
 """Messages and states as bytes: safetensors with a JSON header. Nothing is ever unpickled.
 
 One group of tensors is one flat safetensors tensor; the header has the names and shapes in it. A value that
-JSON would change (a tuple, a key that is not text) is refused. So ``decode(encode(m))`` is ``m`` to the bit,
+JSON would change (a tuple, a key that is not text) is refused. So ``decode(encode(m))`` is ``m`` bit for bit,
 and equal messages have equal bytes.
 """
 
