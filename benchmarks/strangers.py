@@ -33,7 +33,14 @@ from prefed.models.tiny import make_tiny
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
-from prefed.networks.federation.flare.process import CLIENT, SITE_DOOR, FlareProcess, longest, write_job
+from prefed.networks.federation.flare.process import (
+    CLIENT,
+    REGISTERED,
+    SITE_DOOR,
+    FlareProcess,
+    longest,
+    write_job,
+)
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
@@ -137,10 +144,14 @@ class Place:
         )
 
     def _north(self, request: bytes) -> bytes:
+        if request == REGISTERED:
+            return b""
         self.requests.append(request)
         return self.sites["north"].answer(request)
 
     def _south(self, request: bytes) -> bytes:
+        if request == REGISTERED:
+            return b""
         header, _ = unpack(request)
         return self.forge(header, self.sites["south"].answer(request))
 
