@@ -75,42 +75,59 @@ def folder_of(path, *parts):
         (path / "notes.txt").write_text("nothing of a model")
 
 
-@pytest.mark.parametrize(
-    ("parts", "named"),
-    [
-        ((), ["is empty"]),
-        (("notes",), ["no config.json, no weights, no tokenizer"]),
-        (("config", "weights"), ["no tokenizer"]),
-        (("config", "vocabulary"), ["no weights"]),
-        (("vocabulary", "weights"), ["no config.json"]),
-        (("config", "weights", "settings"), ["tokenizer", "no vocabulary"]),
-        (("config", "vocabulary", "notes"), ["no weights"]),
-    ],
-    ids=lambda value: "+".join(value) or "empty",
-)
-def test_a_folder_that_is_no_model_gets_one_line(tmp_path, parts, named):
+FOLDERS = {
+    "empty": ((), ["is empty"]),
+    "notes": (("notes",), ["no config.json, no weights, no tokenizer"]),
+    "no-tokenizer": (("config", "weights"), ["no tokenizer"]),
+    "no-weights": (("config", "vocabulary"), ["no weights"]),
+    "no-config": (("vocabulary", "weights"), ["no config.json"]),
+    "no-vocabulary": (("config", "weights", "settings"), ["tokenizer", "no vocabulary"]),
+    "more-files": (("config", "vocabulary", "notes"), ["no weights"]),
+}
+"""Folder → what it holds, and what the message names."""
+EACH = """
+import sys
+import prefed
+from prefed.ui.cli import app
+for name in sys.argv[1:]:
+    for how in ("python", "command"):
+        for stream in (sys.stdout, sys.stderr):
+            print("##", name, how, file=stream, flush=True)
+        try:
+            if how == "python":
+                prefed.run(prefed.Experiment.load(f"{name}.toml"), f"{name}-run")
+            app(["run", f"{name}.toml", "--out", f"{name}-out"])
+        except ValueError as error:
+            print(type(error).__name__, error)
+        except SystemExit:
+            pass
+"""
+
+
+def test_a_folder_that_is_no_model_gets_one_line(tmp_path):
     """The command prints its header and one line, with the key, the folder and what is missing. A Python
     program's own standard error and output hold nothing of transformers' either."""
-    folder_of(tmp_path / "mine", *parts)
     pairs = [{"prompt": "a", "chosen": str(n), "rejected": "b"} for n in range(20)]
     jsonl(tmp_path / "pairs.jsonl", pairs)
-    (tmp_path / "e.toml").write_text(EXPERIMENT.format(name="mine"))
+    for name, (parts, _) in FOLDERS.items():
+        folder_of(tmp_path / name, *parts)
+        (tmp_path / f"{name}.toml").write_text(EXPERIMENT.format(name=name))
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     env.pop("TRANSFORMERS_VERBOSITY", None)
-    program = (
-        "import prefed\n"
-        "try:\n    prefed.run(prefed.Experiment.load('e.toml'), 'other')\n"
-        "except ValueError as error:\n    print(type(error).__name__, error)\n"
-    )
-    for words in (["-m", "prefed", "run", "e.toml", "--out", "out"], ["-c", program]):
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-        )
-        lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
-        (line,) = lines[1:] if "-m" in words else lines
-        assert f"[model] name = '{tmp_path / 'mine'}'" in line
-        assert all(words in line for words in named)
-        assert len(line) < 400
+    words = [sys.executable, "-c", EACH, *FOLDERS]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    lines: dict[str, list[str]] = {}
+    for stream in (done.stdout, done.stderr):
+        for part in stream.split("## ")[1:]:
+            heading, *rest = part.splitlines()
+            lines.setdefault(heading, []).extend(rest)
+    assert len(lines) == 2 * len(FOLDERS), done.stderr
+    for name, (_, named) in FOLDERS.items():
+        for heading in (f"{name} python", f"{name} command"):
+            (line,) = lines[heading][heading.endswith("command") :]
+            assert f"[model] name = '{tmp_path / name}'" in line
+            assert all(words in line for words in named)
+            assert len(line) < 400
 
 
 def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
