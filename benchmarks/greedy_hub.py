@@ -187,7 +187,7 @@ class Asked:
             }
         )
         self.sites = Sites(place.transport, "wards", self.run, 120.0)
-        self.clients = self.sites.join(site, told_experiment(self.experiment))["clients"]
+        self.clients = self.sites.join(site, told_experiment(self.experiment)).clients
         sizes = {client: ClientSizes(*counts) for client, counts in self.clients.items()}
         dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
         self.job = assemble_job(self.experiment, build_trainers(self.experiment, dataset, None))

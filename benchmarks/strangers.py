@@ -414,7 +414,7 @@ def claims(place: Place, transport: FlareTransport) -> None:
                 return pack(**{**unpack(answer)[0], "clients": told})
             if header.get("kind") == "join" and claim:
                 return pack(**{**unpack(answer)[0], "clients": {"south": [claim, 0, 2]}})
-            if header.get("kind") == "visit" and claim and weights == "samples":
+            if header.get("kind") == "visit" and claim:
                 about, body = unpack(answer)
                 return pack(encode(replace(decode_upload(body), weight=float(claim))), **about)
             return answer
