@@ -4,15 +4,16 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 
 import toy
 from federating import Within, experiment, site_config
-from prefed import run
+from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core import Callback
-from prefed.core.wire import decode_state
+from prefed.core.wire import decode_state, decode_upload, encode
 from prefed.engines.backends.processes import Worker
 from prefed.networks.federation.experiment import own_dataset, own_experiment
 from prefed.networks.federation.federate import Terms, federate, told_experiment
@@ -21,6 +22,7 @@ from prefed.networks.federation.transport import FederationError, UnreachableErr
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.loaded_run import load_run
 from prefed.runs.record import RunError
+from prefed.store import RunReader
 from toy import outcome
 from workers import make_place
 
@@ -244,3 +246,31 @@ def test_a_start_that_failed_binds_nobody(place, sites, tmp_path, steps):
     other = experiment(place, rounds=1, local_steps=steps)
     summary = federate(other, out, Within(sites), Terms("wards", ("two",), wait=0.0))
     assert summary["sites"] == {"two": ["w1", "w2"]}
+
+
+class Claiming(Within):
+    """The site of w0 claims ten million pairs for it, and as much weight for its uploads."""
+
+    def call(self, site, request, timeout, most):
+        answer, kind = super().call(site, request, timeout, most), unpack(request)[0].get("kind")
+        if site == "one" and kind in ("join", "visit"):
+            header, body = unpack(answer)
+            if kind == "join":
+                return pack(**{**header, "clients": {"w0": [10_000_000, 0, 2]}})
+            return pack(encode(replace(decode_upload(body), weight=1e7)), **header)
+        return answer
+
+
+def test_a_false_claim_of_pairs_counts_only_where_pairs_weigh(place, sites, tmp_path):
+    """With uniform weights the model is the same bit for bit; by pairs, the control, it is another one."""
+
+    def model(weights, transport):
+        asked = experiment(place, "feddpo", rounds=1).tables() | {"merge": {"weights": weights}}
+        out = tmp_path / f"{weights}-{type(transport).__name__}"
+        federate(Experiment.model_validate(asked), out, transport, TERMS)
+        assert RunReader(out).rounds()[0]["dropped"] == []
+        (server,) = (out / "checkpoint").glob("server@*")
+        return server.read_bytes()
+
+    assert model("uniform", Claiming(sites)) == model("uniform", Within(sites))
+    assert model("samples", Claiming(sites)) != model("samples", Within(sites))
