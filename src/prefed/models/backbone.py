@@ -69,9 +69,8 @@ class Backbone:
         family: the model's family; ``None`` if it is not known.
         parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
         final: the forward of the final norm; ``None`` if the family is not known.
-        loss_scale: the factor of losses while their gradients are computed, see
-        :mod:`prefed.train.optimizer_steps`;
-            1 unless the frozen model is in float16.
+        loss_scale: the factor of losses while their gradients are computed (see
+            :mod:`~prefed.train.optimizer_steps`); 1 unless the frozen model is in float16.
         needs: the parts and flags that the model is made with.
     """
 
