@@ -92,9 +92,9 @@ def test_the_page_says_what_came_of_each_case(runs):
         assert words in text
     assert "Against A feddpo: preference accuracy, in percentage points" in text
     assert "-22.0 cyd" in text
-    assert "3 seeds say little: with 3 Wilcoxon's p cannot be below 0.25" in text
+    assert "3 seeds show little: with 3 Wilcoxon's p cannot be below 0.25" in text
     assert "method.lr" in text
-    assert "model.name" not in text.split("What differs in the settings")[1].split("Over rounds")[0]
+    assert "model.name" not in text.split("Differing settings")[1].split("Over rounds")[0]
 
 
 def test_the_page_is_complete_in_itself(runs):
@@ -333,4 +333,4 @@ def test_the_terminal_sets_seeds_together(runs):
     assert re.search(r"feddpo +3 +0\.580 ± 0\.003 +0\.500 ± 0\.000", text)
     assert re.search(r"ditto +3 +\+0\.045 \[\+0\.039, \+0\.051\] +0\.00\d +0\.250", text)
     assert re.search(r"ditto +3 +-0\.005", text)
-    assert "3 seeds say little" in text
+    assert "3 seeds show little" in text

@@ -322,7 +322,7 @@ def test_a_setting_that_one_run_leaves_out_is_a_difference(tmp_path):
         ({"fingerprint": {"data": "y"}}, "other data"),
         ({"settings": {"data": {"train": {"path": "other.jsonl"}}}}, r"other \[data\] settings"),
         ({"split": "validation", "fingerprint": {"data": "x"}}, "judged on validation pairs, not test pairs"),
-        ({"clients": {"ann": (0.1, 0.2, 0.3)}, "fingerprint": {"data": "x"}}, "judged on other clients"),
+        ({"clients": {"ann": (0.1, 0.2, 0.3)}, "fingerprint": {"data": "x"}}, "evaluated on other clients"),
         ({"settings": {"model": {"name": "larger"}}, "fingerprint": {"data": "x"}}, "another base model"),
     ],
 )

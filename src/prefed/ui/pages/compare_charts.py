@@ -160,7 +160,7 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> C
     x, y = Axis("mean over clients", percent), Axis("worst client", percent)
     title = f"{called.capitalize()}: worst client against mean."
     panel = Panel(x, y, lines, height=_height(lines), diagonal=True)
-    alike = "; on the dotted line all clients are alike" if diagonal(panel) else ""
+    alike = "; on the dotted line all clients are equal" if diagonal(panel) else ""
     caption = f"Up is fairer, to the right is better{alike}.{small}"
     return Chart(f"worst-client-{name}", alt, caption, [panel], title)
 
@@ -375,12 +375,12 @@ def clients_of(compared: Compared, drawn: Sequence[int], name: str) -> Clients:
         rows.append((client, cells))
     called = compared.accuracies[name]
     key = compared.keys[compared.reference]
-    caption = f"{called.capitalize()} in percent, those clients first on whom the cases differ the most. "
+    caption = f"{called.capitalize()} in percent; the clients on whom the cases differ most come first. "
     caption += f"The colour is the difference to {key}: blue above, orange below. "
     if len(clients) > most:
         caption += f"{most:,} of {len(clients):,} clients. "
     if not compared.fixed:
-        caption += "Each seed deals the pairs anew, so it has clients of its own."
+        caption += "Each seed partitions the pairs anew and so has its own clients."
     return Clients(f"Every client: {called}", caption.strip(), rows)
 
 

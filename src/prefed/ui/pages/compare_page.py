@@ -51,13 +51,13 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
     called = [case.name for case in cases]
     settings = settings_table(compared, called)
     sections = {
-        **({"choice": "What was chosen"} if chosen else {}),
+        **({"choice": "Selected settings"} if chosen else {}),
         "results": "Results",
-        **({"settings": "What differs in the settings"} if settings else {}),
+        **({"settings": "Differing settings"} if settings else {}),
         **{key: title for key, (title, _) in drawings.items()},
         "clients": "Client by client",
         "seeds": "Seeds",
-        "meanings": "What the figures mean",
+        "meanings": "Definitions of the metrics",
     }
     return render_template(
         "compare.html",
@@ -109,13 +109,14 @@ def _lead(compared: Compared) -> str:
 def _warnings(compared: Compared) -> list[str]:
     first = compared.labels[0]
     warnings = [
-        f"{name} is not comparable with {first}: {why}. It has a * in the tables, and is in no chart or test."
+        f"{name} is not comparable with {first}: {why}. It is marked * in the tables and excluded from "
+        "charts and tests."
         for name, why in compared.marked.items()
     ]
     if any(compared.selectors) and not all(compared.selectors):
         warnings.append(
-            "Some runs train selectors, which choose between responses, and others policies, which write "
-            "them: their accuracies are of different things."
+            "Some runs train selectors, which judge responses, others policies, which generate "
+            "them: their accuracies are not comparable."
         )
     for name, run in zip(compared.labels, compared.runs, strict=True):
         if run.unlisted:

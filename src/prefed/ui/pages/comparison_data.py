@@ -262,7 +262,7 @@ def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
         if run.split != first.split:
             why.append(f"judged on {run.split} pairs, not {first.split} pairs")
         elif not why and peer and run.clients != peer.clients:
-            why.append("judged on other clients")
+            why.append("evaluated on other clients")
         if run.config["model"]["name"] != first.config["model"]["name"]:
             why.append("another base model")
         if why:
@@ -343,8 +343,8 @@ def few_seeds(known: Sequence[Case]) -> str:
     counts = [len(first & set(case.seeds)) for k, case in enumerate(known) if k != reference]
     most = max(counts, default=len(first))
     if most < 2:
-        return "One seed says little: what lies between two cases may be the seed's. Run several seeds."
+        return "One seed shows little: differences between cases may be due to the seed. Run several seeds."
     least = f"with {most} Wilcoxon's p cannot be below {2 / 2**most:.3g}"
     if most < 6:
-        return f"{most} seeds say little: {least}, and the t-test takes the differences to be normal."
-    return f"{most} seeds in common: {least}. The t-test takes the differences to be normal."
+        return f"{most} seeds show little: {least}, and the t-test assumes normal differences."
+    return f"{most} seeds in common: {least}. The t-test assumes normal differences."

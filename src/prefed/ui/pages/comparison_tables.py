@@ -78,7 +78,7 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
         if run.unlisted:
             console.print(f"{name}: {run.unlisted}", markup=False, soft_wrap=True)
     for index, why in compared.disagreements.items():
-        text = f"* {names[index]} is not comparable with {names[0]}, and in no test: {why}"
+        text = f"* {names[index]} is not comparable with {names[0]} and excluded from tests: {why}"
         console.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
@@ -224,5 +224,5 @@ def settings_table(compared: Compared, names: Sequence[str]) -> Table | None:
     """The same for a page: a row for each case, a column for each setting."""
     settings = compared.settings
     rows = [(name, [values[k] or "–" for values in settings.values()]) for k, name in enumerate(names)]
-    caption = "Only what differs. – is a setting that the case's method does not have, or that is left out."
+    caption = "Only settings that differ. –: unset, or not a setting of the case's method."
     return Table(caption, ["case", *settings], rows) if settings else None
