@@ -312,8 +312,8 @@ def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
         yield f"{name} cannot be covered: {_NEVER[name]}"
     if merge.weights != "uniform" and experiment.whole_graph is None:
         yield (
-            f"[merge] weights = {merge.weights!r} depends on clients' numbers of pairs, which are not sent "
-            "with noise and would raise a client's share: set 'uniform'"
+            f"[merge] weights = {merge.weights!r} depends on clients' numbers of pairs, which are sent "
+            "without noise and would let a client count for more: set 'uniform'"
         )
     if experiment.method.settings.schedule == "plateau":
         yield "schedule 'plateau' depends on clients' losses, which are not sent: use another schedule"

@@ -47,7 +47,7 @@ class Privacy(StrictModel):
         ge=0,
         description="a client with fewer training pairs sends no loss, and one evaluated on fewer pairs "
         "appears "
-        "only in means; 0: no bound, for simulations; use at least 4 if clients are people",
+        "only in means; 0: no bound, for simulations; 4 is a reasonable start where clients are people",
     )
     kind: Literal["central", "local"] | None = Field(
         None,

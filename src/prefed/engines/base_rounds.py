@@ -1,4 +1,4 @@
-"""What all rounds have in common: clients are asked and evaluated, figures added up, the round committed."""
+"""What all rounds have in common: clients are asked and evaluated, metrics summed up, the round committed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Evaluated:
 
     Attributes:
         record: for the round's record, see :meth:`Course.evaluate`; ``None`` if there are no figures.
-        standing: how the run stands by its validation pairs; ``None`` where nothing is judged.
+        standing: the early-stopping state; ``None`` where nothing is judged.
     """
 
     record: dict[str, Any] | None
@@ -241,7 +241,7 @@ class Course:
     def _judge(
         self, publish: Callable[[str], Download], number: int, metrics: Mapping[str, FederatedMetric]
     ) -> Standing | None:
-        """How the run stands after a round; ``metrics`` are those of the job's split."""
+        """Early-stopping state after a round; ``metrics`` are those of the job's split."""
         job, before = self.job, self.writer.commit.best if self.writer.commit else None
         if job.stop is None:
             return None

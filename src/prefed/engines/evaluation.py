@@ -1,4 +1,4 @@
-"""Evaluation on the client's side: one client's figures on its own pairs."""
+"""Evaluation on the client's side: one client's metrics on its own pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Score: TypeAlias = Callable[[Tensors], Scores]
 def pair_figures(
     job: Job, scores: Scores, weight: float = 1.0, jury: Sequence[Scores] = ()
 ) -> dict[str, float]:
-    """The figures of a model, by what the models of the job's method read.
+    """The metrics of a model, by what the models of the job's method read.
 
     Args:
         weight: as :func:`~prefed.train.metrics.client_metrics` takes it.
@@ -31,7 +31,7 @@ def pair_figures(
 def evaluate_client(
     job: Job, client: str, private: State, published: Download, number: int, score: Score | None = None
 ) -> dict[str, float]:
-    """The figures of the model with which a client predicts.
+    """The metrics of the model with which a client predicts.
 
     They are what :func:`~prefed.train.metrics.client_metrics` gives, and for a personal method also
     ``shared_accuracy``, the preference accuracy of the published model only. For a method whose models read

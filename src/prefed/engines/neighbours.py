@@ -244,7 +244,7 @@ class NeighbourRounds(Course):
 def in_proportion(
     exchange: Exchange, lengths: Mapping[str, float], tally: Tally, warn: Callable[[str], None]
 ) -> bool:
-    """Whether two neighbours may mix, by the lengths of their models; if not, that is kept and told."""
+    """Whether two neighbours may mix, by the lengths of their models; if not, that is recorded and logged."""
     (other, small), (one, large) = sorted(lengths.items(), key=lambda item: item[1])
     if not exchange.max_ratio or not 0 < small * exchange.max_ratio < large:
         return True

@@ -13,7 +13,7 @@ from prefed.train.metrics.pairs import LOWER_IS_BETTER
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands after its last evaluation on validation pairs.
+    """Early-stopping state after the last evaluation on validation pairs.
 
     Attributes:
         round: the best round so far; 0 before the first with a finite figure.
@@ -52,11 +52,11 @@ class Stopping:
     def judge(
         self, before: Mapping[str, Any] | None, number: int, metrics: Mapping[str, FederatedMetric]
     ) -> Standing:
-        """How the run stands after round ``number``.
+        """Early-stopping state after round ``number``.
 
         Args:
             before: the fields of how it stood after the evaluation before; ``None`` if this is the first.
-            metrics: the figures over clients on validation pairs.
+            metrics: metrics over clients on validation pairs.
 
         >>> rule, best = Stopping("preference_accuracy", patience=2), None
         >>> for number, share in enumerate((0.5, 0.7, 0.6, 0.7), 1):

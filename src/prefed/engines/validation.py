@@ -95,7 +95,7 @@ def _longest_figures(names: Collection[str]) -> int:
 def read_figures(
     job: Job, message: bytes, client: str, split: str | None = None
 ) -> tuple[dict[str, float], str]:
-    """The figures that a client answers to an evaluation, if they are valid; else none, and the reason.
+    """A client's evaluation metrics if they are valid; otherwise none, and the reason.
 
     They must be exactly those that an evaluation of this client has, and ``not_finite`` where its model
     diverged. Then a figure that is no share of pairs may be NaN. The message comes from outside: nothing in

@@ -52,22 +52,22 @@ def with_real_clients(experiment: Experiment) -> Experiment:
     if getattr(experiment.method.settings, "posterior_noise", 0):
         raise ConfigError(
             "[method] posterior_noise is drawn from the seed, which hub and sites know, so it hides nothing: "
-            "leave it out; [privacy] kind = 'local' covers posteriors too"
+            "remove it; [privacy] kind = 'local' covers posteriors too"
         )
     if getattr(experiment.method.settings, "trust_start", "uniform") == "sizes":
         raise ConfigError(
             "[method] trust_start = 'sizes' needs all clients' numbers of pairs, which a site does not have: "
-            "leave it out"
+            "remove it"
         )
     if experiment.evaluate.diagnose is not None:
         raise ConfigError(
             "[evaluate] diagnose has clients send gradients over a few of their pairs, which is for "
-            "simulations: leave it out"
+            "simulations: remove it"
         )
     if experiment.privacy.secret_cohorts:
         raise ConfigError(
             "[privacy] secret_cohorts: every site sees models and knows the seed, from which cohorts are "
-            "drawn: leave it out"
+            "drawn: remove it"
         )
     try:
         return experiment.model_copy(update={"privacy": experiment.privacy.federated()})
@@ -89,7 +89,7 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     tables = parse_toml(text, "the hub's experiment")
     for table in ("fleet", "graph", "align", "stop"):
         if table in tables:
-            raise ConfigError(f"[{table}] is not for a federation: leave it out")
+            raise ConfigError(f"[{table}] is not for a federation: remove it")
     data = {key: value for key, value in _table(tables, "data").items() if key not in OWN_DATA}
     model = {**_table(tables, "model"), "name": config.model.name}
     if config.model.device is not None:

@@ -105,11 +105,11 @@ def _check(experiment: Experiment) -> None:
     """Refuse what a federation has not."""
     if experiment.whole_graph is not None or experiment.fleet is not None:
         table = "graph" if experiment.whole_graph is not None else "fleet"
-        raise ConfigError(f"[{table}]: a federation has a server and no virtual clock: leave it out")
+        raise ConfigError(f"[{table}]: a federation has a server and no virtual clock: remove it")
     if experiment.align is not None:
-        raise ConfigError("[align]: leave it out, and run `prefed align` on the finished run")
+        raise ConfigError("[align]: remove it, and run `prefed align` on the finished run")
     if experiment.stop is not None:
-        raise ConfigError("[stop]: a federation keeps only its last round: leave it out")
+        raise ConfigError("[stop]: a federation keeps only its last round: remove it")
     if experiment.method.name == "centralized":
         raise ConfigError("centralized pools all pairs in one place: take another method")
 

@@ -134,9 +134,9 @@ def _check(experiment: Experiment) -> None:
             f"peers have no server, and {experiment.method.name} has one: add a table [graph], or take decdpo"
         )
     if experiment.align is not None:
-        raise ValueError("[align] trains a server's own model, and peers have no server: leave it out")
+        raise ValueError("[align] trains a server's own model, and peers have no server: remove it")
     if experiment.stop is not None:
-        raise ValueError("[stop] judges by all clients' metrics, and a peer has only its own: leave it out")
+        raise ValueError("[stop] judges by all clients' metrics, and a peer has only its own: remove it")
 
 
 def _introduce(meeting: Meeting, name: str, present: Sequence[str]) -> dict[str, int]:
