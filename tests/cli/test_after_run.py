@@ -440,6 +440,7 @@ def test_report_writes_a_page_into_the_run(place):
     assert page.startswith("<!doctype html>")
     assert "shared model" in page
     mean = summary(place / "local")["preference_accuracy"]["mean"]
-    assert re.search(rf"preference accuracy, mean over clients</span><strong>{100 * mean:.0f}% \(", page)
+    card = rf"preference accuracy, mean over clients</span><strong>{100 * mean:.0f}%<small> \("
+    assert re.search(card, page)
     assert "category_distance" in summary(place / "local")["data"]
     assert "UTC" in page

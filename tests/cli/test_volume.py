@@ -119,7 +119,7 @@ def test_the_log_of_a_run_that_was_stopped_and_went_on(place, monkeypatch):
     assert first[3].startswith("round 1/4  loss ")
     assert first[4] == "interrupted after round 1/4"
     assert re.fullmatch(rf"prefed {version}: prefed run exp.toml --out 'my a'", second[0])
-    assert second[2:] == ["on after round 2/4", *rounds, "done"]
+    assert second[2:] == ["continues after round 2/4", *rounds, "done"]
 
 
 def test_the_log_has_warnings_and_an_errors_kind(place, monkeypatch):
