@@ -31,7 +31,6 @@ RULES: dict[str, dict[str, Any]] = {
     **{lora: {"lora": lora} for lora in ("ffa", "rolora", "fedsa", "fedex", "flexlora")},
     **{name: {"optimizer": {"name": name, "lr": 0.01}} for name in ("fedavgm", "fedadam", "fedyogi")},
 }
-SELECTORS = ("fedbis", "fedbiscuit", "fedvpl", "fedvpa")
 ALIGN = {"completions": 2, "max_new_tokens": 5, "temperature": 1.0, "lr": 1e-3, "epochs": 1, "batch_size": 4}
 CLOCKED = {"seconds", "tokens_per_second", "peak_memory_mb", "memory_mb", "digest", "origin", "virtual"}
 """Keys whose values a clock or the system decides."""
@@ -117,8 +116,6 @@ def experiment(place: Path, changes: dict[str, Any]) -> dict[str, Any]:
         base["model"]["variational"] = {"latent": 4, "widths": [16, 8]}
     if "liars" in base.get("merge", {}) or name in ("centralized", "decdpo"):
         del base["cohort"]
-    if name == "perfedavg":
-        base["method"] |= {"local_steps": 2}
     if "align" in base:
         base["align"]["prompts"] = str(place / "prompts.jsonl")
     return base

@@ -13,6 +13,7 @@ from types import ModuleType, UnionType
 from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
@@ -20,8 +21,12 @@ from typer.testing import CliRunner
 from prefed import methods
 from prefed.config import Experiment
 from prefed.config.table import Table
+from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS, LocalSettings, TrainingSettings, registry
+from prefed.methods.base import FedAvgBase
+from prefed.train.losses import PairBatch, PairLoss, preference
 from prefed.ui.cli import app
+from quadratic import Quadratic, initial, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -384,3 +389,42 @@ def test_the_worked_method_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(functions) == 2
     for check in functions:
         check()
+
+
+def worked(title: str, names: dict[str, Any]) -> dict[str, Any]:
+    """The names of an example on the page on adding a method, executed where ``names`` are known."""
+    example = dict(blocks(DOCS / "adding-a-method.md", "py"))[title]
+    exec(compile(f"from __future__ import annotations\n{example}", f"{title}.py", "exec"), names)
+    return names
+
+
+def test_the_worked_server_momentum_works() -> None:
+    """From 0 every client steps to 1: B's velocity is 1 and then ½ · 1 + 0, so B ends at 1.5."""
+
+    class Settings(LocalSettings):
+        server_momentum: float = 0.5
+
+    build = worked("server momentum", {"FedAvgBase": FedAvgBase, "SOURCE": ""})["build"]
+    start = initial() * 0.0
+    settings = Settings(optimizer="sgd", lr=1.0, clip=0.0, weight_decay=0.0, local_steps=1)
+    method = build(settings, start.layout, Aggregator(MergeConfig(), start.layout, 1.0), 2)
+    clients = {"a": Quadratic.at([1.0] * start.layout.size, size=1)}
+    model = simulate(method, clients, start, rounds=2).server.tensors["model"]
+    assert {entry.factor: model[entry.name].unique().tolist() for entry in start.layout.entries} == {
+        "A": [1.0],
+        "B": [1.5],
+    }
+
+
+def test_the_worked_loss_works() -> None:
+    """β Δ_ir is ½, and (1 − ½)² = ¼."""
+    entries: list[PairLoss] = []
+
+    def entry(function: Any, source: str, **options: Any) -> None:
+        entries.append(PairLoss(function.__name__, source, function=function, **options))
+
+    worked("squared_hinge", {**vars(preference), "_entry": entry})
+    one, zero = torch.ones(1), torch.zeros(1)
+    losses, _ = entries[0](PairBatch(one, one, zero, one, zero, zero), {"beta": 0.5})
+    assert entries[0].name == "squared_hinge"
+    assert losses.tolist() == [0.25]

@@ -152,7 +152,7 @@ def _build(
 ) -> None:
     counts = ReadCounts()
     errors = ErrorCollector(
-        hint='Fix them, or drop such rows with invalid = "drop".',
+        hint='Fix them, or drop such rows with [data] invalid = "drop".',
         count_only=config.invalid == "drop",
     )
     writer = TokenWriter(folder, encoder, errors=errors, codes=2)

@@ -12,6 +12,13 @@ LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora"]
 """How the two factors of a LoRA merge."""
 
 
+CENTERS = ("median", "trimmed_mean")
+"""Merge rules that replace the mean."""
+
+UNWEIGHTED = (*CENTERS, "krum")
+"""Merge rules that give no upload a weight."""
+
+
 class ServerOptimizer(StrictModel):
     """The server's optimiser on the pseudo-gradient: the merged model minus the current one.
 
@@ -101,8 +108,7 @@ class MergeConfig(StrictModel):
 
     @model_validator(mode="after")
     def _coherent(self) -> MergeConfig:
-        unweighted = self.rule in ("median", "trimmed_mean", "krum")
-        if unweighted and self.staleness.name != "none":
+        if self.rule in UNWEIGHTED and self.staleness.name != "none":
             raise ValueError(
                 f"rule {self.rule!r} gives no upload a weight that staleness could discount; "
                 "use mean, multi_krum or norm_clip"
@@ -113,7 +119,7 @@ class MergeConfig(StrictModel):
                 "drops clients or their weights; use mean or norm_clip"
             )
         if self.lora in ("fedex", "flexlora"):
-            if self.rule in ("median", "trimmed_mean"):
+            if self.rule in CENTERS:
                 raise ValueError(
                     f"lora {self.lora!r} needs the mean of the clients' products BA, and rule {self.rule!r} "
                     "mixes clients number by number, so no such mean exists; use mean, krum, multi_krum or "

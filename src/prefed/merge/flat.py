@@ -19,7 +19,7 @@ def weighted_mean(values: Sequence[Tensors], weights: Sequence[float]) -> Tensor
     """Σ_k w_k x_k for weights that sum to 1, accumulated in float64, in the dtype of the first.
 
     It is computed as x_j + Σ_k w_k (x_k − x_j) around the x_j of the largest weight. So the mean of equal
-    values is that value to the bit, whatever the weights.
+    values is that value bit for bit, whatever the weights.
 
     >>> from prefed.core import Entry, Layout
     >>> layout = Layout((Entry("a", (2,), "lora"),))

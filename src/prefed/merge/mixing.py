@@ -112,7 +112,7 @@ def _without(matrix: Matrix, fails: NDArray[np.bool_]) -> Matrix:
 def read_matrix(path: Path, clients: Sequence[str]) -> Matrix:
     """Read a mixing matrix: text with one row a client, in the order of ``clients``, or a Matrix Market file.
 
-    Numbers that are rounded by at most 1e-6 are set right: W is made symmetric to the bit, and the self
+    Numbers that are rounded by at most 1e-6 are set right: W is made symmetric bit for bit, and the self
     weight is what the others leave.
 
     Raises:
@@ -291,7 +291,7 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
     """θ_i ← Σ_j W_ij θ_j for all nodes, accumulated in float64.
 
     A row is computed as θ_0 + Σ_j W_ij (θ_j − θ_0), in the order of the nodes. So equal models stay as they
-    are to the bit, as does that of a node without a neighbour. On the complete graph a row is what
+    are bit for bit, as does that of a node without a neighbour. On the complete graph a row is what
     :func:`prefed.merge.flat.weighted_mean` gives.
 
     Args:
@@ -333,7 +333,7 @@ def mix_row(weights: Sequence[float], rows: Sequence[Tensor]) -> Tensor:
     """float64 ``[size]``: Σ_j w_j θ_j, the row of one node in :func:`mix`, computed by the node itself.
 
     A node knows the models of its neighbourhood alone, so that θ_0 is the first of these. Where that is the
-    first of all nodes, the result is :func:`mix`'s to the bit.
+    first of all nodes, the result is :func:`mix`'s bit for bit.
 
     Args:
         weights: those of the node's row of W that are not 0, which sum to 1.
@@ -350,7 +350,7 @@ def mix_row(weights: Sequence[float], rows: Sequence[Tensor]) -> Tensor:
 
 
 def mean_row(nodes: int, size: int, read: Read) -> Tensor:
-    """float64 ``[size]``: the mean of all rows, θ̄; that of equal rows is the row to the bit."""
+    """float64 ``[size]``: the mean of all rows, θ̄; that of equal rows is the row bit for bit."""
     mean = torch.empty(size, dtype=torch.float64)
     for columns in column_blocks(nodes, size):
         rows = read(columns)

@@ -41,7 +41,7 @@ def step(
     """One step from ``current`` towards ``merged``.
 
     The new model is computed as merged + (step − Δ), not as current + step. The two are equal but for
-    rounding. Where step = Δ (FedAvgM without momentum at rate 1), the first is the merged model to the bit.
+    rounding. Where step = Δ (FedAvgM without momentum at rate 1), the first is the merged model bit for bit.
 
     Args:
         current: φ.

@@ -234,5 +234,5 @@ def from_newest(upload: Upload, start: State, newest: State) -> Upload:
 
 
 def shorten(current: Tensors, value: Tensors, factor: float) -> Tensors:
-    """``current`` moved by ``factor`` of the way to ``value``; with 1 that is ``value`` to the bit."""
+    """``current`` moved by ``factor`` of the way to ``value``; with 1 that is ``value`` bit for bit."""
     return value if factor == 1 else current + (value - current) * factor

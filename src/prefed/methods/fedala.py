@@ -65,7 +65,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         if "own" not in private.tensors:
             return received
         own, weights = private.tensors["own"], private.tensors["weights"]
-        # lerp is exact at both ends: a weight of 1 is the received model to the bit.
+        # lerp is exact at both ends: a weight of 1 is the received model bit for bit.
         inside = torch.lerp(own.flat, received.select(own).flat, weights.flat)
         return received.replace(Tensors(own.layout, inside))
 

@@ -22,11 +22,10 @@ from pydantic import Field
 
 from prefed.core import Entry, Layout, Method, Penalty, Round, State, Tensors, Upload
 from prefed.merge import Aggregator, alignment_weights
+from prefed.merge.config import UNWEIGHTED
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 SOURCE = "FedSDG, section 3"
-UNWEIGHTED = ("median", "trimmed_mean", "krum")
-"""Merge rules that give no upload a weight."""
 
 
 class Settings(LocalSettings):

@@ -101,5 +101,5 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def _towards(start: Tensors, end: Tensors, share: float) -> Tensors:
-    """``start`` moved by ``share`` of the way to ``end``; with 1 that is ``end`` to the bit."""
+    """``start`` moved by ``share`` of the way to ``end``; with 1 that is ``end`` bit for bit."""
     return Tensors(start.layout, torch.lerp(start.flat, end.flat, share))

@@ -28,7 +28,7 @@ def reference_folder(experiment: Experiment, cache: Path) -> Path:
     """The folder of a run's reference log-probabilities and of what else it computes of the frozen model.
 
     Runs are alike that send the same pairs through the same model, in the same groups and order. Their
-    numbers are equal to the bit, and several of them may write at once.
+    numbers are equal bit for bit, and several of them may write at once.
 
     Args:
         cache: the run's own folder, used where the variable is not set.

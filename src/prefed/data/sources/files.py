@@ -163,9 +163,11 @@ def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[
             errors.add(location, message)
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line.rstrip("\r\n"))
         except json.JSONDecodeError as error:
-            errors.add(location, f"not JSON: {error.msg} at character {error.pos + 1}")
+            # Some of Python's messages end in "at".
+            problem = error.msg.removesuffix(" at")
+            errors.add(location, f"not JSON: {problem} at character {error.pos + 1}")
             continue
         except (ValueError, RecursionError) as error:
             errors.add(location, _unreadable(error))

@@ -17,6 +17,15 @@ RoundName = Annotated[
     Literal["last", "best"],
     typer.Option("--round", help="The state after the last round, or after the best one by [stop]."),
 ]
+RunFolder = Annotated[Path, typer.Argument(help="The run directory.", show_default=False)]
+RunOut = Annotated[
+    Path | None,
+    typer.Option("--out", help="The run directory (default: runs/FILE-METHOD-seedSEED)."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Continue the run in the directory; fails if there is none."),
+]
 AutoResume = Annotated[
     bool,
     typer.Option(

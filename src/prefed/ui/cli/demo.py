@@ -39,7 +39,7 @@ name = "model"                          # or any causal language model: a folder
 lora = {{ rank = 8, alpha = 16, dropout = 0.0 }}
 
 [method]
-name = "{method}"                         # or another method: feddpo, fedpdpo, ditto, local, …
+name = "{method}"                         # or another method: feddpo, fedper, local, …
 lr = 3e-3
 
 [evaluate]

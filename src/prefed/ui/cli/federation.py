@@ -15,7 +15,17 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from prefed.ui.cli.arguments import AutoResume, CellName, File, Merge, Overrides, given_words, run_name
+from prefed.ui.cli.arguments import (
+    AutoResume,
+    CellName,
+    File,
+    Merge,
+    Overrides,
+    Resume,
+    RunOut,
+    given_words,
+    run_name,
+)
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, exit_code, interruptible
 from prefed.ui.cli.output import progress_console, terminal
 
@@ -58,12 +68,8 @@ def federate(
     file: File,
     overrides: Overrides = None,
     hub: Annotated[Path, typer.Option(help="The hub's folder, from `prefed federation init`.")] = Path("hub"),
-    out: Annotated[
-        Path | None, typer.Option(help="The run directory (default: runs/FILE-METHOD-seedSEED).")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the directory; fails if there is none.")
-    ] = False,
+    out: RunOut = None,
+    resume: Resume = False,
     auto_resume: AutoResume = False,
     sites: Annotated[
         str | None,

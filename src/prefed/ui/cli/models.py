@@ -16,6 +16,7 @@ from prefed.ui.cli.arguments import (
     Merge,
     OwnModel,
     RoundName,
+    RunFolder,
     SelectorNumber,
     TasteName,
 )
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunFolder,
     client: OwnModel = None,
     selector: SelectorNumber = None,
     aligned: Aligned = False,
@@ -133,7 +134,7 @@ def check_folder(path: Path, places: Mapping[str, Path], *, replace: bool) -> No
 
 
 def push(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunFolder,
     repo: Annotated[str, typer.Argument(help="The repository, OWNER/NAME.", show_default=False)],
     client: OwnModel = None,
     selector: SelectorNumber = None,
@@ -225,7 +226,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunFolder,
     prompt: Annotated[
         list[str],
         typer.Option(metavar="TEXT", help="The prompt; repeatable. - reads it from standard input."),

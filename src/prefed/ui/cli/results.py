@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from prefed.ui.cli.arguments import RoundName
+from prefed.ui.cli.arguments import RoundName, RunFolder
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, terminable, usage
 from prefed.ui.cli.output import bar_console, print_json
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunFolder,
     split: Annotated[
         Literal["train", "validation", "test"] | None,
         typer.Option(help="Which of each client's pairs to use (default: those that the run was judged on)."),
@@ -156,7 +156,7 @@ def compare(
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunFolder,
     out: Annotated[
         Path | None, typer.Option(help="The page (default: report.html in the run directory).")
     ] = None,
@@ -186,7 +186,7 @@ def report(
 
 
 def judge(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunFolder,
     judge: Annotated[
         str,
         typer.Option(

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from prefed.ui.cli.arguments import AutoResume, CellName, File, Overrides, Track, run_name, set_words
+from prefed.ui.cli.arguments import (
+    AutoResume,
+    CellName,
+    File,
+    Overrides,
+    Resume,
+    RunFolder,
+    RunOut,
+    Track,
+    run_name,
+    set_words,
+)
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, interruptible, terminable
 from prefed.ui.cli.output import AsJson, print_json, progress_console, terminal, volume
 
@@ -27,12 +38,8 @@ if TYPE_CHECKING:
 def run(
     file: File,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run directory (default: runs/FILE-METHOD-seedSEED).")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the directory; fails if there is none.")
-    ] = False,
+    out: RunOut = None,
+    resume: Resume = False,
     auto_resume: AutoResume = False,
     cell: CellName = None,
     track: Track = None,
@@ -267,7 +274,7 @@ def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:
 
 
 def align(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunFolder,
     prompts: Annotated[
         str | None,
         typer.Option(

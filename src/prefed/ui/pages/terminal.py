@@ -90,7 +90,7 @@ def print_result(
     console.print(
         f"sent up {size(traffic['up'])}, down {size(traffic['down'])}; "
         f"{parameters['trainable']:,} parameters trained, {parameters['communicated']:,} in an upload; "
-        f"{summary['seconds']:.1f} s, {summary['peak_memory_mb']:.0f} MiB at the most",
+        f"{summary['seconds']:.1f} s, peak memory {summary['peak_memory_mb']:.0f} MiB",
         soft_wrap=True,
     )
 
@@ -254,7 +254,7 @@ def print_dry_run(found: DryRun, console: Console) -> None:
         f"{size(whole['up'])} up and {size(whole['down'])} down in {rounds}",
         "disk": f"{size(needed)}: cache {size(disk['cache'])}, checkpoint {size(disk['checkpoint'])}, "
         f"adapters {size(disk['adapters'])}; {size(disk['free'])} are free",
-        "memory": f"{found.peak_memory_mb:,.0f} MiB at the most so far, in this process",
+        "memory": f"peak {found.peak_memory_mb:,.0f} MiB so far, in this process",
         "time": f"{duration(sum(seconds.values()))} a round, of which evaluation "
         f"{duration(seconds['evaluation'])}; {duration(found.seconds)} in {rounds}",
         "": f"an estimate, from {pluralize(int(timed['steps']), 'step', 'steps')} of client "
