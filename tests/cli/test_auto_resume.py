@@ -76,7 +76,7 @@ def test_stopped_it_names_the_same_command(place, monkeypatch):
 def test_other_peoples_files_are_left_alone(place):
     (place / "a").mkdir()
     (place / "a/thesis.tex").write_text("…")
-    assert "'thesis.tex'" in prefed_(*COMMAND, code=1)
+    assert "contains 'thesis.tex' instead of a run" in prefed_(*COMMAND, code=1)
     assert [path.name for path in (place / "a").iterdir()] == ["thesis.tex"]
 
 

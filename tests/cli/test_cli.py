@@ -147,7 +147,7 @@ def test_other_peoples_files_are_no_run_to_go_on_with(place):
     (place / "letters/dear.txt").write_text("hello")
     for words in ([], ["--resume"]):
         output = prefed_("run", "exp.toml", "--out", "letters", *words, code=1)
-        assert "letters is not empty and" in output
+        assert "letters is not empty and contains 'dear.txt' instead of a run; choose another --out" in output
     assert [path.name for path in (place / "letters").iterdir()] == ["dear.txt"]
 
 
@@ -214,7 +214,7 @@ def test_changed_data_are_not_resumed(place, monkeypatch):
 
     monkeypatch.setattr(prefed.runs.run, "build_job", other)
     output = prefed_("run", "exp.toml", "--out", "a", "--resume", code=1)
-    assert "its data changed since it" in output
+    assert "its data changed since it started" in output
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -96,9 +96,9 @@ def test_a_revision_is_in_the_printed_lines(place, tmp_path):
         ("run", "run holds the run; choose another --out"),
         (".", "holds the run; choose another --out"),
         ("model", "holds the run's base model; choose another --out"),
-        ("run/checkpoint", "holds 'COMMIT.json', which no export writes"),
-        ("run/adapters", "holds 'shared', which no export writes"),
-        ("mine", "holds 'tokenizer', which no export writes"),
+        ("run/checkpoint", "holds 'COMMIT.json', which no export writes, so it is not replaced"),
+        ("run/adapters", "holds 'shared', which no export writes, so it is not replaced"),
+        ("mine", "holds 'tokenizer', which no export writes, so it is not replaced"),
         ("run/config.toml", "config.toml is a file, not a folder; choose another --out"),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_while_weights_are_written_is_told_of(place, tmp_pat
     assert ended.returncode == 1
     errors = ended.stderr
     assert re.search(rf"error: cannot write {out} \([\d,]+ bytes\): .*File too large.*", errors)
-    assert "on the disk of" in errors
+    assert "free space on the disk of" in errors
     assert not list(out.parent.iterdir())
 
 
@@ -227,5 +227,5 @@ def test_a_link_in_a_run_from_elsewhere_leads_nowhere(tmp_path):
     (model / "config.json").write_text("{}")
     (run / "adapters").mkdir()
     (run / "adapters/shared").symlink_to(model)
-    assert "s a link" in prefed_("export", run, code=1)
+    assert "run contains a link" in prefed_("export", run, code=1)
     assert (model / "config.json").exists()

@@ -129,7 +129,7 @@ def test_a_push_is_private_and_holds_what_an_export_holds(place, hub, tmp_path):
     card = repo.files["README.md"].decode()
     assert "# ann/aligned\n" in card
     assert "PeftModel.from_pretrained(base, 'ann/aligned')" in card
-    assert "to ann/aligned (private):" in told
+    assert "publishing the shared model\nto ann/aligned (private):" in told
     assert f"published: {hub.url}/ann/aligned/commit/" in told
     assert "--base NAME" in told
     assert not [name for name, data in repo.files.items() if TOKEN.encode() in data]
@@ -166,7 +166,7 @@ def test_a_clients_model_is_pushed_when_it_is_named_alone(place, hub):
     """Unasked, what is pushed is the file that the run itself left as the shared adapter, to the byte. A
     method that shares no model is refused, with the option that names a client's."""
     told = prefed_("push", place / "ditto", "ann/own", "--client", "left")
-    assert "model of client 'left':" in told
+    assert "the personal model of client 'left': trained on its pairs, it may reproduce them" in told
     prefed_("push", place / "ditto", "ann/shared")
     own, shared = (hub.repos[f"ann/{name}"].files["adapter_model.safetensors"] for name in ("own", "shared"))
     assert shared == (place / "ditto/adapters/shared/adapter_model.safetensors").read_bytes()

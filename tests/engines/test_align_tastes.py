@@ -145,11 +145,11 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     assert (finished / "align/scores.jsonl").read_bytes() == labels[1]
     with pytest.raises(ValueError, match="the server has no pairs"):
         config(place, taste="infer:8")
-    with pytest.raises(ValueError, match=r"taste = 'w1'"):
+    with pytest.raises(ValueError, match="taste: remove taste = 'w1'"):
         config(place, taste="w1", tastes="posteriors")
     with pytest.raises(ValueError, match="set tastes too"):
         config(place, generations=2)
-    with pytest.raises(ValueError, match="labels"):
+    with pytest.raises(ValueError, match="labels instead of them"):
         config(place, taste="w1", labels="judge:utility")
     with pytest.raises(ValueError, match="fedbis has no latent taste"):
         tasty(place, method={**METHOD, "name": "fedbis"}, align=config(place, taste="w1").model_dump())

@@ -188,7 +188,7 @@ def test_if_nobody_answers_the_run_ends_and_resumes(tmp_path):
         left[0] -= 1
         return [result] if left[0] >= 0 else []
 
-    with pytest.raises(RoundError, match="round 2: none of 6 clients answered in 'score'"):
+    with pytest.raises(RoundError, match="round 2: none of 6 clients answered in 'score'; whole rounds are"):
         play(tmp_path / "run", altered(change, "visit"))
     toy.run(tmp_path / "run", resume=True, rounds=2, cohort=6)
     toy.run(tmp_path / "whole", rounds=2, cohort=6)

@@ -282,7 +282,7 @@ def test_a_run_whose_data_and_model_moved_goes_on_and_notes_their_place(place, t
         file.write(json.dumps({"prompt": "More?", "chosen": " a", "rejected": " b", "worker": "w0"}) + "\n")
     for rounds in (3, 4):
         shutil.rmtree(tmp_path / "run/cache")
-        with pytest.raises(StoreError, match="its data changed"):
+        with pytest.raises(StoreError, match="its data changed since it started"):
             run(experiment(moved, rounds=rounds), tmp_path / "run", resume=True)
         assert tomllib.loads((tmp_path / "run/config.toml").read_text()) == experiment(place).tables()
 
@@ -292,12 +292,12 @@ def test_settings_that_are_no_experiment_are_named(place, tmp_path):
     run(experiment(place, rounds=1), tmp_path / "run")
     file = tmp_path / "run/config.toml"
     file.write_text(file.read_text() + "\n[other]\n")
-    with pytest.raises(StoreError, match=r"run/config.toml: other: no such key"):
+    with pytest.raises(StoreError, match=r"run/config.toml: other: no such key(.|\n)*put a copy of it back"):
         run(experiment(place, rounds=2), tmp_path / "run", resume=True)
-    with pytest.raises(RunError, match=r"run/config.toml: other: no such key"):
+    with pytest.raises(RunError, match=r"run/config.toml: other: no such key(.|\n)*put a copy of it back"):
         load_run(tmp_path / "run")
     file.write_text("rounds =")
-    with pytest.raises(StoreError, match=r"run/config.toml is damaged"):
+    with pytest.raises(StoreError, match=r"run/config.toml is damaged: .*; restore it from a copy"):
         run(experiment(place, rounds=2), tmp_path / "run", resume=True)
 
 

@@ -399,7 +399,7 @@ def test_the_command_writes_a_model_that_loads(place, tmp_path):
     words = ["site", "export", config, "--run", name, "--out", tmp_path / "again"]
     says([*words, "--client", told])
     assert_equal(exported(tmp_path / "again"), exported(tmp_path / "model"))
-    assert "--force" in says([*words, "--client", told], 1)
+    assert "already exists; choose another --out, or --force" in says([*words, "--client", told], 1)
     says([*words, "--client", told, "--force", "--merge"])
     assert (tmp_path / "again" / "config.json").exists()
     assert "this site has 2 clients: name one with --client: w1, w2" in says([*words, "--force"], 1)

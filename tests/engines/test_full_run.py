@@ -118,7 +118,7 @@ def test_an_exported_model_loads(place, tmp_path):
 
 @pytest.mark.parametrize("method", sorted({"fedvpl", "fedvpa", *REFUSE}))
 def test_methods_with_parts_of_their_own_refuse(place, method):
-    with pytest.raises(ConfigError, match=f"{method} adds its own parts") as refused:
+    with pytest.raises(ConfigError, match=f"{method} adds its own parts to a frozen model") as refused:
         Experiment.model_validate({**experiment(place).model_dump(), "method": {"name": method}})
     assert REFUSE.get(method, "") in str(refused.value)
 
@@ -127,7 +127,7 @@ def test_what_else_is_refused(place):
     """Rules on a LoRA's factors, a dtype of frozen models, and an alignment that has no model of its own."""
     tree = experiment(place).model_dump()
     for changes, text in (
-        ({"merge": {"lora": "ffa"}}, "the factors of a"),
+        ({"merge": {"lora": "ffa"}}, "applies to the factors of a LoRA"),
         ({"model": {"name": "m", "train": "full", "dtype": "bfloat16"}}, "trains every weight, in float32"),
         ({"method": {"name": "fedbis"}, "align": {"prompts": "p.txt"}}, "an \\[align.model\\] of its own"),
         (

@@ -189,14 +189,14 @@ def test_a_damaged_count_is_no_count(tmp_path):
     assert begun.times() == {1: 1, 2: 2}
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text(json.dumps({"begun": {"1": "often"}}))
-    with pytest.raises(StoreError, match="is damaged"):
+    with pytest.raises(StoreError, match="10: 'often'; without it the"):
         begun.times()
 
 
 def test_peers_draw_from_the_system(experiment):
     assert of_peer(experiment(LOCAL)).privacy.draws == "system"
     assert of_peer(experiment(LOCAL)).privacy.clip == 0.3
-    with pytest.raises(ValueError, match=r"whoever knows the run's seed.*the"):
+    with pytest.raises(ValueError, match="whoever knows the run's seed can remove the noise"):
         of_peer(experiment({**LOCAL, "draws": "seed"}))
 
 

@@ -165,18 +165,24 @@ def experiment(**changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stop": {}, "evaluate": {"every": 0}}, r"\[stop\]"),
+        ({"stop": {}, "evaluate": {"every": 0}}, r"\[stop\] needs evaluations"),
         ({"stop": {"metric": "combined_accuracy"}}, "feddpo has no reward head here"),
         ({"stop": {"metric": "majority_accuracy"}, "method": "fedbis"}, "no selectors that vote"),
         ({"stop": {"patience": 0}}, "stop.patience = 0: should be greater than or equal to 1"),
         ({"stop": {"metric": "margin"}}, "stop.metric = 'margin': should be 'preference_accuracy'"),
-        ({"engine": {"devices": ["cuda:0", "cuda:1"]}}, "2,.*1"),
-        ({"engine": {"devices": ["cuda:0", "cuda:0"], "workers": 2}}, "names"),
+        (
+            {"engine": {"devices": ["cuda:0", "cuda:1"]}},
+            r"\['cuda:0', 'cuda:1'\] are 2, but there are 1 processes",
+        ),
+        ({"engine": {"devices": ["cuda:0", "cuda:0"], "workers": 2}}, "names a device twice"),
         ({"engine": {"devices": ["gpu0"]}}, "engine.devices.0 = 'gpu0': should match pattern"),
-        ({"engine": {"devices": ["cuda:0"], "name": "ray"}}, r"Ray.*each actor its"),
+        (
+            {"engine": {"devices": ["cuda:0"], "name": "ray"}},
+            r"Ray assigns each actor its own: remove them, and set ray\.num_gpus",
+        ),
         (
             {"engine": {"devices": ["cuda:0"]}, "model": {"name": "m", "device": "cpu"}},
-            r"\[engine\] devices names CUDA devices,.*\[model\] device =",
+            r"\[engine\] devices names CUDA devices, but \[model\] device = 'cpu'",
         ),
     ],
 )

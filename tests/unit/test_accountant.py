@@ -161,7 +161,7 @@ def test_the_command_looks_for_noise(tmp_path):
     del tables["data"]
     file.write_text(tomli_w.dumps(tables))
     asked = ["privacy", str(file), "--epsilon", "4", "--json"]
-    assert "--clients" in " ".join(CliRunner().invoke(app, asked).output.split())
+    assert "give it with --clients" in " ".join(CliRunner().invoke(app, asked).output.split())
     assert json.loads(CliRunner().invoke(app, [*asked, "--clients", "20"]).output) == json.loads(shown.output)
 
 
@@ -193,17 +193,17 @@ def test_the_line_of_a_result():
 # What goes together
 
 REFUSED = [
-    ({"privacy": {"clip": 1.0}}, "with kind"),
+    ({"privacy": {"clip": 1.0}}, "only with kind"),
     ({"privacy": {"kind": "local"}}, "needs noise_multiplier"),
     ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "delta": 1e-5}}, "noise needs clip"),
     ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "clip": 1.0}}, "noise needs delta"),
-    ({"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}}, "nothing would be"),
-    ({"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}}, "nothing would be"),
+    ({"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}}, "nothing would be protected"),
+    ({"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}}, "nothing would be protected"),
     (
         {"method": {"name": "fedvpl", "posterior_clip": 1e-40, "posterior_noise": 1.0}},
         "posterior_noise is 1e-40: outside 1e-30 to 1e\\+30",
     ),
-    ({"privacy": {**LOCAL, "secret_cohorts": True}}, "secret_cohorts"),
+    ({"privacy": {**LOCAL, "secret_cohorts": True}}, "of each upload"),
     ({"privacy": LOCAL, "merge": {}}, "set 'uniform'"),
     ({"privacy": LOCAL, "method": {"name": "feddpo", "schedule": "plateau"}}, "plateau"),
     ({"privacy": LOCAL, "evaluate": {"diagnose": 1}}, "gradients without noise"),
@@ -214,7 +214,7 @@ REFUSED = [
         for name in ("centralized", "local", "fedbiscuit")
     ),
     *(
-        ({"privacy": CENTRAL, "method": {"name": name}}, "the mean of all")
+        ({"privacy": CENTRAL, "method": {"name": name}}, "but only the mean of all uploads")
         for name in ("fedamp", "fedvpl", "fedvpa")
     ),
     *(
@@ -225,8 +225,8 @@ REFUSED = [
         ({"privacy": CENTRAL, "merge": {"weights": "uniform", "lora": rule}}, "products of each client")
         for rule in ("fedex", "flexlora")
     ),
-    ({"privacy": CENTRAL, "method": {"name": "fedsdg"}}, "alignment.*each upload"),
-    ({"privacy": CENTRAL, "method": {"name": "decdpo"}}, "has the mean"),
+    ({"privacy": CENTRAL, "method": {"name": "fedsdg"}}, "alignment weights each upload"),
+    ({"privacy": CENTRAL, "method": {"name": "decdpo"}}, "party has the mean"),
     ({"privacy": CENTRAL, "fleet": {"max_delay": 1}}, "twice in a round"),
     ({"cohort": {"sampling": "poisson"}}, "needs size or fraction"),
     ({"cohort": {"sampling": "poisson", "size": 2}, "fleet": {}}, "become free"),

@@ -35,7 +35,7 @@ def test_a_key_that_is_given_takes_the_place_of_another_one(tmp_path):
     assert settled(tasting, "taste=population") == {**tasting, "taste": None}
     assert settled({"taste": "ghost", "limit": 3}, "taste=", "limit=", "lr=0.1") == {"lr": 0.1}
     assert settled(tasting, "tastes=") == {}
-    with pytest.raises(ConfigError, match="taste = 'w1'"):
+    with pytest.raises(ConfigError, match="remove taste = 'w1'"):
         settled({}, "taste=w1", "tastes=posteriors")
     with pytest.raises(ConfigError, match=r"tase: no such key"):
         settled({}, "tase=")

@@ -120,7 +120,7 @@ def test_a_crash_at_any_file_operation_loses_neither_the_best_nor_the_last(tmp_p
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("COMMIT@000003.json", r"commit of its best round 3 is missing;"),
+        ("COMMIT@000003.json", r"commit of its best round 3 is missing; restore .*COMMIT@000003\.json"),
         ("server@000003.safetensors", "server's state of round 3 is missing"),
         ("clients/even@000002.safetensors", "private state of round 2 is missing"),
         ("nodes/nodes@000003.safetensors", "nodes' state of round 3 is missing"),
@@ -152,5 +152,5 @@ def test_a_run_that_is_not_judged_keeps_no_best(tmp_path):
         store.begin(state(0), {})
         store.finish_round(state(1), {"round": 1}, {})
     assert b'"best"' not in (tmp_path / "run/checkpoint/COMMIT.json").read_bytes()
-    with pytest.raises(StoreError, match=r"no best round: its.*table"):
+    with pytest.raises(StoreError, match=r"has no best round: its experiment has no \[stop\] table"):
         RunReader(tmp_path / "run", best=True)

@@ -91,11 +91,11 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
             "data.partition={by='iid',clients=2,sizes=[1,-2]}",
             "data.partition.sizes.1 = -2: should be greater",
         ),
-        ("data.partition={by='iid'}", "data.partition.clients: missing"),
+        ("data.partition={by='iid'}", "data.partition.clients: missing; it has no default"),
         ("method.name=fedpo", "no method is called 'fedpo'; did you mean 'feddpo'?"),
         ("data.train.path=x", "--set data.train.path=x: train is 'pairs.jsonl', not a table"),
-        ("nonsense", "key=value, e.g. --set method.lr=1e-4"),
-        ("=3", "--set =3: write"),
+        ("nonsense", "--set nonsense: write key=value, e.g. --set method.lr=1e-4"),
+        ("=3", "--set =3: write key=value"),
         ("engine.name=cloud", "engine.name = 'cloud': should be 'local'"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_file_that_is_none(tmp_path, file):
     with pytest.raises(ConfigError, match=r"exp.toml is not TOML: .*line 1"):
         Experiment.load(file)
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 0xff.*line"):
+    with pytest.raises(ConfigError, match=r"exp\.toml: not UTF-8 text \(byte 0xff on line 1\)"):
         Experiment.load(file)
 
 

@@ -163,7 +163,7 @@ def test_every_family_reads_the_text_as_it_tokenises_it(tmp_path, made, names):
     ids=["one unknown", "both unknown", "one joined", "one joined further"],
 )
 def test_a_tokenizer_without_two_letters_is_refused(made):
-    with pytest.raises(DataError, match=r'does not end "Better: A" and "Better: B" in two.*tokens'):
+    with pytest.raises(DataError, match='does not end "Better: A" and "Better: B" in two distinct tokens'):
         ChoiceTemplate(made)
 
 
@@ -172,7 +172,9 @@ def test_a_letter_that_joins_the_text_before_it_is_refused(tmp_path):
     pieces = [(" ", -1.0), ("\n", -1.0), *((letter, -1.0) for letter in ASCII), ("z\nBetter: A", -0.1)]
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces)))
     assert len(write(tmp_path / "y", [Record("Q", "b", "a")], made)) == 1
-    with pytest.raises(DataError, match=r"the pairs to be judged, row 2: the tokenizer.*the.*letter"):
+    with pytest.raises(
+        DataError, match="the pairs to be judged, row 2: the tokenizer merges the answer letter"
+    ):
         write(tmp_path / "z", [Record("Q", "b", "a"), Record("Q", "z", "a")], made)
 
 
@@ -361,7 +363,7 @@ def test_figure_4_generates_summaries_from_the_same_rows(tmp_path):
         "Summarize the following Reddit post in a paragraph of 50 words or less.",
         "SUBREDDIT: r/tifu\nTITLE: Locked out\nPOST: I left my {key} inside.",
     )
-    with pytest.raises(DataError, match=r"row 1: info.*title, which"):
+    with pytest.raises(DataError, match="row 1: info lacks title, which"):
         built(tmp_path, [comparison(1, title="")], GENERAL, format="summarize-from-feedback-instruction")
 
 
@@ -420,7 +422,7 @@ def test_a_folder_is_of_one_kind(tmp_path):
         ("choice", None),
         ("choice", SelectorConfig(template="answer")),
     ]:
-        with pytest.raises(DataMismatchError, match=r"holds data.*from.*selector;"):
+        with pytest.raises(DataMismatchError, match="holds data prepared from different selector;"):
             build_dataset(config, tokenizer(), Key(0), tmp_path / folder, selector)
 
 

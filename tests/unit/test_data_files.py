@@ -164,41 +164,50 @@ def test_of_a_saved_data_set_with_splits_a_role_takes_its_own(tmp_path):
 def test_a_damaged_saved_data_set_is_named(tmp_path):
     Dataset.from_list(pairs(3)).save_to_disk(tmp_path / "saved")
     (tmp_path / "saved/data-00000-of-00001.arrow").write_bytes(b"no")
-    with pytest.raises(DataError, match=r"this saved.*cannot be"):
+    with pytest.raises(DataError, match=r"saved: this saved dataset cannot be read"):
         all_records(str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("a.jsonl", b'{"a": "b\n', r"a.jsonl, row 1: not JSON: Unterminated string starting at character 7$"),
         ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a.jsonl, row 2: not JSON: Expecting value at character"),
-        ("a.jsonl", b'{"a": 1}\n\n["x"]\n', r"row 3: a row.*an object.*a list"),
-        ("a.jsonl", b"null\n", r"row 1:.*null"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n\n["x"]\n',
+            r"a\.jsonl, row 3: a row must be an object with named columns, not a list",
+        ),
+        ("a.jsonl", b"null\n", "row 1: a row must be an object with named columns, not null"),
         (
             "a.jsonl",
             b'{"a": 1}\n{"a": "gr\xfc\xdfe"}\n',
             r"row 2: not utf-8 text \(byte 0xfc at position 9\)",
         ),
-        ("a.json", b'[{"a": 1}, 3]', r"row 2:.*a number"),
+        ("a.json", b'[{"a": 1}, 3]', "row 2: a row must be an object with named columns, not a number"),
         ("a.json", b'[{"a": 1},\n {"a": ]', r"a.json, line 2: not JSON"),
         ("a.json", b'[{"a": 1},\n {"a": "\xff"}]', r"a.json, line 2: not utf-8 text \(byte 0xff\)"),
-        ("a.csv", b"a,b\n1,2\n3\n", r"row 3: 1.*header.*2"),
+        ("a.csv", b"a,b\n1,2\n3\n", "row 3: 1 fields, but the header has 2"),
         ("a.csv", b"a,a\n1,2\n", r"header names a twice"),
         ("a.csv", b'a,b\n1,"x\n', r"a.csv, row 2: not CSV"),
         ("a.csv", b"a,b\n\xff,2\n", r"row 2: not utf-8 text"),
         ("a.csv", b'a,b\n1,"x\n\xff"\n', r"row 3: not utf-8 text \(byte 0xff at position 0\)"),
         ("a.csv", b"a,\xff\n1,2\n", r"a.csv, row 1: not utf-8 text"),
-        ("a.jsonl.gz", gzip.compress(lines(ROWS) * 50)[:-20], r"not a.*gzip file"),
-        ("a.jsonl.gz", b"plain", r"not a.*gzip file"),
-        ("a.parquet", b"PAR1 and no more", r"not a.*Parquet file"),
-        ("a.json", b'{\n "data": []\n}', r"one object"),
-        ("a.csv", b"a\tb\n1\t2\n", r"by commas, not by.*rename the file to .tsv"),
-        ("a.tsv", b"a,b\n1,2\n", r"by tabs, not by ','; rename the file to .csv"),
+        ("a.jsonl.gz", gzip.compress(lines(ROWS) * 50)[:-20], "not a complete gzip file"),
+        ("a.jsonl.gz", b"plain", "not a complete gzip file"),
+        ("a.parquet", b"PAR1 and no more", "not a complete Parquet file"),
+        ("a.json", b'{\n "data": []\n}', r"a\.json holds one object"),
+        (
+            "a.csv",
+            b"a\tb\n1\t2\n",
+            r"'a\\tb'; separate fields by commas, not by '\\t'; rename the file to \.tsv",
+        ),
+        ("a.tsv", b"a,b\n1,2\n", r"'a,b'; separate fields by tabs, not by ','; rename the file to \.csv"),
         ("a.jsonl", b"[" * 100_000, r"row 1: not (readable as )?JSON"),
         ("a.jsonl", b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}", r"row 2: not readable as JSON: .* 5000 digits"),
         ("a.json", b"[" * 100_000, r"a.json: not readable as JSON: nested too deeply"),
         ("a.json", b"[" + b"9" * 5000 + b"]", r"a.json: not readable as JSON: .* 5000 digits$"),
-        ("a.jsonl.gz", CORRUPT, r"a.jsonl.gz: not a.*gzip file"),
+        ("a.jsonl.gz", CORRUPT, r"a\.jsonl\.gz: not a complete gzip file"),
     ],
 )
 def test_a_broken_file_is_named_with_its_row(tmp_path, name, content, message):
@@ -252,7 +261,9 @@ def all_records(source, **settings):
 def test_missing_columns_are_told_at_the_first_row(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines([{"text": "x", "label": 1}] * 3))
-    with pytest.raises(DataError, match=r"row 1: the columns are text, label,.*no known"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, row 1: the columns are text, label, which match no known format"
+    ):
         all_records(str(path))
     with pytest.raises(DataError, match=r"row 1: no column 'best'; this row has text, label"):
         all_records({"path": str(path), "columns": {"chosen": "best"}})
@@ -270,14 +281,14 @@ def test_missing_columns_are_told_at_the_first_row(tmp_path):
         ({"client": ["a"]}, r"row 2: client is \['a'\], not a name"),
         ({"split": "training"}, "row 2: split is 'training'"),
         ({"margin": 10**400}, "row 2: margin is 1000.*000, not a finite number"),
-        ({"margin": 1e39}, "row 2: margin.*a finite 32-bit"),
+        ({"margin": 1e39}, "row 2: margin must be a finite 32-bit number"),
         ({"client": "a\ud83d"}, "row 2: client has half a surrogate pair at character 2"),
         ({"category": "\ud83d"}, "row 2: category has half a surrogate pair"),
         ({"title": "cut \ud83d"}, "row 2: title has half a surrogate pair at character 5"),
         ({"cut \ud83d": 1}, "row 2: the name of a column has half a surrogate pair"),
         (
             {"chosen": [{"role": ["user"], "content": "a"}], "rejected": [{"role": "user", "content": "b"}]},
-            r"row 2: chosen has a message.*role",
+            r"row 2: chosen has a message with role \['user'\]",
         ),
     ],
 )
@@ -325,7 +336,7 @@ def test_a_relative_path_starts_from_the_working_folder(tmp_path, monkeypatch):
 def test_nothing_there(tmp_path):
     for path, message in (
         ("missing.jsonl", "no such file or folder, and 'missing.jsonl' is not a hub name"),
-        (str(tmp_path), "no data"),
+        (str(tmp_path), "contains no data file"),
     ):
         with pytest.raises(DataError, match=message):
             all_records(path)

@@ -331,7 +331,7 @@ def test_forms_of_prompt_and_responses(prompt, chosen, rejected, expected):
     ("prompt", "chosen", "rejected", "message"),
     [
         (None, TURNS + reply("a") + TURNS, TURNS + reply("b") + TURNS, "not one assistant message"),
-        ("Hi", reply("a"), " b", "differ in form"),
+        ("Hi", reply("a"), " b", "differ in form: one is"),
         ("Hi", [], [], "chosen is empty"),
         ("Hi", ["x"], reply("b"), "holds str where a message"),
         ("Hi", [{"role": "tool", "content": "x"}], reply("b"), "role 'tool'"),

@@ -74,7 +74,7 @@ def test_sets_published_as_scripts_come_from_their_parquet_copy(monkeypatch):
     ("answers", "reason"),
     [
         (True, "Couldn't reach"),
-        (False, r"no answer \(or HF_HUB_OFFLINE is set\), and the dataset"),
+        (False, r"no answer \(or HF_HUB_OFFLINE is set\), and the dataset is not in the local cache"),
     ],
 )
 def test_a_failure_says_what_to_do(monkeypatch, answers, reason):
@@ -101,10 +101,12 @@ def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
 
     monkeypatch.setattr(prefed.core.huggingface, "_answers", lambda endpoint: False)
     monkeypatch.setattr(type(get_session()), "send", handle)
-    with pytest.raises(DataError, match=r"not.*answer"):
+    with pytest.raises(
+        DataError, match=r"could not load nobody/nothing \(train\) from the Hugging Face hub: no answer"
+    ):
         read("nobody/nothing")
     for loader, what in ((AutoTokenizer, "tokenizer"), (AutoModelForCausalLM, "causal language model")):
-        with pytest.raises(ModelError, match=rf"m = 'nobody/nothing': .* not.*answer .* no {what} of"):
+        with pytest.raises(ModelError, match=rf"m = 'nobody/nothing': .* does not answer .* no {what} of"):
             load_pretrained(loader, "m", "nobody/nothing", what)
     assert requests == []
     assert constants.HF_HUB_OFFLINE is False

@@ -62,7 +62,7 @@ def test_groups_name_clients():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"web": ["js"]}, "no group: c"),
+        ({"web": ["js"]}, "are in no group: c"),
         ({"web": ["js"], "all": ["c", "js"]}, "'js' is in two groups: web and all"),
         ({"web": ["js"], "system": ["c"], "old": ["cobol"]}, "no rows: old; the values are c, js"),
     ],

@@ -84,7 +84,7 @@ def test_preference_sets_are_worded_as_the_clients_are(tmp_path):
             '{"role": "user", "content": "b"}]}\n',
             "row 1: response has 2 messages",
         ),
-        ("", "contains no prompts"),
+        ("", "rows.jsonl contains no prompts"),
     ],
 )
 def test_rows_without_a_prompt_are_named(tmp_path, text, message):

@@ -43,11 +43,11 @@ def test_written_and_read_again_is_the_same(prompt, chosen, rejected, margin, cl
         ({"chosen": " \n"}, "chosen is empty"),
         ({"rejected": ""}, "rejected is empty"),
         ({"rejected": " yes"}, "are the same"),
-        ({"margin": math.nan}, "margin.*nan"),
-        ({"margin": math.inf}, "margin.*inf"),
-        ({"margin": -3.41e38}, "margin.*a finite 32-bit"),
+        ({"margin": math.nan}, "margin must be a finite 32-bit number, not nan"),
+        ({"margin": math.inf}, "margin must be a finite 32-bit number, not inf"),
+        ({"margin": -3.41e38}, "margin must be a finite 32-bit number"),
         ({"domain": "\udc00"}, "domain has half a surrogate pair"),
-        ({"split": "training"}, "split.*one of"),
+        ({"split": "training"}, "split must be one of"),
         ({"chosen": "half \ud83d"}, "chosen has half a surrogate pair at character 6"),
         ({"prompt": "\udc00"}, "prompt has half a surrogate pair"),
         ({"chosen": 3}, "chosen is int, not text"),
@@ -61,7 +61,7 @@ def test_refuses(fields, message):
 def test_the_largest_margin_is_the_largest_32_bit_float():
     largest = float(np.finfo(np.float32).max)
     assert Record("Q", "a", "b", margin=-largest).margin == -largest
-    with pytest.raises(ValueError, match="a finite"):
+    with pytest.raises(ValueError, match="must be a finite"):
         Record("Q", "a", "b", margin=np.nextafter(largest, math.inf))
 
 

@@ -88,9 +88,9 @@ def test_shp_without_its_post(build):
 
 def test_what_goes_not_together_is_refused():
     """Cut texts that are no whole ones, pairs to be kept together by a prompt, and selectors."""
-    prompts = "leaves no prompts.*pairs"
+    prompts = "leaves no prompts to group pairs by"
     for changes, text in (
-        ({"tail_characters": 300}, "tail_characters"),
+        ({"tail_characters": 300}, 'tail_characters requires score = "whole"'),
         ({"score": "whole", "split_by": "prompt"}, prompts),
         ({"score": "whole", "partition": {"by": "dirichlet", "clients": 2}}, prompts),
     ):

@@ -123,31 +123,31 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
     [
         (["--grid", "method.lrr=1e-4,1"], "--grid method.lrr=1e-4: method.lrr: no such key; did you mean"),
         (["--grid", "method.lr=1,fast"], "--grid method.lr=fast: method.lr = 'fast': should be"),
-        (["--grid", "method.lr"], "--grid method.lr: write"),
-        (["--grid", "method.lr=1e-4,"], "key=value,value"),
-        (["--grid", 'model.lora.modules=["a"'], "key=value,value"),
-        (["--grid", "method.lr=1e-4,0.0001"], "--grid method.lr=1e-4,0.0001: 0.0001 is"),
-        (["--grid", "method.lr=1", "--grid", "method.lr=2"], "has a --grid"),
+        (["--grid", "method.lr"], "--grid method.lr: write key=value,value"),
+        (["--grid", "method.lr=1e-4,"], "write key=value,value without empty"),
+        (["--grid", 'model.lora.modules=["a"'], "write key=value,value"),
+        (["--grid", "method.lr=1e-4,0.0001"], "--grid method.lr=1e-4,0.0001: 0.0001 is repeated"),
+        (["--grid", "method.lr=1", "--grid", "method.lr=2"], "method.lr already has a --grid"),
         (["--grid", "method.lr=1,2", "--set", "method.lr=3"], "--set has method.lr too"),
         (["--grid", "seed=1,2"], "--grid seed=1,2: seeds are given by --seeds"),
-        (["--grid", "engine.workers=1,2"], "es not"),
+        (["--grid", "engine.workers=1,2"], "engine.workers=1,2: it does not affect results"),
         (["--grid", "evaluate.split=test,validation"], "a sweep chooses on validation pairs"),
         (["--grid", "seed.x=1"], "seeds are given by --seeds"),
         (["--grid", "rounds.x=1"], "--grid rounds.x=1: rounds is 2, not a table"),
-        (["--seeds", "0"], "seeds, e.g. --seeds 3, or di"),
-        (["--seeds", "1,1"], "--seeds 1,1: write"),
-        (["--seeds", "few"], "--seeds few: write"),
+        (["--seeds", "0"], "--seeds 0: write a number of seeds, e.g. --seeds 3, or distinct seeds"),
+        (["--seeds", "1,1"], "--seeds 1,1: write a number of seeds"),
+        (["--seeds", "few"], "--seeds few: write a number of seeds"),
         (["--seeds", "2", "--set", "seed=3"], "--set seed=3: a sweep sets seed itself"),
         (["--grid", "rounds=1,2", "--set", "evaluate.split=test"], "a sweep sets evaluate.split itself"),
         (["--grid", "rounds=1,2", "--only", "x"], "--grid and --seeds are for one experiment file"),
         (["--grid", "rounds=1,2", *NO_VALIDATION], "set data.validation or"),
         (["--grid", "data.train=pairs.jsonl,more.jsonl"], "there is no more.jsonl"),
-        (["--judge", "reward_accuracy"], "--judge"),
+        (["--judge", "reward_accuracy"], "--judge requires --grid"),
     ],
 )  # fmt: skip
 def test_what_no_grid_can_be_made_of_is_told_before_anything_runs(path, words, message, tmp_path):
     result = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out"), *words])
-    words_alone = message.startswith(("--grid and", "--judge"))
+    words_alone = message.startswith(("--grid and", "--judge requires"))
     assert result.exit_code == (2 if words_alone else 1), result.output
     assert message in result.stderr
     assert not (tmp_path / "out").exists()
@@ -157,7 +157,7 @@ def test_a_table_takes_no_grid(path, tmp_path):
     table = tmp_path / "table.toml"
     table.write_text('title = "T"\nbase = "exp.toml"\n[rows.a]\n')
     result = CliRunner().invoke(app, ["sweep", str(table), "--seeds", "3"])
-    assert "rows, rates and seeds" in result.stderr
+    assert "is a table, with its own rows, rates and seeds; --grid and --seeds" in result.stderr
     with pytest.raises(ConfigError, match=r"--seeds 3\.0"):
         parse_seeds("3.0", 1)
 

@@ -151,7 +151,7 @@ def test_paths_are_taken_from_the_file_that_names_them(table, tmp_path):
             "rows.shared.clients: the table has col",
         ),
         ('[columns]\nmany = "Many"\nfew = "Few"\n', "", "rows.shared.paper: the table has no columns"),
-        ("[rows.shared]", "[rows.'a b']", "folder"),
+        ("[rows.shared]", "[rows.'a b']", "'a b' becomes a folder's name"),
         ("seeds = [1, 2]", 'judge = "luck"', "judge = 'luck': "),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_table_is_run_by_its_cells(table, tmp_path):
     single = HERE / "personas/base.toml"
     for command in ("run", "data"):
         message = error(command, single, "--cell", "few/shared")
-        assert "base.toml is one experiment, not a table;" in message
+        assert "base.toml is one experiment, not a table; remove --cell few/shared" in message
     assert "base.toml is one experiment, not a table" in error("sweep", single)
     assert "no such file" in error("run", tmp_path / "none.toml", "--cell", "few/shared")
 

@@ -153,7 +153,7 @@ def test_what_a_model_writes_steers_no_terminal(capsys):
 def test_callbacks_that_are_no_list_of_instances_are_refused_before_anything_is_loaded(callbacks, tmp_path):
     data = {"train": "none.jsonl", "partition": {"by": "column", "column": "who"}}
     experiment = Experiment(data=data, model={"name": "none"}, method={"name": "feddpo"})
-    with pytest.raises(TypeError, match=r"a list of"):
+    with pytest.raises(TypeError, match=r"a list of prefed\.Callback instances, e\.g\. callbacks=\[X\(\)\]"):
         run(experiment, tmp_path / "run", callbacks=callbacks)
     assert not (tmp_path / "run").exists()
 
