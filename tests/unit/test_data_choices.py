@@ -301,7 +301,7 @@ def test_long_pairs_are_counted_or_refused(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2: a selector's question has 115 tokens") as error:
         built(tmp_path, rows, SelectorConfig(too_long="error"), **options)
     assert 'too_long = "shorten" or "drop"' in str(error.value)
-    with pytest.raises(DataError, match=r"a selector's question longer than (.|\n)*needs max_length = 115"):
+    with pytest.raises(DataError, match=r"1: selector question longer than (.|\n)*needs max_length = 115"):
         built(tmp_path, rows[1:2], SelectorConfig(too_long="drop"), **options)
 
 
@@ -363,7 +363,7 @@ def test_figure_4_generates_summaries_from_the_same_rows(tmp_path):
         "Summarize the following Reddit post in a paragraph of 50 words or less.",
         "SUBREDDIT: r/tifu\nTITLE: Locked out\nPOST: I left my {key} inside.",
     )
-    with pytest.raises(DataError, match="row 1: info lacks title, which"):
+    with pytest.raises(DataError, match="row 1: info has no title, which the instruction contains"):
         built(tmp_path, [comparison(1, title="")], GENERAL, format="summarize-from-feedback-instruction")
 
 
@@ -422,7 +422,7 @@ def test_a_folder_is_of_one_kind(tmp_path):
         ("choice", None),
         ("choice", SelectorConfig(template="answer")),
     ]:
-        with pytest.raises(DataMismatchError, match="holds data prepared from different selector;"):
+        with pytest.raises(DataMismatchError, match="contains data prepared from different selector;"):
             build_dataset(config, tokenizer(), Key(0), tmp_path / folder, selector)
 
 

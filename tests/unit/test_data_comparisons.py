@@ -79,7 +79,7 @@ def test_an_arena_vote_on_dialogues_that_part_early_has_no_pair(read):
         "conversation_a": dialogue("Hi", "Hello.", "Why?", "So."),
         "conversation_b": dialogue("Hi", "Hey.", "Why?", "No."),
     }
-    with pytest.raises(DataError, match="row 1: chosen is not one assistant message"):
+    with pytest.raises(DataError, match="row 1: chosen must have one assistant message"):
         read(ARENA | longer)
     _, counts = read(ARENA, ARENA | longer, invalid="drop")
     assert counts.read == 2
@@ -329,7 +329,7 @@ GAP = COMMUNITY | turn("second", *NO_TURN) | turn("third", "More?", ["A.", "B.",
         (PRISM | {"conversation_history": HISTORY[1:]}, ["turn 0"]),
         (PRISM | {"conversation_history": [*HISTORY[:3], *HISTORY[5:]]}, ["turn 1", "chosen"]),
         (ULTRAFEEDBACK | {"completions": [{"response": "a"}]}, ["fine-grained_score"]),
-        (RATED | {"ratings": [1, 2]}, ["3 responses", "2 ratings"]),
+        (RATED | {"ratings": [1, 2]}, ["responses has 3 entries, but ratings has 2"]),
         (RATED | {"ratings": [1, "good", 2]}, ["rating 2", "good"]),
         (
             {"interaction_id": 1, "user_prompt": "q", "model_response": "a", "score": 3},
@@ -343,7 +343,7 @@ def test_a_malformed_row_names_what_is_wrong(read, row, words):
     assert "row 1: " in str(error.value)
     message = str(error.value).partition("row 1: ")[2]
     assert all(word in message for word in words)
-    assert ("the columns are" in message) == ("interaction_id" in row)
+    assert ("no known format has the columns" in message) == ("interaction_id" in row)
 
 
 PAIRS = {

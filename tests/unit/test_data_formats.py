@@ -330,13 +330,13 @@ def test_forms_of_prompt_and_responses(prompt, chosen, rejected, expected):
 @pytest.mark.parametrize(
     ("prompt", "chosen", "rejected", "message"),
     [
-        (None, TURNS + reply("a") + TURNS, TURNS + reply("b") + TURNS, "not one assistant message"),
-        ("Hi", reply("a"), " b", "differ in form: one is"),
+        (None, TURNS + reply("a") + TURNS, TURNS + reply("b") + TURNS, "must have one assistant message"),
+        ("Hi", reply("a"), " b", "chosen and rejected must be both text or both lists of messages"),
         ("Hi", [], [], "chosen is empty"),
-        ("Hi", ["x"], reply("b"), "holds str where a message"),
+        ("Hi", ["x"], reply("b"), "must contain only messages, not a string"),
         ("Hi", [{"role": "tool", "content": "x"}], reply("b"), "role 'tool'"),
-        ("Hi", [{"role": "assistant", "content": None}], reply("b"), "content is not text"),
-        ({"a": 1}, " a", " b", "prompt is dict, neither text nor messages"),
+        ("Hi", [{"role": "assistant", "content": None}], reply("b"), "content that is not text"),
+        ({"a": 1}, " a", " b", "prompt must be text or a list of messages, not an object"),
         (None, None, " b", "chosen is missing"),
     ],
 )
@@ -354,7 +354,9 @@ def test_a_missing_prompt_is_not_an_implicit_one(tmp_path):
 def test_texts_with_and_without_a_prompt_are_refused_in_one_file(tmp_path, first):
     """Row 2 would otherwise be a dialogue whose prompt is "A", next to rows whose prompt is a question."""
     rows = [{"prompt": "Q", "chosen": "A a", "rejected": "A b"}, {"chosen": "A a", "rejected": "A b"}]
-    with pytest.raises(DataError, match=r"row 2: prompt.* row 1"):
+    with pytest.raises(
+        DataError, match=r"row 2: this row has (a|no) prompt, but row 1 has (a|no) prompt; texts"
+    ):
         read(tmp_path, rows if first else rows[::-1])
 
 
@@ -391,14 +393,17 @@ def test_generic_rows_use_columns_of_the_record(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (SHP | {"labels": 2}, "labels is 2"),
-        (SHP | {"score_ratio": 0}, "not positive"),
+        (SHP | {"labels": 2}, "labels must be 1 .* or 0 .*, not 2"),
+        (SHP | {"score_ratio": 0}, "score_ratio must be positive, not 0"),
         (SHP | {"human_ref_A": None}, "human_ref_A is missing"),
-        (COMPARISON | {"choice": 2}, "choice of 0 or 1"),
-        (COMPARISON | {"summaries": []}, "two summaries"),
+        (COMPARISON | {"choice": 2}, "summaries must be a list of two, and choice must be 0 or 1"),
+        (COMPARISON | {"summaries": []}, "summaries must be a list of two"),
         (COMPARISON | {"info": {"id": "x"}}, "neither a post nor an article"),
-        (COMPARISON | {"extra": "8"}, "row 1: extra is not an object"),
-        (COMPARISON | {"info": {"post": "x", "subreddit": ["x"]}}, "row 1: subreddit is .*not a name"),
+        (COMPARISON | {"extra": "8"}, "row 1: extra must be an object"),
+        (
+            COMPARISON | {"info": {"post": "x", "subreddit": ["x"]}},
+            "row 1: subreddit must be a text or an integer, not",
+        ),
         (COMPARISON | {"summaries": ["text", "text"]}, "row 1: malformed: string indices"),
     ],
 )
@@ -422,8 +427,8 @@ TURN = {"role": "user", "content": "Hi"}
         ({"prompt": "q", "response": "a", "score": "4.5"}, ["two responses"], False),
         ({"messages": [TURN]}, ["two responses"], False),
         ({"q": "?", "response_a": "a", "response_b": "b", "winner": "b"}, ["'winner'", "chosen"], False),
-        ({"q": "?", "best": "a", "worst": "b"}, ["expected prompt"], True),
-        ({"prompt": "q", "answers": {"good": "a", "bad": "b"}, "more": "c"}, ["expected prompt"], True),
+        ({"q": "?", "best": "a", "worst": "b"}, ["use the columns prompt"], True),
+        ({"prompt": "q", "answers": {"good": "a", "bad": "b"}, "more": "c"}, ["use the columns"], True),
     ],
 )
 def test_columns_are_offered_where_naming_them_helps(tmp_path, row, words, renamed):

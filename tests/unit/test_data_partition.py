@@ -30,7 +30,7 @@ def test_power_law_sizes():
 
 def test_sizes_that_add_up_are_met():
     assert partition.shard_sizes(160, partition.client_weights(3, [100, 50, 10])).tolist() == [100, 50, 10]
-    with pytest.raises(DataError, match="2 sizes for 3 clients"):
+    with pytest.raises(DataError, match="sizes has 2 weights for 3 clients"):
         partition.client_weights(3, [1, 2])
 
 
@@ -38,7 +38,7 @@ def test_everyone_gets_something():
     """With exponent 5 the last clients have shares below one row. They get one row each."""
     sizes = partition.shard_sizes(20, partition.client_weights(6, 5.0))
     assert sizes.tolist() == [15, 1, 1, 1, 1, 1]
-    with pytest.raises(DataError, match="3 pairs are not enough for 4 clients"):
+    with pytest.raises(DataError, match="3 pairs are too few for 4 clients; use fewer clients"):
         partition.shard_sizes(3, np.ones(4))
 
 
@@ -62,9 +62,12 @@ def test_groups_name_clients():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"web": ["js"]}, "are in no group: c"),
-        ({"web": ["js"], "all": ["c", "js"]}, "'js' is in two groups: web and all"),
-        ({"web": ["js"], "system": ["c"], "old": ["cobol"]}, "no rows: old; the values are c, js"),
+        ({"web": ["js"]}, "no group contains c; add each to a group"),
+        ({"web": ["js"], "all": ["c", "js"]}, "'js' is in 'web' and 'all'; remove it from one of them"),
+        (
+            {"web": ["js"], "system": ["c"], "old": ["cobol"]},
+            "no rows for old; the values in the data are c, js",
+        ),
     ],
 )
 def test_groups_must_fit_the_values(groups, message):
@@ -114,7 +117,7 @@ def test_conflict_by_flipping():
     [
         (["a", "b", "c"], None, "column 'k' has 3: a, b, c"),
         (["a", "a"], None, "has 1: a"),
-        (["a", "b"], ("a", "d"), "categories names a, d"),
+        (["a", "b"], ("a", "d"), r"\[data\.partition\] categories: a, d"),
     ],
 )
 def test_a_conflict_needs_two_categories(labels, categories, message):
@@ -144,7 +147,7 @@ def test_an_empty_client_gets_the_smallest_prompt_of_the_largest_client():
     prompt = np.array([1, 1, 1, 2, 3, 3, 4], dtype=np.uint64)
     client = partition.fill_empty_clients(np.array([0, 0, 0, 0, 0, 0, 1]), prompt, 3)
     assert client.tolist() == [0, 0, 0, 2, 0, 0, 1]
-    with pytest.raises(DataError, match="4 different prompts are not enough for 5 clients"):
+    with pytest.raises(DataError, match="4 distinct prompts are too few for 5 clients"):
         partition.fill_empty_clients(np.zeros(7, dtype=np.int64), prompt, 5)
 
 
@@ -159,7 +162,7 @@ def test_alpha_concentrates_categories(alpha):
 def test_dirichlet_refuses_prompts_that_cross_categories():
     """All rows have one of two prompts, and both occur in both categories."""
     table = make(["a", "b"] * 10, prompt=[0, 0, 1, 1] * 5)
-    with pytest.raises(DataError, match=r"100% of the pairs .*\(2 different prompts .* share_prompts = true"):
+    with pytest.raises(DataError, match=r"100% of .* \(distinct prompts: 2\).* share_prompts = true"):
         assign_clients(Dirichlet(column="k", clients=2), table, Key(0))
     assignment = assign_clients(
         Dirichlet(column="k", clients=2, alpha=0.5, share_prompts=True), table, Key(0)
@@ -189,7 +192,8 @@ def test_partition_values():
     assert partition_value(Dirichlet(clients=2), record, None) == "c"
     assert partition_value(BySource(), record, "web") == "web"
     assert partition_value(Iid(clients=2), record, None) == ""
-    with pytest.raises(ValueError, match=r"no value in column 'w'.* has category, worker, lang"):
+    expected = "no value in column 'w', which the partition requires; other columns: category, worker, lang"
+    with pytest.raises(ValueError, match=expected):
         partition_value(ByColumn(column="w"), record, None)
     with pytest.raises(ValueError, match="no margin"):
         partition_value(Margin(clients=2), record, None)

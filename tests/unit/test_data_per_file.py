@@ -119,7 +119,7 @@ def test_what_is_no_folder_is_refused(place, path, monkeypatch):
 
 def test_a_saved_data_set_is_no_folder_of_clients(tmp_path):
     Dataset.from_list(pairs(5)).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"saved' is one data set"):
+    with pytest.raises(DataError, match="saved' is one dataset; set it to a folder with one file per client"):
         build(tmp_path / "tokens", train=str(tmp_path / "saved"), partition=BY_FILE)
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from prefed.data import Columns, DataError, Message, Source
-from prefed.data.prompts import parse_prompt, plain_prompt, prompt_digests, read_prompts
+from prefed.data.prompts import prompt_digests, read_prompts
+from prefed.data.record import parse_prompt, plain_prompt
 from preferences import jsonl
 
 TURN = (Message("user", "Name a colour."),)
@@ -76,13 +77,13 @@ def test_preference_sets_are_worded_as_the_clients_are(tmp_path):
     ("text", "message"),
     [
         ('{"prompt": " "}\n', "row 1: the prompt is blank"),
-        ('{"prompt": 3}\n', "row 1: prompt is int, neither text nor messages"),
-        ('{"text": "x"}\n', "row 1: the columns are text"),
-        ('{"prompt": "\\ud83d"}\n', "row 1: half a surrogate pair at character 1"),
+        ('{"prompt": 3}\n', "row 1: prompt must be text or a list of messages, not a number"),
+        ('{"text": "x"}\n', "row 1: no known format has the columns text"),
+        ('{"prompt": "\\ud83d"}\n', "row 1: prompt has half a surrogate pair at character 1"),
         (
             '{"prompt": "Q", "response": [{"role": "user", "content": "a"}, '
             '{"role": "user", "content": "b"}]}\n',
-            "row 1: response has 2 messages",
+            "row 1: response must be a single message, not 2",
         ),
         ("", "rows.jsonl contains no prompts"),
     ],

@@ -50,7 +50,7 @@ def test_written_and_read_again_is_the_same(prompt, chosen, rejected, margin, cl
         ({"split": "training"}, "split must be one of"),
         ({"chosen": "half \ud83d"}, "chosen has half a surrogate pair at character 6"),
         ({"prompt": "\udc00"}, "prompt has half a surrogate pair"),
-        ({"chosen": 3}, "chosen is int, not text"),
+        ({"chosen": 3}, "chosen must be text, not int"),
     ],
 )
 def test_refuses(fields, message):

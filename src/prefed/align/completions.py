@@ -16,7 +16,7 @@ from prefed.align.stages import Figures, Stage, append, rows_in, whole_batches
 from prefed.align.start import own_prompts
 from prefed.align.tastes import TASTES, Generation, at_prompts, held_out_prompts, policy_before
 from prefed.data.encoding import continuation_text
-from prefed.data.prompts import plain_prompt
+from prefed.data.record import plain_prompt
 from prefed.data.tokens import prompt_hash
 from prefed.train.generation import Sampling, complete_batch, length_batches, prompt_ids
 

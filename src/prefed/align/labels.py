@@ -22,7 +22,8 @@ from prefed.align.start import own_prompts
 from prefed.align.tastes import LABELS, Generation, at_prompts
 from prefed.core import files
 from prefed.data import Record
-from prefed.data.prompts import PromptRow, plain_prompt
+from prefed.data.prompts import PromptRow
+from prefed.data.record import plain_prompt
 from prefed.train.metrics import majority
 
 FILE, SCORES = LABELS, "scores.jsonl"

@@ -31,7 +31,8 @@ from prefed.align.stages import Figures, Stage, dumps, rows_in
 from prefed.config.align import AlignConfig
 from prefed.core import Objective, Optimizer, files
 from prefed.data import DataConfig, DataError, Prompt, Record, Source
-from prefed.data.prompts import PromptRow, parse_prompt, plain_prompt, prompt_digests, read_prompts
+from prefed.data.prompts import PromptRow, prompt_digests, read_prompts
+from prefed.data.record import parse_prompt, plain_prompt
 from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone, save_adapter
 from prefed.models.adapters import atomic_folder

@@ -19,7 +19,7 @@ from prefed.align.tastes import STATE, held_out
 from prefed.config.align import AlignConfig
 from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record
-from prefed.data.prompts import parse_prompt
+from prefed.data.record import parse_prompt
 from prefed.models.adapters import atomic_folder
 from prefed.models.backbone import model_digest
 from prefed.train import PairTrainer

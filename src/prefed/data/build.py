@@ -1,4 +1,4 @@
-"""Builds a federated dataset in a folder from the ``[data]`` table: reads, assigns, splits and writes."""
+"""Build a federated dataset in a folder from the ``[data]`` table: read, assign, split and write."""
 
 from __future__ import annotations
 
@@ -56,21 +56,22 @@ from prefed.data.tokens import MANIFEST, TokenWriter, tokenizer_digest
 def build_dataset(
     config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path, selector: SelectorConfig | None = None
 ) -> FederatedDataset:
-    """Read, tokenise, partition and split the data into ``folder``, or open the dataset that is there.
+    """Read, tokenise, partition and split the data into ``folder``, or open the dataset in it.
 
-    Sources are streamed to disk; memory holds some 50 bytes per row. The folder is either complete or absent.
+    Sources are streamed to disk; memory use is about 50 bytes per row. ``folder`` appears only once it is
+    complete.
 
     Args:
-        config: the ``[data]`` table. Relative paths start from the working folder.
-        tokenizer: a transformers tokenizer. For a policy it has an end-of-text token.
-        key: the randomness of partition, splits and limits.
-        folder: holds tokens, texts and the clients' rows. It is made here.
-        selector: the pairs become a selector's questions as this says; ``None``: they are a policy's.
+        config: the ``[data]`` table. Paths are relative to the working directory.
+        tokenizer: a transformers tokenizer. A policy requires an end-of-text token.
+        key: randomness of partition, splits and limits.
+        folder: where to write tokens, texts and the rows of each client.
+        selector: how to turn pairs into selector questions; ``None`` for a policy.
 
     Raises:
         DataError: rows cannot be used (the message names file and row), or the data cannot be divided as
             configured.
-        DataMismatchError: the folder holds a dataset that was built from other inputs.
+        DataMismatchError: the folder contains a dataset built from other inputs.
     """
     folder, given, config = Path(folder), config, with_named_files(config)
     inputs = _inputs(config, tokenizer, key, selector)
@@ -79,7 +80,7 @@ def build_dataset(
         changed = sorted(n for n in inputs.keys() | before.keys() if inputs.get(n) != before.get(n))
         if changed:
             raise DataMismatchError(
-                f"{folder} holds data prepared from different {' and '.join(changed)}; "
+                f"{folder} contains data prepared from different {' and '.join(changed)}; "
                 "use another folder, or delete this one",
                 files.digest(json.dumps(inputs, sort_keys=True).encode()),
             )
@@ -102,25 +103,27 @@ def build_dataset(
 
 
 def make_encoder(config: DataConfig, tokenizer: Tokenizer, selector: SelectorConfig | None) -> Encoder:
-    """What makes token ids of the pairs: a selector's questions, or a policy's pairs with ``None``.
+    """Return the encoder of selector questions, or of policy pairs if ``selector`` is ``None``.
 
     Raises:
-        DataError: the tokenizer lacks an end-of-text token, a chat template, or tokens for a
-            selector's letters.
+        DataError: the tokenizer lacks an end-of-text token, a chat template, or tokens for the letters of a
+            selector.
     """
     if selector is not None:
         return ChoiceEncoder(tokenizer, selector, max_length=config.max_length)
-    template = Template(tokenizer, config.template)
-    whole = config.score == "whole"
     return PolicyEncoder(
-        tokenizer, template, max_length=config.max_length, too_long=config.too_long, shortens=whole
+        tokenizer,
+        Template(tokenizer, config.template),
+        max_length=config.max_length,
+        too_long=config.too_long,
+        shortens=config.score == "whole",
     )
 
 
 def _inputs(
     config: DataConfig, tokenizer: Tokenizer, key: Key, selector: SelectorConfig | None
 ) -> dict[str, Any]:
-    """Everything that decides the result. Sources are described by their content, not by their path."""
+    """Return everything that determines the result, with sources identified by content, not by path."""
     settings = config.model_dump(mode="json", exclude={"train", "validation", "test"})
     sources = []
     for role, name, source in config.sources():
@@ -136,7 +139,7 @@ def _inputs(
 
 
 def _ignored_files(config: DataConfig) -> tuple[str, ...]:
-    """The files in the sources' folders that are not read."""
+    """Return the files in source folders that are not read."""
     folders = (Path(source.path).expanduser() for _, _, source in config.sources())
     own = (folder for folder in folders if folder.is_dir())
     return tuple(dict.fromkeys(f"{folder.name}/{name}" for folder in own for name in other_files(folder)))
@@ -184,22 +187,22 @@ def _build(
 
 
 def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tuple[RowTable, dict[str, int]]:
-    """Leave out duplicates, and training rows whose pair is also tested on.
+    """Mark duplicates, and training rows that are also test pairs, as unusable.
 
-    Where the data name the clients, rows are compared within a client; otherwise within the whole set.
+    If the data name the clients, rows are compared within each client; otherwise across the whole dataset.
 
     Returns:
-        The table without these rows among its usable ones, and how many there were of each.
+        The updated table, and the numbers of ``duplicates`` and ``leaks``.
 
     Raises:
-        DataError: there are duplicates and they are an error, or no pair is left to train on.
+        DataError: ``duplicates = "error"`` and there are some, or no training pair is left.
     """
     pair, orientation = writer.column("pairs"), writer.column("orientations")
     natural = natural_partition(config.partition, table)
     scope = np.zeros(len(pair), dtype=np.int64) if natural is None else natural.client
     duplicates = duplicate_mask(scope, table.role, pair, orientation)
     if config.duplicates == "error":
-        errors = ErrorCollector(hint='Remove them, or set duplicates = "drop" or "keep".')
+        errors = ErrorCollector(hint='Remove them, or set [data] duplicates = "drop" or "keep".')
         for row in np.flatnonzero(duplicates):
             errors.add(writer.location(int(row)), "repeats an earlier pair")
         errors.raise_if_any()
@@ -211,7 +214,7 @@ def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tu
     if not len(table.rows_of(0)):
         others = ", ".join(f"{len(table.rows_of(k)):,} for {ROLES[k]}" for k in (1, 2))
         raise DataError(
-            f"no training pairs are left; usable: {others}; {counts['leaks']:,} were removed from "
+            f"no training pairs are left; usable pairs: {others}; {counts['leaks']:,} were removed from "
             "training because they are also test pairs"
         )
     return table, counts
@@ -220,7 +223,7 @@ def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tu
 def _findings(
     config: DataConfig, table: RowTable, writer: TokenWriter, splits: ClientSplits, ignored: tuple[str, ...]
 ) -> Findings:
-    """What a person should know of the clients, where the data themselves name them."""
+    """Report lost and similarly named clients if the data name the clients."""
     names = client_names(config.partition, table.values)
     if names is None:
         return Findings(ignored=ignored)
@@ -236,17 +239,17 @@ def _findings(
 
 
 def _flipped(config: DataConfig, assignment: Assignment, ids: list[str]) -> set[str]:
-    """The clients whose chosen and rejected are swapped. A flip by partition and by ``flip`` is none."""
+    """Return the clients with chosen and rejected swapped by either the partition or ``flip``, not both."""
     flipped = {name for name, flip in zip(assignment.ids, assignment.flipped, strict=True) if flip}
     for name in config.flip:
         if name not in ids:
-            raise DataError(f"flip: no client is called {name!r}{did_you_mean(name, ids)}")
+            raise DataError(f"[data] flip: no client {name!r}{did_you_mean(name, ids)}")
         flipped ^= {name}
     return flipped & set(ids)
 
 
 def _flipped_rows(splits: ClientSplits, flipped: set[str], count: int) -> NDArray[np.bool_]:
-    """The rows of the flipped clients, ``bool [count]``."""
+    """Mark the rows of the flipped clients, ``bool [count]``."""
     mask = np.zeros(count, dtype=np.bool_)
     for name, bounds in zip(splits.ids, splits.bounds, strict=True):
         if name in flipped:
@@ -263,7 +266,7 @@ def _write(
     findings: Findings,
     inputs: Mapping[str, Any],
 ) -> None:
-    """Write the clients' rows, and ``clients.json`` with the digests of all other files."""
+    """Write the rows of the clients, and ``clients.json`` with the digests of all other files."""
     splits.rows.astype("<i8").tofile(folder / "held.i64")
     splits.bounds.astype("<i8").tofile(folder / "bounds.i64")
     for name in ("held.i64", "bounds.i64", MANIFEST):
@@ -287,17 +290,17 @@ def _write(
 def _read_rows(
     config: DataConfig, writer: TokenWriter, errors: ErrorCollector, counts: ReadCounts
 ) -> RowTable:
-    """Read every source into ``writer``, which takes two codes per record: role and value of the partition.
+    """Read every source into ``writer``, with two codes per record: its role and its partition value.
 
     Returns:
-        The columns that the partition needs, for the rows that the writer kept.
+        The columns that the partition needs, for the rows kept by the writer.
 
     Raises:
-        DataError: rows that cannot be used, a source without rows, or no usable row at all.
+        DataError: rows cannot be used, a source has no rows, or no row is usable.
     """
     values: dict[str, int] = {}
     if isinstance(config.train, dict) and config.partition.by == "source":
-        # Clients have the order of the table.
+        # Number the clients in the order of the table.
         values = {name: k for k, name in enumerate(config.train)}
     missing, empty = _MissingColumn(errors, _per_client(config)), list[str]()
     for role, name, source in config.sources():
@@ -337,12 +340,13 @@ def _read_rows(
 
 
 class _MissingColumn:
-    """Rows without the partition's column: one error if no row has it, otherwise one error per row.
+    """Report rows without the partition's column: one error if no row has it, otherwise one per row.
 
-    Rows are held back until a row with the column is read.
+    Errors are held back until a row with the column is read.
 
     Args:
-        hint: for the end of the one error.
+        errors: receives one error per row.
+        hint: end of the single error.
     """
 
     def __init__(self, errors: ErrorCollector, hint: str) -> None:
@@ -352,7 +356,7 @@ class _MissingColumn:
         self._exists = False
 
     def add(self, location: RowLocation, error: MissingColumnError) -> None:
-        """Note a row without the column."""
+        """Record a row without the column."""
         if self._exists:
             self._errors.add(location, str(error))
             return
@@ -363,17 +367,17 @@ class _MissingColumn:
             self.raise_if_everywhere()
 
     def column_exists(self) -> None:
-        """A row has the column, so each row before it is an error of its own."""
+        """Report all earlier rows, since a row with the column was read."""
         if self._exists:
             return
         self._exists = True
-        # More rows than the limit are noted only with ``count_only``. Then their number is enough.
+        # There are more rows than stored locations only with ``count_only``, which needs just their number.
         self._errors.count += self._count - len(self._rows)
         for location, error in self._rows:
             self._errors.add(location, str(error))
 
     def raise_if_everywhere(self) -> None:
-        """Call this at the end of the data, or where reading stops.
+        """Raise a single error if no row had the column. Call this when reading stops.
 
         Raises:
             DataError: no row has the column.
@@ -386,43 +390,43 @@ class _MissingColumn:
         setting = "by" if error.column == "margin" else "column"
         raise DataError(
             f"{rows}: no row has the column {error.column!r} of [data.partition] {setting}; "
-            f"the columns there are {', '.join(error.columns) or 'none besides prompt, chosen and rejected'}"
+            f"other columns: {', '.join(error.columns) or 'none'}"
             + (did_you_mean(error.column, error.columns) or self._hint)
         )
 
 
 def _per_client(config: DataConfig) -> str:
-    """What to do where rows have no client's name, but files may have: the data are a folder of several."""
+    """Suggest one client per file if the data are a folder of several files."""
     train = config.train
     if not isinstance(train, Source) or not isinstance(config.partition, ByColumn):
         return ""
     folder = Path(train.path).expanduser()
     if not folder.is_dir() or len(data_files(folder, train.split)) < 2:
         return ""
-    return '; if each file holds one client\'s rows, set [data] partition = {by = "file"}'
+    return '; if each file contains the rows of one client, set [data] partition = {by = "file"}'
 
 
 def _no_pair(config: DataConfig, writer: TokenWriter, errors: ErrorCollector, counts: ReadCounts) -> str:
-    """The message where rows were read and none of them is a usable pair."""
-    text = "a response" if writer.letters is None else "a selector's question"
+    """Return the error message for data in which no row is a usable pair."""
+    text = "response" if writer.letters is None else "selector question"
     reasons = {
-        "two equal responses": counts.identical + writer.identical,
+        "identical responses": counts.identical + writer.identical,
         "no preference": counts.ties,
-        f"malformed or blank, the first {errors.first}": errors.count,
+        f"malformed or blank, the first: {errors.first}": errors.count,
         f"{text} longer than max_length = {config.max_length}": writer.too_long,
     }
     lines = [f"  {count:,}: {reason}" for reason, count in reasons.items() if count]
     if writer.too_long:
         lines.append(f"The shortest of these long pairs needs max_length = {writer.shortest}.")
     names = ", ".join(source.path for _, _, source in config.sources())
-    return "\n".join([f"{names}: no usable pairs; rows were dropped as:", *lines])
+    return "\n".join([f"{names}: no usable pairs. Rows dropped:", *lines])
 
 
 def with_named_files(config: DataConfig) -> DataConfig:
-    """``config`` where each file of a folder is a source by its client's name, if the partition is by file.
+    """Replace ``by = "file"`` with ``by = "source"``, where each file of a folder is a named source.
 
     Raises:
-        DataError: a role has no folder, or two files have one client's name.
+        DataError: a role has no folder, or two files have the same client name.
     """
     if not isinstance(config.partition, ByFile):
         return config
@@ -431,7 +435,7 @@ def with_named_files(config: DataConfig) -> DataConfig:
 
 
 def client_of(file: Path, folder: Path) -> str:
-    """The client whose file, or saved data set, this is in a folder; ``folder`` may be the file itself."""
+    """Return the client of a file, or of a saved dataset, in ``folder``, which may be the file itself."""
     home = saved_home(file, folder) or file
     return home.name if home.is_dir() else data_stem(home)
 
@@ -439,10 +443,10 @@ def client_of(file: Path, folder: Path) -> str:
 def _named(source: Source, role: str) -> dict[str, Source]:
     folder = Path(source.path).expanduser()
     if not folder.is_dir() or is_saved(folder):
-        what = "not a folder" if not folder.exists() else "one data set" if folder.is_dir() else "a file"
+        what = "not a folder" if not folder.exists() else "one dataset" if folder.is_dir() else "a file"
         raise DataError(
-            f'partition by = "file": data.{role} = {source.path!r} is {what}; name a folder with a file for '
-            "each client, such as ann.jsonl"
+            f'[data.partition] by = "file": data.{role} = {source.path!r} is {what}; set it to a folder with '
+            "one file per client, such as ann.jsonl"
         )
     named: dict[str, Source] = {}
     for file in data_files(folder, source.split or role):
@@ -452,8 +456,8 @@ def _named(source: Source, role: str) -> dict[str, Source]:
             raise DataError(f"{file}: a client's name cannot contain the control character {control}")
         if name in named:
             raise DataError(
-                f"{named[name].path} and {file} would both be client {name!r}: rename one of them, or put a "
-                "client's rows into one file"
+                f"{named[name].path} and {file} both belong to client {name!r}; rename one of them, or merge "
+                "the two files"
             )
         named[name] = source.model_copy(update={"path": str(file)})
     return named

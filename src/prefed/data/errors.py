@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
 class DataError(ValueError):
-    """The data cannot be used, or not divided as configured. The message names the place and a remedy."""
+    """Data that cannot be used, or cannot be divided as configured."""
 
 
 class DataMismatchError(DataError):
-    """A folder holds a dataset that was built from other sources or with other settings.
+    """A folder contains a dataset built from other sources or with other settings.
 
     Attributes:
-        inputs: a digest of the sources and settings that were asked for.
+        inputs: digest of the requested sources and settings.
     """
 
     def __init__(self, message: str, inputs: str) -> None:
@@ -23,10 +24,10 @@ class DataMismatchError(DataError):
 
 
 class RowError(ValueError):
-    """One row does not give a preference pair. The reader adds the file and the row to the message.
+    """A row that is not a preference pair. The reader adds the file and row to the message.
 
     Attributes:
-        remedy: a sentence that a message about several rows has once.
+        remedy: sentence that is added once to a message about several rows.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -35,21 +36,23 @@ class RowError(ValueError):
 
 
 class MissingColumnError(RowError):
-    """A row, which has ``columns``, lacks the column that the partition needs."""
+    """A row with the given ``columns`` lacks the column of the partition."""
 
     def __init__(self, column: str, problem: str, columns: Sequence[str]) -> None:
-        super().__init__(f"{problem}, which the partition uses; this row has {', '.join(columns) or 'none'}")
+        super().__init__(
+            f"{problem}, which the partition requires; other columns: {', '.join(columns) or 'none'}"
+        )
         self.column, self.columns = column, tuple(columns)
 
 
 @dataclass(frozen=True)
 class RowLocation:
-    """The place that a row was read from.
+    """The file and number of a row.
 
     Attributes:
-        file: the path of the file, or a hub name with its split.
-        row: the number of the row, from 1. In a text file it is the number of the line, so the first row of a
-            CSV file is row 2.
+        file: path of the file, or a hub name with its split.
+        row: number of the row, from 1. In text files it is the line number, so the first row of a CSV file is
+            row 2.
 
     >>> str(RowLocation("pairs.jsonl", 7))
     'pairs.jsonl, row 7'
@@ -64,22 +67,22 @@ class RowLocation:
 
 @dataclass
 class ErrorCollector:
-    """Collects errors about rows, so that one message lists several of them.
+    """Collect errors about rows into one message.
 
     Attributes:
-        limit: the number of errors at which reading stops.
-        hint: the last line of the message: a remedy.
-        count_only: count errors and never raise.
-        count: how many errors there were.
-        first: the text of the first error.
-        messages: the texts of all errors; empty with ``count_only``.
+        limit: number of errors at which reading stops.
+        hint: last line of the message, a remedy.
+        count_only: count errors instead of raising them.
+        count: number of errors.
+        first: message of the first error.
+        messages: messages of all errors; empty with ``count_only``.
 
     >>> errors = ErrorCollector(limit=2)
     >>> errors.add(RowLocation("a.jsonl", 1), "chosen is empty")
     >>> errors.add(RowLocation("a.jsonl", 5), "chosen is empty")
     Traceback (most recent call last):
     ...
-    prefed.data.errors.DataError: these rows cannot be used (stopped at 2 problems):
+    prefed.data.errors.DataError: unusable rows (stopped after 2 errors):
       a.jsonl, row 1: chosen is empty
       a.jsonl, row 5: chosen is empty
     """
@@ -93,13 +96,15 @@ class ErrorCollector:
     _remedies: dict[str, None] = field(default_factory=dict)
 
     def add(self, location: RowLocation, message: str, remedy: str = "") -> None:
-        """Note an error about a row. With ``count_only`` it is only counted.
+        """Add an error about a row.
 
         Args:
-            remedy: a sentence of the message's end, which has each such sentence once.
+            location: the row.
+            message: what is wrong with the row.
+            remedy: sentence to add once to the end of the message.
 
         Raises:
-            DataError: this is error number ``limit``. The message lists all of them.
+            DataError: the number of errors reached ``limit``. The message lists all of them.
         """
         self.count += 1
         text = f"{location}: {message}"
@@ -111,14 +116,25 @@ class ErrorCollector:
         if len(self.messages) >= self.limit:
             self.raise_if_any(stopped=True)
 
+    @contextmanager
+    def at(self, location: RowLocation) -> Iterator[None]:
+        """Add the error raised in the block, if any, as an error about the row."""
+        try:
+            yield
+        except ValueError as error:
+            self.add(location, str(error))
+        except (TypeError, AttributeError, OverflowError) as error:
+            # A value of a type that the format does not expect.
+            self.add(location, f"malformed: {error}")
+
     def raise_if_any(self, *, stopped: bool = False) -> None:
-        """Call this at the end of the data.
+        """Raise the collected errors. Call this after the last row.
 
         Raises:
             DataError: there were errors. The message lists all of them.
         """
         if not self.messages:
             return
-        head = "these rows cannot be used" + (f" (stopped at {self.limit} problems)" if stopped else "")
+        head = "unusable rows" + (f" (stopped after {self.limit} errors)" if stopped else "")
         text = f"{head}:\n  " + "\n  ".join(self.messages)
         raise DataError("\n".join([text, *self._remedies, *([self.hint] if self.hint else [])]))

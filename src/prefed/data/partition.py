@@ -1,10 +1,11 @@
-"""Partitions: which client gets which rows, and which of its rows train, validate and test.
+"""Assign rows to clients, and split each client's rows into training, validation and test sets.
 
-Partitions are pure functions of a few columns and a key. Each gives every row exactly one client, as an
-index. No row is left over. Splits put no pair into two of training, validation and test.
+Partitions are pure functions of a few columns and a key. They assign each row to exactly one client. Splits
+never put a pair into two sets.
 
-flwr-datasets has partitioners of these names. It pins ``datasets<5``, its shards drop leftover rows by
-default, and its Dirichlet partitioner splits the rows of a prompt between clients.
+The partitioners of flwr-datasets have the same names but are not used: the package pins ``datasets<5``, its
+shards drop leftover rows by default, and its Dirichlet partitioner divides the rows of one prompt among
+clients.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core.random_keys import Key
-from prefed.core.text import control_character
+from prefed.core.text import control_character, listed
 from prefed.data.config import (
     ByColumn,
     ByFile,
@@ -37,14 +38,14 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 def client_weights(clients: int, sizes: float | Sequence[float] | None) -> Floats:
-    """The relative sizes of the clients, ``float64 [clients]``.
+    """Return the relative sizes of the clients, ``float64 [clients]``.
 
     Args:
-        clients: the number of clients.
+        clients: number of clients.
         sizes: ``None`` for equal sizes, the exponent a of a power law (k+1)^−a, or one weight per client.
 
     Raises:
-        DataError: there is not one weight per client.
+        DataError: the number of weights is not the number of clients.
 
     >>> client_weights(3, 1.0).round(2).tolist()
     [1.0, 0.5, 0.33]
@@ -54,24 +55,22 @@ def client_weights(clients: int, sizes: float | Sequence[float] | None) -> Float
     if isinstance(sizes, int | float):
         return np.asarray((1.0 + np.arange(clients)) ** -float(sizes))
     if len(sizes) != clients:
-        raise DataError(f"{len(sizes)} sizes for {clients} clients")
+        raise DataError(f"[data.partition] sizes has {len(sizes)} weights for {clients} clients")
     return np.asarray(sizes, dtype=np.float64)
 
 
 def shard_sizes(total: int, weight: Floats, *, least: int = 1) -> Ints:
-    """Split ``total`` in proportion to ``weight`` by the method of largest remainders, ``int64 [clients]``.
-
-    Every client gets at least ``least``.
+    """Divide ``total`` in proportion to ``weight`` by the largest remainder method, ``int64 [clients]``.
 
     Raises:
-        DataError: ``total`` is too small for that.
+        DataError: ``total`` is too small to give every client at least ``least``.
 
     >>> shard_sizes(10, np.array([5.0, 3.0, 2.0])).tolist(), shard_sizes(11, np.ones(3)).tolist()
     ([5, 3, 2], [4, 4, 3])
     """
     count = len(weight)
     if total < least * count:
-        raise DataError(f"{total} pairs are not enough for {count} clients; lower the number of clients")
+        raise DataError(f"{total} pairs are too few for {count} clients; use fewer clients")
     exact = total * weight / weight.sum()
     sizes = np.floor(exact).astype(np.int64)
     order = np.argsort(sizes - exact, kind="stable")
@@ -84,14 +83,14 @@ def shard_sizes(total: int, weight: Floats, *, least: int = 1) -> Ints:
 
 
 def contiguous_shards(order: Ints, sizes: Ints) -> Ints:
-    """Cut the rows, sorted as in ``order``, into contiguous shards; returns the client of each row."""
+    """Cut the rows, in the given order, into contiguous shards. Returns the client of each row."""
     client = np.empty(len(order), dtype=np.int64)
     client[order] = np.repeat(np.arange(len(sizes)), sizes)
     return client
 
 
 def iid_partition(rows: int, weight: Floats, key: Key, *, least: int = 1) -> Ints:
-    """Shuffle the rows and cut them into shards whose sizes follow ``weight``, within one row.
+    """Shuffle the rows and cut them into shards in proportion to ``weight``, within one row.
 
     Raises:
         DataError: there are fewer than ``least`` rows per client.
@@ -100,9 +99,7 @@ def iid_partition(rows: int, weight: Floats, key: Key, *, least: int = 1) -> Int
 
 
 def margin_partition(margins: NDArray[np.floating[Any]], weight: Floats, *, least: int = 1) -> Ints:
-    """Sort the rows by margin, largest first, and cut them into contiguous shards.
-
-    Rows of equal margin keep their order.
+    """Sort the rows stably by margin, largest first, and cut them into contiguous shards.
 
     Raises:
         DataError: there are fewer than ``least`` rows per client.
@@ -112,9 +109,9 @@ def margin_partition(margins: NDArray[np.floating[Any]], weight: Floats, *, leas
 
 
 def dirichlet_shares(categories: int, clients: int, alpha: float, key: Key) -> Floats:
-    """The clients' shares of each category, ``float64 [categories, clients]``: rows drawn from Dir(α)."""
+    """Draw the clients' shares of each category from Dir(α), ``float64 [categories, clients]``."""
     generator = key.numpy()
-    # Gamma variates of a small alpha underflow to zero all at once. Their logarithms do not:
+    # For a small alpha, gamma variates underflow to zero, but their logarithms do not:
     # if G ~ Gamma(alpha + 1) and U is uniform, then G · U^(1/alpha) ~ Gamma(alpha).
     shape = (categories, clients)
     uniform = 1.0 - generator.random(shape)
@@ -132,15 +129,15 @@ def dirichlet_partition(
 ) -> Ints:
     """Divide the rows of each category by the given shares. All rows of a prompt go to one client.
 
-    A prompt's category is that of its first row. The prompts of a category are shuffled. Then they are cut at
-    the clients' cumulative shares of the category's rows.
+    A prompt has the category of its first row. The prompts of each category are shuffled and then cut at the
+    cumulative shares of the clients.
 
     Args:
         category: ``int64 [n]``, in ``range(len(share))``.
         prompt: ``uint64 [n]``, equal for equal prompts.
-        share: ``float64 [categories, clients]``, each row sums to one; see :func:`dirichlet_shares`.
+        share: ``float64 [categories, clients]`` from :func:`dirichlet_shares`; each row sums to one.
         key: shuffles the prompts.
-        placed: prompts (``uint64``) that have a client already, and these clients.
+        placed: prompts (``uint64``) that are already assigned, and their clients.
     """
     codes, first, group, counts = np.unique(
         prompt, return_index=True, return_inverse=True, return_counts=True
@@ -156,7 +153,7 @@ def dirichlet_partition(
         members = np.flatnonzero((of_group == index) & (client < 0))
         if len(members) == 0:
             continue
-        # The shuffle starts from the order of the rows, so that the order of the codes has no influence.
+        # Sort by first row before shuffling, so that the order of the prompt codes has no influence.
         members = members[np.argsort(first[members], kind="stable")]
         members = members[key.at("category", index).numpy().permutation(len(members))]
         sizes = counts[members]
@@ -167,12 +164,12 @@ def dirichlet_partition(
 
 
 def fill_empty_clients(client: Ints, prompt: NDArray[np.uint64], clients: int) -> Ints:
-    """Give every client without rows one prompt: the smallest prompt of the client with the most rows.
+    """Move one prompt to each client without rows: the smallest prompt of the client with the most rows.
 
     Args:
-        client: ``int64 [n]``, the client of each row; all rows of a prompt have one client.
+        client: ``int64 [n]``, the client of each row; all rows of a prompt have the same client.
         prompt: ``uint64 [n]``, equal for equal prompts.
-        clients: the number of clients.
+        clients: number of clients.
 
     Raises:
         DataError: there are fewer prompts than clients.
@@ -181,8 +178,8 @@ def fill_empty_clients(client: Ints, prompt: NDArray[np.uint64], clients: int) -
     group = group.reshape(-1)
     if len(codes) < clients:
         raise DataError(
-            f"{len(codes)} different prompts are not enough for {clients} clients without shared prompts; "
-            "lower the number of clients"
+            f"{len(codes)} distinct prompts are too few for {clients} clients, since each prompt goes to one "
+            "client only; use fewer clients"
         )
     of_prompt = np.empty(len(codes), dtype=np.int64)
     of_prompt[group] = client
@@ -200,22 +197,19 @@ def fill_empty_clients(client: Ints, prompt: NDArray[np.uint64], clients: int) -
 
 
 def first_kind_count(clients: int, ratio: float) -> int:
-    """How many clients of a conflict are of the first kind.
-
-    It is the whole number nearest to ``ratio * clients``, with at least one client of each kind.
-    """
+    """Round ``ratio * clients`` to the number of clients of the first kind, at least one of each kind."""
     return min(max(int(np.floor(ratio * clients + 0.5)), 1), clients - 1)
 
 
 def conflict_partition(category: Ints, weight: Floats, ratio: float, key: Key, *, least: int = 1) -> Ints:
-    """Divide the rows of category 0 among the clients of the first kind, those of category 1 among the rest.
+    """Divide category 0 among the clients of the first kind, and category 1 among the other clients.
 
     Args:
         category: ``int64 [n]`` of 0 and 1.
         weight: ``float64 [clients]``, relative sizes among the clients of each kind.
-        ratio: the first kind's share of the clients.
+        ratio: share of clients that are of the first kind.
         key: shuffles the rows.
-        least: the least number of rows per client.
+        least: minimum number of rows per client.
 
     Raises:
         DataError: a category has too few rows.
@@ -239,10 +233,10 @@ class RowTable:
     Attributes:
         role: ``int64 [n]``, index into :data:`ROLES`.
         value: ``int64 [n]``, index into ``values``.
-        values: the different values of the partition's column, or the names of the sources.
+        values: the distinct values of the partition's column, or the names of the sources.
         margin: ``float [n]``.
         prompt: ``uint64 [n]``, equal for equal prompts.
-        usable: ``bool [n]``, false for rows that get no client.
+        usable: ``bool [n]``, false for rows that are not assigned to a client.
     """
 
     role: NDArray[np.int64]
@@ -253,7 +247,7 @@ class RowTable:
     usable: NDArray[np.bool_]
 
     def rows_of(self, role: int) -> NDArray[np.int64]:
-        """The indices of the usable rows of a role."""
+        """Return the indices of the usable rows of a role."""
         return np.flatnonzero(self.usable & (self.role == role))
 
 
@@ -262,9 +256,9 @@ class Assignment:
     """The client of every row.
 
     Attributes:
-        ids: the ids of the clients.
+        ids: client ids.
         client: ``int64 [n]``, index into ``ids``; −1 for a row without a client.
-        flipped: ``bool [clients]``, true for clients whose chosen and rejected are swapped.
+        flipped: ``bool [clients]``, true for clients with chosen and rejected swapped.
     """
 
     ids: tuple[str, ...]
@@ -273,13 +267,11 @@ class Assignment:
 
 
 def partition_value(partition: Partition, record: Record, source: str | None) -> str:
-    """A record's value for the partition: that of the partition's column, or the name of its source.
-
-    It is empty for a partition that needs neither.
+    """Return the record's value in the partition's column, the name of its source, or ``""``.
 
     Raises:
-        MissingColumnError: the record has no such value.
-        ValueError: the value cannot be a name.
+        MissingColumnError: the record has no value in the column, or no margin.
+        ValueError: the value contains a control character.
     """
     if isinstance(partition, BySource | ByFile):
         return source or ""
@@ -296,12 +288,12 @@ def partition_value(partition: Partition, record: Record, source: str | None) ->
     name = str(value)
     control = control_character(name)
     if control is not None:
-        raise ValueError(f"{column} is {name!r}, which contains the control character {control}")
+        raise ValueError(f"{column} {name!r} contains the control character {control}")
     return name
 
 
 def natural_partition(partition: Partition, table: RowTable) -> Assignment | None:
-    """The assignment where the data themselves name the clients, otherwise ``None``.
+    """Return the assignment if the data name the clients, otherwise ``None``.
 
     Raises:
         DataError: a value belongs to no group, or a group has no rows.
@@ -321,7 +313,7 @@ def natural_partition(partition: Partition, table: RowTable) -> Assignment | Non
 
 
 def client_names(partition: Partition, values: Sequence[str]) -> list[str] | None:
-    """The name of each value's client where the data themselves name the clients, otherwise ``None``."""
+    """Return the client of each value if the data name the clients, otherwise ``None``."""
     if not isinstance(partition, ByColumn | BySource):
         return None
     groups = partition.groups or {} if isinstance(partition, ByColumn) else {}
@@ -330,37 +322,41 @@ def client_names(partition: Partition, values: Sequence[str]) -> list[str] | Non
 
 
 def _client_of_value(groups: dict[str, list[str]], present: list[str]) -> dict[str, int]:
-    """The index of the client of each value that a group names. ``present`` are the values of the data."""
+    """Map each value of a group to the index of its client. ``present`` lists the values in the data."""
     ids = list(groups)
     client_of: dict[str, int] = {}
     for index, (name, values) in enumerate(groups.items()):
         for value in values:
             if value in client_of:
-                raise DataError(f"the value {value!r} is in two groups: {ids[client_of[value]]} and {name}")
+                raise DataError(
+                    f"[data.partition] groups: {value!r} is in {ids[client_of[value]]!r} and {name!r}; "
+                    "remove it from one of them"
+                )
             client_of[value] = index
     without_group = sorted(value for value in present if value not in client_of)
     if without_group:
-        raise DataError(f"these values are in no group: {_listed(without_group)}")
+        raise DataError(
+            f"[data.partition] groups: no group contains {_listed(without_group)}; add each to a group"
+        )
     empty = set(range(len(ids))) - {client_of[value] for value in present}
     if empty:
         raise DataError(
-            f"these groups have no rows: {_listed([ids[k] for k in sorted(empty)])}; "
-            f"the values are {_listed(sorted(present))}"
+            f"[data.partition] groups: no rows for {_listed([ids[k] for k in sorted(empty)])}; "
+            f"the values in the data are {_listed(sorted(present))}"
         )
     return client_of
 
 
 def assign_clients(partition: Partition, table: RowTable, key: Key) -> Assignment:
-    """A client for every row.
+    """Assign every row to a client.
 
-    Rows for validation and test follow the rule of the training rows:
+    Validation and test rows follow the same rule as training rows:
 
-    - Column, source: a row goes to the client of its value. A row whose value no client trains on gets no
-      client.
-    - Iid, margin, conflict: the rows of each role are shuffled, or sorted, and cut on their own. The relative
-      sizes are those of the training rows.
-    - Dirichlet: a row goes to the client that trains on its prompt. Other rows follow the shares that were
-      drawn for the training rows.
+    - Column, source: a row goes to the client of its value, or to none if no client trains on that value.
+    - Iid, margin, conflict: each role is shuffled, or sorted, and cut separately, with the relative sizes of
+      the training set.
+    - Dirichlet: a row goes to the client that trains on its prompt. All other rows are divided by the shares
+      of the training rows.
 
     Raises:
         DataError: the rows cannot be divided by this rule.
@@ -406,12 +402,12 @@ def _conflict(partition: Conflict, table: RowTable, key: Key) -> Assignment:
 
 def _dirichlet(partition: Dirichlet, table: RowTable, key: Key, client: NDArray[np.int64]) -> None:
     train = table.rows_of(0)
-    # Categories are sorted by name, so that the order of the rows does not change the draw.
+    # Sort categories by name, so that the draw does not depend on the order of the rows.
     present = sorted(np.unique(table.value[train]).tolist(), key=lambda k: table.values[k])
     category_of = np.full(len(table.values), -1, dtype=np.int64)
     category_of[present] = np.arange(len(present))
     category = category_of[table.value]
-    # With share_prompts every row counts as a prompt of its own.
+    # With share_prompts, treat every row as a separate prompt.
     prompt = np.arange(len(table.role), dtype=np.uint64) if partition.share_prompts else table.prompt
     if not partition.share_prompts:
         _check_prompts(prompt[train], category[train])
@@ -428,10 +424,9 @@ def _dirichlet(partition: Dirichlet, table: RowTable, key: Key, client: NDArray[
 
 
 def _check_prompts(prompt: NDArray[np.uint64], category: NDArray[np.int64]) -> None:
-    """Refuse data in which most pairs have a prompt of several categories.
+    """Refuse data in which most pairs have a prompt that occurs in several categories.
 
-    A prompt goes to one client as a whole. In such data the prompts would decide the partition, not the
-    shares.
+    All rows of a prompt go to one client, so the prompts would decide the partition instead of the shares.
     """
     codes, group = np.unique(prompt, return_inverse=True)
     group = group.reshape(-1)
@@ -441,22 +436,21 @@ def _check_prompts(prompt: NDArray[np.uint64], category: NDArray[np.int64]) -> N
     crossing = float((low != high)[group].mean())
     if crossing > 0.5:
         raise DataError(
-            f"{crossing:.0%} of the pairs have a prompt that occurs in several categories ({len(codes)} "
-            "different prompts in all); keeping each prompt at one client would distort the Dirichlet "
-            "shares: "
-            "set share_prompts = true"
+            f"{crossing:.0%} of the pairs have a prompt that occurs in several categories (distinct prompts: "
+            f"{len(codes)}). Assigning each prompt to one client would distort the Dirichlet shares; set "
+            "[data.partition] share_prompts = true"
         )
 
 
 def _kinds(partition: Conflict, table: RowTable) -> tuple[NDArray[np.int64], tuple[str, str]]:
-    """The kind of each value (0 or 1; −1 for neither), and the two categories."""
+    """Return the kind of each value (0 or 1; −1 for neither), and the two categories."""
     present = sorted(table.values[k] for k in np.unique(table.value[table.rows_of(0)]))
     categories = partition.categories or tuple(present)
     if len(categories) != 2 or set(categories) != set(present):
         raise DataError(
             f"a conflict needs exactly two categories, but column {partition.column!r} has {len(present)}: "
             f"{_listed(present)}"
-            + (f"; categories names {_listed(categories)}" if partition.categories else "")
+            + (f"; [data.partition] categories: {_listed(categories)}" if partition.categories else "")
         )
     kind_of = {categories[0]: 0, categories[1]: 1}
     kind = np.array([kind_of.get(value, -1) for value in table.values], dtype=np.int64)
@@ -464,32 +458,31 @@ def _kinds(partition: Conflict, table: RowTable) -> tuple[NDArray[np.int64], tup
 
 
 def _numbered(stem: str, count: int) -> tuple[str, ...]:
-    """``stem-0``, ``stem-1``, … with numbers of equal width."""
+    """Return ``stem-0``, ``stem-1``, … with numbers of equal width."""
     width = len(str(count - 1))
     return tuple(f"{stem}-{k:0{width}d}" for k in range(count))
 
 
-def _listed(names: Sequence[str], most: int = 12) -> str:
-    shown = ", ".join(names[:most]) or "none"
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+def _listed(names: Sequence[str]) -> str:
+    return listed(names, str, 12) or "none"
 
 
 Mask: TypeAlias = NDArray[np.bool_]
 
 _NO_ROLE = -1
-"""The role of a row that no client gets."""
+"""Role of a row that is assigned to no client."""
 
 
 def duplicate_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64], orientation: NDArray[Any]) -> Mask:
-    """Rows that repeat an earlier row of the same scope and role, ``bool [n]``.
+    """Mark rows that repeat an earlier row of the same scope and role, ``bool [n]``.
 
     Args:
         scope: ``int64 [n]``; rows are compared within a scope. Rows of a negative scope are never marked.
         role: ``int64 [n]``.
-        pair: ``uint64 [n]``, equal for equal prompts with the same two responses.
-        orientation: ``[n]``, which of the two responses is chosen. The opposite preference is no duplicate.
+        pair: ``uint64 [n]``, equal for the same prompt with the same two responses.
+        orientation: ``[n]``, which of the two responses is chosen. An opposite preference is not a duplicate.
     """
-    # lexsort is stable: of equal rows, the first in the data comes first.
+    # lexsort is stable, so the first of several equal rows stays first.
     order = np.lexsort((orientation, pair, role, scope))
     same = np.ones(len(order), dtype=np.bool_)
     for column in (scope, role, pair, orientation):
@@ -502,10 +495,9 @@ def duplicate_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64], orientatio
 
 
 def leak_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64]) -> Mask:
-    """Rows whose pair has a later role too within the scope, ``bool [n]``.
+    """Mark rows whose pair also has a later role within the scope, ``bool [n]``.
 
-    The order of the roles is train, validation, test. So a test pair is used for nothing else. Which response
-    is chosen does not matter.
+    Roles are ordered train, validation, test. Which response is chosen does not matter.
     """
     order = np.lexsort((role, pair, scope))
     last = np.ones(len(order), dtype=np.bool_)
@@ -518,11 +510,10 @@ def leak_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64]) -> Mask:
 
 
 def random_split(group: NDArray[np.uint64], validation: float, test: float, key: Key) -> Ints:
-    """Draw the role of each of a client's rows, ``int64 [n]``: 0 train, 1 validation, 2 test.
+    """Draw a role for each row of a client, ``int64 [n]``: 0 train, 1 validation, 2 test.
 
-    All rows of a group get the same role. Of m groups, the whole numbers nearest to ``test · m`` and
-    ``validation · m`` are drawn. At least one group is left for training: a client with a single pair trains
-    on it and has no test pair.
+    All rows of a group get the same role. ``test · m`` and ``validation · m`` of m groups are drawn, rounded
+    to whole numbers. At least one group is left for training, so a single pair is always a training pair.
 
     >>> random_split(np.arange(1, dtype=np.uint64), 0.5, 0.4, Key(0)).tolist()
     [0]
@@ -533,7 +524,7 @@ def random_split(group: NDArray[np.uint64], validation: float, test: float, key:
     count = len(first)
     tests = min(int(np.floor(test * count + 0.5)), count - 1)
     validations = min(int(np.floor(validation * count + 0.5)), count - 1 - tests)
-    # Groups are shuffled in the order in which they first appear, not in that of their numbers.
+    # Sort groups by first row before shuffling, so that their codes have no influence.
     order = np.argsort(first, kind="stable")[key.numpy().permutation(count)]
     role = np.zeros(count, dtype=np.int64)
     role[order[:tests]] = 2
@@ -546,14 +537,13 @@ class ClientSplits:
     """The rows of each client by role.
 
     Attributes:
-        ids: the clients that have a training pair.
-        rows: ``int64 [m]``, client by client; a client's rows for training come first, then those for
-            validation, then those for test, each sorted.
-        bounds: ``int64 [clients, 4]``, where a client's three parts begin in ``rows``, and where the last
-            ends.
-        counts: rows, or clients, that were left out, by the names of the fields of
+        ids: clients with at least one training pair.
+        rows: ``int64 [m]``, client by client: sorted training rows, then validation rows, then test rows.
+        bounds: ``int64 [clients, 4]``, the offsets in ``rows`` of the three parts of each client, and its
+            end.
+        counts: numbers of dropped rows or clients, by field name of
             :class:`~prefed.data.dataset.RowCounts`.
-        tested: rows that ``drop_tested`` left out, since another client is tested on them.
+        tested: rows dropped by ``drop_tested`` because they are test pairs of another client.
     """
 
     ids: list[str]
@@ -566,13 +556,17 @@ class ClientSplits:
 def split_clients(
     config: DataConfig, assignment: Assignment, table: RowTable, pair: NDArray[np.uint64], key: Key
 ) -> ClientSplits:
-    """Split the rows of each client into training, validation and test.
+    """Split the rows of each client into training, validation and test sets.
 
-    ``pair`` is ``uint64 [n]``, equal for equal pairs. ``key`` draws the splits, and the rows that stay within
-    the limit.
+    Args:
+        config: the ``[data]`` table.
+        assignment: the client of each row.
+        table: the columns of the rows.
+        pair: ``uint64 [n]``, equal for equal pairs.
+        key: randomness of the splits, and of the rows kept within ``config.limit``.
 
     Raises:
-        DataError: no client has a training pair, or the data and the settings both name the splits.
+        DataError: no client has a training pair, or both the data and the settings define a split.
     """
     fractions = _fractions(config, table)
     group = table.prompt if config.split_by == "prompt" else pair
@@ -587,13 +581,13 @@ def split_clients(
             role[train] = random_split(group[train], *fractions(name), key.at("client", name).at("split"))
     counts = {"unplaced": int(table.usable.sum()) - len(usable), "limited": 0, "dropped": 0, "leaks": 0}
     if config.duplicates == "drop_tested":
-        # All clients are one scope. This comes after the draws, which decide what is tested on.
+        # All clients form one scope. The test pairs are known only after the splits are drawn.
         scope = np.full(len(pair), -1, dtype=np.int64)
         scope[usable] = 0
         role[leak_mask(scope, role, pair)] = _NO_ROLE
         counts["leaks"] = int((role[usable] == _NO_ROLE).sum())
     ids: list[str] = []
-    # One array for all clients: many small ones would need more memory.
+    # One array for all clients takes less memory than many small ones.
     rows = np.empty(len(order), dtype=np.int64)
     ends = [0]
     for k, name in enumerate(assignment.ids):
@@ -612,17 +606,19 @@ def split_clients(
             rows[ends[-1] : ends[-1] + len(part)] = np.sort(part)
             ends.append(ends[-1] + len(part))
     if not ids:
-        raise DataError('no client has training pairs left: all are also test pairs; set duplicates = "drop"')
+        raise DataError(
+            'no training pairs are left: all of them are also test pairs; set [data] duplicates = "drop"'
+        )
     every = np.array(ends, dtype=np.int64)
     bounds = np.stack([every[0:-1:3], every[1::3], every[2::3], every[3::3]], axis=1)
     return ClientSplits(ids, rows[: ends[-1]], bounds, counts, usable[role[usable] == _NO_ROLE])
 
 
 def _fractions(config: DataConfig, table: RowTable) -> Callable[[str], tuple[float, float]]:
-    """For a client's name, the shares of its training rows to take for validation and for test."""
+    """Return a function from a client's name to its validation and test fractions."""
     test_fraction = 0.1 if config.test_fraction is None else config.test_fraction
     if config.partition.by == "source":
-        # With one data set per client, both are tables by client where they are there.
+        # With one dataset per client, validation and test are tables by client, if given.
         validated, tested = (
             set(s) if isinstance(s, dict) else set() for s in (config.validation, config.test)
         )
@@ -632,5 +628,8 @@ def _fractions(config: DataConfig, table: RowTable) -> Callable[[str], tuple[flo
         )
     has_validation, has_test = (bool(len(table.rows_of(role))) for role in (1, 2))
     if (has_test and config.test_fraction) or (has_validation and config.validation_fraction):
-        raise DataError("the rows already mark validation or test pairs: remove the fraction")
+        raise DataError(
+            "the data already contain validation or test pairs; remove validation_fraction or test_fraction "
+            "from [data]"
+        )
     return lambda name: (config.validation_fraction, 0.0 if has_test else test_fraction)

@@ -13,8 +13,9 @@ Split: TypeAlias = Literal["train", "validation", "test"]
 
 _ROLES = ("system", "user", "assistant")
 _SPLITS = ("train", "validation", "test")
+_COLUMNS = ("client", "category", "domain", "split", "margin")
 _LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest 32-bit float. Margins are stored as 32-bit floats."""
+"""The largest 32-bit float, since margins are stored as 32-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,37 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
-            raise ValueError(f"a message's role must be one of {', '.join(_ROLES)}, not {self.role!r}")
+            raise ValueError(f"message role must be one of {', '.join(_ROLES)}, not {self.role!r}")
         if not isinstance(self.content, str):
-            raise ValueError(f"a message's content must be text, not {type(self.content).__name__}")
+            raise ValueError(f"message content must be text, not {type(self.content).__name__}")
 
 
 Prompt: TypeAlias = "str | tuple[Message, ...]"
 """Text that is used unchanged, or the turns of a conversation (see :mod:`prefed.data.encoding`)."""
+
+
+def plain_prompt(prompt: Prompt) -> str | list[dict[str, str]]:
+    """Convert a prompt to JSON types."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{"role": turn.role, "content": turn.content} for turn in prompt]
+
+
+def parse_prompt(plain: Any) -> Prompt:
+    """Invert :func:`plain_prompt`."""
+    return plain if isinstance(plain, str) else tuple(Message(**turn) for turn in plain)
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Refuse half a surrogate pair, which JSON can write as an escape but UTF-8 cannot encode.
+
+    Raises:
+        ValueError: ``text`` contains one. The message contains ``name``.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half a surrogate pair at character {error.start + 1}") from None
 
 
 @dataclass(frozen=True)
@@ -47,12 +72,12 @@ class Record:
         prompt: text, or the messages of a conversation up to the response.
         chosen: the preferred response, without the prompt.
         rejected: the other response.
-        margin: how strongly it is preferred, on the source's scale. A larger margin is a clearer preference.
-        client: the person or organisation that has this preference, where the source names one.
-        category: a label within the task (subreddit, programming language, persona…).
-        domain: the data set that the pair comes from.
-        split: the split that the source assigns the pair to.
-        extra: the other columns of the source that hold numbers or short texts, by name.
+        margin: strength of the preference, on the scale of the source; larger is clearer.
+        client: the person or organisation with this preference, if known.
+        category: a label within the task, such as a subreddit, programming language or persona.
+        domain: the dataset of the pair.
+        split: the split assigned by the source.
+        extra: other columns of the source with numbers or short texts, by name.
 
     Raises:
         ValueError: a response is blank, both responses are equal, a text is not valid Unicode, or the margin
@@ -81,17 +106,17 @@ class Record:
         object.__setattr__(self, "extra", MappingProxyType(dict(self.extra)))
         for name, response in (("chosen", self.chosen), ("rejected", self.rejected)):
             if not isinstance(response, str):
-                raise ValueError(f"{name} is {type(response).__name__}, not text")
+                raise ValueError(f"{name} must be text, not {type(response).__name__}")
             if not response.strip():
                 raise ValueError(f"{name} is empty")
-            _unicode(name, response)
+            check_unicode(name, response)
         for text in [self.prompt] if isinstance(self.prompt, str) else [m.content for m in self.prompt]:
-            _unicode("prompt", text)
+            check_unicode("prompt", text)
         for name in ("client", "category", "domain"):
-            _unicode(name, getattr(self, name) or "")
+            check_unicode(name, getattr(self, name) or "")
         for name, value in self.extra.items():
-            _unicode("the name of a column", name)
-            _unicode(name, value if isinstance(value, str) else "")
+            check_unicode("a column name", name)
+            check_unicode(name, value if isinstance(value, str) else "")
         if self.chosen == self.rejected:
             raise ValueError("chosen and rejected are the same")
         if self.margin is not None and not abs(self.margin) <= _LARGEST:
@@ -100,29 +125,23 @@ class Record:
             raise ValueError(f"split must be one of {', '.join(_SPLITS)}, not {self.split!r}")
 
     def swapped(self) -> Record:
-        """The same pair with the opposite preference."""
+        """Return the same pair with the opposite preference."""
         return replace(self, chosen=self.rejected, rejected=self.chosen)
 
     def column(self, name: str) -> str | float | int | None:
-        """The value of a column: a field of the record, or an entry of ``extra``."""
-        if name in ("client", "category", "domain", "split", "margin"):
-            value: str | float | None = getattr(self, name)
-            if value is not None:
-                return value
-        return self.extra.get(name)
+        """Return the value of a column: a field of the record, or an entry of ``extra``."""
+        value: str | float | None = getattr(self, name) if name in _COLUMNS else None
+        return self.extra.get(name) if value is None else value
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names for which :meth:`column` has a value."""
-        fields = ("client", "category", "domain", "split", "margin")
-        return tuple(n for n in fields if getattr(self, n) is not None) + tuple(self.extra)
+        """The names of the columns with a value."""
+        return tuple(n for n in _COLUMNS if getattr(self, n) is not None) + tuple(self.extra)
 
     def to_json(self) -> str:
-        """The record as one line of JSON. Fields without a value are left out."""
+        """Return the record as one line of JSON, without empty fields."""
         plain: dict[str, Any] = {
-            "prompt": self.prompt
-            if isinstance(self.prompt, str)
-            else [{"role": m.role, "content": m.content} for m in self.prompt],
+            "prompt": plain_prompt(self.prompt),
             "chosen": self.chosen,
             "rejected": self.rejected,
         }
@@ -135,16 +154,6 @@ class Record:
 
     @staticmethod
     def from_json(line: str | bytes) -> Record:
-        """Parse a line that :meth:`to_json` wrote."""
+        """Parse the output of :meth:`to_json`."""
         plain = json.loads(line)
-        if not isinstance(plain["prompt"], str):
-            plain["prompt"] = tuple(Message(**message) for message in plain["prompt"])
-        return Record(**plain)
-
-
-def _unicode(name: str, text: str) -> None:
-    """Refuse half a surrogate pair: JSON can write it as an escape, but UTF-8 cannot encode it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has half a surrogate pair at character {error.start + 1}") from None
+        return Record(**{**plain, "prompt": parse_prompt(plain["prompt"])})

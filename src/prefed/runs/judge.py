@@ -22,7 +22,7 @@ from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, numbered_
 from prefed.align.judge.registry import split_name
 from prefed.core import files
 from prefed.core.text import pluralize
-from prefed.data.prompts import plain_prompt
+from prefed.data.record import plain_prompt
 from prefed.runs.journal import Journal
 from prefed.runs.labels import make_judge
 from prefed.runs.loaded_run import LoadedRun, load_run

@@ -1,10 +1,9 @@
-"""Reads files, folders and hub sets, and gives their records one at a time."""
+"""Read the records of files, folders and hub datasets one at a time."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ __all__ = [
 
 @dataclass
 class ReadCounts:
-    """Counts of rows while they are read; :class:`~prefed.data.RowCounts` says what they are."""
+    """Counts updated while reading; see :class:`~prefed.data.RowCounts`."""
 
     read: int = 0
     identical: int = 0
@@ -46,11 +45,15 @@ def read_records(
     errors: ErrorCollector,
     counts: ReadCounts,
 ) -> Iterator[tuple[Record, RowLocation]]:
-    """The preference pairs of one source, in its order.
+    """Yield the preference pairs of one source, in order.
 
-    ``config`` gives format, columns, encoding and the number of rows where the source does not. ``role``
-    names the hub split where the source names none. ``name``, that of the source, becomes the domain of rows
-    that have no domain of their own. ``errors`` takes the rows that are not a pair.
+    Args:
+        source: a file, a folder or a hub dataset.
+        config: default format, columns and encoding, and the number of rows to read.
+        role: default split of a hub dataset.
+        name: name of the source, the default domain of its rows.
+        errors: receives rows that are not pairs.
+        counts: is updated while reading.
 
     Raises:
         DataError: the source cannot be read, or the format of its rows is unknown.
@@ -69,7 +72,7 @@ def read_records(
                 raise DataError(f"{location}: {error}") from error
         assert form is not None
         pairs: list[RawPair | None] = []
-        with _noted(errors, location):
+        with errors.at(location):
             spellings.check(row, location)
             if form.name == "pairs" and (source.columns or config.columns) is None:
                 prompts.check(row, location)
@@ -80,26 +83,14 @@ def read_records(
             if raw is None:
                 counts.ties += 1
             else:
-                with _noted(errors, location):
+                with errors.at(location):
                     record = _record(raw, name or source.subset, config, counts)
             if record is not None:
                 yield record, location
 
 
-@contextmanager
-def _noted(errors: ErrorCollector, location: RowLocation) -> Iterator[None]:
-    """Adds what is wrong with a row to ``errors``."""
-    try:
-        yield
-    except ValueError as error:
-        errors.add(location, str(error))
-    except (TypeError, AttributeError, OverflowError) as error:
-        # A value of a type that the format does not expect.
-        errors.add(location, f"malformed: {error}")
-
-
 class _SpellingCheck:
-    """Refuses two spellings of one name, such as 3 and "3", in the partition's column of a file."""
+    """Refuse two spellings of the same name, such as 3 and "3", in the partition's column of a file."""
 
     def __init__(self, source: Source, config: DataConfig) -> None:
         self.column: str | None = getattr(config.partition, "column", None)
@@ -113,7 +104,7 @@ class _SpellingCheck:
         """Check one row.
 
         Raises:
-            RowError: an earlier row of the file has the same name as a value of another type.
+            RowError: an earlier row of the file has the same name with another type.
         """
         if self.column is None:
             return
@@ -129,13 +120,13 @@ class _SpellingCheck:
         first, number = self._first.setdefault(str(whole), (value, location.row))
         if type(first) is not type(value):
             raise RowError(
-                f"{self.column} is {json.dumps(value)} here and {json.dumps(first)} in row {number}: "
-                f"both are read as {str(whole)!r}; write them the same way"
+                f"{self.column} is {json.dumps(value)} here but {json.dumps(first)} in row {number}; both "
+                f"are read as {str(whole)!r}, so write them the same way"
             )
 
 
 class _PromptCheck:
-    """Refuses texts without a prompt in a file with prompts: they would be read as whole dialogues."""
+    """Refuse texts without a prompt in a file with prompts: they would be read as whole dialogues."""
 
     def __init__(self) -> None:
         self._file, self._first, self._has = "", 0, False
@@ -144,7 +135,7 @@ class _PromptCheck:
         """Check one row.
 
         Raises:
-            RowError: the row has the column ``prompt`` and the first row of the file has not, or the reverse.
+            RowError: only one of this row and the first row of the file has the column ``prompt``.
         """
         if not isinstance(row.get("chosen"), str):
             return
@@ -152,16 +143,15 @@ class _PromptCheck:
         if location.file != self._file:
             self._file, self._first, self._has = location.file, location.row, has
         if has != self._has:
-            here, there = ("one", "none") if has else ("none", "one")
+            here, there = ("a", "no") if has else ("no", "a")
             raise RowError(
-                f"prompt: there is {here} in this row and {there} in row {self._first}; texts "
-                "without a prompt are read as whole dialogues, so give a prompt in all rows of a file or "
-                "in none"
+                f"this row has {here} prompt, but row {self._first} has {there} prompt; texts without a "
+                "prompt are read as whole dialogues, so give a prompt in all rows of a file or in none"
             )
 
 
 def source_digests(source: Source) -> dict[str, str]:
-    """The content of a source: its file names with their SHA-256, or the hub name with its options."""
+    """Identify the content of a source: file name → SHA-256, or hub name → its options."""
     path = _path(source)
     if _is_on_hub(source):
         return {source.path: f"hub {source.subset or ''} {source.split or ''} {source.revision or ''}"}
@@ -180,11 +170,12 @@ def _is_on_hub(source: Source) -> bool:
 
 
 def format_setting(source: Source, columns: Columns | None = None, name: str = "auto") -> Format | None:
-    """The format that the settings name; ``None`` where it must be detected.
+    """Return the format given by the settings, or ``None`` if it must be detected.
 
     Args:
-        columns: the names of the columns where the source names neither these nor a format.
-        name: the format where nothing else says one.
+        source: its columns or format take precedence.
+        columns: default names of the columns.
+        name: default format.
     """
     if source.columns is not None or (source.format is None and columns is not None):
         return pairs_format(source.columns or columns)
@@ -200,13 +191,14 @@ def format_setting(source: Source, columns: Columns | None = None, name: str = "
 def read_rows(
     source: Source, encoding: str, role: str, form: Format | None, errors: ErrorCollector
 ) -> Iterator[tuple[files.Row, RowLocation]]:
-    """The rows of a source as they stand there; raises as :func:`read_records`.
+    """Yield the unprocessed rows of a source. Raises the errors of :func:`read_records`.
 
     Args:
-        encoding: that of text files where the source names none.
-        role: the hub split where the source names none.
-        form: says where on the hub the rows lie.
-        errors: takes what is no row.
+        source: a file, a folder or a hub dataset.
+        encoding: default encoding of text files.
+        role: default split of a hub dataset.
+        form: format with the default subset of a hub dataset.
+        errors: receives malformed rows.
     """
     path = _path(source)
     if path.exists():
@@ -225,7 +217,7 @@ def read_rows(
 
 
 def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCounts) -> Record | None:
-    """The record of a pair; ``None`` if both responses are the same, or one is too short."""
+    """Return the record of a pair, or ``None`` if the responses are equal or one is too short."""
     prompt, chosen, rejected, repeated_prompt = split_prompt(raw)
     if config.score == "whole":
         chosen, rejected = whole_texts(prompt, (chosen, rejected), config.tail_characters)

@@ -1,4 +1,4 @@
-"""Reads JSON lines, JSON, CSV, TSV, Parquet and saved data sets by row. Each row has its location."""
+"""Read the rows of JSON lines, JSON, CSV, TSV and Parquet files and of saved datasets, with locations."""
 
 from __future__ import annotations
 
@@ -6,54 +6,49 @@ import codecs
 import csv
 import gzip
 import hashlib
+import io
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from prefed.data.errors import DataError, ErrorCollector, RowLocation
-from prefed.data.sources.folders import (
-    NOT_TEXT,
-    file_kind,
-    saved_files,
-    saved_rows,
-)
+from prefed.data.sources.folders import NOT_TEXT, file_kind, saved_files, saved_rows
 
 Row: TypeAlias = "Mapping[str, Any]"
 
 _BATCH = 512
 _SEPARATORS = {",": re.compile(r"[;\t|]"), "\t": re.compile(r"[,;|]")}
-"""The separator of a file → others, which its header shows where the file has another name than it should."""
+"""Separator of a file → other separators, which suggest a wrong file name if they occur in its header."""
 _WIDE = {
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-"""The first bytes that mark an encoding. Longer ones come first, since a shorter one begins a longer one."""
+"""Byte order marks. Longer ones come first, since a shorter one is the beginning of a longer one."""
 _SPLIT_NAMES = {"train", "validation", "test"}
-"""Lists under these names in one JSON file are splits, not clients."""
+"""Keys of a JSON object that are splits, not clients."""
 _LONGEST_FIELD = 1 << 28
-"""Characters in a CSV field: it may hold a long dialogue. The default of ``csv`` is 131,072."""
+"""Maximum length of a CSV field, which may contain a long dialogue. The default of ``csv`` is 131,072."""
 
 
 def read_rows(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
-    """The rows of one file, read lazily.
+    """Read the rows of one file lazily.
 
-    A row that is not an object, or not text in ``encoding``, is added to ``errors`` and left out.
+    Rows that are not objects, or not text in ``encoding``, are added to ``errors`` and skipped.
 
     Raises:
-        DataError: the file is truncated, or its content does not fit its name.
+        DataError: the file is truncated, or its content does not match its name.
     """
     kind = "saved" if path.is_dir() else file_kind(path) or "lines"
-    reader = _READERS[kind]
     try:
-        yield from reader(path, encoding, errors)
+        yield from _READERS[kind](path, encoding, errors)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a complete gzip file ({error})") from error
+        raise DataError(f"{path}: incomplete gzip file ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except LookupError as error:
@@ -61,7 +56,7 @@ def read_rows(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tup
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal; of a saved data set those of its rows."""
+    """Return the hexadecimal SHA-256 of a file, or of the row files of a saved dataset."""
     if path.is_dir():
         return hashlib.sha256("".join(map(sha256_of, saved_files(path))).encode()).hexdigest()
     with path.open("rb") as stream:
@@ -69,10 +64,10 @@ def sha256_of(path: Path) -> str:
 
 
 def _open(path: Path, encoding: str) -> BinaryIO:
-    """Open a text file for reading bytes. Gzip is unpacked, whatever the name of the file.
+    """Open a text file as bytes. Gzip is decompressed regardless of the file name.
 
     Raises:
-        DataError: by its first bytes the file is not text, or is text in another encoding.
+        DataError: the first bytes indicate another type of file or another encoding.
     """
     stream: Any = path.open("rb")
     try:
@@ -85,12 +80,11 @@ def _open(path: Path, encoding: str) -> BinaryIO:
     except BaseException:
         stream.close()
         raise
-    result: BinaryIO = stream
-    return result
+    return cast("BinaryIO", stream)
 
 
 def _problem_of_head(head: bytes, encoding: str) -> str | None:
-    """A description of a file by its first bytes, or ``None`` if it may be text in ``encoding``."""
+    """Describe a file by its first bytes, or return ``None`` if it may be text in ``encoding``."""
     for magic, description in NOT_TEXT.items():
         if head.startswith(magic):
             return description
@@ -102,16 +96,16 @@ def _problem_of_head(head: bytes, encoding: str) -> str | None:
     if len(head) == 4 and head.count(0) == 2 and head[0] != head[1]:
         name = "utf-16-be" if head[0] == 0 else "utf-16-le"
         return f'{name.upper()} text: set encoding = "{name}"'
-    return "binary data: it starts with zero bytes" if head and not any(head) else None
+    return "binary data, since it starts with zero bytes" if head and not any(head) else None
 
 
 def _is_wide(encoding: str) -> bool:
-    """Whether newline bytes can be part of a character in ``encoding``, as in UTF-16."""
+    """Whether a newline byte can be part of a character in ``encoding``, as in UTF-16."""
     return "\n".encode(encoding)[-1:] != b"\n" or len("a".encode(encoding)) != 1
 
 
 def _text(path: Path, encoding: str) -> Iterator[tuple[str, int, str | None]]:
-    """Lines with their numbers, and an error message for those that cannot be decoded."""
+    """Yield each line with its number, and an error message if it cannot be decoded."""
     if _is_wide(encoding):
         yield from _wide_text(path, encoding)
         return
@@ -124,15 +118,13 @@ def _text(path: Path, encoding: str) -> Iterator[tuple[str, int, str | None]]:
                 line = raw.decode(encoding, errors="replace")
                 message = (
                     f"not {encoding} text (byte 0x{raw[error.start]:02x} at position {error.start}); "
-                    "set encoding to the file's, e.g. latin-1"
+                    "set the encoding of the file, e.g. latin-1"
                 )
             yield (line.removeprefix("\ufeff") if number == 1 else line), number, message
 
 
 def _wide_text(path: Path, encoding: str) -> Iterator[tuple[str, int, None]]:
-    # The text is decoded first: its lines cannot be told from the bytes.
-    import io
-
+    # Decode first: the bytes do not show where lines end.
     with _open(path, encoding) as stream, io.TextIOWrapper(stream, encoding, newline="") as text:
         number = 0
         try:
@@ -146,11 +138,19 @@ def _object(value: Any, location: RowLocation, errors: ErrorCollector) -> Iterat
     if isinstance(value, dict):
         yield value, location
     else:
-        errors.add(location, f"a row must be an object with named columns, not {_type_name(value)}")
+        errors.add(location, f"a row must be an object with named columns, not {type_name(value)}")
 
 
-def _type_name(value: Any) -> str:
-    names = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
+def type_name(value: Any) -> str:
+    """Return the name of a JSON type, for messages."""
+    names = {
+        list: "a list",
+        dict: "an object",
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        bool: "a boolean",
+    }
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
@@ -165,9 +165,8 @@ def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[
         try:
             value = json.loads(line.rstrip("\r\n"))
         except json.JSONDecodeError as error:
-            # Some of Python's messages end in "at".
-            problem = error.msg.removesuffix(" at")
-            errors.add(location, f"not JSON: {problem} at character {error.pos + 1}")
+            # Some messages of json already end in "at".
+            errors.add(location, f"not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}")
             continue
         except (ValueError, RecursionError) as error:
             errors.add(location, _unreadable(error))
@@ -176,16 +175,16 @@ def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[
 
 
 def _unreadable(error: ValueError | RecursionError) -> str:
-    """The message for valid JSON that exceeds a limit of Python: depth, or the digits of a number."""
-    # Python's own message goes on, after a semicolon, with how to raise the limit.
+    """Return the message for JSON that exceeds a limit of Python: nesting depth or digits of a number."""
+    # After a semicolon, Python's message explains how to raise the limit.
     reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
     return f"not readable as JSON: {reason}"
 
 
 def _json(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
-    """One list of objects, or one object with such a list per client; or JSON lines under the name ``.json``.
+    """Read a list of objects, an object with one such list per client, or JSON lines named ``.json``.
 
-    All but lines are read as a whole. The rows of an object have the name of their client as ``client``.
+    The rows of an object get the column ``client``. Only JSON lines are streamed.
     """
     for first, _, _ in _text(path, encoding):
         if first.strip():
@@ -211,8 +210,8 @@ def _json(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[R
     if isinstance(values, dict):
         if not _is_by_client(values):
             raise DataError(
-                f"{path} holds one object; write rows as one object per line, as one list, "
-                "[{…}, {…}], or as one list per client, {client: [{…}, {…}], …}"
+                f"{path} contains a single object; write one object per line, one list, [{{…}}, {{…}}], or "
+                "one list per client, {client: [{…}, {…}], …}"
             )
         values = [
             {"client": name, **row} if isinstance(row, dict) else row
@@ -224,7 +223,7 @@ def _json(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[R
 
 
 def _has_clients(line: str) -> bool:
-    """Whether a line is an object with a list of rows for each of several clients."""
+    """Whether a line is an object with lists of rows by client."""
     try:
         return _is_by_client(json.loads(line))
     except (ValueError, RecursionError):
@@ -232,7 +231,7 @@ def _has_clients(line: str) -> bool:
 
 
 def _is_by_client(value: Any) -> bool:
-    """Lists of objects under several names. A row may look alike: then its objects are messages."""
+    """Whether a value has lists of rows by client, as opposed to a row with lists of messages."""
     if not isinstance(value, dict) or len(value) < 2 or value.keys() & _SPLIT_NAMES:
         return False
     lists = all(isinstance(rows, list) for rows in value.values())
@@ -247,7 +246,7 @@ def _csv(
 ) -> Iterator[tuple[Row, RowLocation]]:
     csv.field_size_limit(_LONGEST_FIELD)
     line = 0
-    # Such a line may be in the middle of a quoted field. Then its whole row is left out.
+    # Such a line may be part of a quoted field, so its whole row is dropped.
     undecodable: list[tuple[RowLocation, str]] = []
 
     def lines() -> Iterator[str]:
@@ -268,7 +267,7 @@ def _csv(
             raise DataError(f"{path}, row {before + 1}: not CSV: {error}") from error
         if values is None:
             return
-        # Spreadsheets write a line of separators for a row without anything in it.
+        # Spreadsheets write an empty row as a line of separators.
         if not any(values):
             continue
         location = RowLocation(str(path), before + 1)
@@ -282,18 +281,20 @@ def _csv(
             header = values
             if len(header) == 1 and (other := _SEPARATORS[separator].search(header[0])):
                 own = "commas" if separator == "," else "tabs"
-                rename = {"\t": "; rename the file to .tsv", ",": "; rename the file to .csv"}
+                rename = {"\t": ", or rename the file to .tsv", ",": ", or rename the file to .csv"}
                 raise DataError(
-                    f"{path}: the header is a single field, {header[0]!r}; separate fields by {own}, not by "
+                    f"{path}: the header is a single field, {header[0]!r}; separate fields with {own}, not "
                     f"{other[0]!r}{rename.get(other[0], '')}"
                 )
             repeated = {name for name in header if header.count(name) > 1}
             if repeated:
-                raise DataError(f"{path}: the header names {', '.join(sorted(repeated))} twice")
+                raise DataError(
+                    f"{path}: the header repeats {', '.join(sorted(repeated))}; rename or remove one column"
+                )
         elif len(values) != len(header):
             errors.add(location, f"{len(values)} fields, but the header has {len(header)}")
         else:
-            # An empty CSV field means that the value is absent: CSV has no other way to write that.
+            # CSV cannot express a missing value other than by an empty field.
             row = {name: value if value else None for name, value in zip(header, values, strict=True)}
             yield row, location
 
@@ -322,7 +323,7 @@ def _parquet(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tupl
                         continue
                     yield row, location
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}, after row {number}: not a complete Parquet file ({error})") from error
+        raise DataError(f"{path}, after row {number}: incomplete Parquet file ({error})") from error
 
 
 def _value(scalar: Any) -> Any:
@@ -331,7 +332,7 @@ def _value(scalar: Any) -> Any:
     except UnicodeDecodeError:
         raise
     except (ValueError, OverflowError):
-        # A time that Python cannot represent. No column in use may be a time, so the value counts as absent.
+        # A time that Python cannot represent. No used column may be a time, so treat it as missing.
         return None
 
 

@@ -1,4 +1,4 @@
-"""The data files in a folder, by their names, and folders that ``datasets`` wrote with ``save_to_disk``."""
+"""Find the data files in a folder, and read datasets saved with ``datasets``' ``save_to_disk``."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ _SPLITS = "dataset_dict.json"
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether the folder is a saved data set, with or without splits."""
+    """Whether the folder is a saved dataset, with or without splits."""
     return (folder / _SPLITS).is_file() or all((folder / name).is_file() for name in _SET)
 
 
 def saved_home(item: Path, top: Path) -> Path | None:
-    """The saved data set, ``top`` or a folder within it, that a file belongs to."""
+    """Return the saved dataset that contains a file: ``top`` or a folder in it, or ``None``."""
     within = [folder for folder in item.parents if folder == top or top in folder.parents]
     return next((folder for folder in reversed(within) if is_saved(folder)), None)
 
 
 def saved_parts(folder: Path, split: str | None) -> list[Path]:
-    """The folders of a saved data set: itself, or that of a split; ``None`` gives all splits.
+    """Return the folders of a saved dataset: itself, or those of its splits. ``None`` selects all splits.
 
     Raises:
-        DataError: it has no such split.
+        DataError: the dataset has no such split.
     """
     if not (folder / _SPLITS).is_file():
         return [folder]
     names = [str(name) for name in _read(folder / _SPLITS, "splits")]
     if split is not None and split not in names:
-        raise DataError(f"{folder}: this saved dataset has no split {split!r}; it has {', '.join(names)}")
+        raise DataError(f"{folder}: no split {split!r} in this saved dataset; its splits: {', '.join(names)}")
     return [folder / name for name in names if split in (None, name)]
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """The files that hold the rows of a saved data set without splits, in order."""
+    """Return the row files of a saved dataset without splits, in order."""
     return [folder / str(entry["filename"]) for entry in _read(folder / _SET[0], "_data_files")]
 
 
 def saved_rows(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows of a saved data set without splits.
+    """Yield the rows of a saved dataset without splits.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the dataset cannot be read.
     """
     from datasets import load_from_disk
 
@@ -56,14 +56,14 @@ def saved_rows(folder: Path) -> Iterator[Mapping[str, Any]]:
         yield from load_from_disk(str(folder))
     except Exception as error:  # errors of the library and of Arrow
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"{folder}: this saved dataset cannot be read: {reason}") from error
+        raise DataError(f"{folder}: cannot read this saved dataset: {reason}") from error
 
 
 def _read(path: Path, key: str) -> list[Any]:
     try:
         value = json.loads(path.read_text("utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not a dataset of save_to_disk ({type(error).__name__}: {error})") from error
+        raise DataError(f"{path}: not written by save_to_disk ({type(error).__name__}: {error})") from error
     return list(value)
 
 
@@ -82,11 +82,11 @@ NOT_TEXT = {
     b"BZh": "a bzip2 file: unpack it",
     b"\xfd7zX": "an xz file: unpack it",
 }
-"""The first bytes of files that are not text, and what the user should do."""
+"""Magic bytes → type of file, and a remedy."""
 
 
 def file_kind(path: Path) -> str | None:
-    """The kind of a file by its name: a value of ``_KINDS``; ``None`` if unknown."""
+    """Return the kind of a file by its name, a value of ``_KINDS``, or ``None`` if unknown."""
     name = data_stem(path)
     if name == path.name:
         return None
@@ -94,7 +94,7 @@ def file_kind(path: Path) -> str | None:
 
 
 def data_stem(path: Path) -> str:
-    """The name of a data file without what says its kind. Other names stay whole.
+    """Return the name of a data file without its suffixes. Other names are unchanged.
 
     >>> data_stem(Path("wards/dr.ann.jsonl.gz")), data_stem(Path("notes.txt"))
     ('dr.ann', 'notes.txt')
@@ -106,15 +106,16 @@ def data_stem(path: Path) -> str:
 
 
 def data_files(path: Path, split: str | None = None) -> list[Path]:
-    """The data files at ``path``: the file itself, or those in a folder and its subfolders, sorted by name.
+    """Return the data files at ``path``: the file itself, or those in a folder and its subfolders, sorted.
 
-    A data set that ``datasets`` saved is one of them: its folder.
+    A saved dataset is represented by its folder.
 
     Args:
-        split: of saved data sets with several splits only this one; ``None``: all.
+        path: a file or a folder.
+        split: split of saved datasets to use; ``None`` selects all splits.
 
     Raises:
-        DataError: there is no file, or none of a known kind; or a saved data set has no such split.
+        DataError: there is no file of a known type, or a saved dataset has no such split.
     """
     text = ", ".join(suffix for suffix, kind in _KINDS.items() if kind != "parquet")
     known = f"{text} (each also .gz) and .parquet"
@@ -127,18 +128,18 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
             raise DataError(f"{path}: {what}; supported types: {known}")
         return [path]
     if not path.is_dir():
-        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, beside, show=lambda near: str(path.with_name(near)))
+        siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, siblings, show=lambda near: str(path.with_name(near)))
         raise DataError(f"{path}: no such file or folder{hint}")
     found = {saved_home(item, path) or item for item in _visible(path) if file_kind(item) is not None}
     items = [part for item in found for part in (saved_parts(item, split) if item.is_dir() else [item])]
     if not items:
-        raise DataError(f"{path}: the folder contains no data file; supported types: {known}")
+        raise DataError(f"{path}: no data files in this folder; supported types: {known}")
     return sorted(items, key=lambda item: item.relative_to(path).as_posix())
 
 
 def other_files(path: Path) -> list[str]:
-    """The names of the files in a folder that are not read, without hidden ones."""
+    """Return the names of visible files in a folder that are not data files."""
     return sorted(
         item.relative_to(path).as_posix()
         for item in _visible(path)
@@ -147,7 +148,7 @@ def other_files(path: Path) -> list[str]:
 
 
 def _visible(folder: Path) -> Iterator[Path]:
-    """The files in a folder and its subfolders that are not hidden."""
+    """Yield the files in a folder and its subfolders that are not hidden."""
     for item in folder.rglob("*"):
         if item.is_file() and not any(part.startswith(".") for part in item.relative_to(folder).parts):
             yield item

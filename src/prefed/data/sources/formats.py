@@ -1,7 +1,6 @@
-"""Formats: how the rows of known preference sets become pairs.
+"""Formats of known preference datasets: how their rows become pairs.
 
-Of rated responses to a prompt the best is paired with the worst. In other sets people chose between
-responses.
+If the responses to a prompt are rated, the best one is paired with the worst one.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from prefed.data.sources.pairs import (
 
 @dataclass(frozen=True)
 class Format:
-    """How to read the rows of one data set.
+    """How to read the rows of one dataset.
 
     Attributes:
-        name: the name for ``data.format``.
-        convert: gives the pair of a row, or a list where a row has several comparisons. ``None`` in place of
-            a pair: the source says that neither response is better.
-        hub: the name of the data set on the hub. It may be used in place of ``name``.
-        subset: the configuration to load where the source names none.
-        subset_is_folder: the subsets of the hub set are folders.
-        detected_by: the columns by which such rows are detected; empty where they cannot be detected.
+        name: value of ``data.format``.
+        convert: turns a row into a pair, or into a list of pairs if a row has several comparisons. ``None``
+            instead of a pair means that the source prefers neither response.
+        hub: name of the dataset on the hub, accepted instead of ``name``.
+        subset: default configuration of the hub dataset.
+        subset_is_folder: subsets of the hub dataset are folders.
+        detected_by: columns that identify the format; empty if it cannot be detected.
     """
 
     name: str
@@ -55,24 +54,24 @@ class Format:
     detected_by: frozenset[str] = frozenset()
 
     def pairs(self, row: Row) -> list[RawPair | None]:
-        """One entry per comparison of a row, at least one; ``None`` where neither response is better.
+        """Return one entry per comparison of a row, at least one; ``None`` for a tie.
 
         Raises:
-            RowError: the row does not have the format.
+            RowError: the row does not have this format.
         """
         found = self.convert(row)
         return found if isinstance(found, list) else [found]
 
 
 _NO_TEXT = "EMPTY STRING"
-"""What PRISM has in place of a response without text (``process_text`` in its repository)."""
+"""PRISM's placeholder for a response without text (``process_text`` in its repository)."""
 
 
 def best_and_worst(rated: Iterable[tuple[Any, float | None]]) -> tuple[Any, Any, float] | None:
-    """The responses of the highest and of the lowest rating, and the difference of the two ratings.
+    """Return the responses with the highest and the lowest rating, and the difference of their ratings.
 
-    Of equal ratings the first counts. Responses without a rating are left out. ``None``: fewer than two
-    responses are rated, or all alike.
+    The first of several equal ratings counts. Responses without a rating are ignored. Returns ``None`` if
+    there are fewer than two distinct ratings.
 
     >>> best_and_worst([("a", 3), ("b", 5), ("c", 1), ("d", 5), ("e", None)])
     ('b', 'c', 4)
@@ -85,10 +84,13 @@ def best_and_worst(rated: Iterable[tuple[Any, float | None]]) -> tuple[Any, Any,
 
 
 def _ratings(row: Row) -> RawPair | None:
-    """Columns prompt, responses and ratings; the others as in the format ``pairs``."""
+    """Convert the columns prompt, responses and ratings; other columns as in the format ``pairs``."""
     responses, ratings = list_at(row, "responses"), list_at(row, "ratings")
     if len(responses) != len(ratings):
-        raise RowError(f"there are {len(responses)} responses and {len(ratings)} ratings")
+        raise RowError(
+            f"responses has {len(responses)} entries, but ratings has {len(ratings)}; give one rating per "
+            "response"
+        )
     numbers = [parse_number(item, f"rating {k}") for k, item in enumerate(ratings, 1)]
     pair = best_and_worst(zip(responses, numbers, strict=True))
     if pair is None:
@@ -99,9 +101,9 @@ def _ratings(row: Row) -> RawPair | None:
 
 
 def _ultrafeedback(row: Row) -> RawPair | None:
-    """Four completions, each rated by the mean of four aspects.
+    """Convert four completions, each rated by the mean of four aspects.
 
-    ``overall_score`` is not used: in copies from before December 2023 it is 10 where it should be 1
+    ``overall_score`` is not used: copies from before December 2023 contain 10 instead of 1
     (https://github.com/OpenBMB/UltraFeedback, issue 8).
     """
     name = "fine-grained_score"
@@ -124,7 +126,7 @@ def _ultrafeedback(row: Row) -> RawPair | None:
 
 
 def _prism(row: Row) -> list[RawPair | None]:
-    """A conversation. Each turn has a user's message and rated responses, and continues from one of them."""
+    """Convert a conversation. Each turn has a user message and rated responses, and continues one of them."""
     pairs: list[RawPair | None] = []
     start: list[dict[str, str]] = []
     client = parse_name(value_at(row, "user_id"), "user_id")
@@ -135,9 +137,9 @@ def _prism(row: Row) -> list[RawPair | None]:
         if question.get("role") != "user" or any(entry.get("role") != "model" for entry in responses):
             raise RowError(f"turn {turn} is not a user message followed by model responses")
         if len(start) % 2:
-            raise RowError(f"turn {turn} follows a turn without a chosen response")
+            raise RowError(f"the turn before turn {turn} has no chosen response")
         start = [*start, *user_turn(text_at(question, "content"))]
-        # Of equal ratings the one of the response that the user continued with counts.
+        # Among equal ratings, prefer the response that the user continued with.
         responses.sort(key=lambda entry: not value_at(entry, "if_chosen"))
         rated = [
             (text_at(entry, "content"), parse_number(entry.get("score"), "score")) for entry in responses
@@ -157,34 +159,16 @@ def _prism(row: Row) -> list[RawPair | None]:
     return pairs
 
 
-RATINGS = (
-    Format("ratings", _ratings, detected_by=frozenset({"prompt", "responses", "ratings"})),
-    Format(
-        "ultrafeedback-ratings",
-        _ultrafeedback,
-        "openbmb/UltraFeedback",
-        detected_by=frozenset({"instruction", "completions", "models"}),
-    ),
-    Format(
-        "prism",
-        _prism,
-        "HannahRoseKirk/prism-alignment",
-        subset="conversations",
-        detected_by=frozenset({"conversation_history", "conversation_id", "user_id"}),
-    ),
-)
-
-
 _OTHER = {"a": "b", "b": "a"}
 
 
 def _arena(row: Row) -> RawPair | None:
-    """A vote between two dialogues; see https://huggingface.co/datasets/lmsys/chatbot_arena_conversations."""
+    """Convert a vote between two dialogues."""
     winner = text_at(row, "winner")
     if winner in ("tie", "tie (bothbad)"):
         return None
     if winner not in ("model_a", "model_b"):
-        raise RowError(f"winner is {winner!r}, not model_a, model_b or a tie")
+        raise RowError(f"winner must be model_a, model_b or a tie, not {winner!r}")
     better = winner[-1]
     return RawPair(
         None,
@@ -196,11 +180,11 @@ def _arena(row: Row) -> RawPair | None:
 
 
 def _arena_55k(row: Row) -> RawPair | None:
-    """A vote of which each turn is an entry of three lists, and each outcome a column that is 0 or 1."""
+    """Convert a vote: each turn is an entry of three lists, each outcome a column of 0 or 1."""
     outcomes = [f"winner_{name}" for name in ("model_a", "model_b", "tie")]
     votes = [parse_number(value_at(row, name), name) for name in outcomes]
     if sorted(vote or 0 for vote in votes) != [0, 0, 1]:
-        raise RowError(f"exactly one of {', '.join(outcomes)} must be 1, the others 0")
+        raise RowError(f"one of {', '.join(outcomes)} must be 1, and the other two 0")
     if votes[2] == 1:
         return None
     better = "a" if votes[0] == 1 else "b"
@@ -226,10 +210,10 @@ def _arena_55k(row: Row) -> RawPair | None:
 
 
 def _helpsteer3(row: Row) -> RawPair | None:
-    """A preference from -3, response 1 is much better, to 3, response 2 is."""
+    """Convert a preference from −3 (response 1 is much better) to 3 (response 2 is much better)."""
     preference = parse_number(value_at(row, "overall_preference"), "overall_preference")
     if preference is None or abs(preference) > 3:
-        raise RowError(f"overall_preference is {preference}, not a number from -3 to 3")
+        raise RowError(f"overall_preference must be a number from -3 to 3, not {preference}")
     if preference == 0:
         return None
     better, worse = ("1", "2") if preference < 0 else ("2", "1")
@@ -244,9 +228,9 @@ def _helpsteer3(row: Row) -> RawPair | None:
 
 
 def _community(row: Row) -> list[RawPair | None]:
-    """Up to four turns. In each the preferred response is paired with every other one of the turn.
+    """Convert up to four turns, each of which pairs the preferred response with every other response.
 
-    A turn's prompt has the turns before it, with the response that was preferred in each.
+    The prompt of a turn contains the earlier turns with their preferred responses.
     """
     pairs: list[RawPair | None] = []
     start: list[dict[str, str]] = []
@@ -259,7 +243,7 @@ def _community(row: Row) -> list[RawPair | None]:
             end = end or f"{turn}_turn_prompt"
             continue
         if end:
-            raise RowError(f"{turn}_turn_prompt is present but {end} is missing: the dialogue has a gap")
+            raise RowError(f"{turn}_turn_prompt is given, but {end} is missing")
         start = [*start, *user_turn(text_at(row, f"{turn}_turn_prompt"))]
         choice = row.get(f"{turn}_turn_preferred_response")
         if not choice:
@@ -269,7 +253,9 @@ def _community(row: Row) -> list[RawPair | None]:
         names = {f"response_{k}": f"{turn}_turn_response_{k}" for k in "abcd"}
         texts = {label: text_at(row, name) for label, name in names.items() if row.get(name)}
         if choice not in texts:
-            raise RowError(f"{turn}_turn_preferred_response is {choice!r}, not one of {', '.join(texts)}")
+            raise RowError(
+                f"{turn}_turn_preferred_response must be one of {', '.join(texts)}, not {choice!r}"
+            )
         chosen = texts.pop(choice)
         pairs += [
             RawPair(start, chosen, other, client=client, category=language, extra=extra)
@@ -281,45 +267,16 @@ def _community(row: Row) -> list[RawPair | None]:
     return pairs
 
 
-VOTES = (
-    Format(
-        "chatbot-arena",
-        _arena,
-        "lmsys/chatbot_arena_conversations",
-        detected_by=frozenset({"conversation_a", "conversation_b", "winner"}),
-    ),
-    Format(
-        "arena-55k",
-        _arena_55k,
-        "lmsys/lmsys-arena-human-preference-55k",
-        detected_by=frozenset({"prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"}),
-    ),
-    Format(
-        "helpsteer3",
-        _helpsteer3,
-        "nvidia/HelpSteer3",
-        subset="preference",
-        detected_by=frozenset({"context", "response1", "response2", "overall_preference"}),
-    ),
-    Format(
-        "community-alignment",
-        _community,
-        "facebook/community-alignment-dataset",
-        detected_by=frozenset({"annotator_id", "first_turn_prompt", "first_turn_preferred_response"}),
-    ),
-)
-
-
 POST_FIELDS = ("subreddit", "title", "post")
-"""The fields of a Reddit post, which FedBiscuit's templates show."""
+"""The fields of a Reddit post in FedBiscuit's templates."""
 
 
 def pairs_format(columns: Columns | None = None) -> Format:
-    """Rows with columns for chosen and rejected, as TRL expects them.
+    """Return the format of rows with columns for chosen and rejected, as in TRL.
 
     Prompt, chosen and rejected are texts or lists of messages. Without a prompt, chosen and rejected are
-    whole dialogues. Without ``columns``, the columns margin, client, category, domain and split are used
-    where present.
+    whole dialogues. If ``columns`` is not given, the columns margin, client, category, domain and split are
+    used if present.
     """
 
     def to_pair(row: Row) -> RawPair:
@@ -333,11 +290,11 @@ def pairs_format(columns: Columns | None = None) -> Format:
 def _shp(row: Row) -> RawPair:
     choice = value_at(row, "labels")
     if choice not in (0, 1):
-        raise RowError(f"labels is {choice!r}, neither 1 (A is preferred) nor 0 (B is)")
+        raise RowError(f"labels must be 1 (A is preferred) or 0 (B is preferred), not {choice!r}")
     better, worse = ("A", "B") if choice == 1 else ("B", "A")
     ratio = parse_number(row.get("score_ratio"), "score_ratio")
     if ratio is not None and ratio <= 0:
-        raise RowError(f"score_ratio is {ratio}, not positive")
+        raise RowError(f"score_ratio must be positive, not {ratio}")
     domain = text_at(row, "domain")
     for split in ("_train", "_validation", "_test"):
         domain = domain.removesuffix(split)
@@ -352,7 +309,7 @@ def _shp(row: Row) -> RawPair:
 
 
 def _shp_responses(row: Row) -> RawPair | None:
-    """An SHP comparison without its post, as the code of Distributed DPO (arXiv:2605.20696) reads it."""
+    """Convert an SHP comparison without its post, as in the code of Distributed DPO (arXiv:2605.20696)."""
     scores = [parse_number(row.get(f"score_{k}"), f"score_{k}") for k in "AB"]
     if scores[0] is not None and scores[0] == scores[1]:
         return None
@@ -364,11 +321,11 @@ def _shp_responses(row: Row) -> RawPair | None:
 def _summaries(row: Row) -> RawPair:
     choice, summaries, info = (value_at(row, name) for name in ("choice", "summaries", "info"))
     if not isinstance(summaries, list) or len(summaries) != 2 or choice not in (0, 1):
-        raise RowError("a comparison needs two summaries and a choice of 0 or 1")
+        raise RowError("summaries must be a list of two, and choice must be 0 or 1")
     more = row.get("extra") or {}
     for name, item in (("info", info), ("extra", more)):
         if not isinstance(item, Mapping):
-            raise RowError(f"{name} is not an object")
+            raise RowError(f"{name} must be an object")
     better, worse = (" " + text_at(summaries[k], "text").lstrip() for k in (choice, 1 - choice))
     split = row.get("split")
     confidence = more.get("confidence")
@@ -378,7 +335,7 @@ def _summaries(row: Row) -> RawPair:
         worse,
         client=parse_name(row.get("worker"), "worker"),
         category=parse_name(info.get("subreddit") or info.get("site"), "subreddit"),
-        # The authors chose models on "valid1" and took their final figures on "valid2".
+        # The authors selected models on "valid1" and reported results on "valid2".
         split=parse_split({"valid1": "validation", "valid2": "test"}.get(str(split), split)),
         extra={
             **extra_columns(row, ("split",)),
@@ -390,11 +347,11 @@ def _summaries(row: Row) -> RawPair:
 
 
 def _summaries_instruction(row: Row) -> RawPair:
-    """A comparison of summaries whose prompt is FedBiscuit's instruction (figure 4)."""
+    """Convert a comparison of summaries, with FedBiscuit's instruction (figure 4) as the prompt."""
     pair = _summaries(row)
     missing = [name for name in POST_FIELDS if name not in pair.extra]
     if missing:
-        raise RowError(f"info lacks {' and '.join(missing)}, which the instruction uses")
+        raise RowError(f"info has no {' and no '.join(missing)}, which the instruction contains")
     subreddit, title, post = (pair.extra[name] for name in POST_FIELDS)
     pair.prompt = instruction(
         "Summarize the following Reddit post in a paragraph of 50 words or less.",
@@ -404,7 +361,7 @@ def _summaries_instruction(row: Row) -> RawPair:
 
 
 def _post(info: Mapping[str, Any]) -> str:
-    """The prompt of the summarisation tasks: a Reddit post, or a news article."""
+    """Return the prompt of a summarisation task: a Reddit post or a news article."""
     if info.get("post"):
         head = [("SUBREDDIT", "r/" + str(info["subreddit"]))] if info.get("subreddit") else []
         head += [("TITLE", info["title"])] if info.get("title") else []
@@ -441,7 +398,7 @@ def _code(row: Row) -> RawPair:
 def _webgpt(row: Row) -> RawPair | None:
     scores = [parse_number(value_at(row, f"score_{k}"), f"score_{k}") for k in (0, 1)]
     if scores[0] is None or scores[1] is None:
-        raise RowError("a score is missing")
+        raise RowError("score_0 or score_1 is missing")
     if scores[0] == scores[1]:
         return None
     better = int(scores[1] > scores[0])
@@ -461,7 +418,7 @@ def _safe(which: str) -> Callable[[Row], RawPair]:
     def to_pair(row: Row) -> RawPair:
         choice = value_at(row, f"{which}_response_id")
         if choice not in (0, 1):
-            raise RowError(f"{which}_response_id is {choice!r}, neither 0 nor 1")
+            raise RowError(f"{which}_response_id must be 0 or 1, not {choice!r}")
         return RawPair(
             user_turn(text_at(row, "prompt")),
             text_at(row, f"response_{choice}"),
@@ -473,7 +430,7 @@ def _safe(which: str) -> Callable[[Row], RawPair]:
 
 
 def _instruction(row: Row) -> RawPair:
-    """Columns prompt, chosen and rejected. A text prompt is a user's turn; there may be a system message."""
+    """Convert prompt, chosen and rejected. A text prompt becomes a user turn, after any system message."""
     pair = pair_from_columns(row, Columns(), "prompt")
     if isinstance(pair.prompt, str) and isinstance(pair.chosen, str):
         pair.prompt = user_turn(pair.prompt, row.get("system") or row.get("system_message"))
@@ -530,32 +487,69 @@ _ALL = (
         detected_by=_columns("prompt response_0 response_1 better_response_id"),
     ),
     Format("safe-rlhf-safer", _safe("safer")),
-    *VOTES,
-    *RATINGS,
+    Format(
+        "chatbot-arena",
+        _arena,
+        "lmsys/chatbot_arena_conversations",
+        detected_by=_columns("conversation_a conversation_b winner"),
+    ),
+    Format(
+        "arena-55k",
+        _arena_55k,
+        "lmsys/lmsys-arena-human-preference-55k",
+        detected_by=_columns("prompt response_a response_b winner_model_a winner_model_b"),
+    ),
+    Format(
+        "helpsteer3",
+        _helpsteer3,
+        "nvidia/HelpSteer3",
+        subset="preference",
+        detected_by=_columns("context response1 response2 overall_preference"),
+    ),
+    Format(
+        "community-alignment",
+        _community,
+        "facebook/community-alignment-dataset",
+        detected_by=_columns("annotator_id first_turn_prompt first_turn_preferred_response"),
+    ),
+    Format("ratings", _ratings, detected_by=_columns("prompt responses ratings")),
+    Format(
+        "ultrafeedback-ratings",
+        _ultrafeedback,
+        "openbmb/UltraFeedback",
+        detected_by=_columns("instruction completions models"),
+    ),
+    Format(
+        "prism",
+        _prism,
+        "HannahRoseKirk/prism-alignment",
+        subset="conversations",
+        detected_by=_columns("conversation_history conversation_id user_id"),
+    ),
 )
 FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in _ALL})
 """Formats by name. ``safe-rlhf`` prefers the more helpful response, ``safe-rlhf-safer`` the safer one.
 
-``shp-responses`` leaves SHP's posts out. ``summarize-from-feedback-instruction`` has FedBiscuit's generation
-template (figure 4) as its prompt.
+``shp-responses`` omits SHP's posts. ``summarize-from-feedback-instruction`` uses FedBiscuit's generation
+template (figure 4) as the prompt.
 """
 
 
 def get_format(name: str) -> Format:
-    """The format with a name or hub name.
+    """Return the format with this name or hub name.
 
     Raises:
-        DataError: there is no such format. The message suggests a name, or lists all.
+        DataError: there is no such format. The message suggests a name, or lists all names.
     """
     for entry in FORMATS.values():
         if name == entry.name or (entry.hub is not None and name.lower() == entry.hub.lower()):
             return entry
-    hint = did_you_mean(name, FORMATS) or f"; known are {', '.join(['auto', *FORMATS])}"
-    raise DataError(f"no data format {name!r}{hint}")
+    hint = did_you_mean(name, FORMATS) or f"; known formats: {', '.join(['auto', *FORMATS])}"
+    raise DataError(f"unknown data format {name!r}{hint}")
 
 
 def detect_format(row: Row) -> Format:
-    """The format of a row by its columns.
+    """Detect the format of a row by its columns.
 
     Raises:
         RowError: no format has these columns.
@@ -565,43 +559,43 @@ def detect_format(row: Row) -> Format:
             return entry
     if {"chosen", "rejected"} <= row.keys():
         return FORMATS["pairs"]
-    raise RowError(f"the columns are {', '.join(map(str, row))}, which match no known format; {_help(row)}")
+    raise RowError(f"no known format has the columns {', '.join(map(str, row))}; {_help(row)}")
 
 
 _CHOICES = {"winner", "label", "labels", "choice", "preference", "preferred", "better", "overall_preference"}
-"""Columns that may say which of two responses is the better one."""
+"""Columns that may name the better of two responses."""
 _PROMPTS = {"prompt", "question", "instruction", "input", "query", "context", "history", "system"}
-"""Columns that hold no response."""
+"""Columns that never contain a response."""
 
 
 def _help(row: Row) -> str:
-    """What would make pairs of rows with such columns."""
+    """Return a hint for turning rows with unknown columns into pairs."""
     if {"completion", "label"} <= row.keys():
         return (
-            "these rows are unpaired feedback, as for KTO: a label for a single response. This is not "
-            "supported: a pair needs two responses to one prompt, in columns prompt, chosen and rejected"
+            "unpaired feedback, as used by KTO, is not supported; give two responses to each prompt, in the "
+            "columns prompt, chosen and rejected"
         )
     if {"interaction_id", "user_prompt", "model_response"} <= row.keys():
         return (
-            "these are PRISM's utterances, with one response each; use conversations.jsonl, which has "
+            "these are PRISM utterances, with one response per row; use conversations.jsonl, which contains "
             "the same data"
         )
     texts = [name for name, item in row.items() if name not in _PROMPTS and _may_respond(item)]
     if len(texts) < 2:
-        return "a pair needs two responses to one prompt: expected columns prompt, chosen and rejected"
+        return "give two responses to each prompt, in the columns prompt, chosen and rejected"
     if chooser := next((str(name) for name in row if str(name).lower() in _CHOICES), None):
         return (
-            f"expected prompt, chosen and rejected. If {chooser!r} gives the better response, write "
-            "it as chosen and the other as rejected"
+            f"use the columns prompt, chosen and rejected. If {chooser!r} names the better response, write "
+            "that response as chosen and the other one as rejected"
         )
     return (
-        "expected prompt, chosen and rejected, or name them: "
+        "use the columns prompt, chosen and rejected, or name yours: "
         'columns = {prompt = "…", chosen = "…", rejected = "…"}'
     )
 
 
 def _may_respond(item: Any) -> bool:
-    """Whether a value, or one within it, is a text other than a number, or a list of messages."""
+    """Whether a value is, or contains, a non-numeric text or a list of messages."""
     if isinstance(item, Mapping):
         return any(map(_may_respond, item.values()))
     if isinstance(item, str):

@@ -1,4 +1,4 @@
-"""Reads the rows of a data set on the Hugging Face hub with ``datasets``."""
+"""Read the rows of a dataset on the Hugging Face hub with ``datasets``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILE = re.compile(r"\.(jsonl|ndjson|json|csv|parquet|txt|tsv)(\.gz)?$", re.IGNO
 
 
 def looks_like_hub_name(path: str) -> bool:
-    """Whether ``path`` has the form of a hub name: an owner, a slash, a name.
+    """Whether ``path`` has the form of a hub name, ``owner/name``.
 
     >>> looks_like_hub_name("Anthropic/hh-rlhf"), looks_like_hub_name("data/pairs.jsonl")
     (True, False)
@@ -26,12 +26,12 @@ def looks_like_hub_name(path: str) -> bool:
 def read_rows(
     name: str, *, subset: str | None, subset_is_folder: bool, split: str, revision: str | None
 ) -> Iterator[tuple[Row, RowLocation]]:
-    """The rows of one split. A set that was loaded before comes from the local cache, also without a network.
+    """Yield the rows of one split. A dataset in the local cache needs no network.
 
-    ``subset`` is a configuration of the data set or, with ``subset_is_folder``, a folder in it.
+    ``subset`` is a configuration of the dataset or, with ``subset_is_folder``, a folder in it.
 
     Raises:
-        DataError: the data set cannot be loaded. The message gives the library's reason and a remedy.
+        DataError: the dataset cannot be loaded. The message contains the library's reason and a remedy.
     """
     title = f"{name}{f'/{subset}' if subset else ''} ({split})"
     with huggingface.in_reach() as answers:
@@ -43,9 +43,9 @@ def read_rows(
                 reason = "no answer (or HF_HUB_OFFLINE is set), and the dataset is not in the local cache"
             raise DataError(
                 f"could not load {title} from the Hugging Face hub: {reason}\n"
-                "Check the name, subset and split, and the network. Offline, copy the dataset's "
-                "JSON lines or Parquet files to this machine and give their folder as path, with format "
-                f"= {name!r}."
+                "Check the name, subset, split and network connection. Offline, copy the JSON lines or "
+                "Parquet files of the dataset to this machine, set path to their folder, and set format = "
+                f"{name!r}."
             ) from error
     for number, row in enumerate(data, 1):
         yield row, RowLocation(title, number)
@@ -60,6 +60,5 @@ def _load(name: str, subset: str | None, subset_is_folder: bool, split: str, rev
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error) or revision is not None:
             raise
-    # The hub has a Parquet copy of each set that is published as a loading script: one folder per
-    # configuration.
+    # The hub stores a Parquet copy of datasets with a loading script, with one folder per configuration.
     return load_dataset(name, data_dir=subset or "default", split=split, revision="refs/convert/parquet")

@@ -1,4 +1,4 @@
-"""Turns the values of a row into a pair: text or messages, implicit or repeated prompts, whole texts."""
+"""Turn the values of a row into a pair: text or messages, implicit or repeated prompts, whole texts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from prefed.data.config import Columns
 from prefed.data.encoding import dialogue
 from prefed.data.errors import RowError
 from prefed.data.record import Message, Prompt, Role, Split
-from prefed.data.sources.files import Row
+from prefed.data.sources.files import Row, type_name
 
 TURN = "\n\nAssistant:"
-"""The mark before a turn of the assistant, in a dialogue written as one text."""
+"""The marker of an assistant turn in a dialogue written as one text."""
 
 _ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -35,12 +35,12 @@ _SPLITS: Mapping[str, Split] = {
     "test": "test",
 }
 _LONGEST = 1000
-"""Longer texts of unused columns are not kept with the record."""
+"""Maximum length of a text from an unused column that is kept with the record."""
 
 
 @dataclass
 class RawPair:
-    """A pair as it stands in a row. Prompt and responses may be text, messages or whole dialogues."""
+    """A pair as read from a row. Prompt and responses may be text, messages or whole dialogues."""
 
     prompt: Any
     chosen: Any
@@ -54,7 +54,7 @@ class RawPair:
 
 
 def value_at(row: Row, path: str) -> Any:
-    """The value at a dotted path. A column whose name contains the dots comes first.
+    """Return the value at a dotted path. A column with dots in its name takes precedence.
 
     Raises:
         RowError: there is no such value. The message lists the columns.
@@ -64,42 +64,47 @@ def value_at(row: Row, path: str) -> Any:
     value: Any = row
     for step in path.split("."):
         if not isinstance(value, Mapping) or step not in value:
-            raise RowError(f"no column {path!r}; this row has {', '.join(map(str, row)) or 'none'}")
+            raise RowError(f"no column {path!r}; available columns: {', '.join(map(str, row)) or 'none'}")
         value = value[step]
     return value
 
 
 def text_at(row: Row, path: str) -> str:
-    """The text at a dotted path.
+    """Return the text at a dotted path.
 
     Raises:
         RowError: the value is missing or not text.
     """
     value = value_at(row, path)
     if not isinstance(value, str):
-        raise RowError(f"{path} is {'missing' if value is None else type(value).__name__ + ', not text'}")
+        raise _mismatch(path, "text", value)
     return value
 
 
 def list_at(row: Row, name: str) -> list[Any]:
-    """The list in a column: a list, or JSON text of one, as in a CSV file.
+    """Return the list in a column: a list, or a JSON text, as in CSV files.
 
     Raises:
-        RowError: the value is missing or no such list.
+        RowError: the value is missing or not a list.
     """
     value = value_at(row, name)
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError(f"{name} is text, but not a JSON list ({error})") from error
+            raise RowError(f"{name} must be a list or its JSON text ({error})") from error
     if not isinstance(value, list):
-        raise RowError(f"{name} is {'missing' if value is None else type(value).__name__ + ', not a list'}")
+        raise _mismatch(name, "a list", value)
     return value
 
 
+def _mismatch(name: str, expected: str, value: Any) -> RowError:
+    what = "is missing" if value is None else f"must be {expected}, not {type_name(value)}"
+    return RowError(f"{name} {what}")
+
+
 def extra_columns(row: Row, used: Sequence[str]) -> dict[str, str | float | int]:
-    """The finite numbers and short texts in the columns that are not ``used``."""
+    """Return the finite numbers and short texts in the columns that are not ``used``."""
     values: dict[str, str | float | int] = {}
     for name, item in row.items():
         if name in used or item is None:
@@ -116,18 +121,18 @@ def extra_columns(row: Row, used: Sequence[str]) -> dict[str, str | float | int]
 
 
 def usual_columns(row: Row) -> Columns:
-    """The columns that are used without being named, where the row has them."""
+    """Return the columns of the row that are used by default."""
     return Columns(**{n: n for n in ("margin", "client", "category", "domain", "split") if n in row})
 
 
 def user_turn(content: str, system: Any = None) -> list[dict[str, str]]:
-    """A text as the turn of a user, after a system message if there is one."""
+    """Return a text as a user turn, after the system message, if any."""
     start = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
     return [*start, {"role": "user", "content": content}]
 
 
 def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair:
-    """The pair in named columns. ``prompt`` is ``None`` where the responses contain the prompt.
+    """Return the pair in the named columns. ``prompt`` is ``None`` if the responses contain the prompt.
 
     Raises:
         RowError: a named column is missing, or the margin, client or split is malformed.
@@ -153,7 +158,7 @@ def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair
 
 
 def parse_number(item: Any, name: str) -> float | None:
-    """A finite number; ``None`` stays ``None``.
+    """Parse a finite number; ``None`` stays ``None``.
 
     Raises:
         RowError: the value is not a finite number.
@@ -165,7 +170,7 @@ def parse_number(item: Any, name: str) -> float | None:
     except (TypeError, ValueError, OverflowError):
         result = math.nan
     if not math.isfinite(result):
-        raise RowError(f"{name} is {reprlib.repr(item)}, not a finite number")
+        raise RowError(f"{name} must be a finite number, not {reprlib.repr(item)}")
     return result
 
 
@@ -174,10 +179,10 @@ def _name_at(row: Row, path: str | None) -> str | None:
 
 
 def parse_name(item: Any, name: str) -> str | None:
-    """The name of a client or category: text, or a whole number as text. ``None`` and "" become ``None``.
+    """Parse the name of a client or category: a text or an integer. ``None`` and "" become ``None``.
 
     Raises:
-        RowError: the value is neither text nor a whole number.
+        RowError: the value is neither a text nor an integer.
     """
     if item is None:
         return None
@@ -185,11 +190,11 @@ def parse_name(item: Any, name: str) -> str | None:
         item = int(item)
     if isinstance(item, str | int):
         return str(item) or None
-    raise RowError(f"{name} is {item!r}, not a name")
+    raise RowError(f"{name} must be a text or an integer, not {item!r}")
 
 
 def parse_split(item: Any) -> Split | None:
-    """The split for one of its usual names; ``None`` stays ``None``.
+    """Parse the name of a split; ``None`` stays ``None``.
 
     Raises:
         RowError: the name is unknown.
@@ -198,18 +203,18 @@ def parse_split(item: Any) -> Split | None:
         return None
     if isinstance(item, str) and item in _SPLITS:
         return _SPLITS[item]
-    raise RowError(f"split is {item!r}, not one of {', '.join(_SPLITS)}")
+    raise RowError(f"split must be one of {', '.join(_SPLITS)}, not {item!r}")
 
 
 def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bool]:
     r"""Separate the prompt of a pair from its two responses.
 
-    - Two texts and a prompt are used as they are. If both responses repeat the prompt, the repetition is
-      removed.
-    - Two texts without a prompt are whole dialogues. They are split at the last common ``"\n\nAssistant:"``.
-      Without one they are split at the last blank before the first difference.
-    - Two lists of messages: their common beginning, after the given prompt if there is one, is the prompt.
-      Each list ends with one assistant message, the response.
+    - Two texts and a prompt are used unchanged, except that a prompt repeated by both responses is removed
+      from them.
+    - Two texts without a prompt are whole dialogues. They are split at the last common ``"\n\nAssistant:"``,
+      or else at the last whitespace before the first difference.
+    - Two lists of messages each end with one assistant message, the response. Their common beginning, after
+      the given prompt, if any, is the prompt.
 
     Returns:
         Prompt, chosen response, rejected response, and whether a repeated prompt was removed.
@@ -219,12 +224,10 @@ def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bo
     """
     prompt, chosen, rejected = pair.prompt, pair.chosen, pair.rejected
     for name, item in (("chosen", chosen), ("rejected", rejected)):
-        if item is None:
-            raise RowError(f"{name} is missing")
         if not isinstance(item, str | list | tuple):
-            raise RowError(f"{name} is {type(item).__name__}, neither text nor messages")
+            raise _mismatch(name, "text or a list of messages", item)
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise RowError("chosen and rejected differ in form: one is text, the other messages")
+        raise RowError("chosen and rejected must be both text or both lists of messages")
     if not isinstance(chosen, str):
         both = parse_messages(chosen, "chosen"), parse_messages(rejected, "rejected")
         return (*_split_conversation(prompt, *both), False)
@@ -252,14 +255,15 @@ def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
     elif shared.endswith((" ", "\n", "\t")):
         end = len(shared.rstrip())
     else:
-        # Split at a blank, not within a word. It is the next character of both texts, or the last shared one.
+        # Split at whitespace, not within a word: before the next character of both texts, or before the last
+        # shared whitespace.
         both_blank = all(text[len(shared) :][:1].isspace() for text in (chosen, rejected))
         end = len(shared) if both_blank else max(shared.rfind(" "), shared.rfind("\n"), 0)
     return chosen[:end], chosen[end:], rejected[end:]
 
 
 def _common_length(one: str, other: str) -> int:
-    """The length of the common beginning of two texts, by bisection."""
+    """Return the length of the common beginning of two texts, by bisection."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -271,24 +275,26 @@ def _common_length(one: str, other: str) -> int:
 
 
 def parse_messages(item: Any, name: str) -> tuple[Message, ...]:
-    """Messages from ``{role, content}`` or ``{from, value}`` objects.
+    """Parse messages from ``{role, content}`` or ``{from, value}`` objects.
 
     Raises:
         RowError: the value is not a list of such objects.
     """
-    if not isinstance(item, list | tuple) or not item:
-        raise RowError(f"{name} is {'empty' if not item else type(item).__name__}, neither text nor messages")
+    if not item:
+        raise RowError(f"{name} is empty")
+    if not isinstance(item, list | tuple):
+        raise _mismatch(name, "text or a list of messages", item)
     turns = []
     for turn in item:
         if not isinstance(turn, Mapping):
-            raise RowError(f"{name} holds {type(turn).__name__} where a message is expected")
+            raise RowError(f"{name} must contain only messages, not {type_name(turn)}")
         role = turn.get("role", turn.get("from"))
         content = turn.get("content", turn.get("value"))
         if not isinstance(role, str) or role not in _ROLES:
             raise RowError(f"{name} has a message with role {role!r}; known roles: {', '.join(_ROLES)}")
         if not isinstance(content, str):
             hint = "; join the parts of the list into one text" if isinstance(content, list) else ""
-            raise RowError(f"{name} has a message whose content is not text{hint}")
+            raise RowError(f"{name} has a message with content that is not text{hint}")
         turns.append(Message(_ROLES[role], content))
     return tuple(turns)
 
@@ -303,8 +309,8 @@ def _split_conversation(
     for name, rest in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
         if len(rest) != 1 or rest[0].role != "assistant":
             raise RowError(
-                f"{name} is not one assistant message after what both dialogues share "
-                f"(it continues with {', '.join(turn.role for turn in rest)})"
+                f"{name} must have one assistant message after the common beginning of both dialogues, not "
+                + ", ".join(turn.role for turn in rest)
             )
     start = chosen[:shared]
     if isinstance(prompt, str):
@@ -316,16 +322,16 @@ def _split_conversation(
 
 
 def _contains(turns: tuple[Message, ...], prompt: str) -> bool:
-    """Whether the shared turns contain a text prompt already, so that it is not added again."""
+    """Whether the shared turns already contain a text prompt."""
     contents = [turn.content.strip() for turn in turns]
     if not prompt or prompt in contents:
         return True
-    # The last user turn may contain the prompt and more. Or the prompt may contain all turns, as one text.
+    # The last user turn may contain the prompt, or the prompt may contain all turns as one text.
     return turns[-1].role == "user" and (prompt in contents[-1] or all(text in prompt for text in contents))
 
 
 def _join(prompt: tuple[Message, ...], shared: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The turns of the prompt, then those that both dialogues share. Turns that are in both stand once."""
+    """Join the turns of the prompt and those shared by both dialogues, without repeating common turns."""
     if any(shared[k : k + len(prompt)] == prompt for k in range(len(shared))):
         return shared
     overlap = next(n for n in range(len(prompt), -1, -1) if prompt[len(prompt) - n :] == shared[:n])
@@ -333,14 +339,15 @@ def _join(prompt: tuple[Message, ...], shared: tuple[Message, ...]) -> tuple[Mes
 
 
 def whole_texts(prompt: Prompt, responses: tuple[str, str], tail: int | None) -> tuple[str, str]:
-    r"""Prompt and response as one text, for each response; of a conversation in the Human/Assistant form.
+    r"""Join the prompt and each response into one text, conversations in the Human/Assistant form.
 
-    Such texts are scored as a whole and may lose their beginning. Distributed DPO (arXiv:2605.20696), E.1:
-    the last 300 characters of each branch of a dialogue are all that its model reads, and its code scores
-    every token of them.
+    Distributed DPO (arXiv:2605.20696), E.1: its model reads only the last 300 characters of each dialogue,
+    and its code scores every token of them.
 
     Args:
-        tail: keep so many characters of each, its last ones; ``None``: all.
+        prompt: text or messages.
+        responses: the two responses.
+        tail: number of characters to keep at the end of each text; ``None`` keeps all.
 
     >>> whole_texts("\n\nHuman: Hi\n\nAssistant:", (" Hello", " Hey"), 10)
     ('ant: Hello', 'stant: Hey')

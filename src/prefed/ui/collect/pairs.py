@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from prefed.core import files
 from prefed.data import Columns, DataConfig, Prompt, Record, Source
 from prefed.data.errors import ErrorCollector
-from prefed.data.prompts import parse_prompt, plain_prompt, read_prompts
+from prefed.data.prompts import read_prompts
+from prefed.data.record import parse_prompt, plain_prompt
 from prefed.data.sources import ReadCounts, read_records
 from prefed.data.tokens import pair_hash, prompt_hash
 from prefed.runs.journal import Journal

@@ -11,7 +11,7 @@ from prefed.core import Key, files
 from prefed.data import Message, Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.data.errors import RowError
-from prefed.data.prompts import plain_prompt
+from prefed.data.record import plain_prompt
 from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone
 from prefed.models.backbone import model_digest
