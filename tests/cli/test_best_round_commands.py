@@ -57,7 +57,10 @@ def test_the_summary_has_the_last_and_the_best(place):
         assert told["best"][name] == first["evaluation"][name]
         assert whole[name] == last["evaluation"][name]
     assert told["best"]["split"] == "test"
-    assert best_line(told).endswith("after the last, 3, where the run stopped)")
+    assert best_line(told) == (
+        f"best round by mean preference accuracy on validation pairs: 1 ({first['validation']:.3f}); "
+        f"early stopping after round 3 ({last['validation']:.3f})"
+    )
 
 
 def test_the_best_is_a_run_of_so_many_rounds_with_or_without_checkpointing(place):

@@ -102,7 +102,7 @@ def test_a_run_from_start_to_end(place):
     )
     for number in range(6):
         assert f"Client {number}/ü" in output
-    for words in ("shared", "own", "worst tenth", "adapter: runs/", "summary: runs/", "sent up"):
+    for words in ("shared", "own", "worst tenth", "adapter: runs/", "summary: runs/", "traffic "):
         assert words in output
     assert {path.name for path in out.iterdir()} == {
         "config.toml", "rounds.jsonl", "summary.json", "run.log", "checkpoint", "adapters",

@@ -21,7 +21,7 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
     file = tmp_path / "prefed-demo" / "fedsdg.toml"
     first = CliRunner().invoke(app, ["demo"])
     assert first.exit_code == 0, first.output
-    for word in ("oracle", "shared", "own", "before", "sent up"):
+    for word in ("oracle", "shared", "own", "before", "traffic "):
         assert word in first.output
     run = tmp_path / "prefed-demo" / "run-fedsdg"
     assert (run / "report.html").stat().st_size > 10_000

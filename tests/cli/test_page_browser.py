@@ -54,7 +54,7 @@ def test_clients_are_sorted_and_filtered_by_keyboard(chromium, page_file):
     page, errors = chromium.new_page(), []
     page.on("console", lambda message: errors.append(message.text))
     page.goto(page_file.as_uri())
-    page.get_by_text("Every client as a table").click()
+    page.get_by_text("Table of clients").click()
     table = page.locator("table.sortable")
     names = table.locator("tbody tr:visible th")
     head = table.get_by_role("columnheader", name="preference accuracy")
@@ -69,10 +69,10 @@ def test_clients_are_sorted_and_filtered_by_keyboard(chromium, page_file):
     page.keyboard.press("Enter")
     assert head.get_attribute("aria-sort") is None
     assert names.all_inner_texts()[1:3] == ["client-1", "client-2"]
-    page.get_by_label("Rows whose name has").focus()
+    page.get_by_label("Filter by name").focus()
     page.keyboard.type("T-1")
     assert names.all_inner_texts() == ["client-1", "client-10", "client-11"]
-    assert page.get_by_role("status").inner_text() == "3 of 12"
+    assert page.get_by_role("status").inner_text() == "3 of 12 rows"
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
     page.wait_for_timeout(100)
     assert page.title() == "run – feddpo"
@@ -84,7 +84,7 @@ def test_the_page_is_whole_without_its_script(chromium, page_file):
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(page_file.as_uri())
-    page.get_by_text("Every client as a table").click()
+    page.get_by_text("Table of clients").click()
     assert page.locator("table.sortable tbody tr:visible").count() == 12
     assert page.get_by_role("searchbox").count() == 0
     context.close()
@@ -94,7 +94,7 @@ def test_the_numbers_of_a_plot_are_a_file(chromium, page_file, tmp_path):
     page = chromium.new_page()
     page.goto(page_file.as_uri())
     with page.expect_download() as download:
-        page.get_by_role("link", name="Numbers as CSV of loss.csv").click()
+        page.get_by_role("link", name="Download CSV: loss.csv").click()
     download.value.save_as(tmp_path / "loss.csv")
     assert download.value.suggested_filename == "loss.csv"
     assert (tmp_path / "loss.csv").read_text() == "panel,x,y\ntraining loss,1,0.7\ntraining loss,2,0.35\n"

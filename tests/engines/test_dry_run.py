@@ -171,10 +171,10 @@ def test_the_command_tells_and_writes_nothing(place, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "feddpo, 2 rounds → runs/exp-feddpo-seed3"
-    assert lines[1] == "clients     2 train, 2 of them in a round; 2 are evaluated"
-    assert lines[2] == "pairs       16 to train on, 0 to validate on, 8 to test on"
-    assert lines[-1] == "nothing is wrong, and nothing was written"
-    assert "an estimate, from 3 steps of client 'left' and 4 evaluated pairs" in result.stdout
+    assert lines[1] == "clients     2 train, 2 per round; 2 evaluated"
+    assert lines[2] == "pairs       16 for training, 0 for validation, 8 for testing"
+    assert lines[-1] == "no problems found; nothing was written"
+    assert "estimated from 3 steps of client 'left' and 4 evaluated pairs" in result.stdout
     result = CliRunner().invoke(app, ["run", "exp.toml", "--dry-run", "--json"])
     content = json.loads(result.stdout)
     whole = asdict(dry_run(experiment(place), tmp_path / "run"))

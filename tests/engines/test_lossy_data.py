@@ -86,7 +86,7 @@ def test_a_dry_run_and_the_data_say_the_same(place, finished):
     for words in (["run", place / "exp.toml", "--dry-run"], ["data", place / "exp.toml"]):
         shown = said(*words).splitlines()
         assert line in shown
-    assert shown[0] != "nothing is wrong, and nothing was written"
+    assert shown[0] != "no problems found; nothing was written"
     found = asdict(dry_run(Experiment.load(place / "exp.toml"), place / "other"))
     assert found["data"]["dropped"] == {"too_long": 5}
     assert f"warning: {found['warnings'][0]}" == line

@@ -206,5 +206,5 @@ def test_a_run_ends_with_what_is_personal_in_it(place):
         assert re.search(pattern, text)
         assert ("reward head" in text) == (name == "fedpdpo")
         page = render(read_run(place / name))
-        assert ("Which layers each client personalises" in page) == (name != "fedpdpo")
-        assert ("The explicit reward head" in page) == (name == "fedpdpo")
+        assert ("Personalised layers" in page) == (name != "fedpdpo")
+        assert ("Metrics of the explicit reward head" in page) == (name == "fedpdpo")

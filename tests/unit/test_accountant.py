@@ -186,7 +186,7 @@ def test_the_line_of_a_result():
         **{"releases": 1, "draws": "seed"},
     }
     assert privacy_line(told) == (
-        "privacy: local, epsilon 3.14 at delta 1e-05 (A; B; 1 release; the seed gives the noise away)"
+        "privacy: local, epsilon 3.14 at delta 1e-05 (A; B; 1 release; the seed reveals the noise)"
     )
 
 

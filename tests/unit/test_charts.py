@@ -198,8 +198,8 @@ def test_numbers_are_those_of_the_chart(run):
     assert kind == "data:text/csv;charset=utf-8;base64"
     assert base64.b64decode(data).decode() == csv_of(cost)
     assert [(r["panel"], r["series"], r["x"], r["y"]) for r in rows(cost) if r["series"] != "down"] == [
-        *(("sent so far", "up", str(x), y) for x, y in enumerate(("0", "1000", "2000"))),
-        *(("seconds a round", "", str(x), "1.5") for x in (1, 2)),
+        *(("cumulative traffic", "up", str(x), y) for x, y in enumerate(("0", "1000", "2000"))),
+        *(("seconds per round", "", str(x), "1.5") for x in (1, 2)),
     ]
     assert {(r["y"], r["series"]): float(r["x"]) for r in rows(clients.ends(run))} == {
         **{("ann", "before"): 0.25, ("bob", "before"): 0.5, ("cyd", "before"): 0.0},

@@ -156,7 +156,19 @@ def test_survives_json_and_prints(tmp_path):
     assert "w39" in text
     assert "w40" not in text
     assert "and 10 more" in text
-    assert "pairs on which clients disagree" in text
+    assert "pairs that clients label differently" in text
+    assert "mean distance of categories (with random assignment)" in text
+
+
+def test_categories_that_name_the_clients_are_not_printed(tmp_path):
+    rows = pairs(20, worker=lambda k: f"w{k % 2}", category=lambda k: f"w{k % 2}")
+    statistics = dataset_statistics(build(tmp_path, rows))
+    assert statistics.clients[0].categories.keys() == {"w0"}
+    out = io.StringIO()
+    print_dataset_statistics(statistics, Console(file=out, width=160))
+    assert "categor" not in out.getvalue()
+    assert "100%" not in out.getvalue()
+    assert "mean distance of tokens (with random assignment)" in out.getvalue()
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30).filter(any))

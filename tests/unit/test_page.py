@@ -100,13 +100,19 @@ def test_the_page_says_in_words_what_its_plots_show(text):
         "starts at 25% (11% to 50%) and ends at 67% (43% to 83%); the worst client goes from 0.0% to 25.0%."
         in texts[0]
     )
-    assert "lowest cyd with 25.0%, highest bob with 100.0%." in " ".join(texts)
-    for words in ("sent by clients", "2.0 kB", "1,234", "every default filled in", "Jain index"):
+    assert "3 clients: 25.0% (cyd) to 100.0% (bob) preference accuracy." in " ".join(texts)
+    for words in (
+        "total upload",
+        "2.0 kB",
+        "1,234",
+        "Complete experiment file, including defaults",
+        "Jain index",
+    ):
         assert words in page.data
     assert [tag for tag, _ in page.tags].count("h1") == 1
     assert ("html", {"lang": "en"}) in page.tags
     assert all("scope" in attributes for attributes in page.named("th"))
-    assert page.named("pre") == [{"tabindex": "0", "role": "region", "aria-label": "The experiment file"}]
+    assert page.named("pre") == [{"tabindex": "0", "role": "region", "aria-label": "Experiment file"}]
 
 
 def test_cards_have_both_accuracies_with_their_intervals(tmp_path):
@@ -123,7 +129,9 @@ def test_cards_have_both_accuracies_with_their_intervals(tmp_path):
         "reward accuracy, worst client50% (15% to 85%)ann, 4 pairs",
     ):
         assert words in page
-    assert "worst tenth" not in page.partition("Over rounds")[0]
+    cards, heading, _ = page.partition("Metrics over rounds")
+    assert heading
+    assert "worst tenth" not in cards
     chart = rounds.accuracy(run)
     policy, reward = chart.panels
     assert (policy.title, reward.title, chart.same) == ("preference accuracy", "reward accuracy", True)
@@ -146,9 +154,12 @@ def test_the_page_names_the_best_round_and_what_noise_promises(tmp_path):
     privacy = {"kind": "central", "epsilon": None}
     text = Page(render(read_run(write_run(tmp_path / "run", stop=stop, privacy=privacy)))).data
     assert (
-        "Best round by worst reward accuracy on validation pairs: 1 (0.660; 0.610 after the last, 2" in text
+        "Best round by worst-client reward accuracy on validation pairs: 1 (0.660); early stopping after "
+        "round 2 (0.610)." in text
     )
-    assert "Privacy: central, updates are clipped and have no noise, so nothing is promised." in text
+    assert (
+        "Privacy: central; updates are clipped but have no noise, so there is no privacy guarantee." in text
+    )
 
 
 def test_clients_with_equal_curves_all_show(tmp_path):
@@ -191,7 +202,7 @@ def test_no_interval_is_beyond_what_a_share_can_be(tmp_path):
         ("down", "0.000 (0.00 to 0.49)"),
         ("up", "1.000 (0.51 to 1.00)"),
     ]
-    assert "in brackets the 95% interval" in table.caption
+    assert table.caption == "Lowest first; 95% intervals in brackets."
     (row,) = [cells for name, cells in clients.fairness(run).rows if name == "95% interval of the mean"]
     assert row[:2] == ["0.000 to 0.346", "0.255 to 0.745"]
     mean = rounds.accuracy(run).panels[0].shown[0]
@@ -208,7 +219,7 @@ def test_a_run_that_does_not_say_how_many_pairs_has_no_intervals(tmp_path):
     assert "<strong>66.7%</strong>" in text
     assert "mean, 95% interval" not in text
     assert "95% interval of the mean" not in text
-    for words in ('id="data"', "finished", "assigned at random"):
+    for words in ('id="data"', "finished", "with random assignment"):
         assert words not in text
 
 
@@ -235,11 +246,11 @@ def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
     run = read_run(path)
     assert origin.data_facts(run) == [
         ("clients", "3"),
-        ("training pairs", "6; least / median / most of a client: 1 / 1 / 4"),
-        ("test pairs", "12; least / median / most of a client: 4 / 4 / 4"),
-        ("Gini coefficient of sizes", "0.33: 0 where all have equally many"),
-        ("distance of clients' tokens from all", "0.50; 0.25 where pairs are assigned at random"),
-        ("pairs on which clients disagree", "3"),
+        ("training pairs", "6; per client (min / median / max): 1 / 1 / 4"),
+        ("test pairs", "12; per client (min / median / max): 4 / 4 / 4"),
+        ("Gini coefficient of sizes", "0.33 (0: all clients have equally many)"),
+        ("mean distance of clients' tokens from all clients'", "0.50; 0.25 with random assignment"),
+        ("pairs that clients label differently", "3"),
     ]
     assert origin.origin_facts(run) == [
         ("finished", "2026-11-22 10:30 UTC"),
@@ -251,14 +262,17 @@ def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
 
 @pytest.mark.parametrize(
     ("who", "words"),
-    [({"sites": {"north": ["ann"]}}, "not known to the hub"), ({"peer": "ann"}, "not known to a peer")],
+    [
+        ({"sites": {"north": ["ann"]}}, "unknown to the hub, because the pairs are at the sites"),
+        ({"peer": "ann"}, "unknown to a peer, which has only its own client's pairs"),
+    ],
 )
 def test_the_page_says_what_a_hub_and_a_peer_do_not_know(tmp_path, who, words):
     """Sizes are there, and in the place of the distances is why there are none."""
     facts = dict(origin.data_facts(read_run(write_run(tmp_path / "run", **who))))
     assert facts["clients"] == "3"
-    assert facts["how clients differ"].startswith(words)
-    assert not any("distance" in name for name in facts)
+    assert facts["distance between clients"] == words
+    assert not any("mean distance" in name for name in facts)
 
 
 def test_names_cannot_break_the_page(tmp_path):
@@ -276,8 +290,10 @@ def test_dropped_uploads_and_silent_clients_are_said(tmp_path):
     lines[1]["dropped"] = [{"client": "bob", "exchange": "train", "reason": "NaN or infinity in 'model'"}]
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = Page(render(read_run(path))).data
-    assert "1 upload was dropped; the first, of client bob in round 2: NaN or infinity in 'model'." in text
-    assert "3 clients have no test pair and were not judged." in text
+    assert (
+        "1 upload was dropped. The first was from client bob in round 2: NaN or infinity in 'model'." in text
+    )
+    assert "3 clients have no test pairs and were not evaluated." in text
 
 
 def test_equal_runs_give_equal_pages(tmp_path, run, text):

@@ -125,7 +125,7 @@ def test_clients_too_small_for_a_figure_are_said_and_counted(tmp_path):
     warning = "2 clients have fewer pairs than [privacy] minimum_pairs: they count in means alone"
     page = render(run)
     assert warning in page
-    assert "5 clients judged" in page
+    assert "5 clients evaluated" in page
     assert "dee" not in page
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
     print_result({**run.summary, "dropped": 0, "reward_accuracy": figure}, console)

@@ -96,7 +96,7 @@ def test_an_alignment_by_a_judge_has_its_words(tmp_path: Path) -> None:
     assert outcome is not None
     facts = dict(alignment_facts(outcome))
     assert facts["labelled by the judge"] == "6"
-    assert facts["without a label"] == "2 of equal completions, 3 without a usable verdict, 1 ties"
+    assert facts["without a label"] == "2 with equal completions, 3 without a usable verdict, 1 ties"
 
 
 def test_a_page_has_the_win_rate_its_interval_and_its_note(tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_a_page_says_what_an_alignment_counted(tmp_path: Path) -> None:
     (path / "align/summary.json").write_text(json.dumps(ALIGNED))
     page = re.sub(r"</?t[hd][^>]*>", "|", render(read_run(path)))
     for text in (
-        "9 of 12; left out: 2 that clients hold, 1 repeats",
-        "6, 4 by all alike",
-        "2 of equal completions, 1 ties",
+        "9 of 12; left out: 2 held by clients, 1 duplicates",
+        "6, 4 unanimously",
+        "2 with equal completions, 1 ties",
         "5 pairs, 1 held out",
         "|2 (kept)||0.5000||1.000|",
         "Prompt 1 · 2 to 1 votes",
@@ -241,5 +241,4 @@ def test_an_interval_is_said_to_be_of_its_run(tmp_path):
     print_judged(SUMMARY, tmp_path, Console(file=file, width=200))
     table = judged_table([SUMMARY])
     for words in (file.getvalue(), table.caption):
-        assert "of this run, for other prompts" in words
-        assert "nothing of other seeds" in words
+        assert "The interval covers variation over prompts, not over seeds." in words

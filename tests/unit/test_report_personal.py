@@ -73,7 +73,7 @@ def test_a_heat_map_spans_its_data_and_says_so(tmp_path):
     ((label, plot, _),) = clients.blocks(run)
     (cells,) = plot.panels[0].shown
     assert (cells.low, cells.high) == (0.5, 0.53)
-    assert (label, plot.caption.partition(",")[0]) == ("Gates", "From 0.50 to 0.53")
+    assert (label, plot.caption.partition(". ")[0]) == ("Gates", "The scale ranges from 0.50 to 0.53")
 
 
 def test_equal_gates_are_a_line(tmp_path):
@@ -107,12 +107,12 @@ def test_a_client_without_one_of_the_blocks_is_a_gap(tmp_path):
 
 def test_the_page_says_which_layers_are_personal(gated):
     page = render(gated)
-    assert "Which layers each client personalises" in page
+    assert "Personalised layers" in page
     assert "Gates, means over 2 clients: block 0 0.50, block 1 0.38, block 11 0.50." in page
     assert "0 is the shared model alone, 1 all of its own" in page
     assert '<th scope="row">cyd</th><td>0.75</td><td>0.25</td><td>0.00</td>' in page
-    assert "rounded to two digits: whoever has this page learns so much of each client named here" in page
-    assert "From 0.00 to 1.00, which the colours or the axis span." in page
+    assert "private states, rounded to two decimals, so this page discloses them to its readers." in page
+    assert "The scale ranges from 0.00 to 1.00." in page
     assert "<title>cyd, block 11: 0.00</title>" in page
 
 
@@ -123,7 +123,7 @@ def test_the_page_says_what_a_reward_head_comes_to(rewarded):
         "combined accuracy ends at 75.0%; explicit accuracy ends at 25.0%; agreement ends at 12.5%." in page
     )
     assert "the reward head scores higher" in page
-    assert "what the reward head gives the chosen response less the rejected one" in page
+    assert "mean reward-head score of the chosen response minus that of the rejected response." in page
     (chart,) = rounds.reward_head(rewarded)
     curves = {line.name: [y for _, y in line.points] for line in chart.panels[0].shown}
     assert curves == {

@@ -95,7 +95,7 @@ def test_the_page_shows_clusters_moves_losses_and_agreement(run: RunRecord) -> N
     assert "|vote of all||||0.417||0.250||||" in page
     assert "|cyd||4||selector-1|" in page
     assert "scores higher than the rejected one, by selector 1 alone." in page
-    assert "mean score of the chosen response over the rejected one, in nats." in page
+    assert "mean score margin of the chosen response over the rejected response, in nats." in page
 
 
 def test_newcomers_have_a_column(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_terminal_after_a_run(run: RunRecord) -> None:
     text = printed(lambda console: print_result(summary, console, groupings=groupings_of(run.rounds)))
     assert re.search(r"selector-0 +2 +0.500 +0.000 +0.750 +0.000", text)
     assert re.search(r"vote of all +0.417 +0.250", text)
-    assert "clusters of 2, 1 clients since round 2, where 1 client moved" in text
+    assert "clusters of 2, 1 clients since round 2, when 1 client moved" in text
     assert re.search(r"(?s)majority.*client +pairs +before +after", text)
 
 

@@ -55,7 +55,7 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
     write_page(read_run(tasty_run(tmp_path / "run")), path)
     assert path.stat().st_mode & 0o777 == 0o600
     page = re.sub(r"</?t[hd][^>]*>", "|", path.read_text())
-    assert '<h2 id="tastes"><a href="#tastes">Tastes</a></h2>' in page
+    assert '<h2 id="tastes"><a href="#tastes">Latent tastes</a></h2>' in page
     assert "only the owner of this file can read it" in page
     assert "yes: own z is worth 37.5 points over another&#39;s" in page
     assert "2 of 3; by themselves they prove nothing" in page

@@ -194,6 +194,6 @@ def test_a_page_shows_gradients_consensus_and_delays(tmp_path):
     }
     text = render(read_run(make(tmp_path, "run", log=log)))
     assert "gradient norm from 2 to 2; paper gap from 0.5 to 0.5" in text
-    assert "in the last one 0.4 before the mix, 0 after" in text
+    assert "in the last round 0.4 before mixing, 0 after" in text
     assert "1 upload 0 rounds late, 1 upload 1 round late; the run took 2.0 s on the virtual clock" in text
     assert "Gradients, consensus and delays" not in render(read_run(write_run(tmp_path / "plain")))

@@ -87,7 +87,7 @@ def test_the_page_is_written_after_every_round_and_loads_itself_until_the_end(
     ]
     watch.watch(run.path, page, told.append)
     assert [refreshes for refreshes, _ in seen] == [True, True, False, True]
-    assert "Its figures follow the first evaluation." in seen[0][1]
+    assert "Metrics appear after the first evaluation." in seen[0][1]
     assert "It has finished round 1 and continues" in seen[1][1]
     assert "1 round" in seen[1][1]
     assert "50.0%" in seen[1][1]

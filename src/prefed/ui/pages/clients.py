@@ -1,8 +1,10 @@
-"""What a run's page shows of its clients: each before and after, how they are spread, what is personal."""
+"""Clients on a run's page: accuracies before and after, their spread, and personalised layers."""
 
 from __future__ import annotations
 
 import math
+
+import numpy as np
 
 from prefed.runs.metrics import Profile
 from prefed.runs.record import RunRecord
@@ -22,17 +24,17 @@ from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean
 from prefed.ui.pages.tables import ROWS, SPREAD, Table, cell, unseen_table
 
 WITH_INTERVALS = ("preference_accuracy", "reward_accuracy")
-"""Columns of the clients' table that have intervals."""
+"""Columns with intervals in the table of clients."""
 
 
 def ranking(run: RunRecord) -> list[str]:
-    """The judged clients, the least accurate first."""
+    """Evaluated clients by increasing preference accuracy."""
     accuracies = run.figures["preference_accuracy"].values["per_client"]
     return sorted(run.clients, key=lambda client: accuracies[client])
 
 
 def ends(run: RunRecord) -> Chart:
-    """Every client before and after; of more than :data:`BARS`, the distribution of accuracies."""
+    """Each client before and after, or distributions if there are more than :data:`BARS` clients."""
     colors = {"baseline_accuracy": 0, "shared_accuracy": 2, "preference_accuracy": 1}
     if "choice_loss" not in run.summary:
         colors["reward_accuracy"] = 3
@@ -40,32 +42,32 @@ def ends(run: RunRecord) -> Chart:
     groups = [(metric.label, colors[name], metric.values["per_client"]) for name, metric in metrics.items()]
     order, accuracies = ranking(run), run.figures["preference_accuracy"].values["per_client"]
     panel = distributions_of(groups) if len(order) > BARS else bars_of(order, groups)
-    text = f"{len(order):,} clients; lowest {order[0]} with {accuracies[order[0]]:.1%}, "
-    text += f"highest {order[-1]} with {accuracies[order[-1]]:.1%}."
-    caption = f"Preference accuracy on each client's {run.split} pairs, lowest first."
+    text = f"{len(order):,} clients: {accuracies[order[0]]:.1%} ({order[0]}) "
+    text += f"to {accuracies[order[-1]]:.1%} ({order[-1]}) preference accuracy."
+    caption = f"Accuracies on each client's {run.split} pairs, by increasing preference accuracy."
     return Chart("clients", text, caption, [panel])
 
 
 def fairness(run: RunRecord) -> Table:
-    """How the metrics are spread over clients."""
+    """Spread of the metrics over clients."""
     metrics = run.figures.values()
     spreads = [spread(metric.values) for metric in metrics]
     intervals = [interval_of_mean(run, metric.values) for metric in metrics]
     rows = [(name, [f"{of(s):.3f}" for s in spreads]) for name, of in SPREAD.items()]
     if any(intervals):
         rows.insert(1, ("95% interval of the mean", [_between(each, ".3f") for each in intervals]))
-    caption = "How the metrics are spread; every client has the same weight."
+    caption = "Distribution of the metrics over clients; all clients have equal weight."
     return Table(caption, ["over clients", *(metric.label for metric in metrics)], rows)
 
 
 def unseen(run: RunRecord) -> Table | None:
-    """Clients that never took part; ``None`` where there are none."""
+    """Table of clients that never trained; ``None`` if there are none."""
     accuracies = run.summary.get("unseen_accuracy")
     return unseen_table(accuracies) if accuracies else None
 
 
 def clients_table(run: RunRecord) -> Table:
-    """Every client's metrics, the lowest first."""
+    """Each client's metrics, by increasing preference accuracy."""
     order, metrics = ranking(run), run.figures
     clusters = run.groupings[-1].clusters if run.groupings else ()
     own = {client: f"selector-{u}" for u, clients in enumerate(clusters) for client in clients}
@@ -75,8 +77,8 @@ def clients_table(run: RunRecord) -> Table:
         values = [_cell(run, client, name) for name in metrics]
         cluster = [own.get(client, "")] if own else []
         rows.append((client, ["" if pairs is None else f"{pairs:,}", *cluster, *values]))
-    more = f"The {ROWS:,} lowest of {len(order):,}; the others are in summary.json. "
-    caption = f"{more if len(order) > ROWS else ''}Lowest first; in brackets the 95% interval of a share."
+    more = f"The {ROWS:,} lowest of {len(order):,}; summary.json has the others. "
+    caption = f"{more if len(order) > ROWS else ''}Lowest first; 95% intervals in brackets."
     labels = [metric.label for metric in metrics.values()]
     return Table(caption, ["client", "pairs", *(["cluster"] if own else []), *labels], rows)
 
@@ -92,9 +94,9 @@ def _between(interval: Interval | None, form: str) -> str:
 
 
 def blocks(run: RunRecord) -> list[tuple[str, Chart | str, Table]]:
-    """What clients personalise, metric by metric: its heading, its chart and its table.
+    """Personalisation per metric: heading, chart and table.
 
-    Where every client has the same in every block, a line takes the place of the chart.
+    A sentence replaces the chart if all clients have the same value in every block.
     """
     return [(profile.label.capitalize(), *_block(profile)) for profile in run.profiles.values()]
 
@@ -105,29 +107,25 @@ def _block(profile: Profile) -> tuple[Chart | str, Table]:
     text = ", ".join(f"block {block} {mean}" for block, mean in zip(profile.blocks, means, strict=True))
     low, high = profile.range
     private = (
-        f"{label}: {profile.meaning}. They are read from clients' private "
-        "states and rounded to two digits: whoever has this page learns so much of each client named "
-        "here. Clients that never took part have none."
+        f"{label}: {profile.meaning}. The values come from the clients' private states, rounded to two "
+        "decimals, so this page discloses them to its readers. Clients that never trained have no values."
     )
     rows = [("mean", means)]
     rows += [
         (client, ["" if value != value else f"{value:.2f}" for value in values])
         for client, values in zip(profile.clients[:ROWS], profile.values, strict=False)
     ]
-    more = f" The first {ROWS:,} clients; {clients - ROWS:,} more are in summary.json."
-    more = more if clients > ROWS else ""
-    table = Table(f"By block.{more}", ["client", *map(str, profile.blocks)], rows)
+    more = f" The first {ROWS:,} clients; summary.json has {clients - ROWS:,} more." if clients > ROWS else ""
+    table = Table(f"{label} by transformer block.{more}", ["client", *map(str, profile.blocks)], rows)
     if low == high:
         return f"{label}: {low:.2f} in every block of every client. {private}", table
-    caption = f"From {low:.2f} to {high:.2f}, which the colours or the axis span. {private}"
+    caption = f"The scale ranges from {low:.2f} to {high:.2f}. {private}"
     alt = f"{label}, means over {clients:,} clients: {text}."
     return Chart("blocks", alt, caption, [_profile(profile)]), table
 
 
 def _profile(profile: Profile) -> Panel:
-    """A row for each client, or of more than :data:`BARS` the median, the middle half and the range."""
-    import numpy as np
-
+    """One row per client, or quantiles if there are more than :data:`BARS` clients."""
     values, numbers = profile.values, [str(block) for block in profile.blocks]
     if len(profile.clients) <= BARS:
         cells = [(client, block) for client in profile.clients for block in profile.blocks]
@@ -145,6 +143,6 @@ def _profile(profile: Profile) -> Panel:
     notes = [f"median, block {block:.0f}: {value:.2f}" for block, value in points]
     lines = [
         Line("all clients", points, notes, Look(1, 0.5), low, high),
-        Line("middle half, median", points, notes, Look(1), quarter, most),
+        Line("median and middle half", points, notes, Look(1), quarter, most),
     ]
     return Panel(Axis("block", whole=True), Axis(profile.label), lines)

@@ -1,4 +1,4 @@
-"""What a run's page says of where the run comes from: its data, its machine, its settings."""
+"""Provenance of a run on its page: data, command, machine, settings, versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefed.ui.pages.tables import Facts, Table, setting
 
 
 def data_facts(run: RunRecord) -> Facts:
-    """How many pairs clients have, and how much clients differ; empty where the summary does not say."""
+    """Numbers of pairs, and differences between clients; empty if the summary has neither."""
     sizes = run.summary.get("clients", {})
     if not sizes:
         return []
@@ -27,60 +27,58 @@ def data_facts(run: RunRecord) -> Facts:
         counts = [own.get(name, 0) for own in sizes.values()]
         if any(counts):
             each = f"{min(counts):,} / {np.median(counts):,g} / {max(counts):,}"
-            facts.append((f"{what} pairs", f"{sum(counts):,}; least / median / most of a client: {each}"))
+            facts.append((f"{what} pairs", f"{sum(counts):,}; per client (min / median / max): {each}"))
     train = [own.get("train", 0) for own in sizes.values()]
     if sum(train):
-        facts.append(("Gini coefficient of sizes", f"{gini(train):.2f}: 0 where all have equally many"))
-    told: Mapping[str, Any] = run.summary.get("data", {})
-    if "rows" in told:
-        facts.append(("rows", left_out_text(told) or f"{told['rows']:,}, all of them used"))
-    unknown = "token_distance" not in told
-    facts += [
-        ("how clients differ", text) for key, text in _UNKNOWN.items() if unknown and key in run.summary
-    ]
-    for name in ("category", "token"):
-        distance, random = told.get(f"{name}_distance"), told.get(f"random_{name}_distance")
+        facts.append(("Gini coefficient of sizes", f"{gini(train):.2f} (0: all clients have equally many)"))
+    data: Mapping[str, Any] = run.summary.get("data", {})
+    if "rows" in data:
+        facts.append(("rows", left_out_text(data) or f"{data['rows']:,}, all used"))
+    if "token_distance" not in data:
+        facts += [("distance between clients", text) for key, text in _UNKNOWN.items() if key in run.summary]
+    for name, several in (("category", "categories"), ("token", "tokens")):
+        distance, random = data.get(f"{name}_distance"), data.get(f"random_{name}_distance")
         if distance is not None and random is not None:
-            text = f"{distance:.2f}; {random:.2f} where pairs are assigned at random"
-            facts.append((f"distance of clients' {_MANY[name]} from all", text))
-    for name, text in _COUNTED.items():
-        if name in told:
-            facts.append((text, f"{told[name]:,}"))
+            text = f"{distance:.2f}; {random:.2f} with random assignment"
+            facts.append((f"mean distance of clients' {several} from all clients'", text))
+    for name, text in (
+        ("shared_prompts", "training prompts shared by several clients"),
+        ("contradictions", "pairs that clients label differently"),
+    ):
+        if name in data:
+            facts.append((text, f"{data[name]:,}"))
     return facts
 
 
 _UNKNOWN = {
-    "sites": "not known to the hub: the pairs are at the sites",
-    "peer": "not known to a peer: it has only the pairs of its own client",
+    "sites": "unknown to the hub, because the pairs are at the sites",
+    "peer": "unknown to a peer, which has only its own client's pairs",
 }
-"""Key of the summary of a run that has not all clients' pairs → what is said instead of distances."""
-_MANY = {"category": "categories", "token": "tokens"}
-_COUNTED = {
-    "shared_prompts": "prompts that several clients train on",
-    "contradictions": "pairs on which clients disagree",
-}
+"""Key in the summary of a run that lacks some clients' pairs → text in place of the distances."""
 
 
 def origin_facts(run: RunRecord) -> Facts:
-    """When, by which command and on what the run was made, as far as it is recorded."""
-    told: Mapping[str, Any] = run.summary.get("origin", {})
+    """End, command and machine of the run, as far as recorded."""
+    origin: Mapping[str, Any] = run.summary.get("origin", {})
     facts = []
-    if "finished" in told:
-        at = datetime.fromisoformat(told["finished"]).astimezone(UTC)
+    if "finished" in origin:
+        at = datetime.fromisoformat(origin["finished"]).astimezone(UTC)
         facts.append(("finished", f"{at:%Y-%m-%d %H:%M} UTC"))
-    if "command" in told:
-        facts.append(("command", shlex.join(map(_last_part, shlex.split(str(told["command"]))))))
-    hardware = told.get("hardware", {})
+    if "command" in origin:
+        facts.append(("command", shlex.join(map(_without_folder, shlex.split(str(origin["command"]))))))
+    hardware = origin.get("hardware", {})
     if hardware:
         facts.append(("machine", _machine(hardware)))
     return facts
 
 
-def _last_part(word: str) -> str:
-    """A word of a command, of a path the last part: where a folder lies is nobody else's business.
+def _without_folder(word: str) -> str:
+    """Shorten an absolute path in a command to its last part, for privacy.
 
-    >>> _last_part("/home/ann/first.toml"), _last_part("data.train=/home/ann/x.jsonl"), _last_part("runs/a")
-    ('first.toml', 'data.train=x.jsonl', 'runs/a')
+    >>> _without_folder("/home/ann/first.toml"), _without_folder("data.train=/home/ann/x.jsonl")
+    ('first.toml', 'data.train=x.jsonl')
+    >>> _without_folder("runs/a")
+    'runs/a'
     """
     key, equals, value = word.rpartition("=")
     return key + equals + (Path(value).name if Path(value).is_absolute() else value)
@@ -99,14 +97,13 @@ def _machine(hardware: Mapping[str, Any]) -> str:
 
 
 def settings_table(run: RunRecord) -> Table:
-    """The method's own settings."""
-    method = {name: value for name, value in run.config["method"].items() if not isinstance(value, dict)}
-    return Table(
-        "The [method] table.", ["setting", "value"], [(name, [setting(v)]) for name, v in method.items()]
-    )
+    """The settings in ``[method]``."""
+    method = run.config["method"].items()
+    rows = [(name, [setting(value)]) for name, value in method if not isinstance(value, dict)]
+    return Table("The [method] table.", ["setting", "value"], rows)
 
 
 def versions(run: RunRecord) -> Facts:
-    """Versions of libraries, and fingerprints of the data and the model."""
+    """Library versions, and fingerprints of the data and the model."""
     known = [(name, str(version)) for name, version in run.summary.get("versions", {}).items()]
     return known + [(f"{name} fingerprint", digest) for name, digest in run.fingerprint.items()]

@@ -1,4 +1,4 @@
-"""What was made of a finished run: win rates, an alignment, responses side by side."""
+"""Win rates and alignment of a finished run, with responses side by side."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LETTERS = 700
-"""Characters of a prompt or a response that a page shows at most."""
+"""Maximum number of characters of a prompt or response on a page."""
 DRAWN = 40
-"""Comparisons that are drawn at most."""
+"""Maximum number of comparisons in the chart."""
 
 
 def sides(summary: Mapping[str, Any]) -> str:
-    """Which two a judge compared; ``summary`` is what ``summary.json`` of a comparison holds."""
+    """The two models that a judge compared; ``summary`` is a comparison's ``summary.json``."""
     return f"{summary['model']} against {summary['against']}"
 
 
 def judge_of(summary: Mapping[str, Any]) -> str:
-    """The judge of a comparison, and the taste by which it judged if one was named.
+    """The judge of a comparison, with its taste if it has one.
 
     >>> judge_of({"judge": "utility", "taste": "ward-7"}), judge_of({"judge": "utility"})
     ('utility, taste ward-7', 'utility')
@@ -49,8 +49,8 @@ class Examples:
     """Responses side by side.
 
     Attributes:
-        heads: what the two columns are.
-        rows: the prompt, the two responses and what came of them.
+        heads: headings of the two columns of responses.
+        rows: prompt, both responses, outcome.
     """
 
     title: str
@@ -60,10 +60,11 @@ class Examples:
 
 
 def judged_table(judged: Sequence[Mapping[str, Any]], runs: Sequence[str] = ()) -> Table | None:
-    """The win rates of all comparisons, given as ``summary.json`` has each; ``None`` without any.
+    """Win rates of comparisons; ``None`` if ``judged`` is empty.
 
     Args:
-        runs: the run of each comparison, where there are several.
+        judged: the ``summary.json`` of each comparison.
+        runs: the run of each comparison; empty if all are from one run.
     """
     if not judged:
         return None
@@ -79,20 +80,20 @@ def judged_table(judged: Sequence[Mapping[str, Any]], runs: Sequence[str] = ()) 
         heads = ["run", *heads]
         rows = [(run, [name, *cells]) for run, (name, cells) in zip(runs, rows, strict=True)]
     caption = (
-        "How often a judge prefers the first model's responses, asked in both orders. In the win rate a tie "
-        "counts half, in the wins nothing. The interval is of this run, for other prompts: it "
-        "says nothing of other seeds."
+        "Share of prompts on which the judge prefers the first model's response, asked in both orders. A tie "
+        "counts one half in the win rate and zero in the wins. The interval covers variation over prompts, "
+        "not over seeds."
     )
     return Table(caption, heads, rows)
 
 
 def judged_notes(judged: Sequence[Outcome]) -> list[str]:
-    """What a reader of the win rates should know, a text for each comparison that has such a note."""
+    """Notes of the comparisons that have one."""
     return [f"{sides(each.summary)}: {each.summary['note']}." for each in judged if each.summary["note"]]
 
 
 def judged_chart(judged: Sequence[Outcome]) -> Chart | None:
-    """The win rates with their intervals, next to one half; ``None`` without any."""
+    """Win rates with their intervals and a line at 50%; ``None`` if ``judged`` is empty."""
     if not judged:
         return None
     drawn = judged[:DRAWN]
@@ -105,16 +106,16 @@ def judged_chart(judged: Sequence[Outcome]) -> Chart | None:
     names = [each.summary["name"] for each in drawn]
     panel = Panel(Axis("win rate", percent), Axis(names=names), shown, height=70 + 30 * len(drawn), at_x=0.5)
     more = f" The first {DRAWN} of {len(judged):,} comparisons." if len(judged) > DRAWN else ""
-    caption = f"Win rates with their 95% intervals. At one half the two models are equal.{more}"
+    caption = f"Win rates with 95% intervals. At 50% the two models are equally good.{more}"
     return Chart("win_rates", f"Win rates. {'; '.join(texts)}.", caption, [panel])
 
 
 def judged_examples(judged: Sequence[Outcome]) -> list[Examples]:
-    """The first prompts of each comparison."""
+    """Responses to the first prompts of each comparison."""
     return [
         Examples(
             f"Responses: {sides(each.summary)}",
-            "The first prompts of the file. The result is the first model's.",
+            "The first prompts of the file. The outcome is from the first model's point of view.",
             (each.summary["model"], each.summary["against"]),
             _rows(each.examples),
         )
@@ -124,25 +125,25 @@ def judged_examples(judged: Sequence[Outcome]) -> list[Examples]:
 
 
 def alignment_facts(alignment: Outcome) -> Facts:
-    """What the stages of an alignment counted."""
+    """Counts from the stages of an alignment."""
     prompts, completions, labels, train = (
         alignment.summary[stage] for stage in ("prompts", "completions", "labels", "train")
     )
     no_label = ", ".join(
         f"{labels[name]:,} {words}"
         for name, words in (
-            ("identical", "of equal completions"),
-            ("blank", "with a completion without text"),
+            ("identical", "with equal completions"),
+            ("blank", "with a blank completion"),
             ("too_long", "too long"),
             ("failed", "without a usable verdict"),
             ("ties", "ties"),
         )
         if labels.get(name)
     )
-    left_out = f"{prompts['clients']:,} that clients hold, {prompts['duplicates']:,} repeats"
+    left_out = f"{prompts['clients']:,} held by clients, {prompts['duplicates']:,} duplicates"
     return [
         ("prompts", f"{prompts['kept']:,} of {prompts['read']:,}; left out: {left_out}"),
-        ("prompts without room for a completion", f"{completions['too_long']:,}"),
+        ("prompts too long for a completion", f"{completions['too_long']:,}"),
         ("completions", f"{completions['completions']:,}"),
         ("pairs of completions", f"{labels['pairs']:,}"),
         (
@@ -150,7 +151,7 @@ def alignment_facts(alignment: Outcome) -> Facts:
             if "failed" in labels
             else (
                 "labelled by the selectors",
-                f"{labels['labelled']:,}, {labels['unanimous']:,} by all alike",
+                f"{labels['labelled']:,}, {labels['unanimous']:,} unanimously",
             )
         ),
         *([("without a label", no_label)] if no_label else []),
@@ -159,10 +160,10 @@ def alignment_facts(alignment: Outcome) -> Facts:
 
 
 def epochs_table(alignment: Outcome) -> Table:
-    """The loss and the agreement after each epoch, or generation; the kept one is marked."""
+    """Loss and agreement after each epoch or generation; the kept one is marked."""
     train = alignment.summary["train"]
     epochs, several = train["epochs"], "generation" in train["epochs"][0]
-    # An epoch is counted over all generations, of which each has as many.
+    # Epochs are numbered across generations, which all have equally many.
     each = len(epochs) // epochs[-1]["generation"] if several else len(epochs)
     rows = []
     for epoch in epochs:
@@ -170,19 +171,19 @@ def epochs_table(alignment: Outcome) -> Table:
         within = f", epoch {(epoch['epoch'] - 1) % each + 1}" if several and each > 1 else ""
         kept = " (kept)" if epoch["epoch"] == train["kept"] else ""
         rows.append((f"{place}{within}{kept}", [cell(epoch["loss"], ".4f"), cell(epoch["agreement"])]))
-    caption = "Agreement: share of held-out pairs that the aligned model orders as the selectors do."
+    caption = "Agreement: share of held-out pairs on which the aligned model agrees with the selectors."
     if several:
-        caption += " The held-out pairs are those of the first generation."
+        caption += " The held-out pairs are from the first generation."
     return Table(caption, ["generation" if several else "epoch", "loss", "agreement"], rows)
 
 
 def alignment_examples(alignment: Outcome) -> list[Examples]:
-    """The first prompts with a label, and the two completions that it is about."""
+    """The first labelled prompts, each with its two completions."""
     if not alignment.examples:
         return []
-    note = "The first label of each of the first prompts. Both completions are of the model before training."
-    heads = ("the selectors prefer", "to")
-    return [Examples("Labels of the selectors", note, heads, _rows(alignment.examples))]
+    note = "One labelled pair for each of the first prompts. The base model wrote both completions."
+    heads = ("preferred by the selectors", "other completion")
+    return [Examples("Labels from the selectors", note, heads, _rows(alignment.examples))]
 
 
 def _rows(examples: Sequence[Example]) -> list[tuple[str, str, str, str]]:
@@ -190,7 +191,7 @@ def _rows(examples: Sequence[Example]) -> list[tuple[str, str, str, str]]:
 
 
 def _short(text: str) -> str:
-    """A text as a page shows it.
+    """Strip and truncate a text for a page.
 
     >>> len(_short("a" * 5000)), _short(" few words "), _short(" ")
     (700, 'few words', '(no text)')
@@ -200,7 +201,7 @@ def _short(text: str) -> str:
 
 
 def print_judged(summary: Mapping[str, Any], run: Path, console: Console) -> None:
-    """What ``summary.json`` of a comparison holds, and where the verdicts of ``run`` are."""
+    """Print the ``summary.json`` of a comparison and the path of its verdicts."""
     table = judged_table([summary])
     assert table is not None
     between = f"{sides(summary)}, judged by {judge_of(summary)}"

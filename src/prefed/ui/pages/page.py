@@ -1,6 +1,6 @@
-"""One HTML page about a run: it loads nothing, is whole without its script, and reads on any screen.
+"""Self-contained HTML report of a run: no external resources, and JavaScript is optional.
 
-This file puts the parts of the page together; ``templates/run.html`` decides how they look.
+This module collects the values; ``templates/run.html`` lays them out.
 """
 
 from __future__ import annotations
@@ -27,78 +27,78 @@ from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean,
 from prefed.ui.pages.terminal import best_line, privacy_line, verdict
 
 TENTHS = 20
-"""Clients from which on the worst tenth has a card: of fewer it is the worst client."""
+"""Minimum number of clients for cards with the worst tenth."""
 
 SECTIONS = {
-    "rounds": "Over rounds",
+    "rounds": "Metrics over rounds",
     "clients": "Clients",
     "selectors": "Selectors",
-    "tastes": "Tastes",
+    "tastes": "Latent tastes",
     "alignment": "Alignment with the selectors",
     "judged": "Win rates",
-    "blocks": "Which layers each client personalises",
+    "blocks": "Personalised layers",
     "evaluation": "Margins and losses on held-out pairs",
     "distributed": "Gradients, consensus and delays",
-    "diagnostics": "The method's own figures",
+    "diagnostics": "Method metrics",
     "costs": "Costs",
     "data": "Data",
     "settings": "Settings",
-    "meanings": "What the figures mean",
+    "meanings": "Metric definitions",
 }
-"""Ids of sections and their headings, in the order of the page."""
+"""Section id → heading, in page order."""
 ALWAYS = ("rounds", "clients", "costs", "settings", "meanings")
-"""Sections that every page has."""
+"""Sections on every page."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What a page says of a run that is not finished.
+    """Notice at the top of the page of an unfinished run.
 
     Attributes:
-        text: a sentence.
-        refresh: after how many seconds a browser loads the page again; ``None`` where nobody writes it anew.
+        text: complete sentences.
+        refresh: seconds until the browser reloads the page; ``None`` if the page is not rewritten.
     """
 
     text: str
     refresh: int | None
 
 
-def write_page(run: RunRecord, path: Path, going: Unfinished | None = None) -> None:
-    """Write :func:`render` of a run to ``path``, whole or not at all.
+def write_page(run: RunRecord, path: Path, unfinished: Unfinished | None = None) -> None:
+    """Write the page of a run to ``path`` atomically.
 
-    A page that quotes what a judge read, or shows tastes, can be read only by its owner, as these files.
+    Only the owner can read a page that quotes judged responses or shows latent tastes.
     """
     judged = judged_of(run.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = 0o600 if run.tastes or any(each.examples for each in judged) else 0o666
-    files.write(path, _render(run, judged, going).encode(), mode=mode)
+    files.write(path, _render(run, judged, unfinished).encode(), mode=mode)
 
 
-def write_waiting(run: Path, path: Path, going: Unfinished) -> None:
-    """Write a page that says that a run has no evaluation yet, and looks again."""
+def write_waiting(run: Path, path: Path, unfinished: Unfinished) -> None:
+    """Write the page of a run that has no evaluation yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = render_template("waiting.html", name=run.resolve().name, text=going.text, refresh=going.refresh)
-    files.write(path, page.encode())
+    values = {"name": run.resolve().name, "text": unfinished.text, "refresh": unfinished.refresh}
+    files.write(path, render_template("waiting.html", **values).encode())
 
 
 def render(run: RunRecord) -> str:
-    """The page: what came of the run, its curves, its clients, its costs, its data and its settings.
+    """Render the page of a run as HTML.
 
-    Plots are inline, each with a text that says what it shows and with its numbers. The page's own policy
-    forbids it to load anything, and to run anything but its own script.
+    Charts are inline SVG, each with a text alternative and its numbers as CSV. The content security policy
+    forbids external resources and any script except the page's own.
 
     Raises:
-        RunError: a file of a judge's or of an alignment is damaged.
+        RunError: a file of a judge or of an alignment is damaged.
     """
     return _render(run, judged_of(run.path), None)
 
 
-def _render(run: RunRecord, judged: Sequence[Outcome], going: Unfinished | None) -> str:
+def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | None) -> str:
     alignment = alignment_of(run.path)
     config = told_settings(run.config)
     length = pluralize(run.summary["rounds"], "round", "rounds")
     evaluated = pluralize(run.evaluated, "client", "clients")
-    # Parts that a run may not have, by the section that shows them.
+    # Optional parts, by section.
     parts: dict[str, Any] = {
         "agreement": selector_agreement.agreement_table(run.agreements, f"{run.split} pairs"),
         "clusters": selector_agreement.clusters_table(run),
@@ -119,14 +119,14 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Unfinished | None)
         name=run.name,
         method=run.method,
         kind=METHODS.get(run.method),
-        setup=f"{config['model']['name']}, {length}, {evaluated} judged, seed {config['seed']}",
-        going=going.text if going else None,
-        refresh=going.refresh if going else None,
+        setup=f"{config['model']['name']}, {length}, {evaluated} evaluated, seed {config['seed']}",
+        unfinished=unfinished.text if unfinished else None,
+        refresh=unfinished.refresh if unfinished else None,
         sections={name: title for name, title in SECTIONS.items() if name in there},
         warnings=_warnings(run),
         cards=_cards(run),
         verdict=verdict(run.summary),
-        told=_told(run),
+        notes=_notes(run),
         curves=rounds.accuracy_charts(run),
         rounds=rounds.rounds_table(run),
         clients_plot=clients.ends(run),
@@ -151,8 +151,8 @@ def _render(run: RunRecord, judged: Sequence[Outcome], going: Unfinished | None)
     )
 
 
-def _told(run: RunRecord) -> list[str]:
-    """Which round was the best, and what noise promises, where the run has these."""
+def _notes(run: RunRecord) -> list[str]:
+    """Notes on the best round and on differential privacy, if the run has them."""
     lines = {"stop": best_line, "privacy": privacy_line}
     summary: Mapping[str, Any] = run.summary
     texts = [line(summary[key]) for key, line in lines.items() if key in summary]
@@ -162,31 +162,32 @@ def _told(run: RunRecord) -> list[str]:
 def _warnings(run: RunRecord) -> list[str]:
     warnings = []
     if run.summary.get("left_out"):
-        one, more = (f"{who} no {run.split} pair and" for who in ("client has", "clients have"))
-        warnings.append(f"{pluralize(run.summary['left_out'], f'{one} was', f'{more} were')} not judged.")
+        one, more = (f"{who} no {run.split} pairs and" for who in ("client has", "clients have"))
+        warnings.append(f"{pluralize(run.summary['left_out'], f'{one} was', f'{more} were')} not evaluated.")
     if run.unlisted:
         warnings.append(f"{run.unlisted}.")
     if run.summary.get("not_finite"):
         pairs = run.summary["not_finite"]
         warnings.append(
-            f"The models of {len(pairs):,} clients diverged: {sum(pairs.values()):,} pairs have no finite "
-            "log-probability and count as not right; a lower method.lr may do."
+            f"The models of {pluralize(len(pairs), 'client', 'clients')} diverged: "
+            f"{pluralize(int(sum(pairs.values())), 'pair has', 'pairs have')} no finite log-probability and "
+            "count as wrong. Try a lower method.lr."
         )
     if warning := flat_loss_warning([record.get("loss") for record in run.rounds]):
         warnings.append(f"{warning[0].upper()}{warning[1:]}.")
     drops = [(record["round"], drop) for record in run.rounds for drop in record.get("dropped", ())]
     if drops:
         number, first = drops[0]
-        where = f"the first, of client {first['client']} in round {number}"
         uploads = pluralize(len(drops), "upload was", "uploads were")
-        warnings.append(f"{uploads} dropped; {where}: {first['reason']}.")
-    if aside := run.summary.get("set_aside"):
-        warnings.append(f"Set aside for bad uploads: {', '.join(aside)}.")
+        where = f"The first was from client {first['client']} in round {number}"
+        warnings.append(f"{uploads} dropped. {where}: {first['reason']}.")
+    if excluded := run.summary.get("set_aside"):
+        warnings.append(f"Clients excluded for invalid uploads: {', '.join(excluded)}.")
     return warnings
 
 
 def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Label, value and note of each: both accuracies, of the mean and of the worst client, and the costs."""
+    """Label, value and note of each card: accuracies, then costs."""
     titles = rounds.accuracies(run)
     cards = [_mean_card(run, name, title) for name, title in titles.items()]
     cards += [_worst_card(run, name, title) for name, title in titles.items()]
@@ -196,7 +197,7 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
             for name, title in titles.items()
         ]
     up, down = run.summary["bytes"]["up"], run.summary["bytes"]["down"]
-    cards.append(("sent", size(up + down), f"{size(up)} up, {size(down)} down"))
+    cards.append(("traffic", size(up + down), f"{size(up)} up, {size(down)} down"))
     length = pluralize(run.summary["rounds"], "round", "rounds")
     return [*cards, ("time", duration(run.summary["seconds"]), length)]
 
@@ -221,7 +222,7 @@ def _worst_card(run: RunRecord, name: str, title: str) -> tuple[str, str, str]:
 
 
 def _before(run: RunRecord, name: str, of: str, interval: Interval | None) -> list[str]:
-    """What the untouched model came to, with as many digits; nothing of a figure that it cannot have."""
+    """The base model's accuracy with matching digits; empty if the metric has no initial value."""
     if name != "preference_accuracy" or "baseline_accuracy" not in run.figures:
         return []
     before: Mapping[str, Any] = run.figures["baseline_accuracy"].values
@@ -229,13 +230,13 @@ def _before(run: RunRecord, name: str, of: str, interval: Interval | None) -> li
 
 
 def public_page(run: Path) -> str:
-    """The page about the finished run in a directory, made from three of its files and nothing else.
+    """Render a finished run without private content.
 
-    So it has no response that a judge read, none of an alignment, and nothing of clients' tastes. Metrics of
-    private states, such as gates, are left out of the summary.
+    The page leaves out judged responses, the alignment, latent tastes, and metrics of private states such as
+    gates.
 
     Raises:
-        RunError: there is no finished run, or a file is damaged.
+        RunError: the directory holds no finished run, or a file is damaged.
     """
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / run.resolve().name

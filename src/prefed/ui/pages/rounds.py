@@ -1,4 +1,4 @@
-"""What a run's page shows over rounds: accuracies, losses, clients, costs, gradients, own metrics."""
+"""Charts and tables over rounds: accuracies, losses, clients, costs, gradients, method metrics."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from prefed.ui.pages.metric_text import interval_of_mean, share
 from prefed.ui.pages.tables import ROWS, Facts, Table, cell
 
 FEW = 10
-"""Clients that have a curve of their own at most; of more, quantiles are drawn."""
+"""Maximum number of clients with one curve each; beyond it, quantiles are drawn."""
 QUANTILES = {"lowest": 0.0, "lower quarter": 0.25, "median": 0.5, "upper quarter": 0.75, "highest": 1.0}
 TITLES = {"preference_accuracy": "preference accuracy", "reward_accuracy": "reward accuracy"}
-"""The two accuracies of a policy, always next to each other."""
+"""The two accuracies of a policy."""
 GRADIENTS = {
-    "global_loss": "loss of the global objective",
-    "gradient_norm": "norm of its gradient",
-    "paper_gap": "the paper's gap",
+    "global_loss": "global loss",
+    "gradient_norm": "gradient norm",
+    "paper_gap": "paper's gap",
 }
-"""Metrics of a diagnosis, and the titles of their panels."""
+"""Diagnostic metric → title of its panel."""
 OWN_CHARTS = frozenset({*GRADIENTS, "consensus_before", "consensus_after"})
-"""Metrics that have a chart of their own on the page of a run that was diagnosed or has a graph."""
+"""Metrics with a separate chart in the section on gradients, consensus and delays."""
 DASHED = "7 4"
 
 
@@ -51,8 +51,8 @@ class Numbers:
     """Metrics over rounds.
 
     Attributes:
-        plot: of those that change; ``None`` if none does.
-        constant: a line for each of the others.
+        plot: chart of the metrics that change; ``None`` if none does.
+        constant: a sentence for each of the others.
     """
 
     plot: Chart | None
@@ -60,7 +60,7 @@ class Numbers:
 
 
 def accuracies(run: RunRecord) -> dict[str, str]:
-    """The accuracies that a run has next to each other: name → title. Those of a selector are one."""
+    """The accuracies of a run: name → title. A selector has only preference accuracy."""
     if "choice_loss" in run.summary:
         return {"preference_accuracy": "preference accuracy"}
     return {name: title for name, title in TITLES.items() if name in run.figures}
@@ -71,7 +71,7 @@ def _measured(run: RunRecord) -> dict[str, str]:
 
 
 def accuracy_charts(run: RunRecord) -> list[Chart]:
-    """Accuracies, the training loss, and the metrics of a reward head if the model has one."""
+    """Charts of the accuracies, the training loss and, if the model has one, the reward head."""
     charts = [accuracy(run)] if run.curve("preference_accuracy")[0] else []
     rounds, losses = run.curve("loss")
     if len(set(losses)) > 1:
@@ -80,7 +80,7 @@ def accuracy_charts(run: RunRecord) -> list[Chart]:
             Chart(
                 "loss",
                 f"Training loss over rounds, from {losses[0]:.4g} to {losses[-1]:.4g}.",
-                "Loss on the clients' training batches, weighted by their numbers of pairs.",
+                "Mean loss on the clients' training batches, weighted by numbers of pairs.",
                 [Panel(ROUNDS, Axis("training loss"), [line], height=240)],
             )
         )
@@ -88,7 +88,7 @@ def accuracy_charts(run: RunRecord) -> list[Chart]:
 
 
 def reward_head(run: RunRecord) -> list[Chart]:
-    """The metrics of an explicit reward head, means over clients; empty without one."""
+    """Chart of an explicit reward head's metrics, means over clients; empty without a reward head."""
     curves = {name: run.curve(name) for name in REWARDED if name in run.figures and run.curve(name)[1]}
     if not curves:
         return []
@@ -98,17 +98,16 @@ def reward_head(run: RunRecord) -> list[Chart]:
         for index, (name, curve) in enumerate(curves.items())
     ]
     text = "; ".join(f"{labels[name]} ends at {values[-1]:.1%}" for name, (_, values) in curves.items())
-    caption = "The explicit reward head, means over clients; what each metric means is explained below."
+    caption = "Metrics of the explicit reward head, means over clients; defined under Metric definitions."
     return [
         Chart("reward_head", f"{text}.", caption, [Panel(ROUNDS, Axis("share of pairs", percent), lines)])
     ]
 
 
 def accuracy(run: RunRecord) -> Chart:
-    """Each accuracy over rounds: the mean over clients, its 95% interval, and the worst client.
+    """Each accuracy over rounds: mean over clients, its 95% interval, and the worst client.
 
-    Preference accuracy starts in round 0, the untouched model. Reward accuracy has no value there: nothing
-    has changed yet.
+    Preference accuracy starts in round 0, the base model. Reward accuracy is undefined there.
     """
     titles, panels = _measured(run), []
     for at, (name, title) in enumerate(titles.items()):
@@ -129,16 +128,16 @@ def accuracy(run: RunRecord) -> Chart:
         text += f"; the worst client goes from {before['worst']:.1%} to {worst[-1]:.1%}." if worst else "."
     else:
         text += f"The mean over clients ends at {end}."
-    caption = "Round 0 is the untouched model. The worst client may be another one in each round."
+    caption = "Round 0 is the base model. The worst client may differ between rounds."
     _, rewards = run.curve("reward_accuracy")
     if rewards and len(accuracies(run)) > 1:
         text += f" Reward accuracy ends at {rewards[-1]:.1%}, mean over clients."
         caption += (
-            " Preference accuracy: share of pairs whose chosen response the model assigns a higher "
+            " Preference accuracy: share of pairs in which the model assigns the chosen response the higher "
             f"probability. Reward accuracy: {REWARD_MEANING}."
         )
     if interval is not None:
-        caption += " The band is the 95% interval of the mean, for other pairs of the same clients."
+        caption += " The band is the 95% interval of the mean, for the same clients with other pairs."
     return Chart("accuracy", text, caption, panels, same=True)
 
 
@@ -161,7 +160,7 @@ def _mean_and_worst(run: RunRecord, name: str) -> list[Line]:
 
 
 def _evaluations(run: RunRecord, name: str) -> list[tuple[int, Any]]:
-    """The rounds in which a metric of every client was measured, with the metric."""
+    """Rounds with per-client values of a metric, and the metric."""
     logged = ((int(record["round"]), record.get("evaluation", {}).get(name)) for record in run.rounds)
     found = [(at, metric) for at, metric in logged if isinstance(metric, Mapping) and "per_client" in metric]
     before = run.figures.get("baseline_accuracy")
@@ -170,7 +169,11 @@ def _evaluations(run: RunRecord, name: str) -> list[tuple[int, Any]]:
 
 
 def clients(run: RunRecord) -> Chart | None:
-    """Each client's accuracies; of more than :data:`FEW` clients quantiles. ``None`` of one evaluation."""
+    """Each client's accuracies over rounds, or quantiles if there are more than :data:`FEW` clients.
+
+    Returns:
+        ``None`` if there was only one evaluation.
+    """
     rounds, _ = run.curve("preference_accuracy")
     if len(rounds) < 2:
         return None
@@ -182,11 +185,11 @@ def clients(run: RunRecord) -> Chart | None:
         y = Axis("" if at else "share of pairs", percent)
         panels.append(Panel(ROUNDS, y, lines, title if len(titles) > 1 else "", 320))
     after = run.figures["preference_accuracy"].values["per_client"].values()
-    text = f"Shares of {len(run.clients):,} clients over {len(rounds):,} evaluations; at the end they lie "
-    text += f"between {min(after):.1%} and {max(after):.1%}."
+    text = f"Accuracies of {pluralize(len(run.clients), 'client', 'clients')} over {len(rounds):,} "
+    text += f"evaluations; at the end between {min(after):.1%} and {max(after):.1%}."
     caption = "Each client over rounds."
     if not few:
-        caption = "The clients over rounds: the lowest and the highest, the middle half, and the median."
+        caption = "Median, quartiles, minimum and maximum over clients, by round."
     return Chart("clients_over_rounds", text, caption, panels, same=True)
 
 
@@ -194,7 +197,7 @@ def _each_client(run: RunRecord, metrics: Sequence[tuple[int, Any]]) -> list[Lin
     lines = []
     for index, client in enumerate(run.clients):
         own = [(r, each["per_client"][client]) for r, each in metrics if client in each["per_client"]]
-        # Of curves that run over each other every one shows.
+        # Decreasing widths keep overlapping curves visible.
         width = 1.5 + 0.5 * (len(run.clients) - 1 - index)
         look = Look(color_of(index), width, "5 4" if index % 2 else "", index % 7)
         name, rounds, values = short_name(client, 16), [r for r, _ in own], [value for _, value in own]
@@ -231,7 +234,7 @@ def rounds_table(run: RunRecord) -> Table:
         traffic = [size(record[way]) for way in ("bytes_up", "bytes_down")]
         rows.append((str(record["round"]), [*metrics, *traffic, cell(record.get("seconds"), ".1f")]))
     more = f"The last {ROWS:,} of {len(run.rounds):,} rounds. " if len(run.rounds) > ROWS else ""
-    return Table(f"{more}Means over clients where they were measured.", heads, rows)
+    return Table(f"{more}Metrics are means over clients; blank in rounds without an evaluation.", heads, rows)
 
 
 def costs(run: RunRecord) -> Facts:
@@ -239,13 +242,13 @@ def costs(run: RunRecord) -> Facts:
     summary = run.summary
     traffic, parameters = summary["bytes"], summary.get("parameters", {})
     visits = sum(len(record.get("cohort", ())) for record in run.rounds)
-    facts = [("sent by clients", size(traffic["up"])), ("sent to clients", size(traffic["down"]))]
+    facts = [("total upload", size(traffic["up"])), ("total download", size(traffic["down"]))]
     if visits:
         each = (f"{size(traffic[way] / visits)} {way}" for way in ("up", "down"))
-        facts.append(("for each client and round", ", ".join(each)))
+        facts.append(("per client and round", ", ".join(each)))
     if parameters:
-        facts.append(("parameters trained by a client", f"{parameters['trainable']:,}"))
-        facts.append(("parameters in an upload", f"{parameters['communicated']:,}"))
+        facts.append(("trainable parameters per client", f"{parameters['trainable']:,}"))
+        facts.append(("parameters per upload", f"{parameters['communicated']:,}"))
     facts.append(("time", duration(summary["seconds"])))
     if "peak_memory_mb" in summary:
         facts.append(("peak memory", f"{summary['peak_memory_mb']:,.0f} MiB"))
@@ -253,7 +256,7 @@ def costs(run: RunRecord) -> Facts:
 
 
 def cost(run: RunRecord) -> Chart:
-    """Bytes sent up and down by the end of each round, and how long each round took."""
+    """Cumulative uploads and downloads, and the duration of each round."""
     sent = []
     for index, way in enumerate(("up", "down")):
         rounds, values = run.curve(f"bytes_{way}")
@@ -263,26 +266,26 @@ def cost(run: RunRecord) -> Chart:
         sent.append(Line(way, list(zip(map(float, at), sums, strict=True)), notes, look))
     took = over_rounds("", *run.curve("seconds"), Look(3), duration)
     traffic = run.summary["bytes"]
-    text = f"In all {size(traffic['up'])} went up and {size(traffic['down'])} down."
+    text = f"Total traffic: {size(traffic['up'])} up, {size(traffic['down'])} down."
     panels = [
-        Panel(ROUNDS, Axis(write=size), sent, "sent so far", 240),
-        Panel(ROUNDS, Axis(zero=True), [took], "seconds a round", 240),
+        Panel(ROUNDS, Axis(write=size), sent, "cumulative traffic", 240),
+        Panel(ROUNDS, Axis(zero=True), [took], "seconds per round", 240),
     ]
-    return Chart("cost", text, "Bytes are those of the messages as sent.", panels)
+    return Chart("cost", text, "Traffic is the size of the messages as sent.", panels)
 
 
 def evaluated_metrics(run: RunRecord) -> list[str]:
-    """The run's own numbers that come from evaluations on held-out pairs, such as ``margin``."""
+    """Further metrics from evaluations on held-out pairs, such as ``margin``."""
     return [n for n in run.own_figures if any(n in record.get("evaluation", {}) for record in run.rounds)]
 
 
 def own_metrics(run: RunRecord) -> list[str]:
-    """The run's other own numbers, of the method and its merge rule, that no other chart shows."""
+    """Metrics of the method and its merge rule that no other chart shows."""
     return [name for name in run.own_figures if name not in {*OWN_CHARTS, *evaluated_metrics(run)}]
 
 
 def numbers(run: RunRecord, names: Sequence[str]) -> Numbers | None:
-    """Metrics of the round log: those that change as a chart, each of the others as a line."""
+    """Metrics of the round log: changing ones as a chart, constant ones as sentences."""
     if not names:
         return None
     changing, constant = moving(run, names)
@@ -298,9 +301,9 @@ def numbers(run: RunRecord, names: Sequence[str]) -> Numbers | None:
 
 
 def moving(run: RunRecord, names: Sequence[str]) -> tuple[list[str], dict[str, float]]:
-    """Those of ``names`` that change over rounds, and the others with the one value that each has.
+    """Split metrics into those that change over rounds and constant ones with their value.
 
-    Metrics with the same text before a slash, such as ``gate/0`` and ``gate/1``, change together.
+    Metrics with the same text before a slash, such as ``gate/0`` and ``gate/1``, stay together.
     """
     values = {name: run.curve(name)[1] for name in names}
     changing = {name.split("/")[0] for name, own in values.items() if len(set(own)) > 1}
@@ -332,7 +335,7 @@ def _constant(run: RunRecord, name: str, value: float) -> str:
 
 
 def distributed(run: RunRecord) -> list[Chart]:
-    """Gradients if the run was diagnosed, consensus with a graph, delays on a virtual clock."""
+    """Charts of diagnostics, of consensus on a graph, and of delays in a simulated fleet."""
     made = []
     if "paper_gap" in run.own_figures:
         # A method that shares nothing has no gradient of a global objective.
@@ -343,7 +346,7 @@ def distributed(run: RunRecord) -> list[Chart]:
         ]
         ends = ((name.replace("_", " "), values) for name, (_, values) in curves.items())
         text = "; ".join(f"{name} from {v[0]:.4g} to {v[-1]:.4g}" for name, v in ends)
-        caption = "At the published model, or at the clients' mean model where there is no server."
+        caption = "Evaluated at the server's model or, without a server, at the mean of the clients' models."
         made.append(Chart("gradients", f"Over rounds: {text}.", caption, panels))
     if "consensus_after" in run.own_figures:
         made.append(_consensus(run))
@@ -356,14 +359,14 @@ def _consensus(run: RunRecord) -> Chart:
     curves = {when: run.curve(f"consensus_{when}") for when in ("before", "after")}
     lines = []
     for index, (when, (rounds, values)) in enumerate(curves.items()):
-        # On a complete graph nothing is left after the mix, and zero has no logarithm.
+        # The axis is logarithmic, and on a complete graph the error after mixing is zero.
         own = [(r, value) for r, value in zip(rounds, values, strict=True) if value > 0]
         look = Look(index + 1, mark=index)
-        name = f"{when} the mix"
+        name = f"{when} mixing"
         lines.append(over_rounds(name, [r for r, _ in own], [value for _, value in own], look, number))
     before, after = (values[-1] for _, values in curves.values())
-    text = f"Consensus error over rounds; in the last one {before:.4g} before the mix, {after:.4g} after."
-    caption = "Mean squared distance of clients' models from their mean, before and after each mix."
+    text = f"Consensus error over rounds; in the last round {before:.4g} before mixing, {after:.4g} after."
+    caption = "Mean squared distance of the clients' models from their mean, before and after mixing."
     panel = Panel(ROUNDS, Axis("consensus error", log=True), lines, height=260)
     return Chart("consensus", text, caption, [panel])
 
@@ -386,7 +389,7 @@ def _delays(run: RunRecord) -> Chart:
     ]
     if timed:
         line = Line("", timed, [f"after {duration(at)}: {value:.1%}" for at, value in timed], Look(2))
-        title = "accuracy, mean over clients"
+        title = "preference accuracy, mean over clients"
         panels.append(Panel(Axis("simulated seconds"), Axis(write=percent), [line], title, 240))
-    caption = "How old the models were that uploads started from, and accuracy by simulated time."
+    caption = "Age of the models that uploads started from, and accuracy over simulated time."
     return Chart("delays", f"{text}.", caption, panels)

@@ -1,4 +1,4 @@
-"""What commands print: the result of a run, an evaluation, a dry run, the statistics of a dataset."""
+"""Terminal output: the result of a run, an evaluation, a dry run, the statistics of a dataset."""
 
 from __future__ import annotations
 
@@ -40,19 +40,22 @@ def print_result(
     groupings: Sequence[Grouping] = (),
     tastes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Each client before and after, what a reader should know, and what the run cost.
+    """Print each client before and after, notes and warnings, and the cost of the run.
 
-    ``summary`` is what ``summary.json`` holds. ``more`` are further columns, each shaped as
-    ``preference_accuracy`` is in the summary. ``groupings`` are the run's, where it has selectors,
-    ``tastes`` what its ``tastes.json`` holds.
+    Args:
+        summary: the content of ``summary.json``.
+        console: where to print.
+        more: heading → further column, with the structure of ``summary["preference_accuracy"]``.
+        groupings: of a run that trains several selectors.
+        tastes: the content of ``tastes.json``, if any.
     """
     console.print(terminal(_clients(summary, more or {})))
     console.print(verdict(summary), soft_wrap=True)
     if "majority_accuracy" not in summary:
         console.print(f"reward accuracy: {REWARD_MEANING}", soft_wrap=True, style="dim")
     if summary["left_out"]:
-        one, several = (f"{who} no pair to be judged on and" for who in ("client has", "clients have"))
-        console.print(f"{pluralize(summary['left_out'], f'{one} is', f'{several} are')} left out")
+        one, several = (f"{who} no {summary['split']} pairs and" for who in ("client has", "clients have"))
+        console.print(f"{pluralize(summary['left_out'], f'{one} was', f'{several} were')} not evaluated")
     small = small_clients_note(summary["preference_accuracy"])
     if small:
         console.print(small, markup=False, soft_wrap=True)
@@ -62,13 +65,13 @@ def print_result(
         uploads = pluralize(summary["dropped"], "upload was", "uploads were")
         console.print(f'{uploads} dropped: see "dropped" in rounds.jsonl', style="yellow")
     if summary.get("set_aside"):
-        names = ", ".join(summary["set_aside"])
-        console.print(f"set aside for bad uploads: {names}", markup=False, soft_wrap=True, style="yellow")
+        text = f"clients excluded for invalid uploads: {', '.join(summary['set_aside'])}"
+        console.print(text, markup=False, soft_wrap=True, style="yellow")
     if "explicit_margin" in summary:
-        right, agreed = summary["explicit_accuracy"]["mean"], summary["agreement"]["mean"]
+        accuracy, agreement = summary["explicit_accuracy"]["mean"], summary["agreement"]["mean"]
         console.print(
-            f"reward head: explicit accuracy {right:.1%}, agreement with the policy {agreed:.1%}; "
-            f"mean margin {summary['explicit_margin']:.3f}, the policy's {summary['margin']:.3f} nats",
+            f"reward head: explicit accuracy {accuracy:.1%}, agreement with the policy {agreement:.1%}; "
+            f"mean margin {summary['explicit_margin']:.3f} (policy: {summary['margin']:.3f} nats)",
             soft_wrap=True,
         )
     selectors = agreements(summary, groupings[-1].clusters if groupings else ())
@@ -78,7 +81,7 @@ def print_result(
         last = groupings[-1]
         sizes = ", ".join(f"{len(clients):,}" for clients in last.clusters)
         moved = pluralize(len(last.moved), "client", "clients")
-        console.print(f"clusters of {sizes} clients since round {last.round}, where {moved} moved")
+        console.print(f"clusters of {sizes} clients since round {last.round}, when {moved} moved")
     if tastes:
         style = "yellow" if tastes["collapsed"] else None
         console.print(tastes_line(tastes), markup=False, soft_wrap=True, style=style)
@@ -88,32 +91,44 @@ def print_result(
         console.print(f"{profile.label}: mean {profile.ends}", markup=False)
     traffic, parameters = summary["bytes"], summary["parameters"]
     console.print(
-        f"sent up {size(traffic['up'])}, down {size(traffic['down'])}; "
-        f"{parameters['trainable']:,} parameters trained, {parameters['communicated']:,} in an upload; "
+        f"traffic {size(traffic['up'])} up, {size(traffic['down'])} down; "
+        f"{parameters['trainable']:,} trainable parameters, {parameters['communicated']:,} per upload; "
         f"{summary['seconds']:.1f} s, peak memory {summary['peak_memory_mb']:.0f} MiB",
         soft_wrap=True,
     )
 
 
 def verdict(summary: Summary) -> str:
-    """Whether training helped: the mean before and after, and for how many clients it rose.
+    """Summarise whether training helped: means before and after, and how many clients improved.
+
+    Personal models are also compared with the shared model.
 
     >>> def over(mean, ann, bob):
     ...     return {"mean": mean, "per_client": {"ann": ann, "bob": bob}}
-    >>> verdict({"baseline_accuracy": over(0.5, 0.5, 0.5), "preference_accuracy": over(0.6, 0.75, 0.45)})
-    'preference accuracy 0.500 → 0.600, mean over clients: better than before for 1 of 2 clients'
+    >>> summary = {"baseline_accuracy": over(0.5, 0.5, 0.5), "preference_accuracy": over(0.6, 0.75, 0.45)}
+    >>> verdict(summary)
+    'preference accuracy 0.500 → 0.600, mean over clients; higher than before for 1 of 2 clients'
+    >>> verdict({**summary, "shared_accuracy": over(0.7, 0.8, 0.6)}).partition("; ")[2]
+    'higher than before for 1 of 2 clients, higher than the shared model for 0 of 2'
     """
     before, after = summary["baseline_accuracy"], summary["preference_accuracy"]
-    both = before["per_client"].keys() & after["per_client"].keys()
-    better = sum(after["per_client"][client] > before["per_client"][client] for client in both)
-    return (
-        f"preference accuracy {before['mean']:.3f} → {after['mean']:.3f}, mean over clients: "
-        f"better than before for {better:,} of {pluralize(len(both), 'client', 'clients')}"
-    )
+
+    def better(than: Mapping[str, Any]) -> tuple[int, int]:
+        own, others = after["per_client"], than["per_client"]
+        both = own.keys() & others.keys()
+        return sum(own[client] > others[client] for client in both), len(both)
+
+    higher, clients = better(before)
+    text = f"preference accuracy {before['mean']:.3f} → {after['mean']:.3f}, mean over clients; "
+    text += f"higher than before for {higher:,} of {pluralize(clients, 'client', 'clients')}"
+    if "shared_accuracy" in summary:
+        higher, clients = better(summary["shared_accuracy"])
+        text += f", higher than the shared model for {higher:,} of {clients:,}"
+    return text
 
 
 def result_line(summary: Summary) -> str:
-    """The result of a run in one line; ``summary`` is what ``summary.json`` holds."""
+    """The result of a run in one line."""
     names = ("preference_accuracy", "baseline_accuracy", "reward_accuracy")
     metrics = metrics_of_clients(summary)
     figures = (f"{name.replace('_', ' ')} {metrics[name]['mean']:.3f}" for name in names)
@@ -121,16 +136,18 @@ def result_line(summary: Summary) -> str:
 
 
 def privacy_line(privacy: Mapping[str, Any]) -> str:
-    """What a run with a ``[privacy] kind`` promises of any one client.
+    """The differential privacy of a run with ``[privacy] kind``, in one line.
 
-    >>> told = {"kind": "central", "epsilon": None, "delta": None, "noise_multiplier": 0.0}
-    >>> privacy_line(told)
-    'privacy: central, updates are clipped and have no noise, so nothing is promised'
+    >>> privacy_line({"kind": "central", "epsilon": None, "delta": None, "noise_multiplier": 0.0})
+    'privacy: central; updates are clipped but have no noise, so there is no privacy guarantee'
     """
     if privacy["epsilon"] is None:
-        return f"privacy: {privacy['kind']}, updates are clipped and have no noise, so nothing is promised"
+        return (
+            f"privacy: {privacy['kind']}; updates are clipped but have no noise, so there is no privacy "
+            "guarantee"
+        )
     releases = pluralize(privacy["releases"], "release", "releases")
-    known = "; the seed gives the noise away" if privacy["draws"] == "seed" else ""
+    known = "; the seed reveals the noise" if privacy["draws"] == "seed" else ""
     return (
         f"privacy: {privacy['kind']}, epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g} "
         f"({privacy['adjacency']}; {privacy['bound']}; {releases}{known})"
@@ -138,21 +155,22 @@ def privacy_line(privacy: Mapping[str, Any]) -> str:
 
 
 def best_line(stop: Mapping[str, Any]) -> str:
-    """Which round was the best, by what, and whether the run stopped before its last.
+    """The best round, its metric, and whether the run stopped early.
 
     >>> stop = {"metric": "preference_accuracy", "over": "mean", "stopped": True}
     >>> stop |= {"last": {"round": 9, "value": 0.61}, "best": {"round": 6, "value": 0.66}}
     >>> best_line(stop).partition(": ")[2]
-    '6 (0.660; 0.610 after the last, 9, where the run stopped)'
+    '6 (0.660); early stopping after round 9 (0.610)'
     """
-    by, last, best = f"{stop['over']} {stop['metric'].replace('_', ' ')}", stop["last"], stop.get("best")
+    over = "worst-client" if stop["over"] == "worst" else stop["over"]
+    by, last, best = f"{over} {stop['metric'].replace('_', ' ')}", stop["last"], stop.get("best")
     if best is None:
-        return f"no round has a finite {by} on validation pairs: none is the best"
-    ended = ", where the run stopped" if stop["stopped"] else ""
+        return f"no best round: {by} on validation pairs is not finite in any round"
+    end = "early stopping after round" if stop["stopped"] else "last round:"
     value = "not finite" if last["value"] is None else f"{last['value']:.3f}"
     return (
-        f"best round by {by} on validation pairs: {best['round']} ({best['value']:.3f}; {value} after the "
-        f"last, {last['round']}{ended})"
+        f"best round by {by} on validation pairs: {best['round']} ({best['value']:.3f}); "
+        f"{end} {last['round']} ({value})"
     )
 
 
@@ -189,7 +207,7 @@ def _clients(summary: Summary, more: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> None:
-    """Each client's figures, those of clients that never took part, and what a reader should know."""
+    """Print each client's metrics, those of clients that never trained, and notes."""
     if evaluation.figures:
         figures = {n: figure for n, figure in figures_of(evaluation.figures).items() if n not in MEAN_METRICS}
         if evaluation.taste is not None:
@@ -200,9 +218,9 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
         title = f"{name}: preference accuracy on {evaluation.what}"
         console.print(terminal(metrics_table(title, usual, evaluation.pairs.get)))
         if single:
-            title = f"{name}: each selector by itself"
-            alone = [figures[n] for n in single]
-            console.print(terminal(metrics_table(title, alone, evaluation.pairs.get)))
+            title = f"{name}: individual selectors"
+            selectors = [figures[n] for n in single]
+            console.print(terminal(metrics_table(title, selectors, evaluation.pairs.get)))
         rewarded = [figures[n] for n in ("preference_accuracy", *REWARDED) if n in figures]
         if len(rewarded) > 1:
             title = f"{name}: with the reward head"
@@ -217,7 +235,7 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
     if evaluation.unseen:
         console.print(terminal(unseen_table(evaluation.unseen, evaluation.taste)))
     if evaluation.unseen_selectors:
-        pairs = "the pairs of clients that never took part,"
+        pairs = "pairs of clients that never trained,"
         if table := agreement_table(agreements(evaluation.unseen_selectors), pairs):
             console.print(terminal(table))
     for note in evaluation.notes:
@@ -227,15 +245,15 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
 def estimate_line(found: DryRun) -> str:
     """The result of a dry run in one line."""
     each = duration(sum(found.seconds_per_round.values()))
-    wrong = pluralize(len(found.warnings), "warning", "warnings") if found.warnings else "nothing is wrong"
+    warnings = pluralize(len(found.warnings), "warning", "warnings") if found.warnings else "no problems"
     return (
-        f"{found.method}: {wrong}; by estimate {each} a round, {duration(found.seconds)} in all, "
+        f"{found.method}: {warnings}; estimate: {each} per round, {duration(found.seconds)} in total, "
         f"{size(found.bytes['up'])} up and {size(found.bytes['down'])} down"
     )
 
 
 def print_dry_run(found: DryRun, console: Console) -> None:
-    """Sizes and times, one kind a line."""
+    """Print estimates of sizes and times, notes and warnings."""
     from rich.table import Table
 
     clients, pairs, disk, timed = found.clients, found.pairs, found.disk, found.timed
@@ -244,23 +262,23 @@ def print_dry_run(found: DryRun, console: Console) -> None:
     unseen = f", and {pluralize(clients['unseen'], 'newcomer', 'newcomers')}" if clients["unseen"] else ""
     needed = sum(disk.values()) - disk["free"]
     rows = {
-        "clients": f"{clients['train']:,} train, {clients['cohort']:,} of them in a round; "
-        f"{clients['evaluated']:,} are evaluated{unseen}",
-        "pairs": f"{pairs['train']:,} to train on, {pairs['validation']:,} to validate on, "
-        f"{pairs['test']:,} to test on",
-        "parameters": f"{found.parameters['trainable']:,} are trained, "
-        f"{found.parameters['communicated']:,} are in an upload",
-        "sent": f"{size(each['up'])} up and {size(each['down'])} down a round; "
+        "clients": f"{clients['train']:,} train, {clients['cohort']:,} per round; "
+        f"{clients['evaluated']:,} evaluated{unseen}",
+        "pairs": f"{pairs['train']:,} for training, {pairs['validation']:,} for validation, "
+        f"{pairs['test']:,} for testing",
+        "parameters": f"{found.parameters['trainable']:,} trainable, "
+        f"{found.parameters['communicated']:,} per upload",
+        "traffic": f"{size(each['up'])} up and {size(each['down'])} down per round; "
         f"{size(whole['up'])} up and {size(whole['down'])} down in {rounds}",
         "disk": f"{size(needed)}: cache {size(disk['cache'])}, checkpoint {size(disk['checkpoint'])}, "
-        f"adapters {size(disk['adapters'])}; {size(disk['free'])} are free",
+        f"adapters {size(disk['adapters'])}; {size(disk['free'])} free",
         "memory": f"peak {found.peak_memory_mb:,.0f} MiB so far, in this process",
-        "time": f"{duration(sum(seconds.values()))} a round, of which evaluation "
-        f"{duration(seconds['evaluation'])}; {duration(found.seconds)} in {rounds}",
-        "": f"an estimate, from {pluralize(int(timed['steps']), 'step', 'steps')} of client "
+        "time": f"{duration(sum(seconds.values()))} per round, including {duration(seconds['evaluation'])} "
+        f"of evaluation; {duration(found.seconds)} in {rounds}",
+        "": f"estimated from {pluralize(int(timed['steps']), 'step', 'steps')} of client "
         f"{printable(str(timed['client']))!r} and "
-        f"{pluralize(int(timed['pairs']), 'evaluated pair', 'evaluated pairs')}; "
-        "what the untouched model gives each pair, once, comes on top",
+        f"{pluralize(int(timed['pairs']), 'evaluated pair', 'evaluated pairs')}, "
+        "without the initial evaluation of every pair by the base model",
     }
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -272,80 +290,77 @@ def print_dry_run(found: DryRun, console: Console) -> None:
         console.print(printable(text), markup=False, soft_wrap=True)
     for text in found.warnings:
         console.print(f"warning: {printable(text)}", style="yellow", markup=False, soft_wrap=True)
-    wrong = "" if found.warnings else "nothing is wrong, and "
-    console.print(f"{wrong}nothing was written", markup=False)
+    console.print("nothing was written" if found.warnings else "no problems found; nothing was written")
 
 
 _COUNTS = {
     **{name: f"left out: {text}" for name, (text, _) in LEFT_OUT.items()},
-    "dropped": "clients left out: nothing to train on",
+    "dropped": "clients left out: no training pairs",
     **{name: several for name, (_, several) in CUT.items()},
     "prefixes": "responses that repeated the prompt",
 }
-"""Counts of :class:`~prefed.data.dataset.RowCounts`, and their texts."""
+"""Field of :class:`~prefed.data.dataset.RowCounts` → text."""
 
 
 def print_dataset_statistics(statistics: DatasetStatistics, console: Console) -> None:
     """Print a table with one line per client (the first 40), then a table of the whole dataset."""
-    rows: list[Row] = [_client_row(client) for client in statistics.clients[:LISTED]]
+    # Categories that only repeat the clients' ids are left out.
+    categorised = any(client.categories.keys() - {client.id} for client in statistics.clients)
+    rows: list[Row] = [_client_row(client, categorised) for client in statistics.clients[:LISTED]]
     if len(statistics.clients) > LISTED:
         rows.append((f"… and {len(statistics.clients) - LISTED:,} more", []))
-    heads = ["client", "train", "val.", "test", "prompt", "response", "JSD cat.", "JSD tok.", "category"]
+    heads = ["client", "train", "val.", "test", "prompt", "response"]
+    heads += ["JSD cat.", "JSD tok.", "category"] if categorised else ["JSD tok."]
+    caption = pluralize(len(statistics.clients), "client", "clients")
+    left = int(categorised)
+    console.print(terminal(Table(caption, heads, rows, left=left, fold=("prompt", "response"))))
     console.print(
-        terminal(
-            Table(
-                pluralize(len(statistics.clients), "client", "clients"),
-                heads,
-                rows,
-                left=1,
-                fold=("prompt", "response"),
-            )
-        )
+        "prompt, response: tokens (median/95%/max). JSD: distance from all clients' pairs together, 0 to 1."
     )
-    console.print(
-        "prompt, response: tokens, median/95%/largest. JSD: distance from all clients together, 0 to 1."
-    )
-    whole = [(name, [text]) for name, text in _dataset_rows(statistics)]
+    whole = [(name, [text]) for name, text in _dataset_rows(statistics, categorised)]
     console.print(terminal(Table("", ["all clients", ""], whole)))
 
 
-def _client_row(client: ClientStatistics) -> Row:
+def _client_row(client: ClientStatistics, categorised: bool) -> Row:
     cells = [f"{count:,}" for count in (client.train, client.validation, client.test)]
     cells += [_quantiles(client.prompt), _quantiles(client.response)]
-    cells += ["–" if client.category_distance is None else f"{client.category_distance:.2f}"]
-    cells += [f"{client.token_distance:.2f}", _largest(client.categories)]
+    if categorised:
+        cells.append("–" if client.category_distance is None else f"{client.category_distance:.2f}")
+    cells.append(f"{client.token_distance:.2f}")
+    if categorised:
+        cells.append(_largest(client.categories))
     return client.id + (" (flipped)" if client.flipped else ""), cells
 
 
-def _dataset_rows(statistics: DatasetStatistics) -> list[tuple[str, str]]:
+def _dataset_rows(statistics: DatasetStatistics, categorised: bool) -> list[tuple[str, str]]:
     clients, counts = statistics.clients, statistics.row_counts.model_dump()
     train = [client.train for client in clients]
     sizes = f"{min(train):,} / {np.median(train):,g} / {max(train):,}"
-    categories = _beside_random(statistics.category_distance, statistics.random_category_distance)
-    tokens = _beside_random(statistics.token_distance, statistics.random_token_distance)
+    categories = _with_random(statistics.category_distance, statistics.random_category_distance)
+    tokens = _with_random(statistics.token_distance, statistics.random_token_distance)
     elsewhere = sum(client.test_elsewhere for client in clients)
     return [
-        ("training pairs: all", f"{sum(train):,}"),
-        ("training pairs a client: least / median / most", sizes),
+        ("training pairs", f"{sum(train):,}"),
+        ("training pairs per client (min / median / max)", sizes),
         ("Gini coefficient of sizes", f"{statistics.gini:.2f}"),
-        ("mean distance of categories (assigned at random)", categories),
-        ("mean distance of tokens (assigned at random)", tokens),
-        ("prompts that several clients train on", f"{statistics.shared_prompts:,}"),
-        ("pairs that several clients train on", f"{statistics.shared_pairs:,}"),
-        ("pairs on which clients disagree", f"{statistics.contradictions:,}"),
-        ("repeated pairs within clients", f"{sum(client.duplicates for client in clients):,}"),
+        *([("mean distance of categories (with random assignment)", categories)] if categorised else []),
+        ("mean distance of tokens (with random assignment)", tokens),
+        ("training prompts shared by several clients", f"{statistics.shared_prompts:,}"),
+        ("training pairs shared by several clients", f"{statistics.shared_pairs:,}"),
+        ("pairs that clients label differently", f"{statistics.contradictions:,}"),
+        ("duplicate pairs within clients", f"{sum(client.duplicates for client in clients):,}"),
         ("test pairs that another client trains on", f"{elsewhere:,} of {sum(c.test for c in clients):,}"),
         (
             "test pairs whose prompt their client trains on",
             f"{sum(client.test_prompts for client in clients):,}",
         ),
-        ("clients without a test pair", f"{sum(client.test == 0 for client in clients):,}"),
+        ("clients without test pairs", f"{sum(client.test == 0 for client in clients):,}"),
         ("rows read", f"{statistics.row_counts.rows:,}"),
         *((text, f"{counts[name]:,}") for name, text in _COUNTS.items() if counts[name]),
     ]
 
 
-def _beside_random(value: float | None, random: float | None) -> str:
+def _with_random(value: float | None, random: float | None) -> str:
     return "–" if value is None or random is None else f"{value:.2f} ({random:.2f})"
 
 
@@ -354,7 +369,7 @@ def _quantiles(lengths: Lengths) -> str:
 
 
 def _largest(categories: dict[str, int], most: int = 2) -> str:
-    """The largest categories with their shares, and the number of the others."""
+    """The largest categories with their shares, and the number of other categories."""
     total = sum(categories.values())
     ranked = sorted(categories.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{name} {count / total:.0%}" for name, count in ranked[:most])

@@ -1,4 +1,4 @@
-// Tables that sort and filter. A page is whole without this: it adds the buttons and the field by itself.
+// Make tables sortable and filterable. Pages also work without JavaScript.
 "use strict";
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];
@@ -36,19 +36,19 @@ for (const table of document.querySelectorAll("table.sortable")) {
 
   const label = document.createElement("label");
   const field = document.createElement("input");
-  const told = document.createElement("span");
+  const count = document.createElement("span");
   field.type = "search";
-  label.append("Rows whose name has ", field);
-  told.setAttribute("role", "status");
+  label.append("Filter by name: ", field);
+  count.setAttribute("role", "status");
   const filter = document.createElement("p");
   filter.className = "filter";
-  filter.append(label, told);
+  filter.append(label, count);
   table.parentElement.before(filter);
-  const tell = () => {
+  const update = () => {
     const words = field.value.trim().toLowerCase();
     for (const row of rows) row.hidden = !row.cells[0].textContent.toLowerCase().includes(words);
-    told.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length}`;
+    count.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
   };
-  field.addEventListener("input", tell);
-  tell();
+  field.addEventListener("input", update);
+  update();
 }
