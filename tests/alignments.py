@@ -109,7 +109,6 @@ def align_killed(alignment, monkeypatch, *, at, most):
             raise Killed
         return rename(self, target)
 
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setattr(os, "write", half)
     monkeypatch.setattr(Path, "rename", no_rename)
     processes = 0

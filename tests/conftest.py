@@ -26,6 +26,9 @@ settings.register_profile("search", max_examples=400, deadline=None, print_blob=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
+# What fsync does shows only when the power fails: nothing waits for it, but in processes that tests start.
+# tests/unit/test_durability.py says what is synced when.
+os.fsync = lambda handle: None
 
 
 def _beside(*parts: str) -> Path:
@@ -33,6 +36,14 @@ def _beside(*parts: str) -> Path:
     if not path.exists():
         pytest.skip(f"needs {path}, which does not come with the repository")
     return path
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes are forked from this one instead of importing everything anew."""
+    from forked import WORKERS
+
+    monkeypatch.setattr("prefed.engines.backends.processes.subprocess", WORKERS)
 
 
 @pytest.fixture(scope="session")

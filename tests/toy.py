@@ -378,8 +378,8 @@ def run(
 def registered(name: str, options: str, job: Job, states: Any, workers: int = 1) -> Any:
     """The backend of that name, for a job with these options (as JSON); a test is skipped without Ray.
 
-    Each process imports PyTorch, which takes longer than a run of the toy: a test asks for more than one
-    where their number matters.
+    A process that is not forked imports PyTorch, which takes longer than a run of the toy: a test asks for
+    more than one where their number matters.
     """
     if name == "ray":
         from ray_cluster import two_nodes

@@ -195,6 +195,7 @@ def test_if_nobody_answers_the_run_ends_and_resumes(tmp_path):
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_an_interrupt_while_workers_are_ended_leaves_none(monkeypatch):
     """All are killed before the first is waited for."""
     backend = WorkerProcesses(JobFactory("toy:build", toy.text()), toy.MemoryStates(), BackendSettings(2))

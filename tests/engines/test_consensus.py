@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import permutations
 from statistics import fmean
 
@@ -24,12 +23,6 @@ from quadratic import Quadratic, QuadraticTrainer
 
 NAMES = ("a", "b", "c", "d", "e")
 GRAPHS = ("path", "ring", "star", "complete")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """What fsync does shows only when the power fails."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 class Five:

@@ -1,7 +1,6 @@
 """Diagnostics of a run on quadratics, whose gradients are known."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -12,12 +11,6 @@ from engines.test_neighbours import job, nodes, run
 from prefed.core import Objective, Owner, Privacy, Tensors
 from prefed.engines.diagnostics import Diagnostics
 from prefed.store import RunReader
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """What fsync does shows only when the power fails."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def diagnosed(graph, pairs, *, every=2, uniform=False, batch=2, method="feddpo"):

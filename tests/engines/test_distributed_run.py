@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import networkx as nx
 import numpy as np
@@ -24,12 +23,6 @@ from prefed.ui.cli import app
 SIZES, STEPS, LR, CLIP = [6, 4, 3, 3], 2, 0.05, 0.2
 METHOD = {"lr": LR, "clip": CLIP, "optimizer": "sgd", "weight_decay": 0.0, "batch_size": 64}
 METHOD |= {"local_epochs": STEPS}
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """What fsync does shows only when the power fails."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(scope="module")

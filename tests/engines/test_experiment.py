@@ -154,13 +154,11 @@ def test_interrupted_and_resumed_it_ends_the_same(place, tmp_path, steps):
     assert left(tmp_path / "parts") == left(tmp_path / "whole")
 
 
-def test_worker_processes_change_no_bit(place, tmp_path, monkeypatch):
-    """Also in a folder with a ``json.py``. A program of one's own that has them is in ``test_workers.py``."""
+@pytest.mark.usefixtures("forked_workers")
+def test_worker_processes_change_no_bit(place, tmp_path):
+    """Two of them. Fresh interpreters do in ``test_workers.py`` and ``test_taste_run.py``."""
     run(experiment(place), tmp_path / "here")
     shared_out = experiment(place, engine={"threads": 1, "workers": 2, "visit_timeout": 600})
-    (tmp_path / "cwd").mkdir()
-    (tmp_path / "cwd/json.py").write_text("raise SystemExit('this is not the library')\n")
-    monkeypatch.chdir(tmp_path / "cwd")
     run(shared_out, tmp_path / "there")
     here, there = left(tmp_path / "here"), left(tmp_path / "there")
     configs = [tomllib.loads(tree.pop("config.toml").decode()) for tree in (here, there)]

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 import toy
-from federating import Within, experiment, site_config
+from federating import Here, Within, experiment, site_config
 from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core import Callback
 from prefed.core.wire import decode_state, decode_upload, encode
 from prefed.engines.backends.processes import Worker
+from prefed.networks.federation import site as site_module
 from prefed.networks.federation.experiment import own_dataset, own_experiment
 from prefed.networks.federation.federate import Terms, federate, told_experiment
 from prefed.networks.federation.site import Site
@@ -45,6 +46,12 @@ def sites(place, tmp_path_factory):
     yield made
     for site in made.values():
         site.close()
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Sites train in this process; the first test has processes."""
+    monkeypatch.setattr(site_module, "Worker", Here)
 
 
 def without_places(out):
@@ -211,6 +218,7 @@ def run_of(out):
     return json.loads((out / "federation.json").read_text())["run"]
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_what_sites_were_asked_for_is_the_runs_from_its_first_visit_on(place, sites, tmp_path):
     """The hub dies after one answer of round 1. With other settings nothing goes on there. With its own the
     run goes on under its name, whoever is named now: its clients are those of the sites it began with."""
@@ -232,6 +240,7 @@ def test_what_sites_were_asked_for_is_the_runs_from_its_first_visit_on(place, si
     )
 
 
+@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("steps", [2, 3])
 def test_a_start_that_failed_binds_nobody(place, sites, tmp_path, steps):
     """One site of two is lost when it is to build its job, so nobody was asked for a visit: the same
@@ -263,6 +272,7 @@ class Claiming(Within):
         return answer
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_a_false_claim_of_pairs_counts_only_where_pairs_weigh(place, sites, tmp_path):
     """With uniform weights the model is the same bit for bit; by pairs, the control, it is another one."""
 

@@ -28,12 +28,6 @@ def forked(path, resume):
     return child
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """What fsync does shows only when the power fails, not when a process ends."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def test_killed_at_random_moments(tmp_path):
     """SIGKILL at 25 moments spread over the run, each then killed once more while resuming."""
     toy.run(tmp_path / "imports", **OPTIONS)  # so that no child spends its time on them

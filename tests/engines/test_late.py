@@ -1,7 +1,6 @@
 """Rounds in which uploads are late: drawn delays and buffered servers, on the toy federation."""
 
 import json
-import os
 from dataclasses import fields, replace
 
 import pytest
@@ -22,12 +21,6 @@ LATE |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis"}
 """Methods whose merge is a mean of models. The others take no late uploads by default."""
 BUFFERED = {"server": "buffered", "buffer": 2, "speeds": "lognormal", "spread": 0.8}
 CLOCKED = ("time", "staleness", "visits", "lost")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """What fsync does shows only when the power fails."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def job(fleet=None, *, method="fedbn", merge=None, rounds=5, cohort=4, **chosen):

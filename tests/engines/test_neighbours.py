@@ -1,7 +1,6 @@
 """Rounds without a server, in this process, on the toy federation."""
 
 import json
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -31,12 +30,6 @@ SCHEDULES = [
     {"name": "complete", "changes": "matching"},
     {"name": "ring", "edge_failure": 0.4},
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """What fsync does shows only when the power fails."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def job(graph, method="decdpo", *, rounds=4, merge=None, faults=None, split=False, **chosen):

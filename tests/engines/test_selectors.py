@@ -212,6 +212,7 @@ def test_a_run_stopped_after_any_task_goes_on_to_the_same_bytes(tmp_path):
         assert toy.outcome(path) == toy.outcome(tmp_path / "whole"), f"after task {task}"
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "in_process"])
 def test_any_number_of_workers_and_any_order_of_clients_give_the_same_bytes(name, tmp_path):
     toy.run(tmp_path / "here", **OPTIONS)

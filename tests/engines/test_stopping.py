@@ -1,7 +1,6 @@
 """Runs that are judged by validation pairs: the best round is kept, and a run may stop before its last."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -21,11 +20,6 @@ from prefed.store import RunReader, RunWriter
 JUDGED = {"rounds": 5, "stop": {"metric": "preference_accuracy"}}
 NEVER = {"rounds": 6, "stop": {"metric": "preference_accuracy", "delta": 1.0, "patience": 2}}
 """No share of pairs is better than another by more than 1, so the first evaluation stays the best."""
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def records(path):
@@ -99,6 +93,7 @@ def test_interrupted_anywhere_it_ends_the_same(tmp_path, options):
         assert toy.outcome(run) == expected
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_change_no_bit(tmp_path):
     toy.run(tmp_path / "here", **NEVER)
     factory, one = JobFactory("toy:build", toy.text(**NEVER)), BackendSettings(1)

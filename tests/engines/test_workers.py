@@ -19,6 +19,8 @@ from prefed.engines.backend import peak_memory_mb
 from prefed.engines.backends import worker_pool
 from prefed.runs.build import job_factory
 
+FORKED = pytest.mark.usefixtures("forked_workers")
+
 TESTS = Path(__file__).resolve().parents[1]
 
 RUN = """
@@ -58,6 +60,7 @@ def script(folder, cwd, **changes):
     return subprocess.Popen([sys.executable, path], cwd=cwd, stdout=subprocess.PIPE, text=True)
 
 
+@FORKED
 def test_a_workers_death_is_named_and_the_run_resumes(tmp_path):
     """Each worker that tries is killed, as by the kernel out of memory: three, no more. Without the fault the
     run continues and ends as one that nothing befell."""
@@ -69,6 +72,7 @@ def test_a_workers_death_is_named_and_the_run_resumes(tmp_path):
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
 
 
+@FORKED
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_task_of_a_lost_worker_is_done_again(tmp_path, caplog, number):
     """One of two workers is killed, or stopped as by a debugger, after the third task. Its task is another's,
@@ -92,6 +96,7 @@ def test_the_task_of_a_lost_worker_is_done_again(tmp_path, caplog, number):
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
+@FORKED
 def test_a_workers_exception_arrives_with_its_place(tmp_path):
     """A client is asked whose data the workers' builder does not have."""
     place = r"KeyError: 'Client 5/ü'\n\(client 'Client 5/ü', round 1, train\)"
@@ -99,6 +104,7 @@ def test_a_workers_exception_arrives_with_its_place(tmp_path):
         toy.run(tmp_path / "run", cohort=6, backend=workers(1, clients=5, cohort=5))
 
 
+@FORKED
 def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
     """The answer's frame announces more bytes than come before SIGKILL does."""
     monkeypatch.setattr(worker_pool, "ATTEMPTS", 1)
@@ -123,6 +129,7 @@ def test_a_worker_that_is_killed_while_it_answers(tmp_path, monkeypatch):
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "whole")
 
 
+@FORKED
 @pytest.mark.parametrize("fault", ["hang", "stop"])
 def test_a_worker_that_hangs_is_ended_and_the_run_resumes(tmp_path, monkeypatch, fault):
     """Computing for ever, or stopped as by a debugger: the client is named, and the run can be resumed. All

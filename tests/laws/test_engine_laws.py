@@ -15,6 +15,8 @@ from prefed.core.wire import decode_state, encode
 from prefed.engines import BACKENDS, ServerRounds, Task
 from prefed.store import RunReader, RunWriter
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 FAULTS = [{}, {"Client 1/ü": "nan"}, {"Client 0/ü": "leak", "Client 2/ü": "nan"}]
 
 
@@ -32,7 +34,7 @@ def around(name, change, workers=1, **options):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_any_order_of_tasks(name, tmp_path_factory):
     """Law: tasks done in any order leave the same bytes behind, also where uploads are dropped. A backend
-    that starts processes takes seconds for each run: it has one example, of all clients and both faults."""
+    that starts processes has one example, of all clients and both faults."""
 
     def law(draw, cohort, personal, faults):
         def shuffled(run, tasks):

@@ -16,12 +16,6 @@ BEST = (1, 1, 3, 3, 3)
 """Which round is the best after each of five."""
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """What fsync does shows only when the power fails."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def state(value):
     return encode(State({}, {"value": value}))
 

@@ -214,13 +214,6 @@ def everything(run: Path) -> str:
         return repr([*read, store.commit, store.server(), store.last, *map(store.states.read, CLIENTS)])
 
 
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
-@pytest.mark.usefixtures("hurried")
 def test_a_flipped_bit_anywhere_is_noticed_and_its_file_named(tmp_path: Path) -> None:
     """One bit of every byte of every file that a commit names, and of the commit itself, in turn; and files
     that were cut short. The one exception is the word "digest" that names the commit's own: where that is
@@ -245,7 +238,6 @@ def test_a_flipped_bit_anywhere_is_noticed_and_its_file_named(tmp_path: Path) ->
     assert changes > 4 * len(state(1))
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_round_digests_what_it_wrote_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +273,6 @@ class Full:
         return os.write(handle, data[: None if self.left else 1])
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_full_disk_is_told_of_and_leaves_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

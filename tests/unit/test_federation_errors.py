@@ -98,6 +98,7 @@ def test_data_of_another_run_are_no_reason(tmp_path, monkeypatch):
     assert len({*tried}) == 2
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("text", "known", "message"),
     [

@@ -21,12 +21,6 @@ from prefed.core.wire import encode
 from prefed.store import NodeFile, RunReader, RunWriter, StoreError, client_file, writer
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """What fsync does shows only when the power fails; here it is counted, and not waited for."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def state(value):
     return encode(State({}, {"value": value}))
 
