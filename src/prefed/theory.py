@@ -1,4 +1,4 @@
-"""The theory of distributed DPO (arXiv:2605.20696) as a calculator: its constants and its bounds."""
+"""Calculator for the constants and bounds of the theory of distributed DPO (arXiv:2605.20696)."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from prefed.core.strict_settings import StrictModel
 
 
 class Constants(StrictModel):
-    """The constants of the statements. Defaults are those of the paper's table 1 where it has them.
+    """Constants of the theorems. Defaults are from table 1 of the paper where it lists them.
 
     >>> constants = Constants(beta=0.1, horizon=10)
     >>> round(constants.l, 6), round(constants.noise, 6)
     (2.1, 0.4)
 
     Raises:
-        ValueError: the cohort has more clients than there are.
+        ValueError: ``cohort`` is larger than ``clients``.
     """
 
     beta: float = Field(0.2, gt=0, description="inverse temperature of DPO")
     horizon: int = Field(64, ge=1, description="H, steps of a trajectory: tokens of a response")
     zeta_phi2: float = Field(1.0, gt=0, description="ζ_φ², bound on the squared score of a step")
-    c0: float = Field(1.0, ge=1, description="C₀ of the mixing of trajectories")
-    varsigma: float = Field(0.0, ge=0, lt=1, description="ς, its rate: steps k apart have ς^k in common")
-    smoothness: float | None = Field(None, gt=0, description="L; left out: its closed form")
+    c0: float = Field(1.0, ge=1, description="C₀, constant of the mixing of trajectories")
+    varsigma: float = Field(
+        0.0, ge=0, lt=1, description="ς, mixing rate: correlation of steps k apart is ς^k"
+    )
+    smoothness: float | None = Field(None, gt=0, description="L; default: its closed form")
     zeta_g2: float | None = Field(
-        None, ge=0, description="ζ_g², variance of a client's gradient; left out: its closed form"
+        None, ge=0, description="ζ_g², variance of a client's gradient; default: its closed form"
     )
     kappa2: float | None = Field(
         None,
         ge=0,
-        description="κ², gradient diversity of clients; left out: ζ_g²'s closed form, which bounds it",
+        description="κ², gradient diversity of clients; default: its bound, the closed form of ζ_g²",
     )
-    gap: float = Field(
-        math.log(2), ge=0, description="ℒ(θ⁰) − ℒ*; DPO starts at log 2, and no loss is below 0"
-    )
-    clients: int = Field(5, ge=1, description="N")
-    cohort: int = Field(3, ge=1, description="S, clients of a round")
-    local_steps: int = Field(3, ge=1, description="E, local steps of a round")
-    rounds: int = Field(80, ge=1, description="R")
+    gap: float = Field(math.log(2), ge=0, description="ℒ(θ⁰) − ℒ*; default: log 2, the initial DPO loss")
+    clients: int = Field(5, ge=1, description="N, number of clients")
+    cohort: int = Field(3, ge=1, description="S, clients per round")
+    local_steps: int = Field(3, ge=1, description="E, local steps per round")
+    rounds: int = Field(80, ge=1, description="R, number of rounds")
     lr: float = Field(1e-4, gt=0, description="η, learning rate of plain gradient descent")
-    max_delay: int = Field(0, ge=0, description="q_max, rounds by which a client's model may be late")
+    max_delay: int = Field(0, ge=0, description="q_max, maximum delay of a client's model in rounds")
     drift: float = Field(1.0, gt=0, description="c of C_q, an absolute constant that the paper does not give")
-    rho: float = Field(0.5393, ge=0, lt=1, description="ρ of the mixing matrix; that of a ring of five")
-    epsilon: float = Field(0.1, gt=0, description="ε, mean squared gradient norm to be reached")
+    rho: float = Field(
+        0.5393, ge=0, lt=1, description="ρ of the mixing matrix; default: ring of five clients"
+    )
+    epsilon: float = Field(0.1, gt=0, description="ε, target for the mean squared gradient norm")
 
     @model_validator(mode="after")
     def _coherent(self) -> Constants:
@@ -69,7 +71,7 @@ class Constants(StrictModel):
 
     @property
     def second_moment(self) -> float:
-        """4 β² C_mix ζ_φ² H, which bounds the squared gradient of a pair in the mean (section 4)."""
+        """4 β² C_mix ζ_φ² H, a bound on the mean squared gradient of a pair (section 4)."""
         return 4 * self.beta**2 * self.c_mix * self.zeta_phi2 * self.horizon
 
     @property
@@ -79,21 +81,21 @@ class Constants(StrictModel):
 
     @property
     def diversity(self) -> float:
-        """κ², or :attr:`second_moment`: no client's mean gradient is longer."""
+        """κ², or :attr:`second_moment`, which bounds every client's mean gradient."""
         return self.second_moment if self.kappa2 is None else self.kappa2
 
     @property
     def c_q(self) -> float:
-        """C_q = c η² E (ζ_g² + κ²), the drift of a round (eq. 77)."""
+        """C_q = c η² E (ζ_g² + κ²), the drift in a round (eq. 77)."""
         return self.drift * self.lr**2 * self.local_steps * (self.noise + self.diversity)
 
     @property
     def aligned_norm(self) -> float:
-        """The Hessian's norm over the closed form of L, where all steps pull one way.
+        """Norm of the Hessian divided by the closed form of L, if all steps are aligned.
 
-        With two actions of features ±a in every step, ζ_φ² = a², and a pair that differs in every step, the
-        norm at equal probabilities is β² a² H². It is above L for β H > β C_mix + 2, though the scores of
-        different steps have no correlation under the policy.
+        Suppose every step has two actions with features ±a, ζ_φ² = a², and a pair differs in every step. The
+        norm at equal probabilities is then β² a² H. It exceeds L for β H > β C_mix + 2, although scores of
+        different steps are uncorrelated under the policy.
 
         >>> round(Constants(beta=1, horizon=5).aligned_norm, 2)
         1.67
@@ -101,7 +103,7 @@ class Constants(StrictModel):
         return self.beta * self.horizon / (self.beta * self.c_mix + 2)
 
     def derived(self) -> dict[str, float]:
-        """What follows from the constants alone: name → value."""
+        """Return the derived constants by name."""
         return {
             "C_mix": self.c_mix,
             "L": self.l,
@@ -117,14 +119,14 @@ class Bound:
     """A bound on (1/R) Σ E‖∇ℒ(θ^r)‖².
 
     Attributes:
-        where: the equation, and whether the theorem or its proof has it.
+        where: equation, and whether the theorem or its proof contains it.
         terms: formula → value.
-        total: their sum; ``None`` where some hold only up to a constant that the paper does not give.
+        total: sum of the terms; ``None`` if some are known only up to a constant.
     """
 
     where: str
     terms: dict[str, float]
-    total: float | None
+    total: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,12 @@ class Statement:
     Attributes:
         name: ``"theorem 5.1"``.
         about: its subject.
-        limit: the formula and the value of the largest step size it allows; ``None`` for any.
-        allowed: whether the constants' step size is within the limit.
-        stated: the bound, as stated in the paper.
-        derived: how the appendix has it instead, or with a term that the statement lacks.
-        rounds: R from which the stated bound is below ε at this step size; ``None``: never, or not known.
+        limit: formula and value of the largest step size allowed; ``None`` for any.
+        allowed: whether the step size is within the limit.
+        stated: the bound as stated in the paper.
+        derived: the bound as the appendix derives it, or with a term missing from the statement.
+        rounds: number of rounds from which the stated bound is below ε at this step size; ``None`` if there
+            is none or it is unknown.
     """
 
     name: str
@@ -151,10 +154,9 @@ class Statement:
 
 
 def statements(constants: Constants) -> tuple[Statement, ...]:
-    """Theorems 5.1, 5.4, 5.5 and 6.1, and corollary 5.2.
+    """Return theorems 5.1, 5.4, 5.5 and 6.1, and corollary 5.2.
 
-    Nothing promises that a run obeys these bounds: ``experiments/distributed_dpo/slips.md`` lists what is
-    known to be wrong with them.
+    Runs need not obey these bounds: ``experiments/distributed_dpo/slips.md`` lists known errors in them.
 
     >>> [one.name for one in statements(Constants())]
     ['theorem 5.1', 'corollary 5.2', 'theorem 5.4', 'theorem 5.5', 'theorem 6.1']
@@ -200,7 +202,7 @@ def _statements(c: Constants) -> Iterator[Statement]:
         "theorem 5.4",
         "FedDPO with staleness",
         ("min{1/(16LE), S/(32LNE(1 + q_max))}", late),
-        _order(
+        Bound(
             "as stated in the paper; all but the first term up to a constant",
             start
             | {
@@ -215,11 +217,11 @@ def _statements(c: Constants) -> Iterator[Statement]:
         "theorem 5.5",
         "lower bound for FedDPO, one or the other up to a constant",
         None,
-        _order(
+        Bound(
             "as stated in the paper",
             {"Ω(Eκ²/S)": e * diversity / s, "Ω(ζ_g/√(SR))": math.sqrt(noise / (s * c.rounds))},
         ),
-        _order(
+        Bound(
             "in its proof",
             {
                 "Ω(E²κ²/S) for constant η": e**2 * diversity / s,
@@ -245,11 +247,6 @@ def _statements(c: Constants) -> Iterator[Statement]:
 
 def _bound(where: str, terms: dict[str, float]) -> Bound:
     return Bound(where, terms, sum(terms.values()))
-
-
-def _order(where: str, terms: dict[str, float]) -> Bound:
-    """A bound that is known up to constants."""
-    return Bound(where, terms, None)
 
 
 def _statement(

@@ -199,8 +199,8 @@ def test_evaluate_refuses_a_file_with_pairs_beyond_the_context(place, tmp_path):
     row = rows(place / "test.jsonl")[0]
     (tmp_path / "long.jsonl").write_text(json.dumps(row | {"prompt": "Case 1: " * 64}))
     refused = prefed_("evaluate", place / "feddpo", "--test", tmp_path / "long.jsonl", code=1)
-    assert "has a context of 64 tokens" in refused
-    assert "max_length = 64" in refused
+    assert "the context is 64 tokens, but the longest prompt with its response has" in refused
+    assert "set [data] max_length = 64 or shorten such pairs" in refused
 
 
 def test_evaluate_makes_deleted_data_again_and_refuses_other_data(place, tmp_path):
@@ -336,7 +336,7 @@ def test_generate_prints_side_by_side_and_reads_standard_input(place):
 
 def test_a_prompt_longer_than_the_window_is_refused(place):
     refused = prefed_("generate", place / "feddpo", "--prompt", "word " * 100, code=1)
-    assert "and the model's window 64: shorten it" in refused
+    assert "tokens but the model's context is 64; shorten it" in refused
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["export"], ["generate", "--prompt", "a"]])

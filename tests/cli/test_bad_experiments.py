@@ -88,7 +88,7 @@ VALUES = {
     "empty table of sources": ("data.train={}", "data.train: the table of sources"),
     "empty list of steps": ("evaluate.unseen_steps=[]", "unseen_steps must list numbers of local steps"),
     "unknown method": ("method.name=fedpo", "no method is called 'fedpo'; did you mean 'feddpo'?"),
-    "unknown objective": ("method.objective=dpoo", "no objective 'dpoo'; did you mean 'dpo'?"),
+    "unknown objective": ("method.objective=dpoo", "unknown objective 'dpoo'; did you mean 'dpo'?"),
     "unknown merge rule": ("merge.rule=meen", "merge.rule = 'meen': should be 'mean', 'median'"),
     "unknown server optimizer": ("merge.optimizer={name='sgdd'}", "merge.optimizer.name = 'sgdd'"),
     "unknown partition": ("data.partition={by='colum'}", "data.partition.by = 'colum': should be one of"),

@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_while_weights_are_written_is_told_of(place, tmp_pat
     assert ended.returncode == 1
     errors = ended.stderr
     assert re.search(rf"error: cannot write {out} \([\d,]+ bytes\): .*File too large.*", errors)
-    assert "free space on the disk of" in errors
+    assert "free up space on the disk of" in errors
     assert not list(out.parent.iterdir())
 
 

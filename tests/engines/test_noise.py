@@ -196,7 +196,8 @@ def test_a_damaged_count_is_no_count(tmp_path):
 def test_peers_draw_from_the_system(experiment):
     assert of_peer(experiment(LOCAL)).privacy.draws == "system"
     assert of_peer(experiment(LOCAL)).privacy.clip == 0.3
-    with pytest.raises(ValueError, match="whoever knows the run's seed can remove the noise"):
+    message = "all members of a federation know the seed and could remove the noise; remove draws"
+    with pytest.raises(ValueError, match=message):
         of_peer(experiment({**LOCAL, "draws": "seed"}))
 
 

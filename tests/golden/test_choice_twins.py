@@ -198,12 +198,14 @@ def test_what_does_not_fit_is_refused() -> None:
     model = backbone()
     trainer = PairTrainer(model, PAIRS)
     for name in ("dpo", "ppo"):
-        with pytest.raises(ValueError, match=f"'{name}' reads log-prob.*'choice'"):
+        with pytest.raises(
+            ValueError, match=f"objective '{name}' cannot train a selector; use objective 'choice'"
+        ):
             trainer.loss(model.initial, Objective(name), ROWS)
     with pytest.raises(ValueError, match="'choice' has no setting 'beta'"):
         trainer.loss(model.initial, Objective("choice", {"beta": 0.1}), ROWS)
     policy = PairTrainer(backbone(), Pairs(3))
-    with pytest.raises(ValueError, match="a policy's"):
+    with pytest.raises(ValueError, match="choice_scores requires pairs of choices, as for selectors"):
         policy.choice_scores(model.initial, ROWS[:3])
     with pytest.raises(ValueError, match="choice"):
         policy.loss(model.initial, CHOICE, ROWS[:3])

@@ -245,12 +245,12 @@ def test_completions_at_a_taste_are_those_of_a_plain_loop(family: str) -> None:
 
 def test_what_cannot_be_done_says_so() -> None:
     model, tensors = moved("gpt2")
-    with pytest.raises(ValueError, match="5 tastes for 6 pairs"):
+    with pytest.raises(ValueError, match="got 5 tastes for 6 pairs; pass one taste per pair"):
         PairTrainer(model, PAIRS, tastes=tastes(5))
     with pytest.raises(ValueError, match="has 32 numbers, and this one 4"):
         PairTrainer(model, PAIRS, tastes=tastes()[:, :4]).score(tensors, ROWS)
     with pytest.raises(ValueError, match="no part 'taste_map'"):
         PairTrainer(backbone("gpt2"), PAIRS, tastes=tastes()).model.run(ROWS)
     model.tokenizer = SimpleNamespace(eos_token_id=0)
-    with pytest.raises(ValueError, match="2 tastes for 3 prompts"):
+    with pytest.raises(ValueError, match="got 2 tastes for 3 prompts; pass one taste per prompt"):
         complete_batch(model, tensors, PROMPTS, Sampling(), [Key(0)] * 3, tastes(2))

@@ -193,17 +193,38 @@ def test_the_line_of_a_result():
 # What goes together
 
 REFUSED = [
-    ({"privacy": {"clip": 1.0}}, "only with kind"),
-    ({"privacy": {"kind": "local"}}, "needs noise_multiplier"),
-    ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "delta": 1e-5}}, "noise needs clip"),
-    ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "clip": 1.0}}, "noise needs delta"),
-    ({"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}}, "nothing would be protected"),
-    ({"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}}, "nothing would be protected"),
+    ({"privacy": {"clip": 1.0}}, "clip requires kind = 'central' or 'local'"),
+    (
+        {"privacy": {"kind": "local"}},
+        "kind requires noise_multiplier; `prefed privacy` computes it for an epsilon, 0 only clips",
+    ),
+    (
+        {"privacy": {"kind": "local", "noise_multiplier": 1.0, "delta": 1e-5}},
+        "noise_multiplier above 0 requires clip",
+    ),
+    (
+        {"privacy": {"kind": "local", "noise_multiplier": 1.0, "clip": 1.0}},
+        "noise_multiplier above 0 requires delta",
+    ),
+    (
+        {"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}},
+        r"clip \* noise_multiplier is 0; it must be between 1e-30 and 1e\+30, because float32 parameters "
+        "cannot represent other noise",
+    ),
+    (
+        {"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}},
+        r"clip \* noise_multiplier is inf; it must be between 1e-30 and 1e\+30, because float32 parameters "
+        "cannot represent other noise",
+    ),
     (
         {"method": {"name": "fedvpl", "posterior_clip": 1e-40, "posterior_noise": 1.0}},
-        "posterior_noise is 1e-40: outside 1e-30 to 1e\\+30",
+        r"posterior_noise is 1e-40; it must be between 1e-30 and 1e\+30, because float32 parameters "
+        "cannot represent other noise",
     ),
-    ({"privacy": {**LOCAL, "secret_cohorts": True}}, "of each upload"),
+    (
+        {"privacy": {**LOCAL, "secret_cohorts": True}},
+        "secret_cohorts requires kind = 'central': with 'local' the server knows who sent each upload",
+    ),
     ({"privacy": LOCAL, "merge": {}}, "set 'uniform'"),
     ({"privacy": LOCAL, "method": {"name": "feddpo", "schedule": "plateau"}}, "plateau"),
     ({"privacy": LOCAL, "evaluate": {"diagnose": 1}}, "gradients without noise"),

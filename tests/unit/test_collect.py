@@ -150,7 +150,9 @@ def test_a_choice_that_finds_no_room_leaves_no_part_of_a_line(tmp_path, monkeypa
 
         with monkeypatch.context() as patch:
             patch.setattr(files, "_write_all", full)
-            with pytest.raises(files.WriteError, match="No space left on device; free space on the disk of"):
+            with pytest.raises(
+                files.WriteError, match="No space left on device; free up space on the disk of"
+            ):
                 opened.choose(opened.current().question.number, "left")
         assert (tmp_path / "pairs.jsonl").read_bytes() == before
         assert len(opened.judged()) == 1

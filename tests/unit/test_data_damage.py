@@ -88,14 +88,14 @@ def test_a_full_disk_names_the_folder_and_what_would_do(tmp_path, monkeypatch, f
     """Full while rows are written, and while a file for the references is given room: 12 bytes a record."""
     if full == "room":
         monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-        message = rf"cannot write {tmp_path}/cache/x.f32 \(36 bytes\): No space left; free space"
+        message = rf"cannot write {tmp_path}/cache/x.f32 \(36 bytes\): No space left; free up space"
         with pytest.raises(OSError, match=message):
             PairScoreCache(3, tmp_path / "cache", "x")
         return
     rows = jsonl(tmp_path / "train.jsonl", pairs(40))
     config = DataConfig(train=str(rows), partition={"by": "iid", "clients": 3})
     monkeypatch.setattr(TokenWriter, "finish", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    message = rf"cannot write {tmp_path}/tokens \(\d\S+ bytes\): No space left; free space on the disk"
+    message = rf"cannot write {tmp_path}/tokens \(\d\S+ bytes\): No space left; free up space on the disk"
     with pytest.raises(DataError, match=message):
         build_dataset(config, tokenizer(), Key(0), tmp_path / "tokens")
     assert not list(tmp_path.glob("tokens*"))

@@ -289,7 +289,7 @@ def test_a_full_disk_is_told_of_and_leaves_a_run_that_goes_on(
         monkeypatch.setattr(files, "os", os)
         message = re.fullmatch(
             rf"cannot write {run}/(\S+) \(([\d,]+) bytes\): No space left on device; "
-            rf"free space on the disk of {run}\S*, which has [\d,]+ MiB free",
+            rf"free up space on the disk of {run}\S*, which has [\d,]+ MiB free",
             str(caught.value),
         )
         assert message

@@ -146,7 +146,7 @@ def test_a_reward_judge_prefers_the_higher_reward(place):
 
 
 def test_a_causal_model_is_no_reward_model(place):
-    with pytest.raises(ModelError, match=r"--judge reward = .*: this is no reward model"):
+    with pytest.raises(ModelError, match=r"--judge reward = .*: this is not a reward model; it has no"):
         RewardJudge(str(place / "lm"), CPU)
     with pytest.raises(ModelError, match=r"--judge local = .*no such folder"):
         LocalJudge(str(place / "none"), CPU)
@@ -171,7 +171,7 @@ def test_a_question_beyond_the_window_has_no_answer(place):
     judge = LocalJudge(str(place / "lm"), JudgeOptions(template="auto-j", device="cpu"))
     (verdict,) = judge.compare([Question("good", "red", "blue")])
     assert verdict.preference is None
-    assert "the model's window 256" in verdict.text
+    assert "the model's context is 256; shorten it" in verdict.text
 
 
 @pytest.mark.parametrize("flipped", [(), ("ada",)])

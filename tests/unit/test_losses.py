@@ -312,7 +312,7 @@ def test_defaults() -> None:
 
 
 def test_unknown_objective() -> None:
-    with pytest.raises(ValueError, match="no objective 'ktopair'; did you mean 'kto_pair'"):
+    with pytest.raises(ValueError, match="unknown objective 'ktopair'; did you mean 'kto_pair'"):
         objective("ktopair")
 
 

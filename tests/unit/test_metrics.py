@@ -139,7 +139,7 @@ def test_small_clients_count_in_the_mean_alone():
         "mean_alone": 2,
     }  # fmt: skip
     assert small_clients_note(figure).startswith(
-        "2 clients have fewer pairs than [privacy] minimum_pairs: they count in"
+        "2 clients have fewer pairs than [privacy] minimum_pairs: counted in means only"
     )
     del metrics["c"]
     figure = federated_metrics(metrics, pairs, four)["share"]
@@ -147,13 +147,14 @@ def test_small_clients_count_in_the_mean_alone():
         "mean": pytest.approx(0.7), "worst": 0.5, "worst_decile": 0.5, "per_client": {"a": 0.5, "d": 0.9},
         "left_out": 1,
     }  # fmt: skip
-    assert (
-        small_clients_note(figure) == "1 client has fewer pairs than [privacy] minimum_pairs: it is left out"
-    )
+    assert small_clients_note(figure) == "1 client has fewer pairs than [privacy] minimum_pairs: left out"
     figure = federated_metrics(metrics, pairs, Privacy())["share"]
     assert figure == federated_metric({"a": 0.5, "b": 0.0, "d": 0.9})
     assert small_clients_note(figure) == ""
-    with pytest.raises(ValueError, match=r"minimum_pairs = 10: no client .* \(the most are 9\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"minimum_pairs = 10: no client has that many evaluation pairs \(the most are 9\), so no",
+    ):
         federated_metrics(metrics, pairs, Privacy(minimum_pairs=10))
 
 

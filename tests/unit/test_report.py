@@ -122,7 +122,7 @@ def test_clients_too_small_for_a_figure_are_said_and_counted(tmp_path):
     run = read_run(path)
     assert (run.evaluated, run.clients) == (5, ("ann", "bob", "cyd"))
     assert run.spread("preference_accuracy").mean == pytest.approx(0.5)
-    warning = "2 clients have fewer pairs than [privacy] minimum_pairs: they count in means alone"
+    warning = "2 clients have fewer pairs than [privacy] minimum_pairs: counted in means only"
     page = render(run)
     assert warning in page
     assert "5 clients evaluated" in page

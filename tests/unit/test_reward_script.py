@@ -45,6 +45,7 @@ def test_a_reward_model_of_the_personas_is_one_that_ppo_takes(
     assert float(match[1]) in (0, 0.25, 0.5, 0.75, 1)
     model = RewardModel(out, torch.device("cpu"))
     records = [Record(row["prompt"], row["chosen"], row["rejected"]) for row in PAIRS[14:]]
-    scores = model.score([half for record in records for half in model.encode(record)])
+    texts = [(record.prompt, record.chosen, record.rejected) for record in records]
+    scores = model.score([half for each in texts for half in model.encode(*each)])
     assert scores.shape == (8,)
     assert np.isfinite(scores).all()

@@ -101,6 +101,10 @@ RECORDS = Records([Record("a b c", "d e", "f"), Record("g", "h i j", "k l m n"),
 ALL = np.arange(3)
 
 
+def encode(model: RewardModel, record: Record) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    return model.encode(record.prompt, record.chosen, record.rejected)
+
+
 def words(encoded: dict[str, list[int]]) -> str:
     return " ".join(WORDS[n] for n in encoded["input_ids"])
 
@@ -108,7 +112,7 @@ def words(encoded: dict[str, list[int]]) -> str:
 def test_a_prompt_and_a_response_are_a_pair(tmp_path: Path) -> None:
     """Its own tokenizer joins them, token types included."""
     model = RewardModel(str(bert(tmp_path / "m")), CPU)
-    chosen, rejected = model.encode(RECORDS.record(0))
+    chosen, rejected = encode(model, RECORDS.record(0))
     assert words(chosen) == "[CLS] a b c [SEP] d e [SEP]"
     assert words(rejected) == "[CLS] a b c [SEP] f [SEP]"
     assert chosen["token_type_ids"] == [0, 0, 0, 0, 0, 1, 1, 1]
@@ -136,25 +140,25 @@ def test_what_does_not_fit_loses_the_prompts_beginning(tmp_path: Path) -> None:
     positions are the limit."""
     model = RewardModel(str(bert(tmp_path / "m")), CPU)
     long = Record("a b c d e f g h i j", "k l m", "k l m n o p q r s t u v w")
-    chosen, rejected = model.encode(long)
+    chosen, rejected = encode(model, long)
     assert words(chosen) == "[CLS] e f g h i j [SEP] k l m [SEP]"
     assert len(rejected["input_ids"]) == 12
     assert words(rejected).endswith("u v w [SEP]")
     free = RewardModel(str(bert(tmp_path / "free", limit=int(1e30))), CPU)
-    assert len(free.encode(long)[1]["input_ids"]) == 16
+    assert len(encode(free, long)[1]["input_ids"]) == 16
 
 
 def test_conversations(tmp_path: Path) -> None:
     """The chat template makes one text; without one it is a pair in the Human/Assistant form."""
     talk = Record((Message("user", "a b"),), "c", "d")
     plain = RewardModel(str(bert(tmp_path / "plain")), CPU)
-    assert words(plain.encode(talk)[0]) == "[CLS] Human : a b Assistant : [SEP] c [SEP]"
+    assert words(encode(plain, talk)[0]) == "[CLS] Human : a b Assistant : [SEP] c [SEP]"
     template = (
         "{% for m in messages %}< {{ m.content }} > {% endfor %}{% if add_generation_prompt %}< {% endif %}"
     )
     chat = RewardModel(str(bert(tmp_path / "chat", chat_template=template)), CPU)
-    assert words(chat.encode(talk)[0]) == "< a b > < c >"
-    assert words(chat.encode(RECORDS.record(0))[0]) == "[CLS] a b c [SEP] d e [SEP]"
+    assert words(encode(chat, talk)[0]) == "< a b > < c >"
+    assert words(encode(chat, RECORDS.record(0))[0]) == "[CLS] a b c [SEP] d e [SEP]"
 
 
 def test_two_outputs_are_log_odds(tmp_path: Path) -> None:
@@ -183,7 +187,7 @@ def test_decoders_read_their_last_token(tmp_path: Path) -> None:
     GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "m")
     tokenizer(pair=False, limit=16).save_pretrained(tmp_path / "m")
     model = RewardModel(str(tmp_path / "m"), CPU)
-    encoded = [each for record in RECORDS.records for each in model.encode(record)]
+    encoded = [each for record in RECORDS.records for each in encode(model, record)]
     alone = np.concatenate([model.score([each]) for each in encoded])
     np.testing.assert_allclose(model.score(encoded), alone, rtol=1e-5, atol=1e-6)
 
@@ -232,7 +236,10 @@ def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
     copy = Rewards(str(tmp_path / "copy"), RECORDS, tmp_path / "cache")
     np.testing.assert_array_equal(copy.get(ALL), expected)
     assert len(list((tmp_path / "cache").iterdir())) == 1
-    with pytest.raises(ModelError, match="put the model back, or start a new run"):
+    with pytest.raises(
+        ModelError,
+        match=r"differs from the model that wrote rewards-.*; restore that model or start a new run",
+    ):
         Rewards(str(two), RECORDS, tmp_path / "cache").get(ALL)
     assert not np.allclose(Rewards(str(two), RECORDS).get(ALL), expected)
 
@@ -245,13 +252,16 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
         GPT2Config(vocab_size=len(WORDS), n_positions=16, n_embd=16, n_layer=1, n_head=2)
     ).save_pretrained(tmp_path / "lm")
     tokenizer(pair=False).save_pretrained(tmp_path / "lm")
-    with pytest.raises(ModelError, match=r"no reward model; it has no weights for score\.weight"):
+    with pytest.raises(ModelError, match=r"this is not a reward model; it has no weights for score\.weight"):
         Rewards(str(tmp_path / "lm"), RECORDS).get(ALL)
-    with pytest.raises(ModelError, match="3 outputs"):
+    with pytest.raises(
+        ModelError,
+        match="has 3 outputs; a reward model must have one, or two with the second for good responses",
+    ):
         Rewards(str(bert(tmp_path / "three", labels=3)), RECORDS).get(ALL)
     broken = BertForSequenceClassification.from_pretrained(bert(tmp_path / "nan"))
     with torch.no_grad():
         broken.classifier.bias.fill_(torch.nan)
     broken.save_pretrained(tmp_path / "nan")
-    with pytest.raises(ModelError, match="no finite score to a response of record 1"):
+    with pytest.raises(ModelError, match="gives a response of record 1 a score that is not finite"):
         Rewards(str(tmp_path / "nan"), RECORDS).get(ALL[1:])

@@ -323,8 +323,10 @@ def test_tastes_of_another_shape_are_refused(pairs):
     trainer = PairTrainer(backbone(), pairs)
     start = trainer.backbone.initial
     for shape in ((5,), (1, 4), (3, 5)):
-        with pytest.raises(ValueError, match=r"it takes \[4\] for one taste, or \[3, 4\]"):
+        with pytest.raises(
+            ValueError, match=r"z has shape \[.*\]; expected \[4\] for one taste or \[3, 4\] for one"
+        ):
             trainer.choice_scores(start, ROWS[:3], torch.zeros(shape))
     plain = backbone(frozenset({"lora"}))
-    with pytest.raises(ValueError, match="no latent taste: it cannot judge at one"):
+    with pytest.raises(ValueError, match="z is given, but this model has no latent taste"):
         PairTrainer(plain, pairs).choice_scores(plain.initial, ROWS[:3], torch.zeros(4))

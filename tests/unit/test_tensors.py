@@ -45,7 +45,7 @@ def test_layers_convert_and_do_not_copy():
 
 
 def test_layers_name_every_tensor():
-    with pytest.raises(ValueError, match="no tensor for c, d"):
+    with pytest.raises(ValueError, match="no layer has the tensors c, d"):
         Layered(LAYOUT, filled("ab", 0.0))
     with pytest.raises(KeyError):
         Layered(LAYOUT.select("ab"), filled("abcd", 0.0))["c"]

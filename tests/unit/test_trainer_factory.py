@@ -50,8 +50,8 @@ def test_a_pair_as_long_as_the_context_is_read() -> None:
 
 def test_a_pair_longer_than_learnt_positions_is_refused() -> None:
     message = (
-        r"\[model\] name = 'gpt2' has a context of 64 tokens, .* has 65: set "
-        r"\[data\] max_length = 64"
+        r"\[model\] name = 'gpt2': the context is 64 tokens, but the longest prompt with its response has "
+        r"65; set \[data\] max_length = 64 or shorten such pairs"
     )
     with pytest.raises(ModelError, match=message):
         trainers("gpt2", CONTEXT + 1, 2)
@@ -64,7 +64,7 @@ def test_a_long_pair_that_nobody_holds_does_no_harm() -> None:
 def test_rotary_positions_go_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "prefed"):
         made = trainers("llama", CONTEXT + 1, 2)
-    assert "context of 64 tokens" in caplog.text
+    assert "the context is 64 tokens, but the longest prompt with its response has" in caplog.text
     assert np.isfinite(made.score("a", made.initial, "test").policy).all()
 
 

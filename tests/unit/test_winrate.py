@@ -40,7 +40,7 @@ def test_no_rate_over_nothing(outcomes):
 
 
 def test_an_outcome_is_one_of_three():
-    with pytest.raises(ValueError, match="an outcome is 1"):
+    with pytest.raises(ValueError, match=r"outcomes must be 1, 0\.5, 0 or None"):
         win_rate([1.0, 0.7])
 
 
@@ -190,7 +190,7 @@ def test_length_control_finds_a_planted_preference():
     fit = length_controlled(outcomes, list(zip(own.tolist(), other.tolist(), strict=True)))
     assert fit.rate == pytest.approx(0.3, abs=0.03)
     assert "difficulty" in fit.note
-    assert "left out" in fit.note
+    assert "without AlpacaEval's term for prompt difficulty" in fit.note
 
 
 def test_the_fit_solves_the_likelihoods_equations():
@@ -224,12 +224,27 @@ def test_every_case_has_an_answer_or_a_reason(rows):
 @pytest.mark.parametrize(
     ("outcomes", "lengths", "rate", "reason"),
     [
-        ([1, 1, 1], [(1, 2), (5, 2), (9, 9)], 1.0, "all outcomes are equal"),
-        ([0.5, 0.5], [(1, 2), (5, 2)], 0.5, "all outcomes are equal"),
-        ([1, 0, 0.5, 1], [(3, 3)] * 4, 0.625, "equally long"),
+        ([1, 1, 1], [(1, 2), (5, 2), (9, 9)], 1.0, "equal to the win rate, because all outcomes are equal"),
+        ([0.5, 0.5], [(1, 2), (5, 2)], 0.5, "equal to the win rate, because all outcomes are equal"),
+        (
+            [1, 0, 0.5, 1],
+            [(3, 3)] * 4,
+            0.625,
+            "equal to the win rate, because both texts always have equal length",
+        ),
         ([1, 0, 0.5, 1], [(3, 2)] * 4, None, "the same amount"),
-        ([1, 1, 0, 0], [(9, 1), (8, 1), (1, 2), (1, 9)], None, "separates"),
-        ([1, 0.5, 0], [(9, 1), (5, 5), (1, 9)], None, "separates"),
+        (
+            [1, 1, 0, 0],
+            [(9, 1), (8, 1), (1, 2), (1, 9)],
+            None,
+            "a length threshold separates all wins from all losses",
+        ),
+        (
+            [1, 0.5, 0],
+            [(9, 1), (5, 5), (1, 9)],
+            None,
+            "a length threshold separates all wins from all losses",
+        ),
     ],
 )
 def test_cases_without_a_fit(outcomes, lengths, rate, reason):

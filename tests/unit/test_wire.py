@@ -174,9 +174,9 @@ def test_a_message_is_within_its_limits(groups, scalars, client, number):
 
 def test_a_message_too_large_is_refused_unread():
     """Both sizes are told. Nothing in it is read: what follows its first 8 bytes is noise."""
-    with pytest.raises(WireError, match="a message of 1,000,008 bytes; expected at most 900"):
+    with pytest.raises(WireError, match="the message has 1,000,008 bytes; expected at most 900"):
         decode_upload(bytes(8) + b"x" * 10**6, (100, 900))
-    with pytest.raises(WireError, match="a message of 101 bytes of header; expected at most 100"):
+    with pytest.raises(WireError, match="the message has 101 bytes of header; expected at most 100"):
         decode_upload((101).to_bytes(8, "little") + b"x" * 500, (100, 900))
 
 
@@ -191,7 +191,7 @@ def test_layouts_of_uploads_are_not_remembered():
 
 
 def test_a_message_of_another_kind_is_named():
-    with pytest.raises(WireError, match="kind 'upload', found 'state'"):
+    with pytest.raises(WireError, match="the message is of kind 'state'; expected 'upload'"):
         decode_upload(encode(State({"m": model()})))
 
 

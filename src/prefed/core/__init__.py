@@ -1,4 +1,4 @@
-"""The basic types: tensors, owners, keys, phases, messages, methods. Imports no other room of prefed."""
+"""Basic types: tensors, owners, keys, phases, messages, methods. Imports no other package of prefed."""
 
 from prefed.core.callback import Callback, Callbacks
 from prefed.core.method import (

@@ -1,8 +1,8 @@
-"""What a run calls on its way, for progress, logs and trackers."""
+"""Callbacks of a run, for progress, logs and trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What a run calls on its way. Every method does nothing; subclasses override those that they need.
+    """Base class for callbacks of a run. All methods do nothing by default; override the ones you need.
 
-    A callback is the user's own code: an exception that it raises ends the run. Committed rounds are kept.
+    An exception in a callback ends the run. Committed rounds are kept.
 
     >>> class Losses(Callback):
     ...     def on_round_end(self, record):
@@ -22,38 +22,38 @@ class Callback:
     """
 
     def on_run_begin(self, done: int, rounds: int) -> None:
-        """A run of ``rounds`` rounds begins, or goes on after a stop with ``done`` rounds committed."""
+        """Called when a run of ``rounds`` rounds starts, or resumes with ``done`` committed rounds."""
 
     def on_task_end(self, what: str, done: int, of: int) -> None:
-        """``done`` of ``of`` clients have answered in ``what``: an exchange by name, or ``"evaluation"``."""
+        """Called when ``done`` of ``of`` clients finished ``what``: an exchange or ``"evaluation"``."""
 
     def on_round_end(self, record: RoundRecord) -> None:
-        """A round is committed; ``record`` is its line of ``rounds.jsonl``."""
+        """Called when a round is committed; ``record`` is its line in ``rounds.jsonl``."""
 
     def on_note(self, text: str) -> None:
-        """What a person should know of the run; nothing went wrong."""
+        """Called with information about the run that is not a warning."""
 
     def on_warning(self, text: str) -> None:
-        """Something went wrong, and the run goes on."""
+        """Called when something went wrong but the run continues."""
 
     def on_run_end(self) -> None:
-        """The rounds are over, whether they succeeded or failed."""
+        """Called after the last round, or when the run fails."""
 
     def on_stage_begin(self, stage: str, done: int, of: int) -> None:
-        """A stage of an alignment begins, or goes on after a stop with ``done`` of ``of`` steps done."""
+        """Called when an alignment stage starts, or resumes with ``done`` of ``of`` steps completed."""
 
     def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
-        """``done`` of ``of`` steps of a stage are on the disk; ``figures`` are e.g. ``tokens_per_second``."""
+        """Called when ``done`` of ``of`` steps are saved; ``figures`` are e.g. ``tokens_per_second``."""
 
     def on_stage_end(self, stage: str, figures: dict[str, Any]) -> None:
-        """A stage of an alignment is done; ``figures`` are those of ``align/summary.json``."""
+        """Called when an alignment stage ends; ``figures`` are its metrics in ``align/summary.json``."""
 
 
 class Callbacks(Callback):
-    """Several callbacks as one, called in the order given.
+    """Calls several callbacks in the given order.
 
     Raises:
-        TypeError: they are not a list, or one of them is no instance of :class:`Callback`.
+        TypeError: ``callbacks`` is not a list of :class:`Callback` instances.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -61,47 +61,14 @@ class Callbacks(Callback):
             raise TypeError("callbacks must be a list of prefed.Callback instances, e.g. callbacks=[X()]")
         self._callbacks = tuple(callbacks)
 
-    def on_run_begin(self, done: int, rounds: int) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_run_begin(done, rounds)
 
-    def on_task_end(self, what: str, done: int, of: int) -> None:
-        """Call each."""
+def _call_each(event: str) -> Callable[..., None]:
+    def call(self: Callbacks, *args: Any) -> None:
         for callback in self._callbacks:
-            callback.on_task_end(what, done, of)
+            getattr(callback, event)(*args)
 
-    def on_round_end(self, record: RoundRecord) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_round_end(record)
+    return call
 
-    def on_note(self, text: str) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_note(text)
 
-    def on_warning(self, text: str) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_warning(text)
-
-    def on_run_end(self) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_run_end()
-
-    def on_stage_begin(self, stage: str, done: int, of: int) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_stage_begin(stage, done, of)
-
-    def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_stage_step(stage, done, of, figures)
-
-    def on_stage_end(self, stage: str, figures: dict[str, Any]) -> None:
-        """Call each."""
-        for callback in self._callbacks:
-            callback.on_stage_end(stage, figures)
+for _event in [name for name in vars(Callback) if name.startswith("on_")]:
+    setattr(Callbacks, _event, _call_each(_event))

@@ -1,6 +1,6 @@
-"""Files that are whole or absent, and digests that detect damage.
+"""Crash-safe file writes, and digests that detect damage.
 
-A file is written under a temporary name, brought to the disk (fsync) and renamed.
+A file is written under a temporary name, synced to disk (fsync) and renamed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 import xxhash
 
 TEMPORARY = ".partial"
-"""The end of the name of a file that is still being written."""
+"""Suffix of a file that is still being written."""
 
 Hasher = xxhash.xxh3_64
-"""Digests bytes piece by piece; see :func:`digest`."""
+"""Incremental version of :func:`digest`."""
 
 _BLOCK = 1 << 18
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class WriteError(OSError):
-    """A file cannot be written; the message has its name and the number of bytes."""
+    """A file cannot be written; the message contains its name and the number of bytes."""
 
 
 class DamagedError(ValueError):
-    """The bytes of a file are not the bytes that were written."""
+    """The content of a file differs from what was written."""
 
 
 def digest(data: bytes) -> str:
-    """XXH3 of ``data``, 64 bits in hexadecimal. It detects damage by chance, at some 10 GB/s, but no forgery.
+    """Return the 64-bit XXH3 of ``data`` in hexadecimal. It detects accidental damage, not forgery.
 
     >>> digest(b"prefed")
     '552edf5d42cb04e3'
@@ -45,7 +45,7 @@ def digest(data: bytes) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """:func:`digest` of a file's content, read block by block."""
+    """Return :func:`digest` of a file, read block by block."""
     hasher, block = Hasher(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as stream:
         while size := stream.readinto(block):
@@ -54,16 +54,16 @@ def file_digest(path: Path) -> str:
 
 
 def dumps_with_digest(content: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """``content`` as a JSON object with one more key, ``digest``: the digest of all the others."""
+    """Return ``content`` as a JSON object with a ``digest`` over all other keys."""
     whole = {**content, "digest": digest(_compact(content))}
     return json.dumps(whole, indent=indent, ensure_ascii=False).encode()
 
 
 def loads_with_digest(data: bytes) -> dict[str, Any]:
-    """The content that :func:`dumps_with_digest` wrote. An object without ``digest`` is not checked.
+    """Load JSON from :func:`dumps_with_digest`. An object without ``digest`` is not checked.
 
     Raises:
-        DamagedError: the data is no JSON object, or its digest is wrong.
+        DamagedError: the data is not a JSON object, or its digest is wrong.
     """
     try:
         content = json.loads(data)
@@ -71,7 +71,7 @@ def loads_with_digest(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedError(str(error)) from error
     if not isinstance(content, dict):
-        raise DamagedError("it contains no JSON object")
+        raise DamagedError("it is not a JSON object")
     if expected is not None and expected != digest(_compact(content)):
         raise DamagedError("its content does not match its digest")
     return content
@@ -82,10 +82,10 @@ def _compact(content: Mapping[str, Any]) -> bytes:
 
 
 def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Write ``data`` to ``path``. Other processes see either the old content or the whole new one.
+    """Write ``data`` to ``path``. Other processes see either the old or the complete new content.
 
     Args:
-        durable: on return the data is on the disk, not only in a cache. Otherwise call :func:`sync` later.
+        durable: sync the data to disk before returning. Otherwise call :func:`sync` later.
         mode: permissions of a new file, before the umask.
 
     Raises:
@@ -102,7 +102,7 @@ def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -
             os.close(handle)
         os.replace(temporary, path)  # noqa: PTH105 - one family of calls, so that tests can fail each
     except OSError as error:
-        # Whatever is written after this error may need the room that the unfinished file takes.
+        # Free the space of the unfinished file for writes after this error.
         with contextlib.suppress(OSError):
             os.unlink(temporary)  # noqa: PTH108
         raise write_error(path, len(data), error) from error
@@ -111,11 +111,11 @@ def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -
 
 
 def append(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Append ``data`` to ``path``, which may be new, and bring it to the disk; raises as :func:`write`."""
+    """Append ``data`` to ``path``, creating it if needed, and sync it to disk. Raises as :func:`write`."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
         try:
-            # An empty file may be new, or its creator was killed before its name was on the disk.
+            # An empty file may be new, or its creator was killed before the folder was synced.
             empty = os.fstat(handle).st_size == 0
             _write_all(handle, data)
             os.fsync(handle)
@@ -128,16 +128,16 @@ def append(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def allocate(path: Path, size: int, *, mode: int = 0o666) -> None:
-    """Make ``path`` a file of ``size`` bytes and reserve room for them. Present bytes stay; new ones are 0.
+    """Resize ``path`` to ``size`` bytes and reserve disk space. Existing bytes are kept; new bytes are 0.
 
-    Several processes may do so at once, while one of them already writes. Raises as :func:`write`.
+    Several processes may call this at once, even while one of them writes. Raises as :func:`write`.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, mode)
         try:
             if os.fstat(handle).st_size > size:
                 os.ftruncate(handle, size)
-            # Without room, a write through a memory map would end the process.
+            # On a full disk, a write through a memory map would kill the process.
             if size and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(handle, 0, size)
             elif os.fstat(handle).st_size < size:
@@ -149,11 +149,11 @@ def allocate(path: Path, size: int, *, mode: int = 0o666) -> None:
 
 
 def write_error(path: Path, size: int, error: Exception) -> WriteError:
-    """A :class:`WriteError` from ``error``, with the path, and with advice if the disk is full.
+    """Return a :class:`WriteError` for ``error``, with the path, and with advice if the disk is full.
 
     Args:
-        size: number of bytes to write; for a folder, of those that are written.
-        error: the cause. Of a library's own error the text is searched for the system's error number.
+        size: number of bytes to write; for a folder, bytes written so far.
+        error: the cause. If it has no ``errno``, its text is searched for the number of an OS error.
     """
     number = getattr(error, "errno", None)
     match = re.search(r"\(os error (\d+)\)", str(error))
@@ -164,7 +164,7 @@ def write_error(path: Path, size: int, error: Exception) -> WriteError:
         free = ""
         with contextlib.suppress(OSError):
             free = f", which has {shutil.disk_usage(path.parent).free / 2**20:,.0f} MiB free"
-        message += f"; free space on the disk of {path.parent}{free}"
+        message += f"; free up space on the disk of {path.parent}{free}"
     result = WriteError(message)
     if number is not None:
         result.errno = number
@@ -172,25 +172,25 @@ def write_error(path: Path, size: int, error: Exception) -> WriteError:
 
 
 def folder_size(folder: Path) -> int:
-    """Number of bytes of all files in a folder."""
+    """Return the number of bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def private_folder(folder: Path) -> None:
-    """Make ``folder``, if it is not there, readable by its owner only."""
+    """Create ``folder`` if needed, and make it accessible to its owner only."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
 
 
 def truncate(path: Path, size: int) -> None:
-    """Cut ``path`` to its first ``size`` bytes; raises as :func:`write`, and if it is a link."""
+    """Truncate ``path`` to ``size`` bytes. Raises as :func:`write`, and if ``path`` is a link."""
     if path.is_symlink():
         raise write_error(path, size, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
     os.truncate(path, size)
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or the names in a folder, to the disk."""
+    """Sync the content of a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -199,12 +199,12 @@ def sync(path: Path) -> None:
 
 
 def replace(path: Path, to: Path) -> None:
-    """Rename ``path`` to ``to``, replacing a file of that name."""
+    """Rename ``path`` to ``to``, replacing an existing file."""
     os.replace(path, to)  # noqa: PTH105
 
 
 def remove(path: Path) -> None:
-    """Delete ``path`` if it is there."""
+    """Delete ``path`` if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # noqa: PTH108
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: one request shows whether it answers, before libraries make many."""
+"""Check whether the Hugging Face hub is reachable before libraries send many requests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PATIENCE = 5.0
-"""Seconds to wait for the hub's answer."""
+"""Timeout of the request to the hub, in seconds."""
 
 
 @contextmanager
 def in_reach() -> Iterator[bool]:
-    """Whether the hub answers. If it does not, its libraries use only their local cache inside the ``with``.
+    """Yield whether the hub is reachable. If not, Hugging Face libraries use only their cache in the block.
 
-    By themselves they request each of several files six times before they use the cache, which takes half a
-    minute and more. With ``HF_HUB_OFFLINE=1`` in the environment there is no request at all.
+    Without this check they request each of several files six times before they use the cache, which takes
+    half a minute or more. With ``HF_HUB_OFFLINE=1`` in the environment no request is sent.
     """
     from huggingface_hub import constants
 
@@ -22,8 +22,8 @@ def in_reach() -> Iterator[bool]:
         yield False
         return
     answers = _answers(constants.ENDPOINT)
-    # is_offline_mode() reads this. `datasets` has no argument for it, and the environment's variable is read
-    # only when the library is first imported.
+    # is_offline_mode() reads this constant. `datasets` has no argument for it, and reads the environment
+    # variable only at import.
     constants.HF_HUB_OFFLINE = not answers
     try:
         yield answers
@@ -36,6 +36,6 @@ def _answers(endpoint: str) -> bool:
 
     try:
         get_session().head(endpoint, timeout=PATIENCE)
-    except Exception:  # their classes differ between versions of the library
+    except Exception:  # the exception classes differ between versions of the library
         return False
     return True

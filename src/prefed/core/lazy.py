@@ -1,8 +1,7 @@
-"""Libraries and modules that take long to import, imported at their first use.
+"""Lazy imports of slow libraries and modules.
 
-Reading an experiment file takes neither PyTorch nor NumPy nor a model library. So the rooms
-``core``, ``losses``, ``merge``, ``methods`` and ``wire`` take ``torch`` and ``np`` from here. The packages
-``data`` and ``models`` import their modules through :func:`attach`.
+Reading an experiment file must not import PyTorch, NumPy or a model library. Code on that path imports
+``torch``, ``np`` and ``F`` from here, and packages load their modules through :func:`attach`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ else:
 
 
 def attach(package: str, file: str) -> Callable[[str], Any]:
-    """A ``__getattr__`` for a package: it carries out an import under ``if TYPE_CHECKING:`` at the first use.
+    """Return a ``__getattr__`` for a package that runs its ``if TYPE_CHECKING:`` imports on first access.
 
-    So the imports that a type checker reads are also those that run, each when its name is needed.
+    The imports that a type checker reads are then also the imports that run.
     """
 
     @cache

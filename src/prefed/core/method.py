@@ -1,4 +1,4 @@
-"""A method is a value: states and messages, phases of training, exchanges, and how uploads merge."""
+"""A method as a value: states, messages, training phases, exchanges and how uploads are merged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 OPTIMIZER = "optimizer."
-"""The prefix of groups of a private state that are an optimiser's memory. They are stored in full."""
+"""Prefix of the groups of a private state that hold optimiser state. They are stored at full precision."""
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """Values that JSON stores without loss."""
@@ -24,10 +24,10 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 
 @dataclass(frozen=True)
 class State:
-    """The whole state of a server or a client: named groups of tensors and plain values.
+    """The complete state of a server or a client: named groups of tensors and plain values.
 
-    It is written as safetensors and JSON and read again without loss. So a method whose state is all in here
-    can be stopped and resumed bit for bit.
+    States are saved as safetensors and JSON without loss, so a method that keeps all its state here resumes
+    bit for bit.
 
     >>> state = State({"model": Tensors.empty()}, {"visits": 1})
     >>> state.update(values={"visits": 2}).values["visits"]
@@ -44,20 +44,20 @@ class State:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
 
     def number(self, name: str, default: float) -> float:
-        """The number that is stored as ``name``, or ``default`` if nothing is.
+        """Return the number stored as ``name``, or ``default`` if there is none.
 
         Raises:
-            TypeError: the stored value is no number.
+            TypeError: the stored value is not a number.
         """
         value = self.values.get(name, default)
         if not isinstance(value, int | float):
-            raise TypeError(f"{name!r} of a state is {value!r}, not a number")
+            raise TypeError(f"state value {name!r} must be a number, not {value!r}")
         return float(value)
 
     def update(
         self, tensors: Mapping[str, Tensors] | None = None, values: Mapping[str, Plain] | None = None
     ) -> State:
-        """A copy with these groups and values added or replaced."""
+        """Return a copy with the given groups and values added or replaced."""
         return replace(
             self, tensors={**self.tensors, **(tensors or {})}, values={**self.values, **(values or {})}
         )
@@ -65,7 +65,7 @@ class State:
 
 @dataclass(frozen=True)
 class Download:
-    """A server's message to one client: groups of tensors and numbers."""
+    """Message from the server to one client: groups of tensors and numbers."""
 
     tensors: Mapping[str, Tensors] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
@@ -73,14 +73,13 @@ class Download:
 
 @dataclass(frozen=True)
 class Upload:
-    """A client's message to the server: all that the server sees of a visit.
+    """Message from a client to the server: everything the server learns from a visit.
 
     Attributes:
-        weight: the client's number of training pairs n_i.
+        weight: number of training pairs n_i of the client.
         tensors: groups of shared tensors, e.g. ``{"model": …}``.
-        scalars: numbers that the exchange declares, e.g. the mean training loss.
-        sent_at: the round in which the client got what it started from: the state that the round before
-            left.
+        scalars: the numbers that the exchange declares, e.g. the mean training loss.
+        sent_at: round of the download. It contains the state after the previous round.
     """
 
     client: str
@@ -92,10 +91,10 @@ class Upload:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss by name with its settings, e.g. ``Objective("dpo", {"beta": 0.1})``.
+    """Name and settings of a loss, e.g. ``Objective("dpo", {"beta": 0.1})``.
 
-    The names are those of :data:`prefed.train.losses.OBJECTIVES`, ``"ppo"``, and for selectors
-    ``"choice"`` and ``"latent"``.
+    Valid names are those in :data:`prefed.train.losses.OBJECTIVES`, ``"ppo"``, and for selectors ``"choice"``
+    and ``"latent"``.
     """
 
     name: str
@@ -107,7 +106,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A local optimiser. ``clip`` bounds the gradient's Euclidean norm before the step (0: no bound)."""
+    """Local optimiser. ``clip`` bounds the Euclidean norm of the gradient before each step (0: no bound)."""
 
     name: Literal["adamw", "adam", "sgd", "rmsprop"] = "adamw"
     lr: float = 1e-4
@@ -138,11 +137,11 @@ class Penalty:
 
 @dataclass(frozen=True)
 class Moments:
-    """What an optimiser remembers of the steps it took.
+    """Optimiser state after some steps.
 
     Attributes:
-        slots: e.g. ``"exp_avg"`` → one number for each element that trains; empty before the first step.
-        steps: how many steps it took.
+        slots: e.g. ``"exp_avg"`` → one number per trained element; empty before the first step.
+        steps: number of steps taken.
     """
 
     slots: Mapping[str, Tensors] = field(default_factory=dict)
@@ -151,26 +150,25 @@ class Moments:
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of local training: which tensors, on what loss, for how long, with which optimiser.
+    """A stretch of local training: which tensors, on what loss, for how long, with which optimiser.
 
     Exactly one of ``steps`` and ``epochs`` is given. A step draws ``batch_size · accumulate`` pairs.
 
     Attributes:
-        name: names the phase's randomness; unique within a visit.
-        train: names of the tensors that train; all others keep their values.
-        rates: learning rates that differ from the optimiser's, by tensor name.
-        proximal: a pull towards given tensors (FedProx, Ditto, pFedMe, FedAMP).
-        correction: added to the gradient of the tensors it names (SCAFFOLD's c − c_i).
+        name: names the random draws of the phase; unique within a visit.
+        train: names of the tensors to train. All others keep their values.
+        rates: tensor name → learning rate, where it differs from the optimiser's.
+        proximal: pull towards given tensors (FedProx, Ditto, pFedMe, FedAMP).
+        correction: added to the gradient of the tensors that it contains (SCAFFOLD's c − c_i).
         penalties: norms added to the loss.
-        memory: values that the objective carries from step to step (the PDPO loss's ``scale``).
-        moments: what the optimiser remembers at the start. With ``None`` it is new, and the result has no
-            ``moments``.
-        constants: groups of tensors that the objective reads, such as what a server tells of other clients.
-        beside: tensors that train with the model and are no part of it, since their size is not the model's.
-            Their optimiser is new in each phase. ``rates`` may name them.
+        memory: values that the objective carries from step to step, such as ``scale`` of the PDPO loss.
+        moments: initial optimiser state. ``None`` starts a new optimiser and returns no moments.
+        constants: groups of tensors that the objective reads, such as data about other clients.
+        beside: tensors that train alongside the model but are not in its layout. Their optimiser is new in
+            each phase, and ``rates`` may contain their names.
 
     Raises:
-        ValueError: nothing is trained, or not exactly one of steps and epochs is given.
+        ValueError: ``train`` is empty, or not exactly one of ``steps`` and ``epochs`` is given.
     """
 
     name: str
@@ -194,21 +192,23 @@ class Phase:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"phase {self.name!r}: give exactly one of steps and epochs")
         if not self.train:
-            raise ValueError(f"phase {self.name!r} trains nothing")
+            raise ValueError(f"phase {self.name!r} has no tensors to train")
 
     def check(self, ownership: Ownership) -> None:
-        """Check that every tensor that this phase trains may be trained.
+        """Check that this phase trains only trainable tensors of the model.
 
         Raises:
-            ValueError: it would train a frozen tensor, or one that the model does not have.
+            ValueError: it trains a frozen or unknown tensor.
         """
         trainable = set(ownership.names(Owner.SHARED, Owner.PERSONAL))
         frozen = [name for name in self.train if name not in trainable]
         if frozen:
-            raise ValueError(f"phase {self.name!r} would train frozen groups: {', '.join(frozen)}")
+            raise ValueError(
+                f"phase {self.name!r} cannot train frozen or unknown tensors: {', '.join(frozen)}"
+            )
 
     def at_rates(self, change: Callable[[float], float]) -> Phase:
-        """This phase with ``change(rate)`` in place of each learning rate."""
+        """Return this phase with each learning rate replaced by ``change(rate)``."""
         return replace(
             self,
             optimizer=replace(self.optimizer, lr=change(self.optimizer.lr)),
@@ -218,16 +218,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """The result of a phase.
+    """Result of a phase.
 
     Attributes:
-        tensors: all tensors of the model, those of ``Phase.train`` with their new values.
-        loss: mean over the steps of the batch loss (without proximal terms and penalties).
-        steps: optimiser steps taken.
-        pairs: preference pairs seen, repeats counted.
-        figures: means over the steps of the objective's own figures, e.g. ``margin``.
-        memory: the objective's values after the last step, as :attr:`Phase.memory` takes them.
-        moments: what the optimiser remembers after the last step; ``None`` where ``Phase.moments`` is.
+        tensors: all tensors of the model, including those that did not train.
+        loss: mean batch loss over the steps, without proximal terms and penalties.
+        steps: number of optimiser steps.
+        pairs: number of preference pairs seen, including repeats.
+        figures: means over the steps of the objective's metrics, e.g. ``margin``.
+        memory: :attr:`Phase.memory` after the last step.
+        moments: optimiser state after the last step; ``None`` if ``Phase.moments`` is ``None``.
         beside: ``Phase.beside`` after the last step.
     """
 
@@ -242,7 +242,7 @@ class PhaseResult:
 
 
 POOLED = "pooled"
-"""The id of the only client of a method that trains on everybody's pairs."""
+"""Id of the single client of a method that trains on the pairs of all clients."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,9 @@ class Round:
 
     Attributes:
         number: 1 for the first round.
-        rounds: how many rounds the run has.
-        weights: client → number of training pairs n_i, over all clients that train.
-        held_out: client → number of validation pairs, over those of these clients that have any.
+        rounds: number of rounds in the run.
+        weights: client → number of training pairs n_i, for all training clients.
+        held_out: client → number of validation pairs, for those of these clients that have any.
     """
 
     number: int
@@ -265,18 +265,18 @@ class Round:
 
 
 class ClientTrainer(Protocol):
-    """A client, as a method's work sees it: it can train on the client's pairs, and never sees their text.
+    """The client as seen by a method: it trains on the client's pairs without access to their text.
 
-    Engines provide it. :class:`prefed.train.ClientPairTrainer` is the one for a language model.
+    Engines provide it. :class:`prefed.train.ClientPairTrainer` is the implementation for language models.
     """
 
     @property
     def client(self) -> str:
-        """The client's id."""
+        """Id of the client."""
 
     @property
     def size(self) -> int:
-        """Number of the client's training pairs n_i."""
+        """Number of training pairs n_i of the client."""
 
     @property
     def round(self) -> Round:
@@ -284,87 +284,84 @@ class ClientTrainer(Protocol):
 
     @property
     def key(self) -> Key:
-        """Randomness of this client in this round and exchange."""
+        """Random key of this client in this round and exchange."""
 
     @property
     def ownership(self) -> Ownership:
-        """Who owns which tensor."""
+        """Owner of each tensor."""
 
     @property
     def initial(self) -> Tensors:
-        """The tensors that every client starts from, with the values of frozen tensors."""
+        """Initial tensors, equal for all clients; they include the values of frozen tensors."""
 
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
-        """Run ``phase`` on the client's training pairs, from ``tensors`` (the model's full layout)."""
+        """Run ``phase`` on the client's training pairs, starting from ``tensors`` (full layout)."""
 
     def gradient(
         self, tensors: Tensors, objective: Objective, *, batch_size: int, name: str
     ) -> tuple[Tensors, float]:
-        """Gradient and value of the mean loss over one batch drawn at ``key.at(name)``.
+        """Compute gradient and value of the mean loss over one batch drawn at ``key.at(name)``.
 
-        ``batch_size`` 0 takes all of the client's training pairs. The gradient has the full layout,
-        zero where a tensor is frozen.
+        ``batch_size`` 0 takes all training pairs. The gradient has the full layout and is zero for frozen
+        tensors.
         """
 
     def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
-        """Mean loss over a split of the client's pairs, without dropout."""
+        """Compute the mean loss over a split of the client's pairs, without dropout."""
 
     def posteriors(
         self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What a selector with a latent taste z infers of the client, from training pairs alone.
+        """Infer the posterior of the latent taste z from the client's training pairs.
 
-        The pairs are cut into contexts, the same ones in every round.
+        The pairs are split into contexts, the same in every round.
 
         Args:
-            objective: ``"latent"``; it says how the posterior is bounded.
-            pairs: only so many, drawn at the client's key and cut like all; ``None`` for all.
+            objective: ``"latent"``; its settings determine the cap on the posterior.
+            pairs: number of pairs to use, drawn at the client's key; ``None`` for all.
 
         Returns:
             μ and log σ² after each of m contexts, each ``[m, d_z]``. m is 0 for a client without pairs.
         """
 
     def assemble(self, *groups: Tensors) -> Tensors:
-        """``initial`` with the tensors of ``groups`` put in; a later value replaces an earlier one."""
+        """Return ``initial`` with the tensors of ``groups`` replaced; later groups override earlier ones."""
 
     def upload(self, tensors: Mapping[str, Tensors], scalars: Mapping[str, float] | None = None) -> Upload:
-        """An upload from this client in this round, weighted by ``size``."""
+        """Return an upload from this client in this round, weighted by ``size``."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One download to each client and one upload from it, within a round.
+    """One download to each client and one upload from each, within a round.
+
+    With ``to="neighbours"`` there is no server. Each training client keeps its own copy of the server state:
+    ``send`` turns it into the client's starting point and ``publish`` into the model that it predicts with.
+    The client sends its upload to its neighbours in the round's graph and mixes the groups that it receives
+    with its own, using the graph's weights; ``merge`` is not called. Such an upload has weight 1 and no
+    numbers: ``scalars`` are only written to the round log.
 
     Attributes:
         name: e.g. ``"train"``, ``"score"``.
-        send: server state, client id and the round in which it is asked → the client's download.
-        work: what the client does: trainer, private state and download → its upload and next private state.
-        merge: server state, uploads sorted by client id, round → the server's next state.
-        to: the round's sampled cohort, every client, or each client's neighbours. Among neighbours there is
-            no server. Each client that trains has a state of its own, of the kind that the server has
-            elsewhere: ``send`` makes of it what the client starts from, and ``publish`` what it predicts
-            with. The upload goes to the neighbours of the round, and each client mixes the groups that it
-            receives with its own, by the weights of the round's graph, in place of ``merge``. An upload to
-            neighbours weighs 1 and holds no numbers: those of ``scalars`` go to the round log alone.
+        send: server state, client id and round of the request → download for the client.
+        work: trainer, private state and download → upload and next private state.
+        merge: server state, uploads sorted by client id, round → next server state.
+        to: recipients: the cohort of the round, all clients, or the neighbours of each client.
         due: round number → whether the exchange takes place in that round.
-        scalars: names of the numbers in an upload of this exchange, each a mean over the client's pairs; see
-            :meth:`numbers`.
-        over: the pairs that each of ``scalars`` is a mean over. A client without validation pairs takes its
-            training pairs in their place, as :meth:`ClientTrainer.loss` does.
-        groups: client id and round → the groups of tensors in this client's upload of this round, each with
-            its layout. An upload that does not hold exactly these groups and numbers is not merged.
-            ``None``: all of the method's shared tensors, in the group ``"model"``.
-        origins: name of a group or of a tensor in an upload → the number from which its numbers are measured
-            where an update is clipped. All others are measured from what the download holds under their
-            names, and what it lacks from 0.
-        late: how an upload counts that started from an earlier round's state: ``"model"``, as the model that
-            it is; ``"delta"``, as the step that the client took, from the server's newest state; or it is
-            refused, and no schedule may ask for one. The groups of a late upload are groups of the server's
-            state.
-        max_ratio: among neighbours, two models do not mix if one is more than so many times as long as the
-            other; 0: all do.
-        figures: server state after the merge → what the method itself tells the round log: numbers, or names
-            such as the members of a cluster.
+        scalars: names of the numbers in an upload, each a mean over the client's pairs; see :meth:`numbers`.
+        over: split over which ``scalars`` are averaged. A client without validation pairs uses its training
+            pairs, as in :meth:`ClientTrainer.loss`.
+        groups: client id and round → layout of each group in the client's upload. Uploads with other groups
+            or numbers are not merged. ``None``: all shared tensors, in the group ``"model"``.
+        origins: name of a group or tensor in an upload → value that updates are measured from when they are
+            clipped. By default this is the value in the download under the same name, or 0.
+        late: treatment of an upload that started from the state of an earlier round: ``"model"`` merges it as
+            a model, ``"delta"`` as an update relative to the newest server state, ``"refused"`` forbids
+            schedules with late uploads. Groups of a late upload must exist in the server state.
+        max_ratio: among neighbours, do not mix two models if one norm exceeds the other by more than this
+            factor; 0 for no limit.
+        figures: server state after the merge → entries for the round log: numbers, or names such as the
+            members of a cluster.
     """
 
     name: str
@@ -382,10 +379,10 @@ class Exchange:
     figures: Callable[[State], Mapping[str, Plain]] = lambda state: {}
 
     def numbers(self, client: str, now: Round) -> frozenset[str]:
-        """Names of the numbers in ``client``'s upload of round ``now``.
+        """Return the names of the numbers in ``client``'s upload of round ``now``.
 
-        All of ``scalars``, or none if they are means over fewer pairs than ``[privacy] minimum_pairs``. With
-        a ``kind`` of differential privacy there is none, for no noise is put on them.
+        These are all of ``scalars``. There are none if they are means over fewer pairs than ``[privacy]
+        minimum_pairs``, or with differential privacy, since no noise is added to them.
         """
         if now.privacy.kind is not None:
             return frozenset()
@@ -396,55 +393,51 @@ class Exchange:
 
 
 def lay_over(untouched: Tensors, published: Download) -> Mapping[str, Tensors]:
-    """The one model ``"shared"``: the untouched model with every published group put in.
+    """Return the single model ``"shared"``: the untouched model with all published groups applied.
 
     Raises:
-        ValueError: two groups hold one tensor, so that they are no parts of one model.
+        ValueError: two groups contain the same tensor.
     """
     names = [name for group in published.tensors.values() for name in group]
     if len(set(names)) < len(names):
-        raise ValueError(
-            "the published groups have tensors with equal names; the method must declare their models"
-        )
+        raise ValueError("published groups contain the same tensor; set shared_models in the method")
     return {"shared": untouched.replace(*published.tensors.values())}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A federated method, for any engine to run.
+    """A federated method that any engine can run.
+
+    Models are tensors in the full layout. "Published" is the download that ``publish`` returns, and a
+    newcomer is a client that did not train.
 
     Attributes:
         name: as in ``[method] name``.
-        source: where it comes from: paper and equation or algorithm.
-        ownership: an owner for every tensor of the model.
-        init_server: initial tensors (full layout) → the server's first state.
-        init_client: initial tensors and client id → that client's first private state.
+        source: paper and equation or algorithm.
+        ownership: owner of each tensor of the model.
+        init_server: initial tensors → first server state.
+        init_client: initial tensors and client id → first private state of that client.
         exchanges: in the order in which a round runs them.
-        reads: what its models give a pair: ``"policy"``, log-probabilities of both responses; ``"choice"``,
-            the two letters' logits with which a selector says which response is better.
-        publish: server state and client id → what the client needs to use its model.
-        shared_models: the untouched model (full layout) and what was published → name → the models (full
-            layout) that have nothing of any client's own. Several selectors vote.
-        predict: a client's trainer, its private state and what was published → the tensors (full layout) with
-            which the client predicts.
-        adapt: a newcomer's trainer, what was published and a number of local steps, at least 1 → the tensors
-            (full layout) with which the newcomer then predicts. ``None`` if no step can be taken.
-        newcomer: a newcomer's trainer and what was published → the tensors (full layout) with which it
-            predicts before any step. ``None``: the shared model.
+        publish: server state and client id → everything the client needs to use its model.
+        predict: trainer, private state, published → the client's model.
+        adapt: trainer of a newcomer, published, number of local steps (at least 1) → model of the newcomer
+            after these steps. ``None`` if the method cannot take steps.
+        newcomer: trainer of a newcomer, published → its model before any step. ``None``: the shared model.
+        reads: model outputs for a pair: ``"policy"``, log-probabilities of both responses; ``"choice"``, a
+            selector's logits of the two letters that name the better response.
+        shared_models: untouched model, published → name → models without personal parts. Several selectors
+            vote.
         pooled: all training pairs belong to one client (centralised training).
-        personal: a client's model differs from the published one.
-        reward_weight: a client's private state and a round's number → the weight of an explicit reward head's
-            margin beside the implicit margin. It matters only where the model has such a head.
-        profile: a client's private state → figures of the model's blocks, as figure → block → number, e.g.
-            ``{"gate": {0: 0.52}}``. It is called where private states are kept, and no message holds it.
-            ``None`` if the method has no such figures.
-        infer: a newcomer's trainer, what was published and a number of pairs → the tensors (full layout) with
-            which the newcomer predicts once it has shown so many pairs, without any step. ``None`` if the
-            method learns from pairs by steps alone.
-        trust: a client's private state, the server's, and the client → each other client that its prior
-            comes from, and how much it trusts that one, 1 in sum. It is called where private states are
-            kept, and no message holds it. It is empty before the first visit that has such others;
-            ``None`` if the method has no such weights.
+        personal: client models differ from the published model.
+        reward_weight: private state and round number → weight of the explicit reward margin relative to the
+            implicit margin, for models with a reward head.
+        profile: private state → metric → block → number, e.g. ``{"gate": {0: 0.52}}``. It is computed where
+            private states are stored and never sent. ``None`` if there are no such metrics.
+        infer: trainer of a newcomer, published, number of pairs → model of the newcomer inferred from that
+            many pairs without training. ``None`` if the method cannot infer one.
+        trust: private state, server state, client → other client → weight in this client's prior; weights sum
+            to 1, and are empty before the first visit with peers. It is computed where private states are
+            stored and never sent. ``None`` if the method has no such weights.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How threads of PyTorch wait for each other: for processes that prefed starts, before PyTorch is loaded."""
+"""OpenMP settings for processes that prefed starts, set before PyTorch is loaded."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def openmp_settings() -> dict[str, str]:
-    """Environment variables that OpenMP reads when PyTorch is loaded; none where one of them is set.
+    """Return environment variables that control how waiting OpenMP threads spin; none if one is already set.
 
-    By default a thread that waits looks 300,000 times before it sleeps. Next to other work that costs several
-    times the CPU time. To sleep at once is cheap there, and a quarter slower where nothing else runs.
+    By default a waiting thread spins 300,000 times before it sleeps, which multiplies the CPU time next to
+    other processes. Sleeping at once avoids that but is a quarter slower on an idle machine.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         return {}
@@ -18,7 +18,7 @@ def openmp_settings() -> dict[str, str]:
 
 
 def cores_are_free() -> bool:
-    """Whether, by Linux's count of running threads, others run on less than a quarter of the cores."""
+    """Return whether other threads run on less than a quarter of the cores (Linux only)."""
     try:
         cores = len(os.sched_getaffinity(0))
         running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]

@@ -1,4 +1,4 @@
-"""The ``[privacy]`` table: what must not leave a client, whatever the method, and the noise on the rest."""
+"""The ``[privacy]`` table: data that must not leave a client, and noise added to the rest."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pydantic import Field, model_validator
 from prefed.core.strict_settings import StrictModel
 
 _LEAST, _MOST = 1e-30, 1e30
-"""Bounds of the noise: float32 holds numbers from 1e-38 to 3e38, and a sum of clients' needs room."""
+"""Bounds on the noise. float32 covers 1e-38 to 3e38, and the sum over clients needs headroom."""
 
 
 def check_noise(noise: float, product: str) -> None:
-    """Refuse noise that the numbers of a model cannot hold.
+    """Check that float32 parameters can represent the noise.
 
     Args:
         noise: standard deviation.
-        product: the settings whose product it is, for the error.
+        product: the settings that ``noise`` is the product of, for the error message.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: the noise is too small or too large.
     """
     if not _LEAST <= noise <= _MOST:
         raise ValueError(
-            f"{product} is {noise:g}: outside {_LEAST:g} to {_MOST:g} a model's numbers cannot represent "
-            "such noise, so nothing would be protected"
+            f"{product} is {noise:g}; it must be between {_LEAST:g} and {_MOST:g}, because float32 "
+            "parameters cannot represent other noise"
         )
 
 
 class Privacy(StrictModel):
-    """Which figures of one client may be sent or shown, and what hides one client among all.
+    """Which statistics of a single client may be sent or shown, and the noise that hides a client.
 
-    A mean over few pairs reveals much about each of them; over one pair it is that pair's figure.
+    A mean over few pairs reveals much about each of them.
 
     >>> four = Privacy(minimum_pairs=4)
     >>> four.may_report(4), four.may_report(3), Privacy().may_report(1)
@@ -45,23 +45,22 @@ class Privacy(StrictModel):
     minimum_pairs: int = Field(
         0,
         ge=0,
-        description="a client with fewer training pairs sends no loss, and one evaluated on fewer pairs "
-        "appears "
-        "only in means; 0: no bound, for simulations; 4 is a reasonable start where clients are people",
+        description="clients with fewer training pairs send no loss, and clients evaluated on fewer pairs "
+        "appear only in means; 0: no minimum, for simulations; 4 is reasonable if clients are people",
     )
     kind: Literal["central", "local"] | None = Field(
         None,
-        description="differential privacy of clients: central, the server adds noise to the sum of a round's "
-        "updates; local, each client adds it to its own upload; default: none",
+        description="client-level differential privacy: central, the server adds noise to the sum of the "
+        "updates of a round; local, each client adds noise to its own upload; default: none",
     )
     clip: float | None = Field(
         None,
         gt=0,
-        description="for kind: bound on the Euclidean norm of an upload's update, over all tensors; a "
-        "larger one is scaled down to it; default: none, for which no noise suffices",
+        description="for kind: maximum Euclidean norm of an update, over all tensors; larger updates are "
+        "scaled down; required for noise",
     )
     noise_multiplier: float | None = Field(
-        None, ge=0, description="for kind: standard deviation of the Gaussian noise, over clip"
+        None, ge=0, description="for kind: standard deviation of the Gaussian noise divided by clip"
     )
     delta: float | None = Field(
         None,
@@ -71,15 +70,14 @@ class Privacy(StrictModel):
     )
     secret_cohorts: bool | None = Field(
         None,
-        description="for central: no recipient of a model learns who took part in a round, or the seed, "
-        "so that sampling cohorts lowers epsilon; default: false",
+        description="for central: recipients of a model learn neither the cohort of a round nor the seed, "
+        "so sampling cohorts lowers epsilon; default: false",
     )
     draws: Literal["seed", "system"] | None = Field(
         None,
         description="for kind: source of the noise: seed, the run's seed, which makes a simulation "
-        "repeatable; "
-        "system, the operating system's secure random numbers; default: seed if all clients are "
-        "simulated, system if they are real",
+        "reproducible; system, secure random numbers of the operating system; default: seed for simulated "
+        "clients, system for real clients",
     )
 
     @model_validator(mode="after")
@@ -88,47 +86,46 @@ class Privacy(StrictModel):
         if self.kind is None:
             given = [name for name in names if getattr(self, name) is not None]
             if given:
-                raise ValueError(f"{given[0]} applies only with kind 'central' or 'local': set kind")
+                raise ValueError(f"{given[0]} requires kind = 'central' or 'local'")
         elif self.noise_multiplier is None:
             raise ValueError(
-                "kind needs noise_multiplier; `prefed privacy` computes it for an epsilon, 0 only clips"
+                "kind requires noise_multiplier; `prefed privacy` computes it for an epsilon, 0 only clips"
             )
         elif self.noise_multiplier and (self.clip is None or self.delta is None):
-            missing = "clip, the bound on what noise hides" if self.clip is None else "delta"
-            raise ValueError(f"noise needs {missing}")
+            raise ValueError(f"noise_multiplier above 0 requires {'clip' if self.clip is None else 'delta'}")
         elif self.noise_multiplier:
-            check_noise(self.noise, "clip times noise_multiplier")
+            check_noise(self.noise, "clip * noise_multiplier")
         if self.secret_cohorts and self.kind == "local":
             raise ValueError(
-                "secret_cohorts: with kind 'local' the server knows the sender of each upload: remove it"
+                "secret_cohorts requires kind = 'central': with 'local' the server knows who sent each upload"
             )
         return self
 
     def may_report(self, pairs: float) -> bool:
-        """Whether a mean over so many pairs of one client may be sent or shown for that client.
+        """Return whether a mean over ``pairs`` pairs of a single client may be sent or shown.
 
-        All code that sends or shows such a mean asks this, at the client and at the server.
+        All code that sends or shows such a mean calls this, on the client and on the server.
         """
         return pairs >= self.minimum_pairs
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise: on each number of an upload if local, of their sum if central."""
+        """Standard deviation of the noise: on each number of an upload if local, on their sum if central."""
         return (self.clip or 0.0) * (self.noise_multiplier or 0.0)
 
     def federated(self) -> Privacy:
-        """This table where clients are real: noise is the operating system's.
+        """Return these settings for a federation of real clients, with noise from the operating system.
 
         Raises:
-            ValueError: the table says ``draws = "seed"``.
+            ValueError: ``draws = "seed"`` is set.
         """
         if self.draws == "seed":
             raise ValueError(
-                "[privacy] draws = 'seed': whoever knows the run's seed can remove the noise, and in a "
-                "federation everyone knows it: remove draws"
+                "[privacy] draws = 'seed': all members of a federation know the seed and could remove the "
+                "noise; remove draws"
             )
         return self if self.kind is None else self.model_copy(update={"draws": "system"})
 
 
 NO_MINIMUM = Privacy()
-"""No bound: the default of a simulation."""
+"""Default of a simulation: no minimum and no noise."""

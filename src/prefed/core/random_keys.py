@@ -10,10 +10,10 @@ from prefed.core.lazy import np, torch
 
 @dataclass(frozen=True)
 class Key:
-    """A name for a stream of random numbers.
+    """Name of a stream of random numbers.
 
-    Keys with equal seed and path give the same numbers, wherever and in whatever order they are used. Any
-    difference in the path gives an independent stream.
+    Equal seeds and paths give equal numbers, wherever and in whatever order they are drawn. Different paths
+    give independent streams.
 
     >>> key = Key(42).at("round", 3).at("client", "ward-7")
     >>> int(key.at("batches").numpy().integers(100)) == int(key.at("batches").numpy().integers(100))
@@ -26,19 +26,19 @@ class Key:
     path: tuple[str, ...] = ()
 
     def at(self, name: str, value: int | str | None = None) -> Key:
-        """The key with one more step in its path: ``key.at("round", 3)`` or ``key.at("batches")``."""
+        """Return the key with one more step in its path: ``key.at("round", 3)`` or ``key.at("batches")``."""
         step = repr(name) if value is None else f"{name!r}={value!r}"
         return Key(self.seed, (*self.path, step))
 
     def number(self) -> int:
-        """A 63-bit seed: the first bits of SHA-256 over the seed and the path."""
+        """Return a 63-bit seed: the first bits of SHA-256 over seed and path."""
         text = "\x1f".join((str(self.seed), *self.path))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def numpy(self) -> np.random.Generator:
-        """A fresh NumPy generator at the start of this key's stream."""
+        """Return a new NumPy generator at the start of this stream."""
         return np.random.Generator(np.random.Philox(self.number()))
 
     def torch(self, device: str = "cpu") -> torch.Generator:
-        """A fresh torch generator at the start of this key's stream."""
+        """Return a new PyTorch generator at the start of this stream."""
         return torch.Generator(device).manual_seed(self.number())

@@ -1,7 +1,7 @@
-"""What a run leaves for readers: a round's record, a line of ``rounds.jsonl``, and ``summary.json``.
+"""Schemas of the output of a run: a line of ``rounds.jsonl``, and ``summary.json``.
 
-A method, a merge rule or an engine may add figures of its own to both. What is optional here is absent where
-a run does not have it.
+Methods, merge rules and engines may add their own entries to both. Entries that a run does not have are
+absent.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class FederatedMetric(TypedDict):
-    """A metric over clients. Those that are written are shares of a client's pairs.
+    """A metric over clients. Metrics in files are shares of a client's pairs.
 
-    ``worst`` is the worst client's value: the lowest, for a loss the highest. ``worst_decile`` is the mean of
-    the worst tenth of the clients (at least one of them). ``per_client`` has every client's value.
+    ``worst`` is the lowest value of a client, or the highest for a loss. ``worst_decile`` is the mean of the
+    worst tenth of the clients, at least one. ``per_client`` contains the value of each client.
 
-    Clients with fewer pairs than ``[privacy] minimum_pairs`` are in none of these three. The mean includes
-    them, and ``mean_alone`` is their number. But if all of them together have fewer than ``minimum_pairs``
-    pairs, the mean leaves them out too, and ``left_out`` is their number. If there are no such clients, both
-    keys are absent.
+    Clients with fewer pairs than ``[privacy] minimum_pairs`` count in ``mean`` only, and ``mean_alone`` is
+    their number. If together they have fewer than ``minimum_pairs`` pairs, ``mean`` excludes them too, and
+    ``left_out`` is their number. Both keys are absent if there are no such clients.
     """
 
     mean: Share
@@ -39,12 +38,12 @@ class FederatedMetric(TypedDict):
 
 
 def metrics_of_clients(content: Mapping[str, Any]) -> dict[str, FederatedMetric]:
-    """The metrics that every client has, by name, in a summary or an evaluation."""
+    """Return the per-client metrics of a summary or an evaluation, by name."""
     return {name: value for name, value in content.items() if is_metric(value)}
 
 
 def is_metric(value: Any) -> bool:
-    """Whether an entry of a summary or an evaluation is a :class:`FederatedMetric`."""
+    """Return whether an entry of a summary or an evaluation is a :class:`FederatedMetric`."""
     return isinstance(value, Mapping) and isinstance(value.get("per_client"), Mapping)
 
 
@@ -58,10 +57,10 @@ class Dropped(TypedDict):
 
 @with_config(ConfigDict(strict=True))
 class RoundRecord(TypedDict):
-    """The record of a committed round.
+    """Record of a committed round.
 
-    ``evaluation`` holds the metrics of a round with an evaluation: those of every client as
-    :class:`FederatedMetric`, the others as means. ``time`` is virtual seconds of a ``[fleet]``.
+    ``evaluation`` contains the metrics if the round was evaluated: per-client metrics as
+    :class:`FederatedMetric`, others as means. ``time`` is the virtual time of a ``[fleet]`` in seconds.
     """
 
     round: int
@@ -85,14 +84,14 @@ class RoundRecord(TypedDict):
 
 
 class Traffic(TypedDict):
-    """Bytes of all messages, from clients and to them."""
+    """Bytes of all messages from clients (``up``) and to clients (``down``)."""
 
     up: Amount
     down: Amount
 
 
 class Hardware(TypedDict, total=False):
-    """The machine of a run."""
+    """Hardware that a run used."""
 
     processor: str
     cores: int | None
@@ -102,7 +101,7 @@ class Hardware(TypedDict, total=False):
 
 
 class Origin(TypedDict, total=False):
-    """When a run was finished, by which command and on which machine."""
+    """When a run finished, with which command and on which machine."""
 
     finished: Annotated[str, AfterValidator(datetime.fromisoformat)]
     command: str
@@ -110,7 +109,7 @@ class Origin(TypedDict, total=False):
 
 
 class DataFigures(TypedDict, total=False):
-    """What became of the rows, and how much clients differ; see :func:`prefed.runs.summary.describe_data`."""
+    """Rows used and dropped, and differences between clients (:func:`prefed.runs.summary.describe_data`)."""
 
     rows: int
     pairs: int
@@ -127,10 +126,10 @@ class DataFigures(TypedDict, total=False):
 
 @with_config(ConfigDict(strict=True))
 class Summary(TypedDict):
-    """What ``summary.json`` holds.
+    """Contents of ``summary.json``.
 
-    ``clients`` has the numbers of a client's pairs by split, ``personal`` figures of blocks from private
-    states: figure → client → block → number.
+    ``clients`` contains the number of pairs of each client by split. ``personal`` contains metrics of private
+    states by block: metric → client → block → number.
     """
 
     method: str

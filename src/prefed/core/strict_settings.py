@@ -1,4 +1,4 @@
-"""The base of every settings record, and nested settings as one flat table."""
+"""Base class of all settings, and a flat view of nested settings."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -8,14 +8,14 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 class StrictModel(BaseModel):
-    """A frozen settings record that refuses unknown keys, NaN and infinity."""
+    """Frozen settings that reject unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_booleans(cls, data: Any) -> Any:
-        """Refuse true and false for a number; Python would take them as 1 and 0."""
+        """Reject booleans for numeric fields; Python would accept them as 1 and 0."""
         wrong: list[InitErrorDetails] = []
         for name, value in data.items() if isinstance(data, Mapping) else ():
             if isinstance(value, bool) and name in cls.model_fields:
@@ -30,7 +30,7 @@ class StrictModel(BaseModel):
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name → value of each setting in nested tables.
+    """Return dotted name → value for every setting in nested tables.
 
     >>> flatten({"seed": 1, "method": {"lr": 0.1}})
     {'seed': 1, 'method.lr': 0.1}

@@ -1,4 +1,4 @@
-"""Named tensors over one flat buffer, and who owns each of them."""
+"""Named tensors in one flat buffer, and the owner of each tensor."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from prefed.core.lazy import torch
 
 @dataclass(frozen=True)
 class Entry:
-    """One named tensor of a model's movable state.
+    """Name, shape and position of one tensor of a model's trainable state.
 
     Attributes:
         name: unique, e.g. ``"lora/3/attn.c_attn/A"``.
-        part: the part of the model it belongs to: ``"lora"``, ``"head"``, ``"bottleneck"``, …
-        block: index of its transformer block; ``None`` outside the blocks.
+        part: part of the model: ``"lora"``, ``"head"``, ``"bottleneck"``, …
+        block: index of the transformer block; ``None`` outside the blocks.
         factor: ``"A"`` (rank × in) or ``"B"`` (out × rank) for a LoRA factor, else ``None``.
     """
 
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The names and shapes of the tensors in a flat buffer, in order.
+    """Names and shapes of the tensors in a flat buffer, in order.
 
     Raises:
         ValueError: two entries have the same name.
@@ -57,12 +57,12 @@ class Layout:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names, in buffer order."""
+        """Names in buffer order."""
         return tuple(entry.name for entry in self.entries)
 
     @cached_property
     def size(self) -> int:
-        """Number of elements of the whole buffer."""
+        """Number of elements in the buffer."""
         return sum(entry.size for entry in self.entries)
 
     @cached_property
@@ -80,12 +80,12 @@ class Layout:
         return self._index[name][0]
 
     def span(self, name: str) -> tuple[int, int]:
-        """The index of the first element of ``name`` in the buffer, and one past the last."""
+        """Return the start and end index of tensor ``name`` in the buffer."""
         entry, offset = self._index[name]
         return offset, offset + entry.size
 
     def ranges(self, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
-        """The fewest contiguous ranges of the buffer that hold exactly ``names``.
+        """Return the fewest contiguous ranges of the buffer that contain exactly ``names``.
 
         >>> layout = Layout(tuple(Entry(n, (2,), "p") for n in "abc"))
         >>> layout.ranges(["b", "a"]), layout.ranges(["a", "c"])
@@ -100,7 +100,7 @@ class Layout:
         return tuple(merged)
 
     def select(self, names: Iterable[str]) -> Layout:
-        """The layout of only ``names``, in this layout's order.
+        """Return the layout of ``names`` only, in the order of this layout.
 
         Raises:
             KeyError: a name is not in the layout.
@@ -115,16 +115,15 @@ class Layout:
 
 
 class Tensors(Mapping[str, "torch.Tensor"]):
-    """An immutable mapping from names to tensors that are views of one flat buffer.
+    """Immutable mapping from names to tensors that are views of one flat buffer.
 
-    A client's whole LoRA is one vector: to copy, average or measure it takes one call on :attr:`flat`.
-    ``tensors["lora/0/attn.c_attn/A"]`` is the matrix of that name.
+    To copy, average or measure all tensors takes one operation on :attr:`flat`.
 
     Args:
-        flat: 1-D, of ``layout.size`` elements.
+        flat: 1-D, ``layout.size`` elements.
 
     Raises:
-        ValueError: ``flat`` has another size.
+        ValueError: ``flat`` has another shape.
 
     >>> layout = Layout((Entry("a", (2,), "lora"), Entry("b", (1, 2), "head")))
     >>> t = Tensors(layout, torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -138,30 +137,30 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
     def __init__(self, layout: Layout, flat: torch.Tensor) -> None:
         if flat.dim() != 1 or flat.numel() != layout.size:
-            raise ValueError(f"expected a vector of {layout.size} elements, got shape {tuple(flat.shape)}")
+            raise ValueError(f"flat has shape {tuple(flat.shape)}; expected ({layout.size},)")
         self.layout = layout
         self.flat = flat.detach()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all elements."""
+        """Dtype of all elements."""
         return self.flat.dtype
 
     @staticmethod
     def zeros(layout: Layout, dtype: torch.dtype | None = None) -> Tensors:
-        """All zeros in ``layout``, float32 unless ``dtype`` is given."""
+        """Return zeros in ``layout``, float32 unless ``dtype`` is given."""
         return Tensors(layout, torch.zeros(layout.size, dtype=dtype or torch.float32))
 
     @staticmethod
     def gather(layout: Layout, values: Mapping[str, torch.Tensor]) -> Tensors:
-        """Copy ``values``, which must have every name of ``layout``, into one buffer."""
+        """Copy ``values`` into one buffer; they must contain all names of ``layout``."""
         if not layout.entries:
             return Tensors.zeros(layout)
         return Tensors(layout, torch.cat([values[name].detach().reshape(-1) for name in layout.names]))
 
     @staticmethod
     def empty() -> Tensors:
-        """No tensors at all."""
+        """Return a mapping without tensors."""
         return Tensors.zeros(Layout(()))
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -178,7 +177,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         return f"Tensors({len(self)} tensors, {self.layout.size} elements, {self.flat.dtype})"
 
     def select(self, names: Iterable[str]) -> Tensors:
-        """The named tensors, in the order of this layout: a view if they lie side by side, else a copy."""
+        """Return the named tensors in the order of this layout: a view if contiguous, else a copy."""
         layout = self.layout.select(names)
         if layout is self.layout:
             return self
@@ -188,10 +187,10 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         return Tensors.gather(layout, self)
 
     def replace(self, *others: Mapping[str, torch.Tensor]) -> Tensors:
-        """A copy with the values of ``others`` for the tensors that these name; the last of them wins.
+        """Return a copy with the tensors of ``others`` replaced; later mappings override earlier ones.
 
         Raises:
-            KeyError: one of them names an unknown tensor.
+            KeyError: a name is not in the layout.
         """
         result = self.clone()
         for other in others:
@@ -205,7 +204,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         return result
 
     def join(self, other: Tensors) -> Tensors:
-        """These tensors followed by those of ``other``. No name is in both."""
+        """Return these tensors followed by those of ``other``. The names must be disjoint."""
         if not other.layout.entries:
             return self
         if not self.layout.entries:
@@ -217,17 +216,17 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         flat.copy_(self.flat)
 
     def clone(self) -> Tensors:
-        """A copy that shares no memory with this one."""
+        """Return a copy that shares no memory with this one."""
         return Tensors(self.layout, self.flat.clone())
 
     def to(self, dtype: torch.dtype) -> Tensors:
-        """The same values in another dtype."""
+        """Return the same values in another dtype."""
         return Tensors(self.layout, self.flat.to(dtype))
 
     def _operand(self, other: Tensors | float) -> torch.Tensor | float:
         if isinstance(other, Tensors):
             if other.layout.names != self.layout.names:
-                raise ValueError("arithmetic needs two Tensors with the same layout")
+                raise ValueError("arithmetic requires Tensors with equal layouts")
             return other.flat
         return other
 
@@ -249,16 +248,16 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         return Tensors(self.layout, -self.flat)
 
     def norm(self) -> float:
-        """Euclidean norm over all elements, accumulated in float64."""
+        """Return the Euclidean norm over all elements, accumulated in float64."""
         return float(torch.linalg.vector_norm(self.flat.double()))
 
     def isfinite(self) -> bool:
-        """Whether no element is NaN or infinite."""
-        # NaN and infinity stay in a sum, which costs a tenth. A sum of finite elements may overflow.
+        """Return whether no element is NaN or infinite."""
+        # NaN and infinity survive a sum, at a tenth of the cost. A sum of finite elements may overflow.
         return bool(torch.isfinite(self.flat.sum())) or bool(torch.isfinite(self.flat).all())
 
     def equal(self, other: Tensors) -> bool:
-        """Same names, shapes, dtype and bits."""
+        """Return whether names, shapes, dtype and bits are equal."""
         return (
             self.layout.names == other.layout.names
             and self.flat.dtype == other.flat.dtype
@@ -267,16 +266,16 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
 
 class Layered(Tensors):
-    """Tensors of several mappings as one, without a copy: where two name a tensor, the later one has it.
+    """Tensors from several mappings without a copy; later mappings override earlier ones.
 
-    The mappings must not change. :attr:`flat` is a new vector each time; :meth:`copy_to` needs none.
+    The mappings must not change. :attr:`flat` is a new vector each time; :meth:`copy_to` avoids that.
 
     Args:
-        layers: together they name every tensor of ``layout``. Values may have other dtypes than ``dtype``.
-        dtype: of the tensors.
+        layers: mappings that together contain every tensor of ``layout``, in any dtype.
+        dtype: dtype of the returned tensors.
 
     Raises:
-        ValueError: none of them names a tensor of ``layout``.
+        ValueError: a tensor of ``layout`` is missing.
 
     >>> layout = Layout((Entry("a", (2,), "lora"), Entry("b", (1,), "head")))
     >>> base = Tensors(layout, torch.tensor([1.0, 2.0, 3.0]))
@@ -293,11 +292,11 @@ class Layered(Tensors):
         self._layers = {name: layer for layer in layers for name in layer}
         missing = [name for name in layout.names if name not in self._layers]
         if missing:
-            raise ValueError(f"no tensor for {', '.join(missing)}")
+            raise ValueError(f"no layer has the tensors {', '.join(missing)}")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all elements."""
+        """Dtype of all elements."""
         return self._dtype
 
     @property
@@ -317,7 +316,7 @@ class Layered(Tensors):
             flat[slice(*self.layout.span(name))].copy_(self._layers[name][name].detach().reshape(-1))
 
     def select(self, names: Iterable[str]) -> Tensors:
-        """The named tensors, in the order of this layout, without a copy."""
+        """Return the named tensors in the order of this layout, without a copy."""
         layout = self.layout.select(names)
         layers = {id(layer): layer for layer in map(self._layers.__getitem__, layout.names)}
         if len(layers) == 1:
@@ -327,24 +326,24 @@ class Layered(Tensors):
         return self if layout is self.layout else Layered(layout, self, dtype=self._dtype)
 
     def clone(self) -> Tensors:
-        """A copy that shares no memory with the mappings."""
+        """Return a copy that shares no memory with the mappings."""
         return Tensors(self.layout, self.flat)
 
 
 class Owner(Enum):
-    """What may happen to a tensor."""
+    """Whether a tensor trains, and whether it leaves the client."""
 
     FROZEN = "frozen"
-    """It never trains and is never sent."""
+    """Never trained and never sent."""
     SHARED = "shared"
-    """It trains, and it travels. No other kind of tensor leaves a client."""
+    """Trained and sent. No other tensors leave a client."""
     PERSONAL = "personal"
-    """It trains, and it stays with its client."""
+    """Trained and kept on the client."""
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """The owner of every movable tensor of a model.
+    """Owner of every tensor of a model's trainable state.
 
     >>> layout = Layout((Entry("lora/0/A", (2,), "lora", 0, "A"), Entry("head", (3,), "head")))
     >>> ownership = Ownership.of(layout, lambda e: Owner.SHARED if e.part == "lora" else Owner.PERSONAL)
@@ -353,7 +352,7 @@ class Ownership:
     >>> ownership.check(Layout(layout.entries[:1]))
     Traceback (most recent call last):
     ...
-    ValueError: the method's ownership does not cover the model; only in the ownership: head
+    ValueError: the method's ownership does not match the model; only in the ownership: head
     """
 
     owners: Mapping[str, Owner]
@@ -363,22 +362,22 @@ class Ownership:
 
     @staticmethod
     def of(layout: Layout, owner: Callable[[Entry], Owner]) -> Ownership:
-        """The ownership of ``layout`` in which each entry's owner is ``owner(entry)``."""
+        """Return the ownership of ``layout`` in which each entry belongs to ``owner(entry)``."""
         return Ownership({entry.name: owner(entry) for entry in layout.entries})
 
     def names(self, *owners: Owner) -> tuple[str, ...]:
-        """The tensors that belong to any of ``owners``, in declaration order."""
+        """Return the names of the tensors that belong to any of ``owners``, in declaration order."""
         return tuple(name for name, owner in self.owners.items() if owner in owners)
 
     def select(self, tensors: Tensors, *owners: Owner) -> Tensors:
-        """The tensors that belong to any of ``owners``."""
+        """Return the tensors that belong to any of ``owners``."""
         return tensors.select(name for name in tensors if self.owners[name] in owners)
 
     def check(self, layout: Layout) -> None:
-        """Confirm that this ownership names exactly the tensors of ``layout``.
+        """Check that this ownership covers exactly the tensors of ``layout``.
 
         Raises:
-            ValueError: it does not; the message holds the names that one side has and the other lacks.
+            ValueError: it does not; the message lists the names found on one side only.
         """
         ours, theirs = set(self.owners), set(layout.names)
         if ours == theirs:
@@ -388,4 +387,4 @@ class Ownership:
             difference.append(f"only in the model: {', '.join(sorted(theirs - ours))}")
         if ours - theirs:
             difference.append(f"only in the ownership: {', '.join(sorted(ours - theirs))}")
-        raise ValueError(f"the method's ownership does not cover the model; {'; '.join(difference)}")
+        raise ValueError(f"the method's ownership does not match the model; {'; '.join(difference)}")

@@ -1,4 +1,4 @@
-"""Text for people: escaped characters, sizes, durations, the nearest name, errors, and times in the log."""
+"""Text for people: escaping, sizes, durations, suggestions, error messages, and timings in the log."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Invisible characters that a terminal or a line of text obeys, and halves of surrogate pairs.
+"""Characters that control terminals or text layout, and surrogate halves, which cannot be encoded.
 
-These are controls, marks of direction and line separators. Joiners are not: names in many scripts need them.
-Halves of surrogate pairs cannot be encoded.
+Joiners are not included: names in many scripts need them.
 """
 
 
 def control_character(text: str) -> str | None:
-    r"""The code point of the first control character in ``text``, or ``None``.
+    r"""Return the code point of the first control character in ``text``, or ``None``.
 
     >>> control_character("ward\t7"), control_character("Zoë 安娜")
     ('U+0009', None)
@@ -30,7 +29,7 @@ def control_character(text: str) -> str | None:
 
 
 def printable(text: str) -> str:
-    r"""``text`` with control characters escaped.
+    r"""Return ``text`` with control characters escaped.
 
     >>> print(printable("ward\t7 \x1b[31m"))
     ward\t7 \x1b[31m
@@ -39,7 +38,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    r"""As :func:`printable` for a text of several lines: line breaks stay, and tabs become spaces.
+    r"""Escape control characters in text of several lines: line breaks are kept, and tabs become spaces.
 
     >>> print(printable_lines("one\ttwo\nthree\x1b[2J"))
     one     two
@@ -49,7 +48,7 @@ def printable_lines(text: str) -> str:
 
 
 def printable_json(content: Any) -> str:
-    r"""JSON of several lines, every letter as itself, but for control characters, which JSON may escape.
+    r"""Return indented JSON with non-ASCII letters as they are and control characters escaped.
 
     >>> print(printable_json(["é", "\x9b2J", "\ud83d"]))
     [
@@ -63,7 +62,7 @@ def printable_json(content: Any) -> str:
 
 
 def safe_cell(text: str) -> str:
-    """A cell of a CSV file that no spreadsheet runs: what it would take for a formula gets an apostrophe.
+    """Escape a CSV cell that a spreadsheet would run as a formula.
 
     >>> safe_cell("=1+1"), safe_cell("＝1+1"), safe_cell("-0.5"), safe_cell("ann")
     ("'=1+1", "'＝1+1", '-0.5', 'ann')
@@ -78,7 +77,7 @@ def safe_cell(text: str) -> str:
 
 
 def size(amount: float) -> str:
-    """A number of bytes as text.
+    """Format a number of bytes.
 
     >>> size(812), size(2_359_296), size(5e9)
     ('812 B', '2.4 MB', '5.0 GB')
@@ -91,7 +90,7 @@ def size(amount: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in seconds as text.
+    """Format a duration.
 
     >>> duration(4.26), duration(95), duration(7384)
     ('4.3 s', '1m35s', '2h03m')
@@ -103,7 +102,7 @@ def duration(seconds: float) -> str:
 
 
 def pluralize(number: int, one: str, more: str) -> str:
-    """A number with the words for one or for several things.
+    """Format a number with the singular or plural form.
 
     >>> pluralize(1, "client has", "clients have"), pluralize(1200, "round", "rounds")
     ('1 client has', '1,200 rounds')
@@ -112,7 +111,7 @@ def pluralize(number: int, one: str, more: str) -> str:
 
 
 def listed(names: Sequence[str], show: Callable[[str], str] = repr, most: int = 8) -> str:
-    """The first names, and how many more there are.
+    """List the first names and the number of further ones.
 
     >>> listed(["a", "b"]), listed(["a", "b", "c", "d"], str, 2)
     ("'a', 'b'", 'a, b and 2 more')
@@ -122,11 +121,11 @@ def listed(names: Sequence[str], show: Callable[[str], str] = repr, most: int = 
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, show: Callable[[str], str] = repr) -> str:
-    """The end of an error message about an unknown name: the nearest known names, or nothing if none is near.
+    """Return the end of an error message that suggests the nearest known names, or ``""`` if none is near.
 
     Args:
-        most: how many of them are offered.
-        show: how each is written in the message.
+        most: maximum number of suggestions.
+        show: formats a suggestion.
 
     >>> did_you_mean("batchsize", ["lr", "batch_size"]), did_you_mean("x", ["lr"])
     ("; did you mean 'batch_size'?", '')
@@ -138,7 +137,7 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, show: Callab
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether an error is of one of prefed's own classes: its message says what to do, and where.
+    """Return whether prefed defines the class of an error. Such messages can be shown without a traceback.
 
     >>> from prefed.core.files import WriteError
     >>> is_ours(WriteError("the disk is full")), is_ours(ValueError("not enough values to unpack"))
@@ -148,7 +147,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    r"""An error's message in one line.
+    r"""Return the message of an error as a single line.
 
     >>> one_line(ValueError("2 rows:\n  row 3: empty"))
     '2 rows: row 3: empty'
@@ -161,14 +160,14 @@ _log = logging.getLogger("prefed")
 
 @contextmanager
 def timed(part: str, about: str = "") -> Iterator[None]:
-    """Log how long a part of a run took, once it is done, at level ``INFO``.
+    """Log the duration of a block at level ``INFO``.
 
-    The log record has ``part`` and ``seconds``, so that a handler can add them up. Nobody sees it unless the
-    level of the logger ``prefed`` is set: ``prefed -v`` does so.
+    The log record has the attributes ``part`` and ``seconds`` for handlers that add them up. It is visible if
+    the level of the logger ``prefed`` is set, as ``prefed -v`` does.
 
     Args:
-        part: what the times of several such stretches are added up under, e.g. ``"evaluation"``.
-        about: which stretch this is, e.g. ``"round 3, 5 clients"``. It holds nothing private.
+        part: name under which durations are added up, e.g. ``"evaluation"``.
+        about: details, e.g. ``"round 3, 5 clients"``, without private data.
     """
     started = time.perf_counter()
     yield

@@ -1,7 +1,7 @@
-"""Messages and states as bytes: safetensors with a JSON header. Nothing is ever unpickled.
+"""Serialisation of messages and states: safetensors with a JSON header. Nothing is ever unpickled.
 
-One group of tensors is one flat safetensors tensor; the header has the names and shapes in it. A value that
-JSON would change (a tuple, a key that is not text) is refused. So ``decode(encode(m))`` is ``m`` bit for bit,
+Each group of tensors is one flat safetensors tensor; the header contains names and shapes. Values that JSON
+would change (a tuple, a non-string key) are rejected. Therefore ``decode(encode(m))`` is ``m`` bit for bit,
 and equal messages have equal bytes.
 """
 
@@ -19,27 +19,27 @@ from prefed.core.lazy import torch
 
 FORMAT = 1
 _ROOM = 1024
-"""Bytes of a header for its fixed fields."""
+"""Bytes reserved for the fixed fields of a header."""
 _NUMBER = 64
-"""Bytes of a header for one number; the longest float has 24 characters."""
+"""Bytes reserved for one number in a header; the longest float has 24 characters."""
 _GROUP = 256
-"""Bytes of safetensors' own entry for one group, without its name."""
+"""Bytes reserved for safetensors' entry of one group, without its name."""
 _FLOATING = {"float32", "float64", "float16", "bfloat16"}
 
 T = TypeVar("T")
 
 
 class WireError(ValueError):
-    """Bytes are no message of this format, or a message cannot carry a value."""
+    """Bytes are not a valid message, or a message contains a value that cannot be encoded."""
 
 
 def encode(message: State | Download | Upload, keep: torch.dtype | None = None) -> bytes:
-    """``message`` as bytes.
+    """Encode ``message``.
 
     Args:
-        keep: dtype in which floating-point tensors are stored; decoding gives their own dtype again, rounded.
-            If it is left out, every bit is stored. The memory of optimisers is always stored in full, as
-            squares of gradients vanish in fewer bits.
+        keep: dtype in which floating-point tensors are stored; decoding restores the original dtype, with
+            rounded values. By default every bit is stored. Optimiser state is always stored in full, because
+            squared gradients vanish in fewer bits.
 
     Raises:
         WireError: JSON would change a plain value.
@@ -62,7 +62,7 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
         flat = tensors.flat.cpu().contiguous()
         groups[name] = [_text(flat.dtype), [_row(entry) for entry in tensors.layout.entries]]
         flat = flat.to(stored_dtype(name, flat.dtype, keep))
-        # Two groups of one state may share memory, and safetensors refuses such tensors.
+        # Two groups of one state may share memory, which safetensors rejects.
         if flat.untyped_storage().data_ptr() in storages:
             flat = flat.clone()
         storages.add(flat.untyped_storage().data_ptr())
@@ -76,7 +76,7 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
 
 
 def stored_dtype(group: str, dtype: torch.dtype, keep: torch.dtype | None) -> torch.dtype:
-    """The dtype in which :func:`encode` stores a group of ``dtype``; see its argument ``keep``."""
+    """Return the dtype in which :func:`encode` stores a group with the given ``dtype`` and ``keep``."""
     if keep is None or not dtype.is_floating_point or group.startswith(OPTIMIZER):
         return dtype
     return keep
@@ -85,12 +85,12 @@ def stored_dtype(group: str, dtype: torch.dtype, keep: torch.dtype | None) -> to
 def upload_limits(
     client: str, groups: Mapping[str, Layout], dtype: torch.dtype, scalars: Iterable[str]
 ) -> tuple[int, int]:
-    """The most bytes that the header of an upload may have, and the most that the whole upload may have.
+    """Return the maximum size of an upload in bytes: of its header, and of the whole message.
 
     Args:
-        groups: the layouts of its groups.
-        dtype: of their tensors.
-        scalars: the names of its numbers.
+        groups: layouts of its groups.
+        dtype: dtype of its tensors.
+        scalars: names of its numbers.
 
     >>> groups = {"model": Layout((Entry("lora/0/A", (1, 2), "lora", 0, "A"),))}
     >>> data = encode(Upload("ward-7", 3, {"model": Tensors.zeros(groups["model"])}, {"loss": 0.5}, 1))
@@ -102,40 +102,40 @@ def upload_limits(
         name: [_text(dtype), [_row(entry) for entry in layout.entries]] for name, layout in groups.items()
     }
     numbers = list(scalars)
-    # The header is JSON, and one string in it is JSON again.
+    # The header is JSON with a JSON string inside.
     header = len(json.dumps(json.dumps([client, rows, numbers]))) + _ROOM + _NUMBER * len(numbers)
     header += sum(_GROUP + len(json.dumps(name)) for name in groups)
     return header, 8 + header + dtype.itemsize * sum(layout.size for layout in groups.values())
 
 
 def decode_state(data: bytes) -> State:
-    """The state that :func:`encode` wrote.
+    """Decode a state from :func:`encode`.
 
     Raises:
-        WireError: ``data`` is damaged or holds something else.
+        WireError: ``data`` is damaged or not a state.
     """
     header, groups = _open(data, "state")
     return State(groups, _field(header, "values", dict))
 
 
 def decode_download(data: bytes) -> Download:
-    """The download that :func:`encode` wrote; raises as :func:`decode_state` does."""
+    """Decode a download from :func:`encode`. Raises as :func:`decode_state`."""
     header, groups = _open(data, "download")
     return Download(groups, _scalars(header))
 
 
 def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
-    """The upload that :func:`encode` wrote; raises as :func:`decode_state` does.
+    """Decode an upload from :func:`encode`. Raises as :func:`decode_state`.
 
     Args:
-        most: from :func:`upload_limits`. A longer message is refused before it is read.
+        most: limits from :func:`upload_limits`. Longer messages are rejected before they are parsed.
     """
     if most is not None:
         length = int.from_bytes(data[:8], "little")
         for what, size, limit in (("bytes", len(data), most[1]), ("bytes of header", length, most[0])):
             if size > limit:
-                raise WireError(f"a message of {size:,} {what}; expected at most {limit:,}")
-    # No cache of layouts here: clients could fill it.
+                raise WireError(f"the message has {size:,} {what}; expected at most {limit:,}")
+    # Without the layout cache, which clients could fill.
     header, groups = _open(data, "upload", _read_layout)
     weight = header.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -146,13 +146,13 @@ def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
 
 
 def outline_upload(data: bytes) -> tuple[dict[str, int], float, dict[str, float]]:
-    """What an upload of this process's own holds, without a copy of its tensors.
+    """Read the header of a trusted upload, without decoding tensors.
 
     Returns:
-        How many numbers each group's tensors have, the weight, and the numbers by name.
+        Number of elements of each group, the weight, and the numbers by name.
 
     Raises:
-        WireError: as :func:`decode_state`, as far as the header goes.
+        WireError: the header is invalid.
     """
     header = _header(data, "upload")
     rows = {name: row[1] for name, row in _field(header, "groups", dict).items()}
@@ -172,7 +172,7 @@ def _open(
         raise WireError(f"not a prefed message ({len(data)} bytes): {error}") from error
     described = _field(header, "groups", dict)
     if set(described) != set(buffers):
-        raise WireError("damaged message: its header and its tensors name different groups")
+        raise WireError("damaged message: header and tensors have different groups")
     groups = {}
     for name, description in described.items():
         try:
@@ -187,7 +187,6 @@ def _open(
 
 
 def _header(data: bytes, kind: str) -> dict[str, Any]:
-    """The header of a message of this kind; no tensor is read."""
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["prefed"])
@@ -195,9 +194,9 @@ def _header(data: bytes, kind: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise WireError(f"not a prefed message ({len(data)} bytes): {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise WireError(f"a message of a format other than {FORMAT}, from another version of prefed")
+        raise WireError(f"the message is not in format {FORMAT}: it is from another version of prefed")
     if header.get("kind") != kind:
-        raise WireError(f"expected a message of kind {kind!r}, found {header.get('kind')!r}")
+        raise WireError(f"the message is of kind {header.get('kind')!r}; expected {kind!r}")
     return header
 
 
@@ -237,7 +236,7 @@ def _scalars(header: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check_plain(value: object, where: str) -> None:
-    """Refuse a value that JSON would change."""
+    """Reject values that JSON would change."""
     if value is None or isinstance(value, str | bool | int | float):
         return
     if isinstance(value, list):
@@ -246,10 +245,10 @@ def _check_plain(value: object, where: str) -> None:
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise WireError(f"{where}: key {key!r} is not text")
+                raise WireError(f"{where}: key {key!r} is not a string")
             _check_plain(item, f"{where}.{key}")
     else:
         raise WireError(
-            f"{where}: a {type(value).__name__} cannot be stored in JSON without loss; "
+            f"{where}: JSON cannot store type {type(value).__name__} without loss; "
             "use None, bool, int, float, str, list or dict"
         )

@@ -1,4 +1,4 @@
-"""A frozen language model, and the movable tensors of a client over it."""
+"""Frozen language models, and the trainable tensors of clients."""
 
 from typing import TYPE_CHECKING
 

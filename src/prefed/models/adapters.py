@@ -1,7 +1,7 @@
-"""A client's tensors as files that other tools load: PEFT adapters and merged models.
+"""Export of client tensors for other tools: PEFT adapters and merged models.
 
-The functions that save load the backbone's model with the tensors, which have the full layout. A folder
-appears complete or not at all, and replaces one that exists.
+Functions that save load ``tensors`` (full layout) into the backbone. Folders are written atomically and
+replace existing ones.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ EXPORTED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
     "chat_template.*",
 )
-"""Names of the files in an exported folder, with those that PEFT and transformers write."""
+"""File name patterns in an exported folder, including the files that PEFT and transformers write."""
 
 
 def unexpected_files(folder: Path) -> list[str]:
-    """Names in ``folder`` that no export writes, sorted; an export must not replace such a folder."""
+    """Return names in ``folder`` that no export writes; an export must not replace such a folder."""
     return sorted(
         entry.name
         for entry in folder.iterdir()
@@ -51,10 +51,10 @@ def unexpected_files(folder: Path) -> list[str]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that replaces ``folder`` when the block ends, and is removed if the block raises.
+    """Yield a temporary folder that replaces ``folder`` at the end of the block, and is removed on errors.
 
-    The umask decides who may read and write its files. If the process is killed, the earlier folder is still
-    there, under its own name or one that ends in ``.old``. The next call cleans up the rest.
+    File permissions follow the umask. If the process is killed, the earlier folder remains, under its own
+    name or one ending in ``.old``; the next call cleans up.
     """
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def _clean_up(folder: Path) -> None:
-    """Clean up after processes that died while they wrote ``folder``; an ``.old`` folder is put back."""
+    """Clean up after killed processes that wrote ``folder``, and restore an ``.old`` folder."""
     for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.*"):
         number, _, end = leftover.name.removeprefix(f"{folder.name}.").partition(".")
         if end not in ("partial", "old") or not number.isdecimal() or _is_running(int(number)):
@@ -97,7 +97,7 @@ def _clean_up(folder: Path) -> None:
 
 
 def _is_running(process: int) -> bool:
-    """Whether another process of this number runs on this machine."""
+    """Return whether another process with this id is running on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -112,19 +112,19 @@ def save_adapter(
 ) -> None:
     """Write the LoRA of ``tensors`` as an adapter folder for ``PeftModel.from_pretrained``.
 
-    A gated personal LoRA goes into the same adapter, which then has twice the rank. An adapter cannot hold
-    heads, norms or a bottleneck: see :func:`save_client`.
+    A gated personal LoRA becomes part of the adapter, which then has twice the rank. Heads, norms and
+    bottlenecks do not fit into an adapter: see :func:`save_client`.
 
-    A policy that takes a taste z is written for one of them. e(z) is the same for every token, so it is a
-    LoRA of rank 1 on the input embeddings: A is a row of ones, B is e(z).
+    For a policy with a taste map, the adapter is for a single taste z: e(z), equal for all tokens, becomes a
+    LoRA of rank 1 on the input embeddings, with A a row of ones and B = e(z).
 
     Args:
-        taste: ``[d_z]``, for a policy that takes one.
+        taste: ``[d_z]``, for a policy with a taste map.
 
     Raises:
-        ModelError: a residual changes the base model's weights, every weight was trained, or the model is a
-            selector with a latent taste: no adapter can hold that. Or the policy takes a taste and none is
-            given, or the other way round, or PEFT has no LoRA for its input embeddings.
+        ModelError: no adapter can hold the model: residuals changed base weights, all weights were trained,
+            it is a selector with a latent taste, or PEFT cannot adapt its input embeddings. Or ``taste`` does
+            not fit the model.
     """
     residuals = [n for n in tensors if tensors.layout[n].part == "residual" and bool(tensors[n].any())]
     if residuals:
@@ -174,8 +174,8 @@ def _write_adapter(backbone: Backbone, folder: Path, added: OneTaste | None = No
 def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     """Write all parts of a client's model: adapter, bottleneck, heads, norms, gates.
 
-    :func:`load_client` reads the folder. It also holds an adapter for PEFT if the model has a LoRA; a policy
-    that takes a taste is there for all tastes, and the adapter knows of none.
+    :func:`load_client` reads the folder. If the model has a LoRA, the folder also contains a PEFT adapter;
+    for a policy with a taste map, that adapter ignores the taste.
     """
     from safetensors.torch import save_file
 
@@ -195,16 +195,15 @@ def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
 
 
 def load_client(folder: str | Path, base: str | None = None) -> Backbone:
-    """Load the folder that :func:`save_client` wrote.
+    """Load a folder from :func:`save_client`.
 
-    ``load_client(folder).model`` is a Hugging Face model with the client's parts in place. It generates and
-    gives log-probabilities like any other.
+    ``load_client(folder).model`` is a Hugging Face model with the client's parts in place.
 
     Args:
-        base: the base model's folder or hub name, if it has moved.
+        base: folder or hub name of the base model, if it has moved.
 
     Raises:
-        ModelError: the folder holds no client, or its tensors do not fit the base model.
+        ModelError: the folder contains no client, or its tensors do not fit the base model.
     """
     from safetensors.torch import load_file
 
@@ -229,21 +228,17 @@ def load_client(folder: str | Path, base: str | None = None) -> Backbone:
 def save_merged(
     backbone: Backbone, tensors: Tensors, folder: Path, taste: torch.Tensor | None = None
 ) -> None:
-    """Write a plain Hugging Face model: W + s·BA, gated branches and residual merged, own head and norms.
+    """Write a plain Hugging Face model: W + s·BA, with gated branches and residual merged, head and norms.
 
-    A reward head and a critic are left out, because a language model has no place for them. A bottleneck and
-    a head that equal their start are left out too, because they change nothing.
-
-    A policy that takes a taste is written for one: e(z) is added to every row of the input embeddings. A head
-    that is tied to them is written apart, as it was: e(z) is no part of it.
+    Reward heads and critics are dropped. For a policy with a taste map, the model is for a single taste: e(z)
+    is added to every row of the input embeddings, and a tied head is saved separately without it.
 
     Args:
-        taste: ``[d_z]``, for a policy that takes one.
+        taste: ``[d_z]``, for a policy with a taste map.
 
     Raises:
-        ModelError: the model has a trained bottleneck, or is a selector with a latent taste: a plain model
-            has no place for it. Its weights are in 4 bits, or blocks share them that have adapters of their
-            own. Or what :func:`save_adapter` says of a taste.
+        ModelError: a plain model cannot hold a trained bottleneck, a latent taste, or separate adapters of
+            blocks that share weights; the weights are in 4 bits; or ``taste`` does not fit the model.
     """
     if backbone.config.quantize is not None:
         raise ModelError(
@@ -293,7 +288,7 @@ def save_merged(
 
 
 def _plain_copy(causal: Any, state: dict[str, torch.Tensor], *, untied: bool) -> Any:
-    """A fresh model of ``causal``'s class with ``state`` as its weights."""
+    """Create a new model of ``causal``'s class with the weights ``state``."""
     config = copy.deepcopy(causal.config)
     config._attn_implementation = None
     if untied:
@@ -310,12 +305,11 @@ def _plain_copy(causal: Any, state: dict[str, torch.Tensor], *, untied: bool) ->
 
 @dataclass(frozen=True)
 class OneTaste:
-    """What a taste adds to every row of the input embeddings' weight.
+    """Effect of one taste on the input embeddings.
 
     Attributes:
-        path: of the input embeddings in the model.
-        row: ``[d]`` e(z), over the scale by which the embedding module multiplies its weight. PEFT multiplies
-            a LoRA on it by the same scale.
+        path: path of the input embeddings in the model.
+        row: ``[d]`` e(z) divided by the embedding scale, by which PEFT multiplies a LoRA.
     """
 
     path: str
@@ -323,10 +317,10 @@ class OneTaste:
 
     @staticmethod
     def of(backbone: Backbone, taste: torch.Tensor | None) -> OneTaste | None:
-        """``taste`` ``[d_z]`` in the model as it is loaded; ``None`` for a model that takes none.
+        """Return the effect of ``taste`` ``[d_z]`` in the loaded model; ``None`` without a taste map.
 
         Raises:
-            ModelError: a taste is missing or cannot be taken; or other tools could not read the result.
+            ModelError: ``taste`` does not fit the model, or other tools could not load the result.
         """
         taste_map = backbone.taste_map
         if taste_map is None:

@@ -1,4 +1,4 @@
-"""A frozen causal language model with the movable tensors of a client over it."""
+"""A frozen causal language model with the trainable tensors of a client."""
 
 from __future__ import annotations
 
@@ -44,34 +44,31 @@ from prefed.models.pretrained import (
 from prefed.models.tastes import DECODER, TASTE_MAP, TasteMap
 
 _TRUNK_PARTS = frozenset({WEIGHTS, "lora", "residual", "personal_lora", "gate", "norm", TASTE_MAP})
-"""Parts inside the trunk; while none of them trains, the trunk's output for a pair does not change."""
+"""Parts inside the trunk. While none of them trains, the trunk's output for a pair is constant."""
 
 _FLAGS = frozenset({"outputs", "factors", "cap"})
-"""Needs that are no parts: LoRA on output projections only; FedSDG's factor space; a bound on log σ²."""
+"""Flags in ``needs``: LoRA on output projections only; FedSDG's factor space; a cap on log σ²."""
 
 _PRODUCTS = frozenset({"residual", "personal_lora"})
-"""Parts that need the weights of the linear layers as they are, not in 4 bits."""
+"""Parts that require unquantised weights of linear layers."""
 
 
 @dataclass
 class Backbone:
-    """One frozen model per process; clients are vectors swapped in and out of it.
+    """A frozen model, one per process. Clients are vectors that are swapped in and out.
 
     Attributes:
-        model: the PEFT-wrapped Hugging Face causal language model; with the part ``weights`` not wrapped.
-        layout: names and shapes of the movable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
-        initial: the tensors every client starts from: A from one seeded draw, B zero, weights as loaded.
-        reference: the tensors that make the untouched model: every B is zero, and a personal LoRA is zero
-            throughout. So a shared LoRA put over them acts by itself, however the two branches join. A
-            variational selector's decoder is zero, so it adds nothing to the base model's log-odds, and a
-            taste map is zero, so it adds nothing at any taste.
+        model: Hugging Face causal language model, wrapped by PEFT unless all weights train.
+        layout: names and shapes of the trainable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
+        initial: initial tensors of every client: A from one seeded draw, B zero, weights as loaded.
+        reference: tensors of the untouched model: zero for every LoRA B, personal LoRA, taste map and decoder
+            of a variational selector. A shared LoRA applied over them acts alone.
         scaling: alpha / rank.
-        family: the model's family; ``None`` if it is not known.
-        parameters: the movable tensors inside the model, views of ``flat``, with gradients in ``grad``.
-        final: the forward of the final norm; ``None`` if the family is not known.
-        loss_scale: the factor of losses while their gradients are computed (see
-            :mod:`~prefed.train.optimizer_steps`); 1 unless the frozen model is in float16.
-        needs: the parts and flags that the model is made with.
+        family: the model's family; ``None`` if unknown.
+        parameters: the trainable tensors inside the model, views of ``flat`` with gradients in ``grad``.
+        final: forward of the final norm; ``None`` if the family is unknown.
+        loss_scale: loss scale for gradients (see :mod:`~prefed.train.optimizer_steps`); 1 except in float16.
+        needs: parts and flags that the model was created with.
     """
 
     model: Any
@@ -109,26 +106,26 @@ class Backbone:
 
     @property
     def window(self) -> int | None:
-        """The most tokens of a sequence; ``None`` if the configuration does not say. See :func:`window`."""
+        """Maximum sequence length; ``None`` if the configuration does not specify it. See :func:`window`."""
         return window(self.causal.config)
 
     @property
     def stretches(self) -> bool:
-        """Whether the model also takes sequences longer than its window."""
+        """Whether the model accepts sequences longer than its window."""
         return stretches(self.causal.config)
 
     @property
     def text_config(self) -> Any:
-        """The configuration of the language model, which may be one of several parts of a model."""
+        """Configuration of the language model, which may be one part of a larger model."""
         return text_config(self.causal.config)
 
     @property
     def width(self) -> int:
-        """Numbers of a hidden state after the final norm, as the head reads it."""
+        """Width of the hidden states that the head reads."""
         return head_width(self.causal)
 
     def load(self, tensors: Tensors) -> None:
-        """Put a client's tensors (full layout) into the model: one copy of one vector.
+        """Copy a client's tensors (full layout) into the model.
 
         Raises:
             ValueError: ``tensors`` has another layout.
@@ -141,18 +138,18 @@ class Backbone:
             weight.data.copy_(original + (residual.t() if transposed else residual).to(original.dtype))
 
     def extract(self) -> Tensors:
-        """A copy of the tensors in the model, on the CPU."""
+        """Return a copy of the tensors in the model, on the CPU."""
         return Tensors(self.layout, self.flat.detach().to("cpu", copy=True))
 
     def train_only(self, names: Iterable[str]) -> None:
-        """Let gradients flow to ``names`` only."""
+        """Enable gradients for ``names`` only."""
         trained = set(names)
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(name in trained)
 
     @cached_property
     def _adapted(self) -> list[Any]:
-        """PEFT's layers; searching all modules takes longer than a step over kept features."""
+        """PEFT layers, cached: searching all modules takes longer than a step over kept features."""
         return [layer for _, _, layer in lora_layers(self.causal)]
 
     @property
@@ -166,13 +163,13 @@ class Backbone:
         return getattr(self.causal, "prefed_taste_map", None)
 
     def trains_trunk(self, names: Iterable[str]) -> bool:
-        """Whether any of ``names`` lies inside the trunk."""
+        """Return whether any of ``names`` is inside the trunk."""
         return any(self.layout[name].part in _TRUNK_PARTS for name in names)
 
     def dropout(self, *, trunk: bool = False, top: bool = False) -> None:
-        """Switch dropout of the adapters in the trunk, and of the bottleneck and the reward head on top.
+        """Switch dropout of adapters in the trunk, and of bottleneck and reward head on top.
 
-        The frozen model's own dropout stays off.
+        Dropout of the frozen model stays off.
         """
         for layer in self._adapted:
             layer.lora_dropout.train(trunk)
@@ -183,15 +180,14 @@ class Backbone:
 
 
 def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozenset({"lora"})) -> Backbone:
-    """Load a causal language model and its tokenizer, freeze it and put LoRA on it.
+    """Load a causal language model and its tokenizer, and make a backbone.
 
     Args:
-        key: randomness of the LoRA's A factors.
-        needs: parts that the method and the merge rule need; see
-            :data:`prefed.models.parts.PART_BUILDERS`.
+        key: random key for initial values.
+        needs: parts that the method and the merge rule need; see :data:`prefed.models.parts.PART_BUILDERS`.
 
     Raises:
-        ModelError: no model under that name, no module to adapt, or a part that the model cannot have.
+        ModelError: the model cannot be loaded, has no module to adapt, or does not support a part.
     """
     from transformers import AutoTokenizer
 
@@ -208,19 +204,19 @@ def make_backbone(
     key: Key,
     needs: frozenset[str] = frozenset({"lora"}),
 ) -> Backbone:
-    """Freeze ``model``, adapt it with PEFT and gather its movable tensors in one buffer.
+    """Freeze ``model``, adapt it with PEFT and gather its trainable tensors in one buffer.
 
-    With the part ``weights`` there is no adapter, and every weight lies in the buffer.
+    With the part ``weights`` there is no adapter, and the buffer contains all weights.
 
     Args:
-        model: a Hugging Face causal language model; it is changed in place.
+        model: Hugging Face causal language model, modified in place.
         tokenizer: its tokenizer; ``None`` if no text is read.
-        config: LoRA settings, device, and whether to use the fused modules.
-        key: randomness of starting values.
-        needs: as for :func:`load_backbone`.
+        config: settings of LoRA, device and fused modules.
+        key: random key for initial values.
+        needs: see :func:`load_backbone`.
 
     Raises:
-        ModelError: none of the modules to adapt is in the model, or it cannot have a part, its dtype or
+        ModelError: the model has no module to adapt, or does not support a part, its dtype or
             ``checkpointing``.
     """
     unknown = needs - PART_BUILDERS.keys() - _FLAGS
@@ -293,7 +289,7 @@ def make_backbone(
 
 
 def _start(layout: Layout, specs: Sequence[ParameterSpec]) -> Tensors:
-    """The starting values on the CPU. A head on the CPU is not copied: it is the frozen model's own."""
+    """Return the initial values on the CPU. A head on the CPU is shared with the frozen model."""
     starts = {spec.entry.name: spec.start.cpu() for spec in specs}
     heads = {spec.entry.name: starts[spec.entry.name] for spec in specs if spec.entry.part == "head"}
     small = Tensors.gather(layout.select(starts.keys() - heads.keys()), starts)
@@ -301,14 +297,13 @@ def _start(layout: Layout, specs: Sequence[ParameterSpec]) -> Tensors:
 
 
 def recompute_blocks(causal: Any) -> None:
-    """Gradient checkpointing: every block computes its inner values again in the backward pass.
+    """Enable gradient checkpointing for every block (Chen et al. 2016, arXiv:1604.06174).
 
-    Of each block a step then holds only the input (Chen et al. 2016, arXiv:1604.06174). The second pass has
-    the inputs, the weights and the random state of the first, so the gradients are bit-identical. Without
-    gradients, as in an evaluation, a block runs once.
+    The second pass has the same inputs, weights and random state, so gradients are bit-identical. Without
+    gradients a block runs once.
 
     Raises:
-        ModelError: it is not known which modules are the blocks.
+        ModelError: the blocks of the model are unknown.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -323,14 +318,14 @@ def recompute_blocks(causal: Any) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``forward``, whose inner values are not kept where a gradient will be taken."""
+    """Run ``forward``, with checkpointing if gradients are enabled."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def model_digest(backbone: Backbone) -> str:
-    """SHA-256 over the architecture, a sample of every weight, and the start of the adapter."""
+    """Return SHA-256 over the architecture, a sample of each weight, and the initial adapter."""
     config = backbone.causal.config.to_dict()
     for where in ("_name_or_path", "transformers_version"):
         config.pop(where, None)

@@ -13,14 +13,14 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
 def present_devices() -> str:
-    """The devices that PyTorch finds on this machine, as ``[model] device`` names them, fastest first."""
+    """Return the devices on this machine by their names in ``[model] device``, fastest first."""
     found = [f"cuda ({n} of them)" if n > 1 else "cuda"] if (n := torch.cuda.device_count()) else []
     found += ["mps"] if torch.backends.mps.is_available() else []
     return ", ".join([*found, "cpu"])
 
 
 class LoraSettings(StrictModel):
-    """The shared low-rank adapter (Hu et al. 2022)."""
+    """Shared low-rank adapter (Hu et al. 2022)."""
 
     rank: int = Field(8, ge=1, description="rank r of each pair of factors")
     alpha: float = Field(16.0, gt=0, description="the product BA is multiplied by alpha / rank")
@@ -34,14 +34,14 @@ class LoraSettings(StrictModel):
 
 
 class BottleneckSettings(StrictModel):
-    """The personal bottleneck, which replaces the final norm (FedPDPO, arXiv:2603.19741)."""
+    """Personal bottleneck in place of the final norm (FedPDPO, arXiv:2603.19741)."""
 
     width: int = Field(256, ge=1, description="width of the bottleneck")
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout inside the bottleneck while training")
 
 
 class RewardSettings(StrictModel):
-    """The personal reward head (FedPDPO, arXiv:2603.19741)."""
+    """Personal reward head (FedPDPO, arXiv:2603.19741)."""
 
     width: int = Field(256, ge=1, description="width of the hidden layer")
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout on the hidden layer while training")
@@ -51,7 +51,7 @@ class RewardSettings(StrictModel):
 
 
 class VariationalSettings(StrictModel):
-    """The selector whose reward depends on a latent taste z (FedVPA-GP, arXiv:2605.30873)."""
+    """Selector whose reward depends on a latent taste z (FedVPA-GP, arXiv:2605.30873)."""
 
     latent: int = Field(32, ge=1, description="width of the latent taste z")
     widths: tuple[int, ...] = Field(
@@ -86,7 +86,7 @@ class VariationalSettings(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """Which causal language model is aligned, and how."""
+    """The causal language model to align."""
 
     name: str = Field(min_length=1, description="a folder with a Hugging Face model, or a hub name")
     revision: str | None = Field(None, description="hub revision: a branch, tag or commit")

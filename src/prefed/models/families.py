@@ -1,4 +1,4 @@
-"""Model families: the names of their modules, and the modules that LoRA adapts."""
+"""Model families: names of their modules, and the modules that LoRA adapts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from prefed.models.pretrained import ModelError, text_config
 
 @dataclass(frozen=True)
 class Family:
-    """The names inside one family's decoder block.
+    """Module names in the decoder block of a model family.
 
-    A block of a listed family computes ``h = h + attention(norm1(h)); h = h + mlp(norm2(h))`` and
-    nothing else. The family's logits are the output embedding applied to the final norm's output.
+    A block computes ``h = h + attention(norm1(h)); h = h + mlp(norm2(h))`` and nothing else. The logits are
+    the output embedding applied to the output of the final norm.
 
     Attributes:
-        blocks: attribute of the trunk that holds the list of blocks.
-        norm1: the norm before attention.
-        norm2: the norm before the feed-forward network.
-        final_norm: attribute of the trunk that holds the norm after the last block.
+        blocks: attribute of the trunk with the list of blocks.
+        norm1: norm before attention.
+        norm2: norm before the feed-forward network.
+        final_norm: attribute of the trunk with the norm after the last block.
         targets: modules that LoRA adapts by default.
-        outputs: the targets that write to the residual stream.
-        shortens: the attention module accepts fewer rows from its attention function than it passed in.
+        outputs: targets that write to the residual stream.
+        shortens: the attention module supports attention functions that return fewer rows.
     """
 
     blocks: str
@@ -72,11 +72,11 @@ FAMILIES = {
     "qwen3": _LLAMA,
     "gemma": _LLAMA,
 }
-"""Model type, as in a Hugging Face ``config.json``, → its family."""
+"""Model type, as in a Hugging Face ``config.json`` → family."""
 
 
 ALL = "all-linear"
-"""Selects every linear module except the head."""
+"""Selects all linear modules except the head."""
 
 _BYPASSED = {
     "falcon_h1": ("out_proj",),
@@ -87,22 +87,22 @@ _BYPASSED = {
     "mamba2": ("out_proj",),
     "nemotron_h": ("out_proj",),
 }
-"""Type → linear modules whose weight the model or its kernels read directly: an adapter would do nothing."""
+"""Model type → linear modules whose weight is read directly, so an adapter would have no effect."""
 
 _log = logging.getLogger("prefed")
 
 
 def with_lora(model: Any, config: ModelConfig, family: Family | None, outputs: bool) -> Any:
-    """``model`` with PEFT's LoRA layers on linear modules of its language model.
+    """Add PEFT LoRA layers to linear modules of the language model.
 
-    PEFT can also adapt experts that lie in one tensor of three dimensions. Its layers for these know neither
-    dropout nor the products of FedSDG and FedEx-LoRA. So experts of this kind stay frozen.
+    Experts in a single 3-D tensor stay frozen: PEFT's layers for them support neither dropout nor the
+    products of FedSDG and FedEx-LoRA.
 
     Args:
         outputs: adapt output projections only, if the family is known.
 
     Raises:
-        ModelError: a target is no linear module, or PEFT cannot adapt it.
+        ModelError: a target is not a linear module, or PEFT cannot adapt it.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -127,7 +127,7 @@ def with_lora(model: Any, config: ModelConfig, family: Family | None, outputs: b
 
 
 def _linear_modules(model: Any) -> dict[str, Any]:
-    """Path → linear module of the language model: no tower for images or sound, which text never passes."""
+    """Return path → linear module of the language model, without image or audio towers."""
     from transformers.pytorch_utils import Conv1D
 
     inside = {id(module) for module in model.modules()}
@@ -143,7 +143,7 @@ def _linear_modules(model: Any) -> dict[str, Any]:
 
 
 def _is_special(module: Any) -> bool:
-    """Whether a linear module of an architecture computes something else, such as a router's choice."""
+    """Return whether a linear module has its own forward, such as a router."""
     kind = type(module)
     return kind.__module__.startswith("transformers.models.") and kind.__name__ != "FalconLinear"
 
@@ -153,7 +153,7 @@ def _is_transposed(module: Any) -> bool:
 
 
 def _find(model: Any, linear: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Paths of the modules that ``names`` stand for, in the model's order."""
+    """Return the paths of the modules that ``names`` select, in the model's order."""
     known = sorted({path.rpartition(".")[2] for path in linear})
     barred, head = _barred(model, linear), model.get_output_embeddings()
     found: set[str] = set()
@@ -179,10 +179,9 @@ def _find(model: Any, linear: dict[str, Any], names: Iterable[str]) -> list[str]
 
 
 def _barred(model: Any, paths: Collection[str]) -> set[str]:
-    """The modules that PEFT refuses, or whose adapter it would not find again when it loads one.
+    """Return the modules that PEFT rejects, or whose adapter it could not load again.
 
-    PEFT takes some names for those of older checkpoints. It reads them as experts in one tensor, or renames
-    them.
+    PEFT interprets some names as those of older checkpoints with experts in one tensor, or renames them.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import (
@@ -209,14 +208,14 @@ def _barred(model: Any, paths: Collection[str]) -> set[str]:
 
 
 def _short(model: Any, targets: list[str]) -> list[str]:
-    """The last names of ``targets`` if no other module has one of these; else their paths."""
+    """Return the last components of ``targets`` if they are unambiguous, else the full paths."""
     names = sorted({path.rpartition(".")[2] for path in targets})
     same = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in names}
     return names if same == set(targets) else targets
 
 
 def _check_rank(config: ModelConfig, targets: dict[str, Any]) -> None:
-    """Warn of modules that have fewer dimensions than a factor has ranks."""
+    """Warn about modules with fewer dimensions than the rank."""
     narrow = {
         f"{path.rpartition('.')[2]} ({min(module.weight.shape)})"
         for path, module in targets.items()

@@ -1,4 +1,4 @@
-"""Faster forwards for modules of a loaded model; the values stay the same."""
+"""Faster forwards for modules of a loaded model, with equal results."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import nn
 
 
 class _LoraLinear(torch.autograd.Function):
-    """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W, in one pass over y.
+    """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W, in one pass over y; z is x, or x after dropout.
 
-    z is x, or x after dropout. The products with a factor take it with the rank as rows, which is the shape
-    that BLAS libraries are fast at.
+    Products with a factor have the rank as rows, a fast shape for BLAS.
     """
 
     @staticmethod
@@ -66,7 +65,7 @@ def lora_linear(
     scale: float,
     dropped: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A frozen linear layer with a low-rank adapter (LoRA, Hu et al. 2022, section 4.1).
+    """Apply a frozen linear layer with a low-rank adapter (LoRA, Hu et al. 2022, section 4.1).
 
     Args:
         x: ``[..., in]``.
@@ -75,7 +74,7 @@ def lora_linear(
         a: factor A, ``[rank, in]``.
         b: factor B, ``[out, rank]``.
         scale: alpha / rank.
-        dropped: ``x`` after dropout, the adapter's input; ``None`` takes ``x``.
+        dropped: ``x`` after dropout, the adapter's input; ``None`` uses ``x``.
 
     Returns:
         ``[..., out]``: x Wᵀ + b + scale · (dropped Aᵀ) Bᵀ.
@@ -91,10 +90,10 @@ def lora_linear(
 
 
 def lora_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of a PEFT LoRA layer, its gated personal branch included.
+    """Return A and B of a PEFT LoRA layer, including its gated personal branch.
 
-    Two branches are one branch of twice the rank: s (B_g A_g + m B_p A_p) = s [B_g, m B_p] [A_g; A_p]
-    (FedSDG, eq. 3).
+    Two branches are one of twice the rank: s (B_g A_g + m B_p A_p) = s [B_g, m B_p] [A_g; A_p] (FedSDG, eq.
+    3).
     """
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     personal = getattr(layer, "personal", None)
@@ -118,7 +117,7 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tor
 
 
 def fuse_lora(layer: Any) -> None:
-    """Give a PEFT LoRA layer the fused forward, which also applies a gated personal branch."""
+    """Fuse the forward of a PEFT LoRA layer, including a gated personal branch."""
     layer.forward = functools.partial(_lora_forward, layer)
 
 
@@ -127,11 +126,10 @@ def _rms_forward(norm: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def fuse(model: nn.Module) -> None:
-    """Give modules of ``model`` a fused forward of equal values.
+    """Fuse the forwards of supported modules, with equal results.
 
-    LoRA linear layers use :func:`lora_linear`. GPT-2's tanh GELU, which has eight operations in transformers,
-    becomes PyTorch's. fp32 RMS norms of the Llama form become ``F.rms_norm``. All other modules stay as they
-    are.
+    LoRA linear layers use :func:`lora_linear`, GPT-2's tanh GELU (eight operations in transformers) uses
+    PyTorch's, and fp32 RMS norms of the Llama type use ``F.rms_norm``.
     """
     for module in model.modules():
         for name, child in list(module.named_children()):

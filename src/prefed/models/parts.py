@@ -1,4 +1,4 @@
-"""The parts that a frozen backbone can have; each lists its tensors and puts them into the model."""
+"""Parts that can be added to a frozen backbone: each lists its tensors and places them in the model."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from prefed.models.tastes import (
 )
 
 WEIGHTS = "weights"
-"""The part that is the whole model: with it nothing is frozen, and there is no LoRA."""
+"""Part with all weights of the model: nothing is frozen, and there is no LoRA."""
 
 
 @dataclass
 class PartContext:
-    """The input of part builders: the model that gets a part, and its settings.
+    """Input of part builders: the model that gets a part, and its settings.
 
     Attributes:
-        causal: the Hugging Face model, with PEFT's layers inside.
+        causal: Hugging Face model that contains PEFT's layers.
     """
 
     causal: Any
@@ -53,7 +53,7 @@ class PartContext:
         """The norm after the last block.
 
         Raises:
-            ValueError: the model's family is not known.
+            ValueError: the model's family is unknown.
         """
         if self.family is None:
             kind = self.causal.config.model_type
@@ -75,9 +75,9 @@ class ParameterSpec:
 
 
 def lora_layers(causal: Any) -> Iterator[tuple[str, int | None, Any]]:
-    """``<block>/<module>``, block and PEFT layer of every adapted module, in the model's order.
+    """Yield ``<block>/<module>``, block and PEFT layer of every adapted module, in the model's order.
 
-    A model may have several stacks of blocks. Where they share a name, the path identifies the module.
+    If several stacks have modules with equal names, the full path replaces ``<module>``.
     """
     found = []
     for path, module in causal.named_modules():
@@ -95,7 +95,7 @@ def _set(holder: Any, name: str) -> Callable[[nn.Parameter], None]:
 
 
 def _lora(context: PartContext) -> Iterator[ParameterSpec]:
-    """Factors A, from one draw that all clients share, and B = 0."""
+    """Factors A, from one draw shared by all clients, and B = 0."""
     for stem, block, layer in lora_layers(context.causal):
         for factor in ("A", "B"):
             holder = getattr(layer, f"lora_{factor}")["default"]
@@ -108,7 +108,7 @@ def _lora(context: PartContext) -> Iterator[ParameterSpec]:
 
 
 def _weights(context: PartContext) -> Iterator[ParameterSpec]:
-    """Every weight from its pretrained value; one that several modules share, as tied embeddings, once."""
+    """Every weight with its pretrained value. Weights that several modules share appear once."""
     holders: dict[nn.Parameter, list[Callable[[nn.Parameter], None]]] = {}
     for _, module in context.causal.named_modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -127,7 +127,7 @@ def _weights(context: PartContext) -> Iterator[ParameterSpec]:
 
 
 class _Personal:
-    """A LoRA layer's personal branch and its block's gate logit."""
+    """Personal branch of a LoRA layer, and the gate logit of its block."""
 
     def __init__(self, factors: bool) -> None:
         self.factors = factors
@@ -135,7 +135,7 @@ class _Personal:
 
 
 def _personal_lora(context: PartContext) -> Iterator[ParameterSpec]:
-    """A second LoRA of the same shapes; B ~ N(0, 0.01²), because at B = 0 the gate has no task gradient."""
+    """A second LoRA; B ~ N(0, 0.01²), because the gate has no task gradient at B = 0."""
     for stem, block, layer in lora_layers(context.causal):
         layer.personal = _Personal("factors" in context.needs)
         fuse_lora(layer)
@@ -152,7 +152,7 @@ def _personal_lora(context: PartContext) -> Iterator[ParameterSpec]:
 
 
 def _gate(context: PartContext) -> Iterator[ParameterSpec]:
-    """One logit a per block, 0 at the start: m = sigmoid(a) = ½."""
+    """One logit a per block, initially 0: m = sigmoid(a) = ½."""
     by_block: dict[int | None, list[Any]] = {}
     for _, block, layer in lora_layers(context.causal):
         by_block.setdefault(block, []).append(layer.personal)
@@ -167,12 +167,12 @@ def _gate(context: PartContext) -> Iterator[ParameterSpec]:
 
 
 class FinalNorm:
-    """The forward of the final norm, or of the bottleneck M(z) = Norm(z + Decode(Dropout(GELU(Encode z)))).
+    """Forward of the final norm, or of the bottleneck M(z) = Norm(z + Decode(Dropout(GELU(Encode z)))).
 
     FedPDPO (arXiv:2603.19741), section 4. With ``bypass`` it returns hidden states unchanged.
 
     Args:
-        dtype: of the result; ``None`` for that of the hidden states.
+        dtype: dtype of the result; ``None`` for that of the hidden states.
     """
 
     def __init__(self, norm: Any, dtype: torch.dtype | None = None) -> None:
@@ -183,9 +183,9 @@ class FinalNorm:
         norm.forward = self
 
     def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``[..., d]`` hidden states before the final norm → ``[..., d]`` after it.
+        """Map ``[..., d]`` hidden states before the final norm to ``[..., d]`` after it.
 
-        Further arguments, such as a gate, go to the norm as they are.
+        Further arguments, such as a gate, are passed to the norm.
         """
         if self.bypass:
             return z
@@ -248,13 +248,13 @@ class RewardHead(nn.Module):
         self.eval()
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        """``[n, d]`` mean hidden states → ``[n]`` scores."""
+        """Map ``[n, d]`` mean hidden states to ``[n]`` scores."""
         scores: torch.Tensor = self.out(torch.tanh(self.dropout(self.hidden(pooled.float()))))[:, 0]
         return scores
 
 
 def _reward(context: PartContext) -> Iterator[ParameterSpec]:
-    """The reward head's two layers; the head is the model's attribute ``prefed_reward``, and no module."""
+    """Both layers of the reward head, stored as the non-module attribute ``prefed_reward`` of the model."""
     settings, dim = context.config.reward, head_width(context.causal)
     head = RewardHead(dim, settings.width, settings.dropout)
     object.__setattr__(context.causal, "prefed_reward", head)
@@ -267,14 +267,14 @@ def _reward(context: PartContext) -> Iterator[ParameterSpec]:
 
 
 def _value(context: PartContext) -> Iterator[ParameterSpec]:
-    """A linear critic for PPO, zero at the start; PPO reads it from the backbone's parameters."""
+    """A linear critic for PPO, initially zero, which PPO reads from the backbone's parameters."""
     dim = head_width(context.causal)
     yield ParameterSpec(Entry("value/weight", (1, dim), "value"), torch.zeros(1, dim), lambda parameter: None)
     yield ParameterSpec(Entry("value/bias", (1,), "value"), torch.zeros(1), lambda parameter: None)
 
 
 def _norm(context: PartContext) -> Iterator[ParameterSpec]:
-    """The affine parameters of every norm, from their pretrained values (FedBN, arXiv:2102.07623)."""
+    """The affine parameters of every norm, with their pretrained values (FedBN, arXiv:2102.07623)."""
     for path, module in context.causal.base_model.named_modules():
         own = list(module.named_parameters(recurse=False))
         if "norm" not in type(module).__name__.lower() or not own:
@@ -290,7 +290,7 @@ def _norm(context: PartContext) -> Iterator[ParameterSpec]:
 
 
 def _residual(context: PartContext) -> Iterator[ParameterSpec]:
-    """A dense correction of every adapted weight, zero at the start (FedEx-LoRA, arXiv:2410.09432)."""
+    """A dense correction of every adapted weight, initially zero (FedEx-LoRA, arXiv:2410.09432)."""
     layers = [layer for _, _, layer in lora_layers(context.causal)]
     shared = [context.causal.get_input_embeddings(), *layers]
     if len({id(module.weight) for module in shared}) < len(shared):
@@ -305,14 +305,14 @@ def _residual(context: PartContext) -> Iterator[ParameterSpec]:
 
 
 def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
-    """A part of the variational selector, which is read from the backbone's parameters."""
+    """A part of the variational selector, which reads it from the backbone's parameters."""
     selector = VariationalSelector(context.config.variational, head_width(context.causal))
     for name, start in selector.starts(context.key, capped="cap" in context.needs)[part].items():
         yield ParameterSpec(Entry(name, tuple(start.shape), part), start, lambda parameter: None)
 
 
 def _taste_map(context: PartContext) -> Iterator[ParameterSpec]:
-    """W ~ N(0, 1e-3²) and b = 0; the map is the model's attribute ``prefed_taste_map``, and no module."""
+    """W ~ N(0, 1e-3²) and b = 0, stored as the non-module attribute ``prefed_taste_map`` of the model."""
     embeddings = context.causal.get_input_embeddings()
     added = TasteMap(embeddings)
     object.__setattr__(context.causal, "prefed_taste_map", added)
@@ -338,4 +338,4 @@ PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     TASTE_MAP: _taste_map,
     **{part: functools.partial(_taste, part) for part in (VARIATIONAL, PROTOTYPES, POSTERIOR, LATENT)},
 }
-"""Part → its builder, in the order of a layout; the parts inside the trunk come first."""
+"""Part → its builder, in the order of a layout; parts inside the trunk come first."""

@@ -1,4 +1,4 @@
-"""Loading a model: from where, in which numeric format, on which device; and what is asked of it."""
+"""Loading and checking of pretrained models."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from prefed.core import huggingface
 from prefed.models.config import ModelConfig, present_devices
 
 _REASON = 400
-"""Most characters of a library's message to repeat."""
+"""Maximum length of a library's message to repeat."""
 
 
 class ModelError(ValueError):
-    """A model cannot be loaded or adapted; the message names it and says what to do."""
+    """A model cannot be loaded or adapted; the message names it and suggests a fix."""
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is the fastest one.
+    """Return the device ``name``; ``auto`` selects the fastest one.
 
     Raises:
-        ModelError: PyTorch finds none on this machine.
+        ModelError: PyTorch does not find it on this machine.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
@@ -39,16 +39,16 @@ def find_device(name: str) -> torch.device:
 
 
 def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
-    """``kind.from_pretrained(name, **options)``: from a folder, the hub, or the hub's local cache.
+    """Return ``kind.from_pretrained(name, **options)``, from a folder, the hub or the hub's cache.
 
     Args:
         kind: one of transformers' ``Auto`` classes.
-        key: the setting that holds the name, for messages.
+        key: the setting that contains the name, for messages.
         name: a folder or a hub name.
-        what: the kind of thing to load in words, for messages.
+        what: kind of object to load, for messages.
 
     Raises:
-        ModelError: nothing of that name can be loaded.
+        ModelError: it cannot be loaded.
     """
     folder, needed = Path(name), "give one with config.json, weights and tokenizer"
     absent = _absent(folder) if folder.is_dir() else []
@@ -94,13 +94,13 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
 
 
 def _is_empty(loaded: Any) -> bool:
-    """Whether it is a tokenizer without a vocabulary, as transformers makes from a folder that has none."""
+    """Return whether ``loaded`` is a tokenizer without a vocabulary."""
     words: dict[str, int] = getattr(loaded, "get_vocab", dict)()
     return bool(words) and not words.keys() - loaded.get_added_vocab().keys()
 
 
 def _absent(folder: Path) -> list[str]:
-    """What a folder with a model has and this one lacks."""
+    """Return the required files that a model folder lacks."""
     files = {
         "config.json": ("config.json",),
         "weights": ("*.safetensors", "*.bin"),
@@ -110,15 +110,15 @@ def _absent(folder: Path) -> list[str]:
 
 
 def brief(error: Exception) -> str:
-    """The first part of a library's message, on one line."""
+    """Return the first part of a library's message as a single line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:_REASON]
 
 
 def load_causal(config: ModelConfig) -> Any:
-    """The base model: its weights in ``dtype``, or those of its linear layers in 4 bits.
+    """Load the base model: weights in ``dtype``, or linear layers in 4 bits.
 
-    The 4 bits are QLoRA's (arXiv:2305.14314, section 3): blocks of weights in ``quantize``, and their scales
-    quantised again. A layer takes its weights to ``dtype`` before each product.
+    The 4-bit format is QLoRA's (arXiv:2305.14314, section 3): ``quantize`` with double quantisation. Layers
+    convert their weights to ``dtype`` before each product.
 
     Raises:
         ModelError: it cannot be loaded, the device does not support its dtype, or bitsandbytes is missing.
@@ -141,10 +141,10 @@ def load_causal(config: ModelConfig) -> Any:
 
 
 def check_dtype(config: ModelConfig, device: torch.device) -> None:
-    """Refuse float16 on a CPU.
+    """Check that the device supports ``dtype``.
 
     Raises:
-        ModelError: that is asked for.
+        ModelError: float16 on a CPU.
     """
     if config.dtype == "float16" and device.type == "cpu":
         raise ModelError(
@@ -153,7 +153,7 @@ def check_dtype(config: ModelConfig, device: torch.device) -> None:
 
 
 def _four_bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What ``from_pretrained`` needs for weights in 4 bits."""
+    """Return the options of ``from_pretrained`` for 4-bit weights."""
     if find_spec("bitsandbytes") is None:
         raise ModelError(
             f"[model] quantize = {config.quantize!r} needs the package bitsandbytes: "
@@ -173,10 +173,10 @@ def _four_bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
 
 
 def keep_four_bits(model: Any) -> None:
-    """See that layers of 4 bits compute alike with and without gradients.
+    """Make 4-bit layers compute the same with and without gradients.
 
-    On some CPUs such a layer repacks its weights at its first pass without gradients, for products in
-    bfloat16. Scores would then not be those that training sees.
+    On some CPUs they repack their weights for bfloat16 products in the first pass without gradients, so
+    scoring would differ from training.
     """
     for module in model.modules():
         if hasattr(module, "quant_state"):
@@ -184,22 +184,22 @@ def keep_four_bits(model: Any) -> None:
 
 
 PROBE = 4
-"""Tokens of the sequence that a model is checked with."""
+"""Number of tokens in the sequence that checks a model."""
 
 
 def check_language_model(model: Any, name: str) -> None:
-    """Refuse a model whose logits at a token depend on later tokens, or that needs more than token ids.
+    """Check that a model is causal and needs only token ids.
 
-    A response's log-probabilities would otherwise be conditioned on the response itself. What is checked is
-    the gradient of earlier logits in the embedding of the last token. In a causal model it is exactly zero,
-    whatever the dtype; a change of the token itself can change other tokens' logits by rounding.
+    Otherwise the log-probabilities of a response would be conditioned on the response itself. The check is
+    that earlier logits have zero gradient with respect to the last token's embedding. This is exact in any
+    dtype, whereas changing the token may change other logits by rounding.
 
     Args:
         model: the model on its device, in evaluation mode.
         name: its name, for messages.
 
     Raises:
-        ModelError: it is not causal, or it cannot read the probe.
+        ModelError: it is not causal, or cannot process the probe.
     """
     embedded: list[torch.Tensor] = []
 
@@ -233,20 +233,20 @@ def check_language_model(model: Any, name: str) -> None:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a configuration, which may be all of it."""
+    """Return the language model's part of a configuration, which may be all of it."""
     return config.get_text_config(decoder=True)
 
 
 def head_width(causal: Any) -> int:
-    """Numbers of a hidden state as the head reads it; OPT-350m projects it to fewer than its blocks have."""
+    """Return the width of the hidden states that the head reads; OPT-350m projects them first."""
     width: int = causal.get_output_embeddings().weight.shape[1]
     return width
 
 
 def window(config: Any) -> int | None:
-    """The most tokens of a sequence that a configuration has positions for; ``None`` if it does not say.
+    """Return the maximum sequence length of a configuration; ``None`` if it does not specify one.
 
-    With LongRoPE these are the tokens of the original context, see :func:`stretches`.
+    With LongRoPE this is the original context, see :func:`stretches`.
     """
     text = text_config(config)
     known = [getattr(text, "max_position_embeddings", None)]
@@ -255,10 +255,10 @@ def window(config: Any) -> int | None:
 
 
 def stretches(config: Any) -> bool:
-    """Whether sequences longer than :func:`window` go through the model as shorter ones do.
+    """Return whether sequences longer than :func:`window` are processed like shorter ones.
 
-    That needs rotary positions with fixed frequencies. With LongRoPE and dynamic NTK scaling the longest
-    sequence of a batch changes the positions of all, so policy and reference could be different models.
+    This requires rotary positions with fixed frequencies. With LongRoPE or dynamic NTK scaling the longest
+    sequence of a batch changes all positions, so policy and reference could be different models.
     """
     text = text_config(config)
     kinds = [rope["rope_type"] for rope in _rope(text)]
@@ -266,7 +266,7 @@ def stretches(config: Any) -> bool:
 
 
 def _rope(text: Any) -> Iterator[dict[str, Any]]:
-    """The rotary settings of a text configuration, which may be several by type of layer."""
+    """Yield the rotary settings of a text configuration, possibly several by layer type."""
     rope = getattr(text, "rope_parameters", None) or {}
     for each in [rope] if "rope_type" in rope else rope.values():
         if isinstance(each, dict) and "rope_type" in each:

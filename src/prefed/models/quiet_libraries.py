@@ -1,4 +1,4 @@
-"""Silences what transformers and PEFT print."""
+"""Silence the output of transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import warnings
 
 
 def silence_transformers() -> None:
-    """Keep transformers' progress bars and notices off the terminal.
-
-    ``TRANSFORMERS_VERBOSITY`` in the environment, whatever its value, leaves them as they are.
-    """
+    """Disable progress bars and notices of transformers, unless ``TRANSFORMERS_VERBOSITY`` is set."""
     if "TRANSFORMERS_VERBOSITY" in os.environ:
         return
     from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""The random starts of tensors, each a function of a key."""
+"""Random initial values of tensors, as functions of a key."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from prefed.core import Key
 
 
 def uniform(key: Key, shape: tuple[int, ...], fan_in: int) -> torch.Tensor:
-    """U(−1/√fan_in, 1/√fan_in), the start of a linear layer and of PEFT's A."""
+    """Draw U(−1/√fan_in, 1/√fan_in), the initialization of a linear layer and of PEFT's A."""
     bound = fan_in**-0.5
     return torch.rand(shape, generator=key.torch()).mul_(2 * bound).sub_(bound)
 
 
 def orthogonal_rows(key: Key, count: int, width: int, length: float) -> torch.Tensor:
-    """``[count, width]`` orthogonal vectors of one length, in a direction drawn at ``key``.
+    """Draw ``[count, width]`` orthogonal vectors of equal length in uniformly random directions.
 
-    The QR decomposition of a normal draw, in float64, with the signs that make the directions uniform.
+    They come from the QR decomposition of a normal draw in float64, with corrected signs.
 
     Raises:
         ValueError: there are more vectors than dimensions.

@@ -1,18 +1,16 @@
-"""The latent taste z in a model: the selector that reads it, and the map that lets a policy take it.
+"""Latent taste z: the selector that uses it, and the taste map of a policy.
 
 The selector works on frozen hidden states (FedVPA-GP, arXiv:2605.30873). h is the hidden state of a response
-after the final norm, the mean over its tokens unless ``pool = "end"``. e = MLP(h)::
+after the final norm, averaged over its tokens unless ``pool = "end"``. With e = MLP(h)::
 
-    pair in the context   x = e(chosen) − e(rejected)
-    posterior of z        x of each pair → encoder's MLP → attention over the pairs → mean → μ, log σ²
-    pair to be judged     log-odds = base model's log-odds + w(z) · [e(first) − e(second)]
+    context pair      x = e(chosen) − e(rejected)
+    posterior of z    x of each pair → encoder MLP → attention over the pairs → mean → μ, log σ²
+    pair to judge     log-odds = base model's log-odds + w(z) · [e(first) − e(second)]
 
-Every pair is given in its canonical order, and a sign says which response is chosen. So exchanging the labels
-of a pair changes a sign and nothing else, and every function of the label is antisymmetric bit for bit.
-Weights are named tensors, those of the part ``"variational"``: nothing here holds any.
+Pairs are in canonical order, with a sign for the chosen response. Swapping labels changes only the sign, so
+functions of the label are antisymmetric bit for bit. Weights are passed in as named tensors.
 
-A policy takes a taste as e(z) = W z + b, which is added to the input embedding of every token (stage 2 of the
-same paper).
+A policy adds e(z) = W z + b to the input embedding of every token (stage 2 of the same paper).
 """
 
 from __future__ import annotations
@@ -31,30 +29,31 @@ from prefed.models.config import VariationalSettings
 from prefed.models.random_init import orthogonal_rows, uniform
 
 VARIATIONAL = "variational"
-"""The part that holds the MLPs, the attention, the heads and the decoder."""
+"""Part with MLPs, attention, heads and decoder."""
 PROTOTYPES = "prototypes"
-"""The part that holds the prototypes P ``[M, d_z]``."""
+"""Part with the prototypes P ``[M, d_z]``."""
 POSTERIOR = "posterior"
-"""The part of what a client sends of its taste: the mean μ̄ and log σ̄² ``[d_z]`` of its posterior."""
+"""Part that a client sends about its taste: mean μ̄ and log σ̄² ``[d_z]`` of its posterior."""
 LATENT = "latent"
-"""The part that holds the taste z ``[d_z]`` with which a client judges."""
+"""Part with the taste z ``[d_z]`` that a client judges with."""
 
 DECODER = (f"{VARIATIONAL}/decoder/weight", f"{VARIATIONAL}/decoder/bias")
-"""The tensors without which z and the responses make no difference."""
+"""Tensors that determine the effect of z and the responses; if they are zero, there is none."""
 
 CAP = -2.0
-"""The highest log σ² of a posterior with a cap."""
+"""Maximum log σ² of a capped posterior."""
 CAPPED_START = -3.0
-"""Where the bias of log σ² starts below the cap: at the cap itself a hard cap has no gradient."""
+"""Initial bias of a capped log σ²: at the cap itself a hard cap has no gradient."""
 
 Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class VariationalSelector:
-    """The variational selector's tensors and its functions of them.
+    """Tensors and functions of the variational selector.
 
-    In all of them n is a number of pairs, d the width of the model, k the last of ``settings.widths``.
+    Shapes use n for the number of pairs, d for the width of the model, and k for the last of
+    ``settings.widths``.
 
     Attributes:
         dim: d.
@@ -64,11 +63,11 @@ class VariationalSelector:
     dim: int
 
     def starts(self, key: Key, *, capped: bool) -> dict[str, dict[str, torch.Tensor]]:
-        """Part → name → start of every tensor.
+        """Return part → name → initial value of every tensor.
 
         Args:
-            key: the randomness; each tensor draws at a key with its name.
-            capped: log σ² will have a cap, so its bias starts below it.
+            key: random key; each tensor is drawn at its name.
+            capped: log σ² has a cap, so its bias starts below it.
         """
         s, last = self.settings, self.settings.widths[-1]
         layers = {f"response/{k}": ends for k, ends in enumerate(_chain(self.dim, s.widths))}
@@ -95,10 +94,10 @@ class VariationalSelector:
     def embed(
         self, weights: Weights, hidden: torch.Tensor, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        """MLP(h): ``[..., d]`` hidden states → ``[..., k]``.
+        """Apply the MLP to hidden states ``[..., d]``; the result is ``[..., k]``.
 
         Args:
-            generator: dropout's randomness; ``None`` for no dropout.
+            generator: random numbers for dropout; ``None`` for no dropout.
         """
         share = self.settings.dropout if generator is not None else 0.0
         return _mlp(weights, "response", hidden, len(self.settings.widths), share, generator)
@@ -110,15 +109,15 @@ class VariationalSelector:
         signs: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """``[n, k]`` features of context pairs.
+        """Return ``[n, k]`` features of context pairs.
 
-        They are antisymmetric in the label, but with ``feature = "difference"``: MLP(h_w − h_l), as the paper
-        prints it, is not, since the MLP has biases.
+        They are antisymmetric in the label, except with ``feature = "difference"``: MLP(h_w − h_l), as
+        printed in the paper, is not, because the MLP has biases.
 
         Args:
-            hidden: ``[n, 2, d]`` of the pairs' responses, in canonical order.
-            signs: ``[n]``, 1 where the first response is the chosen one, else −1.
-            generator: dropout's randomness; ``None`` for no dropout.
+            hidden: ``[n, 2, d]`` of the responses, in canonical order.
+            signs: ``[n]``, 1 if the first response is the chosen one, else −1.
+            generator: random numbers for dropout; ``None`` for no dropout.
         """
         if self.settings.feature == "difference":
             return self.embed(weights, signs[:, None] * (hidden[:, 0] - hidden[:, 1]), generator)
@@ -128,12 +127,12 @@ class VariationalSelector:
     def posterior(
         self, weights: Weights, features: torch.Tensor, *, cap: float | None = None, soft: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """μ and log σ², each ``[d_z]``, of the posterior after one context of at least one pair.
+        """Return μ and log σ², each ``[d_z]``, of the posterior given one context of at least one pair.
 
         Args:
-            features: ``[n, k]`` from :meth:`pair_features`; their order makes no difference.
-            cap: the highest log σ²; ``None`` for no cap.
-            soft: approach the cap by a softplus. Then the gradient fades, but does not end, at the cap.
+            features: ``[n, k]`` from :meth:`pair_features`, in any order.
+            cap: maximum log σ²; ``None`` for no cap.
+            soft: approach the cap by a softplus, so that the gradient fades without reaching 0.
 
         Raises:
             ValueError: the context is empty; z is then the prior's mean.
@@ -158,19 +157,18 @@ class VariationalSelector:
         keep: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """``[n, 2]`` log-odds that the first response is better, where it is shown first and second.
+        """Return ``[n, 2]`` log-odds that the first response is better, when shown first and second.
 
-        The labels of these pairs are no argument. With ``decoder = "residual"``, as the paper prints it, z
-        adds the same numbers to both letters' logits whatever the responses are. So it prefers a letter, and
-        the mean over both orders does not depend on z at all.
+        Labels of these pairs are not used. With ``decoder = "residual"``, as printed in the paper, z adds the
+        same numbers to the letters' logits for all responses: it prefers a letter, and the mean over both
+        orders does not depend on z.
 
         Args:
-            hidden: ``[n, 2, d]`` of the pairs' responses, in canonical order.
-            z: ``[d_z]``, or ``[n, d_z]`` for a taste per pair.
-            base: ``[n, 2]`` the frozen selector's log-odds of the same meaning.
-            keep: ``[n]``, 0 where the base's log-odds are dropped, else 1; ``None`` keeps all. The others are
-                not scaled up.
-            generator: dropout's randomness; ``None`` for no dropout.
+            hidden: ``[n, 2, d]`` of the responses, in canonical order.
+            z: ``[d_z]``, or ``[n, d_z]`` for one taste per pair.
+            base: ``[n, 2]`` log-odds of the frozen selector.
+            keep: ``[n]``, 0 to drop a pair's base log-odds, else 1, without rescaling; ``None`` keeps all.
+            generator: random numbers for dropout; ``None`` for no dropout.
         """
         logits = base if keep is None else base * keep[:, None]
         decoded = _linear(weights, "decoder", z)
@@ -182,7 +180,7 @@ class VariationalSelector:
 
 
 def trainable_share(entries: Iterable[Entry], frozen: int) -> float:
-    """Elements of ``entries`` over those of the frozen model. The source reports 0.18%.
+    """Return elements of ``entries`` divided by those of the frozen model. The paper reports 0.18%.
 
     >>> trainable_share([Entry("w", (3, 3), "variational")], 900)
     0.01
@@ -191,7 +189,7 @@ def trainable_share(entries: Iterable[Entry], frozen: int) -> float:
 
 
 def _chain(start: int, widths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Input and output width of each layer of an MLP."""
+    """Return input and output width of each layer of an MLP."""
     return list(zip((start, *widths), widths, strict=False))
 
 
@@ -208,7 +206,7 @@ def _mlp(
     dropout: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Linear layers with ReLU between them, and dropout after each ReLU."""
+    """Apply linear layers with ReLU between them, and dropout after each ReLU."""
     for layer in range(depth):
         x = _linear(weights, f"{name}/{layer}", x)
         if layer < depth - 1:
@@ -220,16 +218,16 @@ def _mlp(
 
 
 TASTE_MAP = "taste_map"
-"""The part that holds W ``[d, d_z]`` and b ``[d]``."""
+"""Part with W ``[d, d_z]`` and b ``[d]``."""
 START = 1e-3
-"""Standard deviation of W at the start; b starts at 0."""
+"""Initial standard deviation of W; b starts at 0."""
 
 
 class TasteMap:
-    """The map of a model, and the forward hook that adds e(z) to what its input embeddings give.
+    """Taste map of a model, and the forward hook that adds e(z) to its input embeddings.
 
-    It is added after any scale that the embedding module applies, as Gemma's does. Outside of :func:`tasting`
-    the model is as it would be without the map.
+    e(z) is added after any scale that the embedding module applies, as in Gemma. Outside :func:`tasting` it
+    has no effect.
 
     Attributes:
         embeddings: the input embeddings.
@@ -246,7 +244,7 @@ class TasteMap:
         embeddings.register_forward_hook(self._add)
 
     def __call__(self, tastes: torch.Tensor) -> torch.Tensor:
-        """``[..., d_z]`` tastes → ``[..., d]`` e(z), differentiable in W and b."""
+        """Map ``[..., d_z]`` tastes to ``[..., d]`` e(z), differentiable in W and b."""
         weight = self.weight
         if tastes.shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -257,7 +255,7 @@ class TasteMap:
 
     @contextmanager
     def adding(self, added: torch.Tensor) -> Iterator[None]:
-        """Forward passes inside this block add ``added``, which is laid over ``[rows, tokens, d]``."""
+        """Add ``added``, broadcast to ``[rows, tokens, d]``, in forward passes within the block."""
         self._added = added
         try:
             yield
@@ -272,15 +270,15 @@ class TasteMap:
 def tasting(
     taste_map: TasteMap | None, tastes: torch.Tensor | None, lengths: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Forward passes inside this block are at given tastes.
+    """Apply tastes in forward passes within the block.
 
     Args:
         taste_map: the model's map; ``None`` if it has none.
-        tastes: ``[rows, d_z]``, one for each row of token ids; ``None`` leaves the model as it is.
-        lengths: the token ids are one row; each taste applies to this many tokens of it, in order.
+        tastes: ``[rows, d_z]``, one per row of token ids; ``None`` has no effect.
+        lengths: for token ids in a single row: number of consecutive tokens of each taste.
 
     Raises:
-        ValueError: the model has no map, or tastes of another width.
+        ValueError: the model has no map, or tastes have another width.
     """
     if tastes is None:
         yield

@@ -1,4 +1,4 @@
-"""A tiny language model, made and briefly pretrained locally."""
+"""Create and briefly pretrain a tiny language model."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def make_tiny(
     lr: float = 3e-3,
     progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> Path:
-    """Train a byte-level BPE tokenizer and a GPT-2-shaped model on ``texts``, as a Hugging Face folder.
+    """Train a byte-level BPE tokenizer and a GPT-2 model on ``texts``; save them as a Hugging Face folder.
 
     Args:
-        folder: where to put it; appears whole or not at all.
-        texts: documents; each is one training sequence.
-        key: randomness of weights and batches.
-        context: longest sequence; longer documents are cut.
-        steps: optimiser steps (AdamW, one-cycle learning rate).
-        batch: documents a step.
+        folder: output folder, written atomically.
+        texts: documents, one training sequence each.
+        key: random key for weights and batches.
+        context: maximum sequence length; longer documents are truncated.
+        steps: number of optimiser steps (AdamW, one-cycle learning rate).
+        batch: documents per step.
         progress: called as ``progress(step, steps, loss)`` after each step.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Trains clients' tensors on preference pairs, and scores them; fast, with plain twins to compare with."""
+"""Train and score client tensors on preference pairs. Every fast path has a plain counterpart."""
 
 from typing import TYPE_CHECKING
 

@@ -1,17 +1,14 @@
-"""Text from a backbone with a client's tensors in it: one response, or a batch of prompts of equal length.
+"""Text generation with a client's tensors: one response, or a batch of prompts of equal length.
 
-In a batch the next token of a sequence is drawn by the Gumbel-max trick. Let z be its processed logits, and
-let G_k be independent Gumbel variables, one for each token: P(G_k ≤ g) = exp(−e^−g). Token k has the largest
-z_k + G_k with probability
+In a batch, tokens are sampled with the Gumbel-max trick. Let z be the processed logits and G_k independent
+Gumbel variables, P(G_k ≤ g) = exp(−e^−g) with density p. Token k has the largest z_k + G_k with probability
 
     ∫ p(g − z_k) Π_{j≠k} P(G_j ≤ g − z_j) dg
         = ∫ e^{z_k − g} exp(−e^−g Σ_j e^{z_j}) dg = e^{z_k} / Σ_j e^{z_j},
 
-where p(x) = e^−x exp(−e^−x) is the density. So the argmax is a draw from the softmax. With E exponential,
-−log E is Gumbel. A token that a warper removed has z = −∞ and is never drawn.
-
-Each sequence has its own generator, so its noise depends only on its key, not on the other sequences of the
-batch.
+so the argmax is a sample from the softmax. For exponential E, −log E is Gumbel. Tokens removed by a warper
+have z = −∞ and are never sampled. Each sequence has its own generator, so its noise does not depend on the
+rest of the batch.
 """
 
 from __future__ import annotations
@@ -36,13 +33,13 @@ _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
 class Sampling(StrictModel):
-    """How the next token is drawn.
+    """Settings for sampling tokens.
 
     Attributes:
-        max_tokens: of a response; fewer where the model's window or its end-of-text token comes first.
-        temperature: 0 always takes the most likely token.
-        top_p: draw from the most likely tokens that together have this probability.
-        top_k: draw from this many of the most likely tokens; 0: from all.
+        max_tokens: maximum length of a response, besides the model's context and its end-of-text token.
+        temperature: 0 selects the most likely token.
+        top_p: sample from the most likely tokens with this total probability.
+        top_k: sample from this many of the most likely tokens; 0: from all.
     """
 
     max_tokens: int = Field(default=128, ge=1)
@@ -52,13 +49,13 @@ class Sampling(StrictModel):
 
 
 def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
-    r"""A user's text in the form of the prompts of a run's data.
+    r"""Convert a user's text to the format of the prompts in a run's data.
 
-    The text becomes a user's turn where these prompts are conversations, or end where the assistant speaks.
-    A text that is a dialogue already, by its beginning or its end, stays as it is.
+    The text becomes a user turn if these prompts are conversations or end with the assistant's turn. Text
+    that is already a dialogue is unchanged.
 
     Args:
-        like: a prompt of the run's data; ``None`` if there is none.
+        like: a prompt from the run's data; ``None`` if there is none.
         raw: return the text unchanged.
 
     >>> as_prompt("Name a colour.", "\n\nHuman: Hi\n\nAssistant:")
@@ -76,7 +73,7 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
 
 
 def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt as in a run's data, special tokens included."""
+    """Return the token ids of a prompt as in a run's data, including special tokens."""
     ids: list[int] = list(tokenizer(template.prompt(prompt), add_special_tokens=False)["input_ids"])
     if not (template.chat and not isinstance(prompt, str)) and ids[:1] != [tokenizer.bos_token_id]:
         ids = [*start_tokens(tokenizer), *ids]
@@ -84,20 +81,20 @@ def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
 
 
 def room_for(backbone: Backbone, length: int, how: Sampling) -> int:
-    """Tokens that a response to a prompt of ``length`` tokens may have.
+    """Return the maximum length of a response to a prompt of ``length`` tokens.
 
     Raises:
-        ValueError: the prompt fills the model's window.
+        ValueError: the prompt fills the model's context.
     """
     window = backbone.window
     room = how.max_tokens if window is None else min(how.max_tokens, window - length)
     if room < 1:
-        raise ValueError(f"the prompt has {length} tokens and the model's window {window}: shorten it")
+        raise ValueError(f"the prompt has {length} tokens but the model's context is {window}; shorten it")
     return room
 
 
 def end_tokens(backbone: Backbone) -> set[int]:
-    """The end-of-text tokens of the tokenizer and of the model's generation settings."""
+    """Return the end-of-text tokens of the tokenizer and of the model's generation settings."""
     own = getattr(backbone.causal.generation_config, "eos_token_id", None)
     return {
         backbone.tokenizer.eos_token_id,
@@ -113,15 +110,15 @@ def complete(
     key: Key,
     taste: torch.Tensor | None = None,
 ) -> str:
-    """One response to a prompt.
+    """Generate one response to a prompt.
 
     Args:
-        tensors: full layout; ``backbone.reference`` makes the untouched model.
-        key: the randomness; equal keys draw with equal random numbers, also under other tensors.
-        taste: ``[d_z]``, at which a policy that takes a taste responds; ``None`` for none.
+        tensors: full layout; ``backbone.reference`` for the untouched model.
+        key: random key. Equal keys give equal random numbers, also with other tensors.
+        taste: ``[d_z]``, for a policy with a taste map; ``None`` for none.
 
     Raises:
-        ValueError: the prompt fills the model's window; or a taste is given and the model takes none.
+        ValueError: the prompt fills the model's context, or ``taste`` is given without a taste map.
     """
     from transformers import GenerationConfig
 
@@ -154,7 +151,7 @@ def complete(
 
 
 def length_batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Numbers of prompts in batches of at most ``size`` prompts of equal length, short prompts first.
+    """Group prompt indices into batches of at most ``size`` prompts of equal length, shortest first.
 
     >>> length_batches([[1, 2], [3], [4, 5], [6], [7]], 2)
     [[1, 3], [4], [0, 2]]
@@ -176,34 +173,34 @@ def complete_batch(
     keys: Sequence[Key],
     tastes: torch.Tensor | None = None,
 ) -> list[list[int]]:
-    """One response to each prompt, as token ids without the end-of-text token.
+    """Generate one response to each prompt, as token ids without the end-of-text token.
 
-    What a sequence draws depends only on its key. Its logits do not depend on its neighbours either, except
-    in the last digits: the order in which a matrix product sums may change with the number of rows. Equal
+    The noise of a sequence depends only on its key. Its logits depend on the rest of the batch in the last
+    digits only, because the summation order of a matrix product may change with the number of rows. Equal
     batches give equal tokens.
 
     Args:
-        tensors: full layout; ``backbone.reference`` makes the untouched model.
-        prompts: token ids, all of one length; see :func:`length_batches`.
-        keys: one for each response; they set its random draws.
-        tastes: ``[B, d_z]``, at which a policy that takes a taste writes each response; ``None`` for none.
+        tensors: full layout; ``backbone.reference`` for the untouched model.
+        prompts: token ids of equal length; see :func:`length_batches`.
+        keys: one random key per response.
+        tastes: ``[B, d_z]``, for a policy with a taste map; ``None`` for none.
 
     Raises:
-        ValueError: the prompts have different lengths, are not as many as the keys or tastes, or fill the
-            window; or tastes are given and the model takes none.
+        ValueError: prompts have different lengths or fill the context, numbers of prompts, keys and tastes
+            differ, or ``tastes`` is given without a taste map.
     """
     from transformers import GenerationConfig, StaticCache
 
     if len({len(prompt) for prompt in prompts}) != 1 or len(prompts) != len(keys):
         lengths = sorted({len(prompt) for prompt in prompts})
         raise ValueError(
-            f"a batch has prompts of one length and a key for each; these are {len(prompts)} prompts of "
-            f"lengths {lengths} and {len(keys)} keys"
+            f"got {len(prompts)} prompts of lengths {lengths} and {len(keys)} keys; a batch requires prompts "
+            "of equal length and one key per prompt"
         )
     if tastes is not None and len(tastes) != len(prompts):
-        raise ValueError(f"there are {len(tastes)} tastes for {len(prompts)} prompts: give one for each")
+        raise ValueError(f"got {len(tastes)} tastes for {len(prompts)} prompts; pass one taste per prompt")
     length, ends, room = len(prompts[0]), end_tokens(backbone), room_for(backbone, len(prompts[0]), how)
-    # A cache that grows is copied for every token. One of fixed size is not, but not every model takes one.
+    # A growing cache is copied for every token. A static cache is not, but not every model supports it.
     fixed = backbone.family is not None
     cache = StaticCache(config=backbone.causal.config, max_cache_len=length + room) if fixed else None
     ids = torch.tensor([list(prompt) for prompt in prompts], device=backbone.device)
@@ -230,9 +227,9 @@ def complete_batch(
 
 @contextmanager
 def _usual_attention(backbone: Backbone) -> Iterator[None]:
-    """The library's own attention, also in a model that was changed for packed input.
+    """Use the standard attention within the block, also for models modified for packed input.
 
-    Packed attention makes no mask for a cache that is not full yet.
+    Packed attention creates no mask for a partly filled cache.
     """
     causal = backbone.causal
     packed = causal.config._attn_implementation == PACKED
@@ -246,7 +243,7 @@ def _usual_attention(backbone: Backbone) -> Iterator[None]:
 
 
 def _processors(how: Sampling, keys: Sequence[Key]) -> Any:
-    """What makes the greedy choice of ``generate`` a draw; nothing at temperature 0."""
+    """Return logits processors that turn greedy decoding into sampling; none at temperature 0."""
     from transformers import (
         LogitsProcessorList,
         TemperatureLogitsWarper,
@@ -266,13 +263,13 @@ def _processors(how: Sampling, keys: Sequence[Key]) -> Any:
 
 
 class GumbelNoise:
-    """Adds Gumbel noise to the logits of every sequence, from the sequence's own generator."""
+    """Adds Gumbel noise to the logits of each sequence, from its own generator."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._generators = [key.numpy() for key in keys]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``scores`` ``[B, V]`` with noise, in fp32. Noise is drawn on the CPU, alike for every device."""
+        """Add noise to ``scores`` ``[B, V]``. It is drawn on the CPU, for equal numbers on any device."""
         noise = np.empty(scores.shape)
         for row, generator in zip(noise, self._generators, strict=True):
             generator.standard_exponential(out=row)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies of the next token, without holding the logits."""
+"""Log-probabilities of target tokens and entropies of next tokens, without storing all logits."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 import torch
 
 BLOCK = 2048
-"""Vocabulary entries in a block; their rows of the head stay in the processor's cache for both products."""
+"""Vocabulary entries per block; their rows of the head stay in the CPU cache for both products."""
 
 KEEP = 1 << 27
-"""Most probabilities to hold for a trainable head's gradient; more are computed a second time."""
+"""Maximum number of probabilities to store for a trainable head; beyond it they are recomputed."""
 
 
 def update_scores(
     scores: torch.Tensor, logits: torch.Tensor, start: int, pick: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """``scores`` with the logits of those targets that are in a block of the vocabulary.
+    """Update ``scores`` with the logits of the targets in one block of the vocabulary.
 
-    A product in 16 bits rounds a logit to some hundredths. The normalizer is made of these logits, so a score
-    from elsewhere could exceed it.
+    16-bit products round logits to a few hundredths. Scores must come from the same logits as the normalizer,
+    or they could exceed it.
 
     Args:
         scores: ``[M]``.
-        logits: ``[K, v]``, of the entries from ``start`` on.
+        logits: ``[K, v]``, of the vocabulary entries from ``start`` on.
         pick: ``[M]`` row of ``logits`` that predicts each target.
         targets: ``[M]`` token ids.
     """
@@ -36,9 +36,9 @@ def update_scores(
 class _TokenLogprobs(torch.autograd.Function):
     """Online softmax over blocks of the vocabulary.
 
-    d log p(t) / d h = W[t] − Σ_v p(v) W[v] does not depend on the loss. So the forward pass collects it block
-    by block, and the backward pass only scales its rows. This takes two products with a frozen head and three
-    with a trainable one (d log p(t) / d W[v] = (1[v = t] − p(v)) h).
+    d log p(t) / d h = W[t] − Σ_v p(v) W[v] does not depend on the loss, so the forward pass accumulates it
+    and the backward pass only scales its rows. This takes two products with a frozen head and three with a
+    trainable one (d log p(t) / d W[v] = (1[v = t] − p(v)) h).
     """
 
     @staticmethod
@@ -125,15 +125,15 @@ def token_logprobs(
     targets: torch.Tensor,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log softmax(hidden[pick] · weightᵀ)[targets], differentiable in ``hidden`` and ``weight``.
+    """Compute log softmax(hidden[pick] · weightᵀ)[targets], differentiable in ``hidden`` and ``weight``.
 
     Args:
         hidden: ``[K, d]``, after the final norm.
         weight: ``[V, d]``, the output embedding.
         pick: ``[M]`` row of ``hidden`` that predicts each target.
         targets: ``[M]`` token ids.
-        into: ``[V, d]``; the gradient of a trainable ``weight`` is added to it, and autograd gets none.
-            ``None``: autograd gets the gradient as usual, at the cost of one more array of the head's size.
+        into: ``[V, d]``; accumulates the gradient of ``weight``, which autograd then does not receive.
+            ``None``: autograd receives it, at the cost of another array of this size.
 
     Returns:
         ``[M]`` fp32, in nats.
@@ -147,7 +147,7 @@ def token_logprobs(
 
 
 class _TokenTerms(torch.autograd.Function):
-    """Online softmax over blocks of the vocabulary; the backward pass computes the blocks again.
+    """Online softmax over blocks of the vocabulary; the backward pass recomputes the blocks.
 
     With H = −Σ p log p, d log p(t) / dz_v = 1[v = t] − p_v and dH / dz_v = −p_v (log p_v + H). This takes
     three products with a frozen head and four with a trainable one.
@@ -204,7 +204,7 @@ class _TokenTerms(torch.autograd.Function):
 def token_terms(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy at every row, without holding the logits.
+    """Compute log-probability and entropy at every row.
 
     Args:
         hidden: ``[M, d]``, after the final norm.

@@ -1,4 +1,4 @@
-"""Phases whose objective is a loss on log-probabilities of pairs."""
+"""Training on losses over log-probabilities or log-odds of pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefed.train.pair_model import Features, PairModel, ReferenceLogprobs
 
 
 class LossTrainer:
-    """Trains on the objectives of :data:`prefed.train.losses.OBJECTIVES`."""
+    """Trains on the objectives in :data:`prefed.train.losses.OBJECTIVES`."""
 
     def __init__(self, model: PairModel, references: ReferenceLogprobs) -> None:
         self._model, self._references = model, references
@@ -58,7 +58,7 @@ class LossTrainer:
     def gradient(
         self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
     ) -> tuple[Tensors, float]:
-        """Gradient and value of the mean loss over ``batch``, some of the visit's pairs."""
+        """Return gradient and value of the mean loss over ``batch``, a subset of the visit's pairs."""
         loss, backbone = self._find(objective), self._model.backbone
         if loss.needs_reference:
             self._references.fill_training(batch, visit.rows)
@@ -70,7 +70,7 @@ class LossTrainer:
         return read_gradient(backbone), metrics["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
-        """Mean loss over ``rows`` as one batch, without dropout."""
+        """Return the mean loss over ``rows`` as one batch, without dropout."""
         loss = self._find(objective)
         if loss.needs_reference:
             self._references.fill_scoring(rows)
@@ -86,7 +86,7 @@ class LossTrainer:
     def _batch(
         self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairScoreCache
     ) -> PairBatch | ChoiceBatch:
-        """The input of ``loss`` for ``rows`` with these ``outputs`` of the model."""
+        """Build the input of ``loss`` from model ``outputs`` for ``rows``."""
         tokens, device = self._model.tokens, outputs.device
         lengths = torch.from_numpy(tokens.lengths[rows, 1:].astype(np.int64)).to(device)
         reference = torch.from_numpy(references.get(rows)).to(device) if loss.needs_reference else None
@@ -140,8 +140,8 @@ class LossTrainer:
                 outputs.append(part.detach())
             values, metrics = losses(torch.cat(outputs), rows)
         else:
-            # The loss of a pair depends on the whole batch. First the slope of the loss at every output, then
-            # one pass for each group.
+            # The loss of a pair depends on the whole batch: compute the gradient at every output first, then
+            # run one pass per group.
             with torch.no_grad():
                 whole = torch.cat([forward(number) for number in range(len(groups))])
             whole.requires_grad_()
@@ -156,16 +156,12 @@ class LossTrainer:
 
 
 class ChoiceTrainer(LossTrainer):
-    """Trains on :data:`prefed.train.losses.CHOICE`.
-
-    Every other objective is refused with ``ValueError``.
-    """
+    """Trains on :data:`prefed.train.losses.CHOICE`. Other objectives raise ``ValueError``."""
 
     def _find(self, objective: Objective) -> PairLoss:
         if objective.name != CHOICE.name:
             raise ValueError(
-                f"objective {objective.name!r} reads log-probabilities of responses, and these pairs are a "
-                f"selector's: it trains on {CHOICE.name!r} only"
+                f"objective {objective.name!r} cannot train a selector; use objective {CHOICE.name!r}"
             )
         return CHOICE
 

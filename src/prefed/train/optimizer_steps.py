@@ -1,4 +1,4 @@
-"""The optimiser steps of a phase: their batches, the optimiser over the flat buffer, and their metrics."""
+"""Optimiser steps of a phase: batches, the optimiser over the flat buffer, and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefed.train.pair_cache import Rows
 
 
 def make_optimizer(o: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    """PyTorch's optimiser with these settings, over groups of parameters, each with its own rate."""
+    """Create a PyTorch optimiser over parameter groups, each with its own learning rate."""
     if o.name == "adamw":
         return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
     if o.name == "adam":
@@ -26,10 +26,10 @@ def make_optimizer(o: Optimizer, groups: list[dict[str, object]]) -> torch.optim
 
 
 class FlatOptimizer:
-    """Steps the tensors that a phase trains; they are a few slices of the backbone's flat buffer.
+    """Optimiser over the tensors that a phase trains, as slices of the backbone's flat buffer.
 
     Args:
-        backbone: its buffer holds the client's tensors, and its gradient buffer the step's gradient.
+        backbone: holds the client's tensors, and the gradient of the step in its gradient buffer.
     """
 
     def __init__(self, backbone: Backbone, phase: Phase) -> None:
@@ -53,7 +53,7 @@ class FlatOptimizer:
         trained = set(phase.train)
 
         def spans(tensors: Tensors) -> list[tuple[slice, torch.Tensor]]:
-            """Where each trained tensor of ``tensors`` lies in the flat buffer, and its value."""
+            """Return the buffer slice and the value of each trained tensor in ``tensors``."""
             names = [name for name in tensors if name in trained]
             return [(slice(*layout.span(name)), tensors[name].reshape(-1).to(device)) for name in names]
 
@@ -62,7 +62,7 @@ class FlatOptimizer:
         self._penalties = [(p, layout.ranges(trained.intersection(p.names))) for p in phase.penalties]
 
     def _slices(self) -> Iterator[tuple[torch.nn.Parameter, slice]]:
-        """The optimiser's parameters, and where each lies in the flat buffer."""
+        """Yield each parameter of the optimiser with its slice of the flat buffer."""
         origin = self._backbone.flat.storage_offset()
         for group in self._optimizer.param_groups:
             for part in group["params"]:
@@ -81,7 +81,7 @@ class FlatOptimizer:
             state.update({name: values[span].clone() for name, values in whole.items()})
 
     def moments(self, steps: int) -> Moments:
-        """The optimiser's state, on the CPU, after ``steps`` steps of this phase."""
+        """Return the optimiser state on the CPU after ``steps`` steps of this phase."""
         layout, whole = self._backbone.layout, dict[str, torch.Tensor]()
         for part, span in self._slices():
             for name, value in self._optimizer.state[part].items():
@@ -92,7 +92,7 @@ class FlatOptimizer:
         return Moments(slots, before + steps)
 
     def add(self) -> None:
-        """Add the gradients of the proximal term and the penalties, and the correction."""
+        """Add the gradients of proximal term, penalties and correction."""
         flat, grad, phase = self._backbone.flat, self._backbone.grad, self._phase
         for span, centre in self._proximal:
             assert phase.proximal is not None
@@ -112,7 +112,7 @@ class FlatOptimizer:
                 grad[start:stop] += penalty.strength * slope
 
     def step(self) -> float:
-        """Clip and step; return the gradient's Euclidean norm before the clip."""
+        """Clip the gradient and step; return the gradient norm before clipping."""
         grad, clip = self._backbone.grad, self._phase.optimizer.clip
         norm = float(torch.linalg.vector_norm(grad))
         if clip > 0 and norm > clip:
@@ -122,17 +122,17 @@ class FlatOptimizer:
 
 
 LOSS_SCALE = 2.0**10
-"""Factor of a loss whose gradient passes a model in float16, which has no number but 0 below 6e-8."""
+"""Loss scale for float16 models; the smallest positive float16 is 6e-8."""
 
 
 @dataclass(frozen=True, eq=False)
 class Visit:
-    """One client's turn in one exchange of one round, with one or more phases.
+    """The turn of one client in one exchange of one round, with one or more phases.
 
     Attributes:
         rows: the client's training pairs.
-        key: the randomness.
-        ownership: who owns which tensor.
+        key: random key of the visit.
+        ownership: owner of each tensor.
     """
 
     rows: Rows
@@ -141,9 +141,9 @@ class Visit:
 
 
 def batches(rows: Rows, phase: Phase, key: Key) -> Iterator[Rows]:
-    """The rows of every step of ``phase``, shuffled epoch by epoch at ``key.at("epoch", epoch)``.
+    """Yield the rows of each step of ``phase``, shuffled per epoch at ``key.at("epoch", epoch)``.
 
-    An epoch's last batch may be smaller. A client with fewer pairs than a batch takes all of them in each
+    The last batch of an epoch may be smaller. A client with fewer pairs than a batch uses all of them in each
     step.
 
     >>> import numpy as np
@@ -166,7 +166,7 @@ def batches(rows: Rows, phase: Phase, key: Key) -> Iterator[Rows]:
 
 @contextmanager
 def dropout(backbone: Backbone, *, trunk: bool) -> Iterator[None]:
-    """Switch dropout on; PyTorch's global random state is restored at the end."""
+    """Enable dropout within the block, and restore PyTorch's global random state afterwards."""
     devices = [backbone.device] if backbone.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         backbone.dropout(trunk=trunk, top=True)
@@ -177,15 +177,15 @@ def dropout(backbone: Backbone, *, trunk: bool) -> Iterator[None]:
 
 
 def first_loss_scale(backbone: Backbone) -> float:
-    """The loss scale at the start of a phase, and of a single gradient."""
+    """Return the loss scale at the start of a phase."""
     return LOSS_SCALE if backbone.dtype == torch.float16 else 1.0
 
 
 def backward(backbone: Backbone, loss: torch.Tensor, slope: torch.Tensor | None = None) -> None:
-    """Add the gradient of ``loss`` to the backbone's buffer, times the backbone's loss scale.
+    """Add the gradient of ``loss``, times the loss scale, to the gradient buffer.
 
     Args:
-        slope: gradient of the scalar loss in ``loss``, if ``loss`` holds several numbers.
+        slope: gradient of the scalar loss with respect to ``loss``, if ``loss`` is not a scalar.
     """
     if backbone.loss_scale != 1:
         loss = loss * backbone.loss_scale
@@ -193,7 +193,7 @@ def backward(backbone: Backbone, loss: torch.Tensor, slope: torch.Tensor | None 
 
 
 def read_gradient(backbone: Backbone) -> Tensors:
-    """A copy of the gradient (full layout) in the backbone's buffer, on the CPU, without the loss scale."""
+    """Return a CPU copy of the gradient buffer (full layout), without the loss scale."""
     gradient = backbone.grad.to("cpu", copy=True)
     return Tensors(backbone.layout, gradient if backbone.loss_scale == 1 else gradient / backbone.loss_scale)
 
@@ -201,15 +201,15 @@ def read_gradient(backbone: Backbone) -> Tensors:
 class PhaseSteps:
     """Takes the optimiser steps of one phase and averages their metrics.
 
-    Where the frozen model is in float16, losses are scaled, and each phase starts with :data:`LOSS_SCALE`. A
-    step whose gradient overflows is skipped, and the scale is halved (Micikevicius et al. 2018,
-    arXiv:1710.03740, section 3.2). The metric ``skipped`` is then the share of such steps.
+    For float16 models losses are scaled, starting each phase at :data:`LOSS_SCALE`. Steps whose gradient
+    overflows are skipped, and the scale is halved (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+    The metric ``skipped`` is the share of skipped steps.
 
     Args:
-        backbone: holds the client's tensors. The phase's tensors are the only ones that get gradients.
+        backbone: holds the client's tensors. Only the tensors of the phase get gradients.
 
     Attributes:
-        count: steps, including those that were skipped.
+        count: number of steps, including skipped ones.
     """
 
     def __init__(self, backbone: Backbone, phase: Phase) -> None:
@@ -221,11 +221,7 @@ class PhaseSteps:
         backbone.loss_scale = first_loss_scale(backbone)
 
     def take(self, batch: Rows, metrics: dict[str, float]) -> bool:
-        """Step along the gradient in the backbone's buffer, which is that of ``batch``.
-
-        Returns:
-            Whether there was a step: a gradient that overflowed is skipped.
-        """
+        """Step along the gradient of ``batch`` in the gradient buffer; return ``False`` if it overflowed."""
         self.count, self._pairs = self.count + 1, self._pairs + len(batch)
         if self._overflows():
             self._backbone.loss_scale /= 2
@@ -237,7 +233,7 @@ class PhaseSteps:
         return True
 
     def _overflows(self) -> bool:
-        """Take the loss scale out of the gradient; whether that made it infinite."""
+        """Unscale the gradient; return whether it is not finite."""
         scale, grad = self._backbone.loss_scale, self._backbone.grad
         if scale == 1:
             return False
@@ -245,12 +241,12 @@ class PhaseSteps:
         return not bool(grad.isfinite().all())
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Add ``metrics`` to the means."""
+        """Add ``metrics`` to the running sums."""
         for name, value in metrics.items():
             self._sums[name] += value
 
     def result(self, memory: Mapping[str, float], **metrics: float) -> PhaseResult:
-        """The tensors in the model, the means over the steps, and ``metrics`` as they are."""
+        """Return the tensors in the model, means over the steps, and ``metrics`` as given."""
         means = {name: value / max(self.count, 1) for name, value in self._sums.items()} | metrics
         stepped = self.count - self._skipped
         moments = None if self._phase.moments is None else self._optimizer.moments(stepped)

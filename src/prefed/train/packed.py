@@ -1,7 +1,7 @@
 """Packed pairs through unmodified Hugging Face models: no padding, and one prompt for both responses.
 
-Our own attention function and mask function are registered with transformers' public
-``AttentionInterface`` and ``AttentionMaskInterface``; position ids carry the rest.
+Attention and mask functions are registered through the public ``AttentionInterface`` and
+``AttentionMaskInterface`` of transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefed.train.padded import Letters, PairForward, log_odds
 
 @dataclass(frozen=True)
 class Segment:
-    """One pair's stretch of the packed sequence: ``prompt`` tokens, then both responses' inputs."""
+    """Part of the packed sequence for one pair: ``prompt`` tokens, then the inputs of both responses."""
 
     prompt: int
     chosen: int
@@ -34,12 +34,12 @@ class Segment:
 
     @property
     def length(self) -> int:
-        """Tokens of the stretch."""
+        """Number of tokens."""
         return self.prompt + self.chosen + self.rejected
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Within the stretch, the last position of either response."""
+        """Last position of each response within the segment."""
         return self.prompt + self.chosen - 1, self.length - 1
 
 
@@ -47,25 +47,23 @@ class Segment:
 class Packing:
     """A batch of B pairs as one sequence of T tokens.
 
-    A pair occupies ``prompt, chosen[:-1], rejected[:-1]``. The last token of a response predicts nothing, so
-    it is only a target. With ``whole`` the last tokens are there too, because the reward head reads every
-    hidden state. With ``ends`` the last token of a response is its only target: a selector's pair is a prompt
-    with two branches, and each branch ends with a letter. Positions restart at the prompt's length for the
-    second response, and attention lets neither response see the other.
+    A pair occupies ``prompt, chosen[:-1], rejected[:-1]``. The last token of a response is a target but not
+    an input. Positions restart at the prompt's length for the second response, and the responses do not
+    attend to each other.
 
     Attributes:
         ids: ``[1, T]``.
         positions: ``[1, T]``.
         segments: one per pair, in order.
-        rows: ``[K]`` positions in the sequence whose final hidden state is needed: the positions that predict
-            a completion token, or with ``whole`` all positions.
-        pick: ``[M]`` indices into ``rows``, one per completion token (a prompt's last row serves both).
-        targets: ``[M]`` the token each predicts.
-        response: ``[M]`` 2 · pair for a token of the chosen response, 2 · pair + 1 for one of the rejected.
-        counts: number of ``rows`` of each pair.
-        whole: every token is a row.
-        ends: the rows are the last positions of both responses, two of each pair.
-        hidden: the last block's output at ``rows``, while a forward pass hands it over.
+        rows: ``[K]`` positions whose final hidden state is needed: those that predict a completion token.
+        pick: ``[M]`` index into ``rows`` for each target. Both responses use the last row of the prompt.
+        targets: ``[M]`` token ids to predict.
+        response: ``[M]`` 2 · pair for tokens of the chosen response, 2 · pair + 1 for the rejected response.
+        counts: number of ``rows`` per pair.
+        whole: last tokens are inputs too, and ``rows`` contains all positions, as the reward head requires.
+        ends: pairs are choices: two branches that each end with a letter, the only target. ``rows`` contains
+            the last positions of both branches.
+        hidden: output of the last block at ``rows``, during a forward pass.
 
     >>> pair = Pair(*(np.array(ids, np.int32) for ids in ([5, 6], [7, 0], [8, 9, 0])))
     >>> p = Packing.of([pair])
@@ -100,7 +98,7 @@ class Packing:
         """Pack ``pairs``; with ``rejected=False`` only the chosen responses.
 
         Raises:
-            ValueError: with ``ends``, a response is nothing but its target.
+            ValueError: with ``ends``, a branch is empty before its letter.
         """
         ids, positions, segments, counts = [], [], [], []
         rows, pick, targets, response = [], [], [], []
@@ -115,9 +113,7 @@ class Packing:
             segments.append(Segment(p, c, r))
             if ends:
                 if not min(c, r):
-                    raise ValueError(
-                        f"pair {number} of the batch has a branch without a token before its letter"
-                    )
+                    raise ValueError(f"pair {number} of the batch has an empty branch before its letter")
                 rows.append(start + np.array(segments[-1].ends))
                 pick.append(known + np.arange(2))
                 targets.append(np.array([chosen[-1], other[-1]]))
@@ -158,10 +154,10 @@ class Packing:
         )
 
     def pooling(self, completion: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """For a mean over tokens: ``[Q]`` rows, and ``[Q]`` the response that each belongs to.
+        """Return ``[Q]`` rows to average, and ``[Q]`` the response that each belongs to. Requires ``whole``.
 
-        Responses are numbered as in :attr:`response`. A prompt's tokens count for both of its responses, or
-        with ``completion`` for none. Needs ``whole``.
+        Responses are numbered as in :attr:`response`. Prompt tokens count for both responses, or for none
+        with ``completion``.
         """
         rows, responses = [], []
         start = 0
@@ -180,7 +176,7 @@ class Packing:
         )
 
     def mask(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-        """Additive attention mask ``[L, L]`` of a pair: 0 where a token may attend, else −inf."""
+        """Return the additive attention mask of a pair, ``[L, L]``: 0 where a token may attend, else −inf."""
         if (segment, dtype) not in self._masks:
             shape, device = (segment.length, segment.length), self.ids.device
             mask = torch.full(shape, -torch.inf, dtype=dtype, device=device).triu_(1)
@@ -190,10 +186,7 @@ class Packing:
         return self._masks[segment, dtype]
 
     def causal(self, prompt: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask ``[count, prompt + count]`` of a response's rows.
-
-        They attend to the whole prompt, and causally to their own response.
-        """
+        """Return the additive mask ``[count, prompt + count]`` of a response: causal after the prompt."""
         key = (prompt, count), dtype
         if key not in self._masks:
             shape, device = (count, prompt + count), self.ids.device
@@ -201,7 +194,7 @@ class Packing:
         return self._masks[key]
 
     def ends_mask(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask ``[2, L]`` of the last positions of a pair's two branches."""
+        """Return the additive mask of the last positions of both branches, ``[2, L]``."""
         mask = torch.zeros(2, segment.length, dtype=dtype, device=self.ids.device)
         response = segment.prompt + segment.chosen
         mask[0, response:] = -torch.inf
@@ -227,7 +220,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention ``[1, heads, T, width]`` → ``[1, T or K, heads, width]``, pair by pair.
 
-    Input that is not packed goes to transformers' own SDPA attention.
+    Input that is not packed uses transformers' SDPA attention.
     """
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -258,29 +251,29 @@ def _attention(
 def _at_once(
     attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """One call for a pair, with a mask; ``q`` holds the pair's last rows."""
+    """Run one masked attention call for a pair; ``q`` contains its last rows."""
     return attend(q, k, v, attn_mask=packing.mask(segment, q.dtype)[-q.shape[2] :])
 
 
 def _at_ends(
     attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """One call for the last positions of a pair's two branches."""
+    """Run one attention call for the last positions of both branches."""
     return attend(q[:, :, segment.ends], k, v, attn_mask=packing.ends_mask(segment, q.dtype))
 
 
 def _by_parts(
     attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """One call each for prompt, chosen and rejected rows, with the keys that they attend to.
+    """Run one attention call each for prompt, chosen and rejected rows, with the keys that they attend to.
 
-    That is half of the products. It does not pay on a GPU, where most of a call's time is its launch.
+    This halves the work. It does not pay off on a GPU, where kernel launches dominate.
     """
     prompt, sizes = segment.prompt, [segment.prompt, segment.chosen, segment.rejected]
     first = q.shape[2] - segment.chosen - segment.rejected
     qp, *queries = torch.split(q, [first, *sizes[1:]], 2)
     (kp, *keys), (vp, *values) = (torch.split(t, sizes, 2) for t in (k, v))
-    # PyTorch aligns a causal mask with the upper left corner. If ``qp`` is only the prompt's last row, it
+    # PyTorch aligns a causal mask with the upper left corner. If ``qp`` is the last row of the prompt, it
     # attends to the whole prompt and needs no mask.
     results = [attend(qp, kp, vp, is_causal=first == prompt)]
     for q, k, v in zip(queries, keys, values, strict=True):
@@ -291,16 +284,16 @@ def _by_parts(
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """No mask for packed input, and SDPA's mask for any other."""
+    """Return no mask for packed input, and the SDPA mask otherwise."""
     from transformers.masking_utils import sdpa_mask
 
     return None if kwargs.get("attention_mask") is None else sdpa_mask(*args, **kwargs)
 
 
 def _tail(block: Any, original: Any, family: Family, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The last block's forward: keys and values at all rows, everything else at completion rows only.
+    """Forward of the last block: keys and values at all rows, everything else at completion rows only.
 
-    Some attention modules must return as many rows as they were given. They get zeros for the other rows.
+    Some attention modules must return as many rows as they receive; their other rows are zero.
     """
     packing = kwargs.get("packing")
     if packing is None:
@@ -316,7 +309,7 @@ def _tail(block: Any, original: Any, family: Family, hidden: torch.Tensor, *args
 
 
 def enable_packing(backbone: Backbone) -> bool:
-    """Change the backbone's model so that it takes packed input; ``False`` where that is not possible."""
+    """Modify the backbone's model to accept packed input; return ``False`` if that is not possible."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     family, config = backbone.family, backbone.causal.config
@@ -333,11 +326,11 @@ def enable_packing(backbone: Backbone) -> bool:
 
 
 def trunk_hidden(backbone: Backbone, packing: Packing, tastes: torch.Tensor | None = None) -> torch.Tensor:
-    """The last block's output at the packing's rows, before the final norm.
+    """Return the output of the last block at the packing's rows, before the final norm.
 
     Args:
-        backbone: its model takes packed input, see :func:`enable_packing`.
-        tastes: ``[B, d_z]``, of each pair; ``None`` for a model that takes none.
+        backbone: modified by :func:`enable_packing`.
+        tastes: ``[B, d_z]``, the taste of each pair; ``None`` for a model without a taste map.
 
     Returns:
         ``[K, d]``, in the model's dtype.
@@ -357,43 +350,10 @@ def trunk_hidden(backbone: Backbone, packing: Packing, tastes: torch.Tensor | No
     return hidden[0]
 
 
-def top_outputs(backbone: Backbone, packing: Packing, hidden: torch.Tensor) -> torch.Tensor:
-    """From the last block's output to the numbers that losses read.
-
-    Args:
-        backbone: its final norm or bottleneck, its head, and its reward head if the packing is ``whole``.
-        hidden: ``[K, d]``, see :func:`trunk_hidden`.
-
-    Returns:
-        ``[B, 2]`` fp32, or ``[B, 4]`` from a ``whole`` packing; see :class:`prefed.train.padded.PairForward`.
-    """
-    assert backbone.final is not None
-    final = backbone.final.norm(hidden)
-    weight = backbone.causal.get_output_embeddings().weight
-    into = weight.grad if weight.requires_grad else None
-    states, pick = final, packing.pick
-    if packing.whole:
-        # The reward head reads every row. The output embedding is applied to the predicting rows only.
-        rows, pick = torch.unique(pick, return_inverse=True)
-        states = final[rows]
-    tokens = token_logprobs(states, weight, pick, packing.targets, into)
-    count = 2 * len(packing.segments)
-    sums = torch.zeros(count, device=tokens.device).index_add(0, packing.response, tokens)
-    if not packing.whole:
-        return sums.view(-1, 2)
-    assert backbone.reward is not None
-    rows, responses = packing.pooling(backbone.config.reward.pool == "completion")
-    total = torch.zeros(count, final.shape[1], device=tokens.device)
-    total = total.index_add(0, responses, final[rows].float())
-    sizes = torch.bincount(responses, minlength=count).clamp(min=1)
-    rewards = backbone.reward(total / sizes[:, None])
-    return torch.cat([sums.view(-1, 2), rewards.view(-1, 2)], 1)
-
-
 class PackedForward(PairForward):
-    """Packed batches through a model that takes packed input, see :func:`enable_packing`.
+    """Forward pass over packed batches, for models modified by :func:`enable_packing`.
 
-    A call runs the trunk and then the top. Both run separately too: :meth:`features` once, :meth:`top` often.
+    A call runs trunk and top. :meth:`features` and :meth:`top` run them separately.
     """
 
     def _forward(
@@ -405,7 +365,7 @@ class PackedForward(PairForward):
     def features(
         self, pairs: Sequence[Pair], *, rejected: bool = True, rewards: bool = False
     ) -> list[torch.Tensor]:
-        """Each pair's rows of the last block's output, ``[K_i, d]``, for :meth:`top`."""
+        """Return each pair's rows of the last block's output, ``[K_i, d]``, for :meth:`top`."""
         packing = self._pack(pairs, rejected, rewards)
         return list(torch.split(trunk_hidden(self.backbone, packing), list(packing.counts)))
 
@@ -417,7 +377,7 @@ class PackedForward(PairForward):
         rejected: bool = True,
         rewards: bool = False,
     ) -> torch.Tensor:
-        """The result of a call, from the ``features`` of the same pairs."""
+        """Return the result of a call, from the ``features`` of the same pairs."""
         packing = self._pack(pairs, rejected, rewards)
         return self._read(packing, torch.cat(list(features)))
 
@@ -425,15 +385,36 @@ class PackedForward(PairForward):
         return Packing.of(pairs, rejected=rejected, whole=rewards, device=self.backbone.device)
 
     def _read(self, packing: Packing, hidden: torch.Tensor) -> torch.Tensor:
-        return top_outputs(self.backbone, packing, hidden)
+        """Apply the final norm or bottleneck, the head, and for ``whole`` packings the reward head."""
+        assert self.backbone.final is not None
+        final = self.backbone.final.norm(hidden)
+        weight = self.backbone.causal.get_output_embeddings().weight
+        into = weight.grad if weight.requires_grad else None
+        states, pick = final, packing.pick
+        if packing.whole:
+            # The reward head reads every row. The output embedding is applied to the predicting rows only.
+            rows, pick = torch.unique(pick, return_inverse=True)
+            states = final[rows]
+        tokens = token_logprobs(states, weight, pick, packing.targets, into)
+        count = 2 * len(packing.segments)
+        sums = torch.zeros(count, device=tokens.device).index_add(0, packing.response, tokens)
+        if not packing.whole:
+            return sums.view(-1, 2)
+        assert self.backbone.reward is not None
+        rows, responses = packing.pooling(self.backbone.config.reward.pool == "completion")
+        total = torch.zeros(count, final.shape[1], device=tokens.device)
+        total = total.index_add(0, responses, final[rows].float())
+        sizes = torch.bincount(responses, minlength=count).clamp(min=1)
+        rewards = self.backbone.reward(total / sizes[:, None])
+        return torch.cat([sums.view(-1, 2), rewards.view(-1, 2)], 1)
 
 
 class PackedChoices(PackedForward):
-    """Packed batches of choices, for a model that takes packed input.
+    """Forward pass over packed choices, for models modified by :func:`enable_packing`.
 
-    A call gives ``[B, 2]`` fp32: for each presentation order, the log-odds that the first response is better.
+    A call returns ``[B, 2]`` fp32 log-odds, one per presentation order, that the first response is better.
     The last block, the final norm and two rows of the head run only at the last positions of the branches.
-    ``rejected`` and ``rewards`` change nothing: a choice needs both branches, and no reward head.
+    ``rejected`` and ``rewards`` have no effect.
     """
 
     def __init__(self, backbone: Backbone, letters: Letters) -> None:

@@ -1,9 +1,8 @@
-"""The plain path: padded batches through the model's own forward, logits of completion rows, log-softmax.
+"""The plain path: padded batches through the model's own forward, and a log-softmax of completion logits.
 
-The prompt of a selector's pair is the instruction with the query. Branch 1 shows the pair's first response
-as A and the second as B. Branch 2 swaps them. Each branch ends with the letter that says "the first is
-better". The forward passes return what a loss on choices reads: the log-odds of that letter against the
-other one.
+The prompt of a selector's pair contains the instruction and the query. Branch 1 shows the first response as A
+and the second as B; branch 2 swaps them. Each branch ends with the letter that means "the first is better",
+and the forward passes return the log-odds of that letter.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ Letters = tuple[int, int]
 def pad(
     pairs: Sequence[Pair], *, rejected: bool = True, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Prompts with responses as rows of a padded batch, each pair's chosen response before its rejected one.
+    """Pad prompts with responses to one batch, each pair's chosen response before its rejected one.
 
     Returns:
-        Token ids, the attention mask, and a mask of the completion tokens (bool); each ``[n, T]``.
+        Token ids, attention mask, and a bool mask of the completion tokens; each ``[n, T]``.
     """
     responses = [(p.prompt, y) for p in pairs for y in ((p.chosen, p.rejected) if rejected else (p.chosen,))]
     longest = max(len(x) + len(y) for x, y in responses)
@@ -45,12 +44,12 @@ def pad(
 
 
 def by_response(tastes: torch.Tensor | None, *, rejected: bool = True) -> torch.Tensor | None:
-    """``[B, d_z]`` tastes of pairs → those of the rows that :func:`pad` gives."""
+    """Repeat the tastes of pairs ``[B, d_z]`` for the rows of :func:`pad`."""
     return tastes if tastes is None or not rejected else tastes.repeat_interleave(2, 0)
 
 
 def logits_at(causal: Any, rows: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
-    """The model's own forward, whose head sees the hidden states at ``rows`` only.
+    """Run the model's own forward, with the head applied only to the hidden states at ``rows``.
 
     Args:
         rows: ``[n, T]`` bool, M of them true.
@@ -68,18 +67,18 @@ def logits_at(causal: Any, rows: torch.Tensor, **inputs: Any) -> tuple[torch.Ten
         out = causal(**inputs, use_cache=False)
     finally:
         handle.remove()
-    # A model that applies its head in another way has the logits of all positions.
+    # Some models do not apply their head as a module. They return the logits of all positions.
     every = out.logits.shape[:2] == rows.shape and rows.numel() > 1
     return (out.logits[rows] if every else out.logits[0]), out
 
 
 def shifted(completion: torch.Tensor) -> torch.Tensor:
-    """``[n, T]``, true at the positions that predict a completion token."""
+    """Return ``[n, T]``, true at the positions that predict a completion token."""
     return torch.cat([completion[:, 1:], torch.zeros_like(completion[:, :1])], 1)
 
 
 class PairForward(ABC):
-    """From pairs to the numbers that losses read, through one model."""
+    """Forward pass of one model over preference pairs."""
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
@@ -92,17 +91,17 @@ class PairForward(ABC):
         rewards: bool = False,
         tastes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The forward pass of B pairs, as one batch.
+        """Run the forward pass of B pairs as one batch.
 
         Args:
-            rejected: ``False`` leaves the rejected responses out; their columns are 0.
+            rejected: ``False`` skips the rejected responses; their columns are 0.
             rewards: also run the reward head.
-            tastes: ``[B, d_z]``, of each pair; ``None`` for a model that takes none.
+            tastes: ``[B, d_z]``, the taste of each pair; ``None`` for a model without a taste map.
 
         Returns:
-            ``[B, 2]`` fp32: log π(y_w|x) and log π(y_l|x), in nats, end-of-text included. With ``rewards``
-            ``[B, 4]``: the reward head's h2(x, y_w) and h2(x, y_l) follow. Of choices: for each presentation
-            order, the log-odds that the first response is better.
+            ``[B, 2]`` fp32: log π(y_w|x) and log π(y_l|x) in nats, end-of-text included. With ``rewards``
+            ``[B, 4]``: the reward head's h2(x, y_w) and h2(x, y_l) follow. For choices: log-odds that the
+            first response is better, by presentation order.
         """
         return self._forward(pairs, rejected, rewards, tastes)
 
@@ -113,7 +112,7 @@ class PairForward(ABC):
 
 
 class PaddedForward(PairForward):
-    """Summed log-probability of every response, for any causal language model."""
+    """Summed log-probabilities of responses, for any causal language model."""
 
     def _forward(
         self, pairs: Sequence[Pair], rejected: bool, rewards: bool, tastes: torch.Tensor | None
@@ -129,7 +128,7 @@ class PaddedForward(PairForward):
                 attention_mask=attention,
                 output_hidden_states=rewards,
             )
-        # Rows of a mask come in the order of responses, and within one in that of its tokens: so do targets.
+        # Targets have the order of the mask's true positions: by response, then by token.
         tokens = logits.float().log_softmax(1).gather(1, ids[completion][:, None])[:, 0]
         response = predicting.nonzero()[:, 0]
         columns = [torch.zeros(len(ids), device=ids.device).index_add(0, response, tokens)]
@@ -145,7 +144,7 @@ class PaddedForward(PairForward):
 
 
 class PaddedChoices(PaddedForward):
-    """Choices of any causal language model: padded batches through its own forward, logits of last rows."""
+    """Log-odds of choices, for any causal language model."""
 
     def __init__(self, backbone: Backbone, letters: Letters) -> None:
         super().__init__(backbone)
@@ -154,7 +153,7 @@ class PaddedChoices(PaddedForward):
     def _forward(
         self, pairs: Sequence[Pair], rejected: bool, rewards: bool, tastes: torch.Tensor | None
     ) -> torch.Tensor:
-        # A sequence that fills the context has no place for the letter itself.
+        # Without the letter, which would not fit if the sequence fills the context.
         inputs = [Pair(prompt, first[:-1], second[:-1]) for prompt, first, second in pairs]
         ids, attention, _ = pad(inputs, device=self.backbone.device)
         last = attention.bool() & ~shifted(attention).bool()
@@ -167,6 +166,6 @@ class PaddedChoices(PaddedForward):
 
 
 def log_odds(logits: torch.Tensor, targets: torch.Tensor, letters: torch.Tensor) -> torch.Tensor:
-    """``[2B, 2]`` logits of A and B, and the ``[2B]`` letters that name the first response → ``[B, 2]``."""
+    """Convert ``[2B, 2]`` logits of A and B to ``[B, 2]``; ``[2B]`` targets name the first response."""
     margin = logits[:, 0] - logits[:, 1]
     return torch.where(targets == letters[0], margin, -margin).view(-1, 2)

@@ -1,4 +1,4 @@
-"""Preference pairs through the backbone, by row of a token set; the reference's numbers, computed once."""
+"""Forward passes over preference pairs by row, and cached reference outputs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 _log = logging.getLogger("prefed")
 
 Features = dict[int, torch.Tensor]
-"""Row → the trunk's output for its pair, ``[K_i, d]``."""
+"""Row → output of the trunk for its pair, ``[K_i, d]``."""
 
 MAX_FEATURES = 1 << 28
-"""Most elements of trunk output to hold for a phase that trains nothing in the trunk (1 GiB in fp32)."""
+"""Maximum number of trunk output elements to keep for a phase that trains only the top (1 GiB in fp32)."""
 
 
 MAX_LOGITS = 1 << 27
-"""Most logits of a plain pass (0.5 GiB in fp32); some four arrays of that size are held at once."""
+"""Maximum number of logits in a plain pass (0.5 GiB in fp32); about four such arrays exist at once."""
 
 
 class PairModel:
-    """A backbone, the pairs that run through it, and the forward pass that they take.
+    """A backbone, a set of pairs, and the forward pass for them.
 
     Args:
-        tokens: all pairs; callers name them by row.
-        max_tokens: tokens of one forward pass; larger batches are split into groups.
-        fast: use packed batches where the model's family allows them.
-        tastes: ``[len(tokens), d_z]``, at which the model takes each pair; ``None`` for no taste.
+        tokens: all pairs; callers refer to them by row.
+        max_tokens: maximum number of tokens per forward pass; larger batches are split into groups.
+        fast: use packed batches if the model's family supports them.
+        tastes: ``[len(tokens), d_z]``, the taste of each pair; ``None`` for a model without a taste map.
 
     Attributes:
         forward: pairs → log-probabilities, or log-odds of choices; see :func:`choose_forward`.
 
     Raises:
-        ValueError: there is not one taste for each pair.
+        ValueError: ``tastes`` has another length than ``tokens``.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PairModel:
         tastes: torch.Tensor | None = None,
     ) -> None:
         if tastes is not None and len(tastes) != len(tokens):
-            raise ValueError(f"there are {len(tastes)} tastes for {len(tokens)} pairs: give one for each")
+            raise ValueError(f"got {len(tastes)} tastes for {len(tokens)} pairs; pass one taste per pair")
         self.backbone, self.tokens, self.max_tokens = backbone, tokens, max_tokens
         self._tastes = None if tastes is None else tastes.to(backbone.device)
         self._vocabulary = len(backbone.causal.get_output_embeddings().weight)
@@ -63,19 +63,19 @@ class PairModel:
         self._packed = isinstance(self.forward, PackedForward)
 
     def pairs(self, rows: Rows) -> list[Pair]:
-        """Token ids of ``rows``."""
+        """Return the token ids of ``rows``."""
         return [self.tokens.pair(int(row)) for row in rows]
 
     def signs(self, rows: Rows) -> npt.NDArray[np.float32]:
-        """``[n]`` +1 where the response that is first in alphabetical order is the chosen one, else −1."""
+        """Return ``[n]`` +1 if the alphabetically first response is the chosen one, else −1."""
         return np.where(self.tokens.orientations[rows] == 1, 1, -1).astype(np.float32)
 
     def groups(self, rows: Rows, *, rejected: bool = True) -> list[Rows]:
-        """Consecutive groups of ``rows`` that one pass takes; a pair that exceeds the limit is its own group.
+        """Split ``rows`` into consecutive groups for one pass each; an oversized pair is its own group.
 
-        A pass has at most ``max_tokens`` tokens. On the packed path a pair has its prompt once. On the plain
-        path it has the prompt with each response, all padded to the longest of the group, and the logits of
-        the group's completion tokens are at most :data:`MAX_LOGITS`.
+        A pass has at most ``max_tokens`` tokens. On the packed path a prompt counts once. On the plain path
+        it counts with each response, padded to the longest sequence of the group, and the group has at most
+        :data:`MAX_LOGITS` completion logits.
         """
         lengths = self.tokens.lengths[rows, : 3 if rejected else 2].astype(np.int64)
         completion = lengths[:, 1:].sum(1)
@@ -95,25 +95,24 @@ class PairModel:
         return [*groups, rows[start:]]
 
     def tastes(self, rows: Rows) -> torch.Tensor | None:
-        """``[n, d_z]`` the tastes of ``rows``, if the pairs have any."""
+        """Return the tastes of ``rows``, ``[n, d_z]``, or ``None``."""
         return None if self._tastes is None else self._tastes[torch.from_numpy(rows).to(self._tastes.device)]
 
     def run(self, rows: Rows, *, rejected: bool = True, rewards: bool = False) -> torch.Tensor:
-        """:attr:`forward` of ``rows``, each at its own taste, in one pass."""
+        """Apply :attr:`forward` to ``rows`` in one pass, each pair with its own taste."""
         return self.forward(self.pairs(rows), rejected=rejected, rewards=rewards, tastes=self.tastes(rows))
 
     def outputs(self, rows: Rows, *, rewards: bool = False) -> npt.NDArray[np.float32]:
-        """``[n, 2]``, with ``rewards`` ``[n, 4]``: :attr:`forward` of ``rows``, without gradients."""
+        """Run :attr:`forward` on ``rows`` without gradients: ``[n, 2]``, or ``[n, 4]`` with ``rewards``."""
         with torch.inference_mode():
             outputs = [self.run(group, rewards=rewards).cpu() for group in self.groups(rows)]
         return torch.cat(outputs).numpy()
 
     def features(self, rows: Rows, *, rejected: bool = True, rewards: bool = False) -> Features | None:
-        """The trunk's output for every row, for a phase that trains nothing inside the trunk.
+        """Compute the trunk output of every row, for a phase that trains only the top.
 
         Returns:
-            ``None`` where the model has no packed path, the pairs have tastes, or the output is too large to
-            hold.
+            ``None`` without a packed path, with tastes, or if the output exceeds :data:`MAX_FEATURES`.
         """
         size = self.tokens.lengths[rows].sum() * self.backbone.width
         if not isinstance(self.forward, PackedForward) or self._tastes is not None or size > MAX_FEATURES:
@@ -127,12 +126,12 @@ class PairModel:
 
 
 def longest_sequence(tokens: TokenSet, rows: Rows | None = None) -> int:
-    """Tokens of the longest prompt with a response, or with a branch of a choice.
+    """Return the length of the longest prompt with one response, or with one branch of a choice.
 
-    The letter at the end of a branch does not count: it is no input.
+    The final letter of a branch does not count, because it is not an input.
 
     Args:
-        rows: only these pairs; ``None``: all.
+        rows: restrict to these pairs; ``None``: all.
     """
     lengths = tokens.lengths if rows is None else tokens.lengths[rows]
     if not len(lengths):
@@ -141,24 +140,24 @@ def longest_sequence(tokens: TokenSet, rows: Rows | None = None) -> int:
 
 
 def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None) -> None:
-    """Check that the longest pair is within the model's context.
+    """Check that the longest pair fits into the model's context.
 
-    A model with fixed rotary positions has positions beyond its context, but they are untrained: that is a
-    warning.
+    For models with fixed rotary positions a longer pair only logs a warning: positions beyond the context
+    exist but are untrained.
 
     Args:
-        rows: only these pairs; ``None``: all.
+        rows: restrict to these pairs; ``None``: all.
 
     Raises:
-        ModelError: the pair is longer, and the model has no further positions.
+        ModelError: a pair is longer, and the model has no further positions.
     """
     window, longest = backbone.window, longest_sequence(tokens, rows)
     if window is None or longest <= window:
         return
     what = "response" if tokens.letters is None else "two responses"
     message = (
-        f"[model] name = {backbone.config.name!r} has a context of {window} tokens, and the longest prompt "
-        f"with its {what} has {longest}: set [data] max_length = {window}, or shorten such pairs"
+        f"[model] name = {backbone.config.name!r}: the context is {window} tokens, but the longest prompt "
+        f"with its {what} has {longest}; set [data] max_length = {window} or shorten such pairs"
     )
     if not backbone.stretches:
         raise ModelError(message)
@@ -166,7 +165,7 @@ def check_lengths(backbone: Backbone, tokens: TokenSet, rows: Rows | None = None
 
 
 def longest_input(backbone: Backbone, max_length: int) -> int:
-    """``max_length``, or the model's context where this is shorter and there are no positions beyond it."""
+    """Return ``max_length``, or the context if it is shorter and has no positions beyond."""
     window = backbone.window
     return max_length if window is None or backbone.stretches else min(max_length, window)
 
@@ -174,27 +173,27 @@ def longest_input(backbone: Backbone, max_length: int) -> int:
 def choose_forward(
     backbone: Backbone, *, fast: bool, longest: int, letters: Letters | None = None
 ) -> PairForward:
-    """The packed path where the model's family allows it, else the plain one. The log says why, once.
+    """Return the packed path if the model's family supports it, else the plain one, and log the reason.
 
     Args:
-        fast: ``False`` asks for the plain path.
-        longest: tokens of the longest prompt with response.
-        letters: the pairs are choices between these two letters.
+        fast: ``False`` selects the plain path.
+        longest: length of the longest prompt with response.
+        letters: token ids of A and B if the pairs are choices.
     """
     obstacle = _obstacle(backbone, longest) if fast else ""
     if obstacle:
-        _log.warning("training takes the plain path: %s", obstacle)
+        _log.warning("training uses the slower plain path: %s", obstacle)
     if fast and not obstacle:
         return PackedForward(backbone) if letters is None else PackedChoices(backbone, letters)
     return PaddedForward(backbone) if letters is None else PaddedChoices(backbone, letters)
 
 
 def _obstacle(backbone: Backbone, longest: int) -> str:
-    """Why the model cannot take packed input; empty, and packing enabled, if it can."""
+    """Return why the model cannot take packed input; if it can, enable packing and return ``""``."""
     config, head = backbone.text_config, backbone.causal.get_output_embeddings()
     window = getattr(config, "sliding_window", None)
     if backbone.family is None:
-        return f"no fast path is known for model type {backbone.causal.config.model_type!r}"
+        return f"there is no fast path for model type {backbone.causal.config.model_type!r}"
     if window is not None and getattr(config, "use_sliding_window", True) and window < longest:
         return f"the attention window of {window} tokens is shorter than the longest pair ({longest})"
     if hasattr(head, "lora_A"):
@@ -205,16 +204,16 @@ def _obstacle(backbone: Backbone, longest: int) -> str:
 
 
 class ReferenceLogprobs:
-    """log π_ref of both responses of every pair; of a choice, the untouched model's log-odds in both orders.
+    """Cached log π_ref of both responses of every pair; for choices, log-odds in both orders.
 
-    The last digits of a log-probability depend on the pairs that go through the model with it. Scoring and
-    training group pairs differently, so each has its own cache.
+    Log-probabilities depend in the last digits on the other pairs in the forward pass. Scoring and training
+    group pairs differently, so each has its own cache.
 
     Attributes:
-        scoring: the numbers that scoring reads.
-        training: the numbers that steps read.
-        one_by_one: for training, each pair goes through the model by itself. That costs little on a CPU,
-            but would leave other devices idle.
+        scoring: cache for scoring.
+        training: cache for training steps.
+        one_by_one: in training, pass each pair through the model by itself. This is cheap on a CPU but would
+            leave other devices idle.
     """
 
     def __init__(self, model: PairModel, folder: Path | None, name: str) -> None:
@@ -224,21 +223,19 @@ class ReferenceLogprobs:
         self.one_by_one = model.backbone.device.type == "cpu"
 
     def fill_scoring(self, rows: Rows) -> None:
-        """Compute the numbers of ``rows`` for scoring, all of them if one is missing.
+        """Compute all of ``rows`` for scoring if one of them is missing.
 
-        Scoring takes a client's whole split, so a split's rows always go through in the same groups. The
-        policy goes through in these groups too: where the two are the same model, their numbers are
-        bit-identical.
+        ``rows`` is always a full split of a client, so its groups are the same each time. The policy is
+        scored in the same groups: if it equals the reference, both outputs are bit-identical.
         """
         if self.scoring.missing(rows):
             self._compute(self.scoring, [rows])
 
     def fill_training(self, rows: Rows, client_rows: Rows) -> None:
-        """Compute the numbers of ``rows`` for training, of as few other pairs as possible.
+        """Compute missing ``rows`` for training, with as few other pairs as possible.
 
-        Only the client's pairs decide which pairs go through the model together. So a pair's numbers are
-        bit-identical in any order of steps, and after a kill. ``client_rows`` are all pairs of the client,
-        ``rows`` among them.
+        Groups depend only on ``client_rows``, all pairs of the client. Values are therefore bit-identical for
+        any order of steps, and after a kill.
         """
         if not self.training.missing(rows):
             return
@@ -251,11 +248,11 @@ class ReferenceLogprobs:
         )
 
     def _compute(self, cache: PairScoreCache, blocks: list[Rows]) -> None:
-        """Put the numbers of ``blocks`` into ``cache``; each block goes through the model by itself."""
+        """Store the outputs of ``blocks`` in ``cache``, one pass or more per block."""
         backbone = self._model.backbone
         backbone.load(backbone.reference)
-        # Only the first two numbers are stored. But with a reward head the policy is scored with its rewards,
-        # which packs the batch differently. The reference is packed like the policy, for equal bits.
+        # Only the first two numbers are stored. But rewards change how a batch is packed, and the reference
+        # must be packed like the policy for bit-identical results.
         rewards = backbone.reward is not None
         values = [self._model.outputs(block, rewards=rewards)[:, :2] for block in blocks]
         cache.put(np.concatenate(blocks), np.concatenate(values))

@@ -1,4 +1,4 @@
-"""Trains and scores clients' tensors on preference pairs: of any client, of one visit, of a whole run."""
+"""Train and score client tensors on preference pairs: for any rows, for one visit, and for a whole run."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ from prefed.train.tastes import LatentTrainer, ResponseFeatures, Z
 
 
 class ObjectiveTrainer(Protocol):
-    """Trains on some of the objectives."""
+    """Trainer for some of the objectives."""
 
     def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
-        """Run ``phase`` from ``tensors`` (full layout) on the visit's pairs, at least one."""
+        """Run ``phase`` from ``tensors`` (full layout) on the pairs of the visit, at least one."""
 
     def gradient(
         self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
     ) -> tuple[Tensors, float]:
-        """Gradient and value of the mean loss over ``batch``, some of the visit's pairs."""
+        """Return gradient and value of the mean loss over ``batch``, a subset of the visit's pairs."""
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
-        """Mean loss over ``rows``, without dropout."""
+        """Return the mean loss over ``rows``, without dropout."""
 
 
 class PairTrainer:
-    """Trains and scores any client's tensors on a frozen backbone.
+    """Train and score the tensors of any client on a frozen backbone.
 
-    Where the pairs are choices between two letters (``tokens.letters``), the tensors are a selector's, and
-    its objective is :data:`prefed.train.losses.CHOICE`, or :data:`prefed.train.losses.LATENT` if it has a
-    latent taste. Every method but :meth:`posteriors` raises ``ValueError`` if it is given no rows.
+    If the pairs are choices between two letters (``tokens.letters``), the tensors belong to a selector. Its
+    objective is :data:`prefed.train.losses.CHOICE`, or :data:`prefed.train.losses.LATENT` if it has a latent
+    taste. All methods except :meth:`posteriors` raise ``ValueError`` for empty rows.
 
     Args:
-        backbone: the model; this trainer becomes its only user.
+        backbone: the model; nothing else may use it.
         tokens: all pairs; a client is a set of rows.
-        cache: folder for the numbers of the untouched model; ``None`` keeps them in memory.
-        name: distinguishes the caches of different models and data in one folder.
-        max_tokens: tokens of one forward pass; larger batches are split, with equal results.
-        fast: use packed batches where the model's family allows them.
-        rewards: a reward model's scores, for offline PPO.
-        responses: how a selector with a latent taste reads responses; by default with the model's tokenizer
-            and within its context.
-        tastes: ``[len(tokens), d_z]``, the taste at which a policy that takes one trains on each pair and
-            scores it. They are constants, and do not change the reference.
+        cache: folder for outputs of the reference model; ``None`` keeps them in memory.
+        name: identifies model and data in ``cache``.
+        max_tokens: maximum number of tokens per forward pass; larger batches are split, with equal results.
+        fast: use packed batches if the model's family supports them.
+        rewards: scores of a reward model, for offline PPO.
+        responses: tokenises responses for a selector with a latent taste; by default with the model's
+            tokenizer and context.
+        tastes: ``[len(tokens), d_z]``, the taste of each pair for a policy with a taste map. They are
+            constants and do not change the reference.
 
     Attributes:
-        trainers: objective → its trainer, unless it is a loss of :data:`prefed.train.losses.OBJECTIVES`.
+        trainers: objective → its trainer, except for the losses in :data:`prefed.train.losses.OBJECTIVES`.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class PairTrainer:
             self.trainers = {LATENT.name: self._latent}
 
     def trainer(self, objective: Objective) -> ObjectiveTrainer:
-        """The trainer of that objective."""
+        """Return the trainer of an objective."""
         return self.trainers.get(objective.name, self._loss_trainer)
 
     def visit(self, rows: Rows, key: Key, ownership: Ownership) -> PairVisit:
-        """A visit to the pairs ``rows``."""
+        """Return a visit to the pairs ``rows``."""
         return PairVisit(rows, key, ownership, self)
 
     def score(self, tensors: Tensors, rows: Rows) -> PairScores | ChoiceScores:
-        """Scores of ``rows`` under ``tensors`` and under the untouched model, without dropout.
+        """Score ``rows`` under ``tensors`` and under the untouched model, without dropout.
 
-        They are log-probabilities, or log-odds where the pairs are choices.
+        Scores are log-probabilities, or log-odds if the pairs are choices.
         """
         self.references.fill_scoring(_not_empty(rows))
         if self.model.tokens.letters is not None:
@@ -130,66 +130,62 @@ class PairTrainer:
     def choice_scores(
         self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None
     ) -> npt.NDArray[np.float32]:
-        """``[n]`` log-odds, the mean of both presentation orders, that a pair's first response is better.
+        """Return ``[n]`` log-odds that the first response is better, averaged over both presentation orders.
 
-        The first is the one that comes first in alphabetical order, whichever of the two is the chosen one.
+        "First" is the alphabetical order, whichever response is the chosen one.
 
         Args:
-            z: the latent taste of all rows ``[d_z]``, or of each ``[n, d_z]``; ``None`` for that in
+            z: latent taste for all rows ``[d_z]`` or for each row ``[n, d_z]``; ``None`` uses the taste in
                 ``tensors``.
 
         Raises:
-            ValueError: the pairs are no choices, or the model has no latent taste of that shape.
+            ValueError: the pairs are not choices, or z does not fit the model.
         """
         if self.model.tokens.letters is None:
-            raise ValueError(
-                "these pairs are a policy's: only a selector's pairs end with a letter to choose"
-            )
+            raise ValueError("choice_scores requires pairs of choices, as for selectors")
         scores: npt.NDArray[np.float32] = self._orders(tensors, _not_empty(rows), z).mean(1)
         return scores
 
     def _orders(self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None) -> npt.NDArray[np.float32]:
-        """``[n, 2]`` log-odds that the first response is better, in both presentation orders."""
+        """Return ``[n, 2]`` log-odds that the first response is better, by presentation order."""
         if self._latent is not None:
             return self._latent.orders(tensors, rows, z)
         if z is not None:
-            raise ValueError("this model has no latent taste: it cannot judge at one")
+            raise ValueError("z is given, but this model has no latent taste")
         self.backbone.load(tensors)
         return self.model.outputs(rows)
 
     def posteriors(
         self, tensors: Tensors, objective: Objective, rows: Rows, key: Key, pairs: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``tensors`` infer of a client's taste from ``rows``, all its training pairs.
+        """Infer the taste of a client from ``rows``, all its training pairs.
 
-        Arguments and result are those of :meth:`prefed.train.tastes.LatentTrainer.posteriors`.
+        See :meth:`prefed.train.tastes.LatentTrainer.posteriors` for arguments and result.
 
         Raises:
             ValueError: the model has no latent taste.
         """
         if self._latent is None and Z in self.backbone.layout and not len(rows):
-            # Pairs that are not on this machine are no choices either.
+            # Clients on other machines have no pairs here, not even choices.
             none = torch.zeros(0, self.backbone.layout[Z].size)
             return none, none.clone()
         if self._latent is None:
-            raise ValueError("this model has no latent taste: no posterior can be inferred")
+            raise ValueError("posteriors requires a model with a latent taste")
         return self._latent.posteriors(tensors, objective, rows, key, pairs)
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
-        """Mean loss over ``rows`` as one batch, without dropout."""
+        """Return the mean loss over ``rows`` as one batch, without dropout."""
         return self.trainer(objective).loss(tensors, objective, _not_empty(rows))
 
 
 @dataclass(frozen=True, eq=False)
 class PairVisit(Visit):
-    """A visit to some pairs of a :class:`PairTrainer`: everything that trains goes through here."""
+    """A visit to some pairs of a :class:`PairTrainer`. All training goes through this class."""
 
     pair_trainer: PairTrainer
 
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
-        """Run one phase from ``tensors`` (full layout).
-
-        The key of :func:`prefed.train.optimizer_steps.batches` is ``key.at("phase", phase.name)``.
+        """Run a phase from ``tensors`` (full layout), with batches drawn at ``key.at("phase", phase.name)``.
 
         Raises:
             ValueError: the phase trains a frozen tensor, or there are no pairs.
@@ -201,10 +197,10 @@ class PairVisit(Visit):
     def gradient(
         self, tensors: Tensors, objective: Objective, *, batch_size: int = 0, name: str | None = None
     ) -> tuple[Tensors, float]:
-        """Gradient (full layout, zero where frozen) and value of the mean loss over one batch.
+        """Return gradient (full layout, zero where frozen) and value of the mean loss over one batch.
 
-        ``batch_size`` 0 takes all pairs; otherwise that many are drawn without replacement at
-        ``key.at(name)``, or at ``key`` if there is no name.
+        ``batch_size`` 0 takes all pairs. Otherwise that many are drawn without replacement at
+        ``key.at(name)``, or at ``key`` if ``name`` is ``None``.
         """
         batch, key = _not_empty(self.rows), self.key if name is None else self.key.at(name)
         if 0 < batch_size < len(batch):
@@ -214,7 +210,7 @@ class PairVisit(Visit):
 
 @dataclass(frozen=True, eq=False)
 class ClientPairTrainer(PairVisit):
-    """A client's visit, as methods see it: core's ``ClientTrainer`` over real data."""
+    """The :class:`~prefed.core.ClientTrainer` of a language model: a visit to the pairs of one client."""
 
     client: str
     validation_rows: Rows
@@ -231,43 +227,43 @@ class ClientPairTrainer(PairVisit):
         return self.pair_trainer.backbone.initial
 
     def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
-        """Mean loss over a split; a client without validation pairs uses its training pairs."""
+        """Return the mean loss over a split; clients without validation pairs use their training pairs."""
         validate = split == "validation" and len(self.validation_rows)
         return self.pair_trainer.loss(tensors, objective, self.validation_rows if validate else self.rows)
 
     def posteriors(
         self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """μ and log σ² after contexts of training pairs, which are the same ones in every round."""
+        """Return μ and log σ² after contexts of training pairs, the same contexts in every round."""
         key = Key(self.round.key.seed).at("contexts").at("client", self.client)
         return self.pair_trainer.posteriors(tensors, objective, self.rows, key, pairs)
 
     def assemble(self, *groups: Tensors) -> Tensors:
-        """``initial`` with the given tensors replaced; later groups override earlier ones."""
+        """Return ``initial`` with the given tensors replaced; later groups override earlier ones."""
         if isinstance(self.initial, Layered):
-            # A large model: what is put together is only ever copied into the backbone.
+            # A large model. The result is only copied into the backbone.
             return Layered(self.initial.layout, self.initial, *groups)
         return self.initial.replace(*groups)
 
     def upload(self, tensors: Mapping[str, Tensors], scalars: Mapping[str, float] | None = None) -> Upload:
-        """An upload from this client in this round, weighted by its training pairs."""
+        """Return an upload from this client in this round, weighted by its number of training pairs."""
         return Upload(self.client, float(self.size), tensors, scalars or {}, self.round.number)
 
 
 class PairTrainerFactory:
-    """Makes trainers of clients over a language model and preference pairs.
+    """Create client trainers for a language model and preference pairs.
 
-    It is the :class:`prefed.engines.TrainerFactory` of every real run.
+    This is the :class:`prefed.engines.TrainerFactory` of all real runs.
 
     Args:
-        backbone: the frozen model. Nothing else may use it.
-        cache: folder for the log-probabilities of the reference model; ``None`` keeps them in memory.
-        unseen: clients whose pairs no method trains on, pooled methods included.
+        backbone: the frozen model; nothing else may use it.
+        cache: folder for outputs of the reference model; ``None`` keeps them in memory.
+        unseen: clients whose pairs are never trained on, even by pooled methods.
         reward_model: folder or hub name of the model that scores responses, for offline PPO.
-        responses: as :class:`~prefed.train.PairTrainer` takes it.
+        responses: see :class:`~prefed.train.PairTrainer`.
 
     Raises:
-        ModelError: the model has fewer positions than the longest pair of a client has tokens.
+        ModelError: the longest pair of a client exceeds the model's context.
     """
 
     def __init__(
@@ -311,12 +307,12 @@ class PairTrainerFactory:
 
     @property
     def clients(self) -> Mapping[str, ClientSizes]:
-        """Every client's number of training, validation and test pairs."""
+        """Number of training, validation and test pairs of each client."""
         return self.dataset.sizes
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """Digests of the data, and of the model together with the start of its adapter."""
+        """Digests of the data, and of the model with its initial adapter."""
         return {"data": self.dataset.fingerprint, "model": self._model}
 
     def _data(self, client: str) -> ClientData:
@@ -328,18 +324,18 @@ class PairTrainerFactory:
         return self.dataset.clients[client]
 
     def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientPairTrainer:
-        """The trainer of one client in one exchange of a round; ``"pooled"`` is all clients as one."""
+        """Return the trainer of a client in one exchange of a round; ``"pooled"`` is all clients as one."""
         data = self._data(client)
         return ClientPairTrainer(data.train, key, ownership, self.pair_trainer, client, data.validation, now)
 
     def score(
         self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]
     ) -> PairScores | ChoiceScores:
-        """The scores of a client's pairs of one split under ``tensors`` (full layout)."""
+        """Return the scores of a split of a client's pairs under ``tensors`` (full layout)."""
         return self.pair_trainer.score(tensors, getattr(self._data(client), split))
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:
-        """Write ``tensors`` as an adapter folder that PEFT loads."""
+        """Write ``tensors`` as a PEFT adapter folder."""
         save_adapter(self.backbone, tensors, folder)
 
 
@@ -349,5 +345,5 @@ def _encoder(backbone: Backbone) -> ResponseEncoder:
 
 def _not_empty(rows: Rows) -> Rows:
     if len(rows) == 0:
-        raise ValueError("there are no preference pairs to work on")
+        raise ValueError("there are no preference pairs: rows is empty")
     return rows

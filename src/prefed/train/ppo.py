@@ -1,4 +1,4 @@
-"""Phases whose objective is offline PPO on preference pairs (see :mod:`prefed.train.losses.ppo`)."""
+"""Training with offline PPO on preference pairs (see :mod:`prefed.train.losses.ppo`)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from prefed.train.rewards import Rewards
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """The M completion tokens of a batch, pair by pair, the chosen response's before the rejected one's.
+    """Outputs for the M completion tokens of a batch, pair by pair, chosen response first.
 
     Attributes:
-        logprobs: ``[M]`` log π of each, in nats.
-        values: ``[M]`` the critic's value of the state before each token.
+        logprobs: ``[M]`` log π of each token, in nats.
+        values: ``[M]`` critic's value of the state before each token.
         entropies: ``[M]`` entropy of the policy in that state, in nats.
     """
 
@@ -45,7 +45,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class _PairRollouts:
-    """The rollout of a visit's start, pair by pair.
+    """Rollout at the start of a visit, by pair.
 
     Attributes:
         tokens: all completion tokens of the rows.
@@ -56,25 +56,25 @@ class _PairRollouts:
     index: Mapping[int, torch.Tensor]
 
     def of(self, rows: Rows) -> Rollout:
-        """The tokens of ``rows``, in their order."""
+        """Return the tokens of ``rows``, in order."""
         return self.tokens.take(torch.cat([self.index[int(row)] for row in rows]))
 
 
 class PPOTrainer:
     """Trains on the objective ``ppo``.
 
-    A phase's epochs and batches are those of its PPO: with ``batch_size`` 2, minibatches of four sequences.
-    Dropout is off throughout. Otherwise the ratio π/π_old would measure the dropout masks.
+    Epochs and batches of a phase are those of PPO: ``batch_size`` 2 gives minibatches of four sequences.
+    Dropout is off, because otherwise the ratio π/π_old would measure the dropout masks.
 
     Args:
-        folder: where to keep the reference's log-probabilities; ``None`` keeps them in memory.
-        name: distinguishes the caches of different models and data in one folder.
+        folder: where to store reference log-probabilities; ``None`` keeps them in memory.
+        name: identifies model and data in ``folder``.
     """
 
     def __init__(self, model: PairModel, rewards: Rewards | None, folder: Path | None, name: str) -> None:
         self._model, self._rewards = model, rewards
         self._folder, self._name = folder, name
-        # All phases of a visit share the rollout that the first of them computes.
+        # The phases of a visit share one rollout, computed by the first phase.
         self._rollouts: WeakKeyDictionary[Visit, _PairRollouts] = WeakKeyDictionary()
 
     @cached_property
@@ -85,12 +85,11 @@ class PPOTrainer:
     def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
         """Run ``phase`` from ``tensors``.
 
-        π_old is the policy that the visit's first phase starts from, also in the phases that follow. A phase
-        ends early where a batch's mean of ρ − 1 − log ρ is above 1.5 times ``target_kl``; it does not step on
-        that batch.
+        π_old is the policy at the start of the visit, in later phases too. A phase stops before a batch whose
+        mean of ρ − 1 − log ρ exceeds 1.5 times ``target_kl``.
 
         Returns:
-            Its metrics are means over the steps, except ``stopped``, which is 1 if the phase ended early.
+            Metrics are means over the steps, except ``stopped``: 1 if the phase stopped early.
 
         Raises:
             ModelError: there is no reward model, or the model has no critic.
@@ -100,7 +99,7 @@ class PPOTrainer:
         scores = self._scores(rows)
         plan = list(batches(rows, phase, visit.key.at("phase", phase.name)))
         self._load(tensors, rows, rows, settings)
-        # A visit's first phase needs the features of all rows, a later one only those of its batches.
+        # The first phase of a visit needs the features of all rows, later phases only those of their batches.
         start = self._rollouts.get(visit)
         used = rows if start is None else rows[np.isin(rows, np.concatenate(plan))]
         features = None if backbone.trains_trunk(phase.train) else self._model.features(used)
@@ -112,7 +111,7 @@ class PPOTrainer:
             backbone.grad.zero_()
             metrics = self._backward(batch, start, settings, features)
             bound = KL_TOLERANCE * settings["target_kl"]
-            # A mean that is not a number ends the phase too.
+            # NaN stops the phase too.
             if bound and not metrics["kl"] <= bound:
                 stopped = True
                 if not steps.count:
@@ -124,9 +123,9 @@ class PPOTrainer:
     def gradient(
         self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
     ) -> tuple[Tensors, float]:
-        """Gradient and value of the loss of a first step on ``batch``, with ``tensors`` as π_old.
+        """Return gradient and value of the loss of a first step on ``batch``, with ``tensors`` as π_old.
 
-        Rewards are standardised over all pairs of the visit. ``key`` is not used: there is no dropout.
+        Rewards are standardised over all pairs of the visit. ``key`` is unused, since there is no dropout.
         """
         names = visit.ownership.names(Owner.SHARED, Owner.PERSONAL)
         return self._gradient(tensors, objective, visit.rows, batch, names)
@@ -146,15 +145,15 @@ class PPOTrainer:
         return read_gradient(backbone), metrics["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
-        """The loss of a first step on all ``rows``."""
+        """Return the loss of a first step on all ``rows``."""
         return self._gradient(tensors, objective, rows, rows, ())[1]
 
     def _scores(self, rows: Rows) -> torch.Tensor:
-        """``[n, 2]`` rewards R of the responses."""
+        """Return ``[n, 2]`` rewards R of the responses."""
         if self._rewards is None:
-            raise ModelError("objective 'ppo' needs a reward model: give its folder as [method] reward_model")
+            raise ModelError("objective 'ppo' requires a reward model: set [method] reward_model")
         if "value/weight" not in self._model.backbone.layout:
-            raise ModelError("objective 'ppo' needs a critic: the model was loaded without the part 'value'")
+            raise ModelError("objective 'ppo' requires a critic: load the model with the part 'value'")
         return pair_rewards(standardize(torch.from_numpy(self._rewards.get(rows))))
 
     def _load(self, tensors: Tensors, rows: Rows, client_rows: Rows, settings: Mapping[str, float]) -> None:
@@ -167,7 +166,7 @@ class PPOTrainer:
     def _roll_out(
         self, rows: Rows, rewards: torch.Tensor, settings: Mapping[str, float], features: Features | None
     ) -> _PairRollouts:
-        """The rollout of ``rows`` with rewards ``[n, 2]``; the tensors in the model are those of π_old."""
+        """Return the rollout of ``rows`` with rewards ``[n, 2]``. The model must hold π_old."""
         outputs = self._all_outputs(rows, features)
         reference = outputs.logprobs
         if settings["kl"]:
@@ -185,12 +184,11 @@ class PPOTrainer:
         return _PairRollouts(tokens, dict(zip(rows.tolist(), index, strict=True)))
 
     def fill_reference(self, rows: Rows, client_rows: Rows) -> None:
-        """Compute log π_ref of every token of ``rows``, of as few other pairs as possible.
+        """Compute log π_ref of every token of ``rows``, with as few other pairs as possible.
 
-        Only the client's pairs decide which pairs go through the model together. The policy at the start of a
-        visit takes them in the same groups. So its numbers are bit-identical if it is the reference. The
-        numbers of a group are stored before the next group starts. ``client_rows`` are all pairs of the
-        client, ``rows`` among them.
+        Groups depend only on ``client_rows``, all pairs of the client. The policy at the start of a visit
+        uses the same groups, so its log-probabilities are bit-identical if it equals the reference. Each
+        group is stored before the next one starts.
         """
         if not self._reference.missing(rows):
             return
@@ -203,7 +201,7 @@ class PPOTrainer:
                     self._reference.put(group, self._outputs(group, None).logprobs.cpu().numpy())
 
     def _all_outputs(self, rows: Rows, features: Features | None) -> TokenOutputs:
-        """The outputs of all completion tokens of ``rows``, without gradients, on the CPU."""
+        """Return the outputs of all completion tokens of ``rows``, without gradients, on the CPU."""
         with torch.no_grad():
             parts = [self._outputs(group, features) for group in self._model.groups(rows)]
         columns = (
@@ -245,13 +243,13 @@ def token_outputs(
     features: Sequence[torch.Tensor] | None = None,
     tastes: torch.Tensor | None = None,
 ) -> TokenOutputs:
-    """The completion tokens of ``pairs`` under the tensors in the model.
+    """Return the outputs for the completion tokens of ``pairs`` under the tensors in the model.
 
     Args:
         backbone: a model with the part ``"value"``.
-        features: the trunk's output for each pair (:meth:`prefed.train.packed.PackedForward.features`);
-            ``None`` runs the trunk.
-        tastes: ``[B, d_z]``, of each pair; ``None`` for a model that takes none.
+        features: trunk output of each pair (:meth:`prefed.train.packed.PackedForward.features`); ``None``
+            runs the trunk.
+        tastes: ``[B, d_z]``, the taste of each pair; ``None`` for a model without a taste map.
     """
     if isinstance(forward, PaddedForward):
         return _plain(backbone, pairs, tastes)
@@ -265,9 +263,7 @@ def token_outputs(
 
 
 def _plain(backbone: Backbone, pairs: Sequence[Pair], tastes: torch.Tensor | None) -> TokenOutputs:
-    """Padded batches through the model's own forward, logits of completion rows."""
     ids, attention, completion = pad(pairs, device=backbone.device)
-    # The position before a token predicts it.
     at = shifted(completion)
     with tasting(backbone.taste_map, by_response(tastes)):
         logits, out = logits_at(

@@ -1,4 +1,4 @@
-"""A frozen reward model's scores of every response, computed once per record and kept with the run."""
+"""Scores of all responses by a frozen reward model, computed once per record and stored with the run."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed.data import Prompt, Record, TokenSet
+from prefed.data import Prompt, TokenSet
 from prefed.data.encoding import Template
 from prefed.models import ModelError, load_pretrained
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 
 BATCH, BLOCK = 16, 512
-"""Sequences in a batch of the model; records whose token ids are in memory at once."""
+"""Sequences per batch of the model; records tokenised at a time."""
 
 _KEY, _KIND = "[method] reward_model", "sequence classification model"
 
 
 class RewardModel:
-    """A sequence classification model r(x, y), frozen.
+    """A frozen sequence classification model r(x, y).
 
-    Its own tokenizer joins prompt and response as it joins two texts. Conversations go through the
-    tokenizer's chat template, or take the Human/Assistant form if it has none. A text that is too long loses
-    the beginning of its prompt. A model with one output scores by that output. A model with two scores by the
-    log odds of the second, e.g. that a review is positive.
+    Its tokenizer encodes prompt and response as a pair of texts. Conversations use its chat template, or the
+    Human/Assistant format if it has none. Long texts are truncated at the start of the prompt. The score is
+    the output of a model with one output, or the log-odds of the second of two outputs, e.g. that a review is
+    positive.
 
     Args:
         name: a folder or a hub name.
-        key: the setting that holds the name, for messages.
+        key: the setting that contains the name, for messages.
 
     Raises:
-        ModelError: there is no such model, its head is not trained, or it has more than two outputs.
+        ModelError: the model cannot be loaded, its head is not trained, or it has more than two outputs.
     """
 
     def __init__(self, name: str, device: torch.device, key: str = _KEY) -> None:
@@ -55,13 +55,13 @@ class RewardModel:
         missing = set(report["missing_keys"]) & {key for key, _ in self.model.named_parameters()}
         if missing:
             raise ModelError(
-                f"{key} = {name!r}: this is no reward model; it has no weights for "
+                f"{key} = {name!r}: this is not a reward model; it has no weights for "
                 f"{', '.join(sorted(missing))}"
             )
         if self.model.config.num_labels > 2:
             raise ModelError(
-                f"{key} = {name!r} has {self.model.config.num_labels} outputs; a reward "
-                "model has one, or two of which the second is the good one"
+                f"{key} = {name!r} has {self.model.config.num_labels} outputs; a reward model must have one, "
+                "or two with the second for good responses"
             )
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -71,20 +71,16 @@ class RewardModel:
         places = getattr(self.model.config, "max_position_embeddings", None) or math.inf
         self._limit = min(self.tokenizer.model_max_length, places)
 
-    def encode(self, record: Record) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """The tokenizer's output, token ids among others, for the chosen and for the rejected response."""
-        return self.encode_texts(record.prompt, record.chosen, record.rejected)
-
-    def encode_texts(
+    def encode(
         self, prompt: Prompt, chosen: str, rejected: str
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """As :meth:`encode`, of responses that may be empty."""
+        """Return the tokenizer's output for both responses, which may be empty."""
         whole = self._template.chat and not isinstance(prompt, str)
         prompt, chosen, rejected = self._template.pair(prompt, chosen, rejected)
         return self._tokens(prompt, chosen, whole), self._tokens(prompt, rejected, whole)
 
     def _tokens(self, prompt: str, response: str, whole: bool) -> dict[str, list[int]]:
-        # The chat template has written the special tokens.
+        # The chat template includes the special tokens.
         texts = (prompt + response,) if whole else (prompt, response)
         options: dict[str, Any] = {"add_special_tokens": not whole, "verbose": False}
         encoded = self.tokenizer(*texts, **options)
@@ -97,7 +93,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def score(self, encoded: list[dict[str, list[int]]]) -> npt.NDArray[np.float32]:
-        """``[n]`` scores; sequences of similar length share a batch."""
+        """Return ``[n]`` scores; sequences of similar length share a batch."""
         order = sorted(range(len(encoded)), key=lambda n: len(encoded[n]["input_ids"]))
         scores = np.empty(len(encoded), np.float32)
         for start in range(0, len(order), BATCH):
@@ -110,14 +106,14 @@ class RewardModel:
 
 
 def model_fingerprint(name: str, key: str = _KEY, kind: str = _KIND) -> str:
-    """SHA-256 over the files of a model's folder, or over a hub name and its commit.
+    """Return SHA-256 over the files of a model's folder, or over a hub name and its commit.
 
     Args:
-        key: the setting that holds the name, for messages.
-        kind: the kind of model in words, for messages.
+        key: the setting that contains the name, for messages.
+        kind: kind of model, for messages.
 
     Raises:
-        ModelError: there is no model of that name.
+        ModelError: there is no model with that name.
     """
     from transformers import AutoConfig
 
@@ -134,11 +130,11 @@ def model_fingerprint(name: str, key: str = _KEY, kind: str = _KIND) -> str:
 
 
 class Rewards:
-    """r(x, y) of both responses of every record; the model is loaded when the first score is missing.
+    """r(x, y) of both responses of every record; the model is loaded when a score is missing.
 
     Args:
-        model: a folder with a sequence classification model, or a hub name.
-        folder: where to keep the scores; ``None`` keeps them in memory.
+        model: folder or hub name of a sequence classification model.
+        folder: where to store the scores; ``None`` keeps them in memory.
     """
 
     def __init__(
@@ -168,21 +164,21 @@ class Rewards:
             others = [path for path in self._folder.glob(f"rewards-*-{data}.f32") if path.stem != name]
             if others:
                 raise ModelError(
-                    f"[method] reward_model = {self._name!r} is not what {others[0].name} was written by; "
-                    "put the model back, or start a new run"
+                    f"[method] reward_model = {self._name!r} differs from the model that wrote "
+                    f"{others[0].name}; restore that model or start a new run"
                 )
         return PairScoreCache(len(self._records), self._folder, name)
 
     def get(self, rows: Rows) -> npt.NDArray[np.float32]:
-        """``[len(rows), 2]`` raw scores of the model, chosen then rejected.
+        """Return ``[len(rows), 2]`` raw scores, chosen then rejected.
 
-        Callers pass all rows of a client at once, because they standardise over all of them. So the rows go
-        through the model in the same blocks each time, and the order of calls changes no rounding. A block
-        with a missing score is computed and stored before the next one starts.
+        Callers standardise over all rows of a client and therefore pass all of them, so blocks are the same
+        each time and rounding does not depend on the order of calls. Each block is stored before the next one
+        starts.
 
         Raises:
-            ModelError: the model cannot be used, it is not the model that the folder's scores come from, or
-                it gives a score that is not finite.
+            ModelError: the model cannot be used, is not the one behind the stored scores, or gives a score
+                that is not finite.
         """
         for block in split_rows(rows, BLOCK):
             if self._scores.missing(block):
@@ -190,14 +186,15 @@ class Rewards:
         return self._scores.get(rows)
 
     def _score(self, rows: Rows) -> npt.NDArray[np.float32]:
+        records = [self._records.record(int(row)) for row in rows]
         encoded = [
-            response for row in rows for response in self._model.encode(self._records.record(int(row)))
+            response for r in records for response in self._model.encode(r.prompt, r.chosen, r.rejected)
         ]
         scores = self._model.score(encoded).reshape(-1, 2)
         finite = np.isfinite(scores).all(1)
         if not finite.all():
             raise ModelError(
-                f"[method] reward_model = {self._name!r} gives no finite score to a response of record "
-                f"{rows[~finite][0]}"
+                f"[method] reward_model = {self._name!r} gives a response of record {rows[~finite][0]} a "
+                "score that is not finite"
             )
         return scores

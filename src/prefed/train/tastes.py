@@ -1,12 +1,11 @@
-"""Phases of a selector with a latent taste z, and what it infers of a client (FedVPA-GP, arXiv:2605.30873).
+"""Training of a selector with a latent taste z, and inference of z (FedVPA-GP, arXiv:2605.30873).
 
-z of a step comes from a context: training pairs of the client that the step does not judge. Its draws are
-named, and each is made only where it is used: so a term that is switched off changes no other draw.
+In each step z is inferred from a context: training pairs of the client outside the batch. Random draws are
+named and made only where they are used, so disabling one term does not change the draws of others.
 
-The selector reads h, the hidden state of a response under the frozen model: the last layer's output after the
-final norm, its mean over the response's tokens or that at its end-of-text token. h is computed once per pair
-and kept with the run. A file holds 2 · d floats of each pair. They come from texts, so the file is as private
-as these are.
+The selector reads h, the hidden state of a response under the frozen model after the final norm: the mean
+over the response's tokens, or the state at its end-of-text token. h is computed once per pair and stored with
+the run, as 2 · d floats. It is derived from texts and is as private as they are.
 """
 
 from __future__ import annotations
@@ -53,17 +52,17 @@ from prefed.train.pair_cache import RecordCache, Rows, split_rows
 from prefed.train.pair_model import PairModel, ReferenceLogprobs
 
 BLOCK = 512
-"""Pairs whose token ids are in memory at once."""
+"""Pairs tokenised at a time."""
 
 
 class ResponseFeatures:
-    """h of both responses of every pair, in alphabetical order: it depends on no label.
+    """h of both responses of every pair, in alphabetical order, so that it depends on no label.
 
     Args:
-        model: the pairs, and the model, which :meth:`fill` changes to its untouched tensors.
-        encoder: gives the token ids of the responses.
-        folder: where to keep them; ``None`` keeps them in memory.
-        name: distinguishes caches of different models or data in one folder.
+        model: pairs and model; :meth:`fill` loads the reference tensors into it.
+        encoder: tokenises the responses.
+        folder: where to store h; ``None`` keeps it in memory.
+        name: identifies model and data in ``folder``.
     """
 
     def __init__(self, model: PairModel, encoder: ResponseEncoder, folder: Path | None, name: str) -> None:
@@ -78,11 +77,11 @@ class ResponseFeatures:
         return RecordCache(sizes, self._folder, f"{self._name}-{pool}")
 
     def fill(self, rows: Rows) -> None:
-        """Compute what is missing of ``rows``, all training or all held-out pairs of a client.
+        """Compute missing ``rows``, which are all training pairs or all held-out pairs of a client.
 
-        On a CPU each pair goes through the model by itself. Elsewhere the rows' sorted order decides which
-        pairs go through together. So the numbers are bit-identical in any order of clients, and after a
-        kill: those of a group are stored before the next group starts.
+        On a CPU each pair is a forward pass by itself. On other devices the sorted rows determine the groups.
+        Values are therefore bit-identical for any order of clients, and after a kill: each group is stored
+        before the next one starts.
         """
         if not self._cache.missing(rows):
             return
@@ -97,13 +96,13 @@ class ResponseFeatures:
                     self._cache.put(block[group], hidden.float().cpu().numpy())
 
     def get(self, rows: Rows) -> torch.Tensor:
-        """``[n, 2, d]`` float32 on the model's device; the rows have been filled."""
+        """Return h of ``rows`` on the model's device, ``[n, 2, d]`` float32. The rows must be filled."""
         width = self._model.backbone.width
         hidden = torch.from_numpy(self._cache.get(rows).reshape(len(rows), 2, width))
         return hidden.to(self._model.backbone.device)
 
     def _groups(self, pairs: list[Pair]) -> list[slice]:
-        """Slices of ``pairs`` that go through the model together."""
+        """Return slices of ``pairs``, one per forward pass."""
         if self._model.backbone.device.type == "cpu":
             return [slice(k, k + 1) for k in range(len(pairs))]
         groups, start, total = [], 0, 0
@@ -116,7 +115,7 @@ class ResponseFeatures:
         return [*groups, slice(start, len(pairs))]
 
     def _hidden(self, pairs: list[Pair]) -> torch.Tensor:
-        """``[n, 2, d]``."""
+        """Return h of ``pairs``, ``[n, 2, d]``."""
         packed = isinstance(self._model.forward, PackedForward)
         return (self._packed(pairs) if packed else self._padded(pairs)).view(len(pairs), 2, -1)
 
@@ -130,7 +129,7 @@ class ResponseFeatures:
             total = torch.zeros(2 * len(pairs), final.shape[1], device=final.device)
             counts = torch.bincount(responses, minlength=2 * len(pairs))
             return total.index_add(0, responses, final[rows]) / counts[:, None]
-        # The packing's last token is a target that the model does not read: end-of-text comes before it.
+        # The last token of a branch is only a target, so repeat end-of-text to make it an input.
         more = [
             Pair(p.prompt, np.append(p.chosen, p.chosen[-1]), np.append(p.rejected, p.rejected[-1]))
             for p in pairs
@@ -156,24 +155,23 @@ class ResponseFeatures:
 
 
 PEERS = "peers"
-"""The group of :attr:`Phase.constants` with the clients' posteriors, in the order of their ids.
+"""Group of :attr:`Phase.constants` with the posteriors of all clients, in the order of their ids.
 
-It holds ``peers/mean`` and ``peers/log_variance``, each ``[N, d_z]``, and ``peers/present`` ``[N]``: 1 where
+It contains ``peers/mean`` and ``peers/log_variance``, each ``[N, d_z]``, and ``peers/present`` ``[N]``: 1 if
 a client has a posterior, else 0.
 """
 TRUST = "trust/logits"
-"""The tensor of :attr:`Phase.beside`: ``[N]`` log π, one number per client."""
+"""Tensor in :attr:`Phase.beside`: ``[N]`` log π, one number per client."""
 
 
 class LatentPrior:
-    """The prior and its weights, which train together with the model.
+    """The prior of z and its mixture weights, which train together with the model.
 
-    Without a peer it is N(0, I), and the weights do not change. The client itself is never a peer, whatever
-    the server sends.
+    Without peers it is N(0, I), and the weights do not change. The client itself is never its own peer.
 
     Args:
-        settings: those of the objective, complete.
-        phase: has the peers and the weights; ``None`` for N(0, I).
+        settings: complete settings of the objective.
+        phase: contains peers and weights; ``None`` for N(0, I).
     """
 
     def __init__(
@@ -201,9 +199,9 @@ class LatentPrior:
         self._optimizer = make_optimizer(phase.optimizer, [{"params": [self._logits], "lr": rate}])
 
     def kl(self, q: Gaussian, key: Key) -> torch.Tensor:
-        """KL(q ‖ p) in nats: in closed form for N(0, I); an estimate or a bound for a mixture.
+        """Return KL(q ‖ p) in nats: in closed form for N(0, I), as an estimate or a bound for a mixture.
 
-        Its random numbers are drawn at ``key.at("gumbel")`` and ``key.at("kl")``.
+        Random numbers are drawn at ``key.at("gumbel")`` and ``key.at("kl")``.
         """
         if self._optimizer is None:
             return standard_kl(q)
@@ -218,7 +216,7 @@ class LatentPrior:
         )
 
     def mean(self, width: int) -> torch.Tensor:
-        """``[d_z]`` the mean of the prior, without Gumbel noise."""
+        """Return the mean of the prior, ``[d_z]``, without Gumbel noise."""
         if self._optimizer is None:
             return torch.zeros(width, device=self._device)
         none = torch.zeros_like(self._logits)
@@ -226,10 +224,10 @@ class LatentPrior:
         return weights @ self._peers.mean
 
     def step(self, scale: float) -> None:
-        """Step the weights along their gradient, clipped by the phase's bound, if they have one.
+        """Update the weights along their gradient, clipped to the phase's bound, if they train.
 
         Args:
-            scale: the loss scale that is in the gradient; 0 takes no step.
+            scale: loss scale of the gradient; 0 skips the step.
         """
         if self._optimizer is None or self._logits.grad is None:
             return
@@ -241,22 +239,22 @@ class LatentPrior:
         self._optimizer.zero_grad()
 
     def beside(self) -> Tensors | None:
-        """The weights as they are."""
+        """Return the current weights."""
         if self._optimizer is None or self._before is None:
             return self._before
         return Tensors.gather(self._before.layout, {TRUST: self._logits.to(self._before.flat.device)})
 
 
 CONTEXT = 16
-"""The most pairs of a context."""
+"""Maximum number of pairs in a context."""
 Z = f"{TASTE}/z"
-"""The tensor that holds the taste with which a model judges."""
+"""The tensor with the taste that the selector judges with."""
 
 
 class LatentTrainer:
-    """Trains on the objective ``latent``, and gives log-odds at the taste that a model's tensors hold.
+    """Trains on the objective ``latent``, and computes log-odds at the taste in a model's tensors.
 
-    A batch has at most half of the client's pairs, so that a context is left.
+    A batch has at most half of the client's pairs, so that some remain for the context.
     """
 
     def __init__(self, model: PairModel, references: ReferenceLogprobs, features: ResponseFeatures) -> None:
@@ -265,15 +263,15 @@ class LatentTrainer:
         settings = backbone.config.variational
         self._selector = VariationalSelector(settings, backbone.width)
         self._weights: Mapping[str, torch.Tensor] = backbone.parameters
-        # With a LoRA the base log-odds change from step to step. h is the untouched model's all the same.
+        # With a LoRA the base log-odds change from step to step, but h is always the untouched model's.
         self._adapted = backbone.trains_trunk(backbone.layout.names)
 
     def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
         """Run ``phase`` from ``tensors``.
 
         Returns:
-            Its metrics are means over the steps: of the log-likelihood loss ``nll``, ``kl``, ``pull``,
-            ``orthogonality``, the posterior's mean ``log_variance``, ``accuracy`` and ``margin``.
+            Metrics are means over the steps: log-likelihood loss ``nll``, ``kl``, ``pull``,
+                ``orthogonality``, the posterior's mean ``log_variance``, ``accuracy`` and ``margin``.
         """
         settings = LATENT.resolve(phase.objective.settings)
         backbone, rows = self._model.backbone, visit.rows
@@ -294,9 +292,9 @@ class LatentTrainer:
     def gradient(
         self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
     ) -> tuple[Tensors, float]:
-        """Gradient and value of the loss of a step on ``batch``, some of the visit's pairs.
+        """Return gradient and value of the loss of a step on ``batch``, a subset of the visit's pairs.
 
-        The prior is N(0, I). If the batch holds all pairs, there is no context.
+        The prior is N(0, I). There is no context if the batch contains all pairs.
         """
         settings, backbone, rows = LATENT.resolve(objective.settings), self._model.backbone, visit.rows
         self._fill(rows, batch)
@@ -309,18 +307,18 @@ class LatentTrainer:
         return read_gradient(backbone), metrics["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
-        """Mean log-likelihood loss over ``rows`` at the taste in ``tensors``, without dropout."""
+        """Return the mean log-likelihood loss over ``rows`` at the taste in ``tensors``, without dropout."""
         orders = torch.from_numpy(self.orders(tensors, rows))
         values, _ = CHOICE(ChoiceBatch(orders, torch.from_numpy(self._model.signs(rows))))
         return float(values.mean())
 
     def orders(self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None) -> npt.NDArray[np.float32]:
-        """``[n, 2]`` log-odds that the first response is better, in both presentation orders.
+        """Return ``[n, 2]`` log-odds that the first response is better, by presentation order.
 
-        No label of ``rows`` is read. What does not depend on z is computed once for each pair.
+        Labels of ``rows`` are not used. Everything that does not depend on z is computed once per pair.
 
         Args:
-            z: the taste of all pairs ``[d_z]``, or of each ``[n, d_z]``; ``None`` for that in ``tensors``.
+            z: one taste ``[d_z]``, or one per pair ``[n, d_z]``; ``None`` uses the taste in ``tensors``.
 
         Raises:
             ValueError: z has another shape.
@@ -328,8 +326,8 @@ class LatentTrainer:
         backbone, width = self._model.backbone, self._selector.settings.latent
         if z is not None and z.shape not in ((width,), (len(rows), width)):
             raise ValueError(
-                f"z has the shape {list(z.shape)}; it takes [{width}] for one taste, "
-                f"or [{len(rows)}, {width}] for a taste per pair"
+                f"z has shape {list(z.shape)}; expected [{width}] for one taste or [{len(rows)}, {width}] "
+                "for one taste per pair"
             )
         self._features.fill(rows)
         self._references.fill_scoring(rows)
@@ -348,12 +346,12 @@ class LatentTrainer:
     def posteriors(
         self, tensors: Tensors, objective: Objective, rows: Rows, key: Key, pairs: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """μ and log σ² after each of m even contexts of at most :data:`CONTEXT` pairs; each ``[m, d_z]``.
+        """Return μ and log σ² after each of m contexts of at most :data:`CONTEXT` pairs; each ``[m, d_z]``.
 
         Args:
             rows: all training pairs of a client.
-            key: the randomness of the contexts.
-            pairs: at most this many of the shuffled pairs; ``None``: all.
+            key: random key for the contexts.
+            pairs: use at most this many pairs; ``None``: all.
         """
         capped = LATENT.resolve(objective.settings)["capped"]
         order = key.numpy().permutation(np.sort(rows))[:pairs]
@@ -386,7 +384,7 @@ class LatentTrainer:
     def _backward(
         self, rows: Rows, batch: Rows, settings: Mapping[str, float], prior: LatentPrior, key: Key
     ) -> dict[str, float]:
-        """Add the gradient of a step's loss on ``batch`` to the gradient buffer."""
+        """Add the gradient of the loss of a step on ``batch`` to the gradient buffer."""
         device = self._model.backbone.device
         generator = key.at("dropout").torch(str(device))
         context = draw_context(rows, batch, key, self._model.tokens.pairs)
@@ -411,7 +409,7 @@ class LatentTrainer:
         key: Key,
         generator: torch.Generator,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Z of a step, the terms of the loss besides the likelihood, and their metrics."""
+        """Return z of a step, the loss terms other than the likelihood, and their metrics."""
         device, width = self._model.backbone.device, self._selector.settings.latent
         terms, metrics = torch.zeros((), device=device), {}
         prototypes = self._weights.get(PROTOTYPES)
@@ -430,7 +428,7 @@ class LatentTrainer:
         return z, terms, metrics
 
     def _base(self, batch: Rows, key: Key) -> tuple[torch.Tensor, Callable[[], None]]:
-        """``[n, 2]`` log-odds of the model without z, and what carries their gradient on into a LoRA."""
+        """Return ``[n, 2]`` log-odds of the model without z, and a function that backpropagates from them."""
         model = self._model
         if not self._adapted:
             base = torch.from_numpy(self._references.training.get(batch)).to(model.backbone.device)
@@ -441,7 +439,7 @@ class LatentTrainer:
             torch.manual_seed(key.at("dropout", number).number())
             return model.run(groups[number])
 
-        # First the slope of the loss at every output, then one pass for each group that fits into memory.
+        # Compute the gradient at every output first, then run one pass per group that fits into memory.
         with torch.no_grad():
             whole = torch.cat([forward(number) for number in range(len(groups))])
         whole.requires_grad_()
@@ -458,11 +456,10 @@ class LatentTrainer:
 
 
 def draw_context(rows: Rows, batch: Rows, key: Key, pairs: npt.NDArray[np.uint64]) -> Rows:
-    """C ~ U{1 … 16} of ``rows`` whose pairs are not in ``batch``; fewer where fewer are left.
+    """Draw C ~ U{1 … 16} of ``rows`` whose pairs are not in ``batch``; fewer if fewer are left.
 
     Args:
-        pairs: by row, equal where prompt and both responses are equal. A repeat of a pair of the batch
-            reveals its label as the pair itself does.
+        pairs: by row, equal if prompt and both responses are equal: a repeated pair would reveal its label.
 
     >>> rows, batch = np.arange(9), np.arange(7)
     >>> each = rows.astype(np.uint64)

@@ -105,7 +105,7 @@ class RewardJudge:
             encoded: dict[Any, dict[str, list[int]]] = {}
             for question in block:
                 texts = question.first, question.second
-                codes = self._model.encode_texts(question.prompt, *texts)
+                codes = self._model.encode(question.prompt, *texts)
                 for text, code in zip(texts, codes, strict=True):
                     encoded.setdefault((question.prompt, text), code)
             scores = self._model.score(list(encoded.values()))

@@ -1,6 +1,6 @@
 """Objectives as pure functions of log-probabilities: DPO and its variants, PDPO, SFT, PPO.
 
-The loss of selectors reads log-odds of choices.
+Losses of selectors take log-odds of choices.
 """
 
 from prefed.train.losses.batch import LossOutput, PairBatch, reward_metrics

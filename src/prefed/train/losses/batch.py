@@ -1,4 +1,4 @@
-"""The input and the output of a loss on preference pairs."""
+"""Input and output of a loss on preference pairs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 LossOutput: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
-"""Losses per pair ``[B]`` with gradient, and scalar metrics by name without."""
+"""Losses per pair ``[B]`` with gradient, and detached scalar metrics by name."""
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """The log-probabilities of B preference pairs under a policy and its frozen reference.
+    """Log-probabilities of B preference pairs under a policy and its frozen reference.
 
-    A log-probability is in nats. It is the sum over the completion's tokens: the end-of-text token is
-    included, the prompt is not. Tensors that an objective does not need may be ``None``; see the attributes
-    ``needs_…`` of :class:`prefed.train.losses.PairLoss`.
+    Log-probabilities are in nats and summed over the completion, including end-of-text and excluding the
+    prompt. Tensors that an objective does not need may be ``None``; see the attributes ``needs_…`` of
+    :class:`prefed.train.losses.PairLoss`.
 
     Attributes:
         policy_chosen: ``[B]`` log π_θ(y_w|x).
@@ -30,12 +30,12 @@ class PairBatch:
         rejected_length: ``[B]`` completion tokens of y_l.
         reference_chosen: ``[B]`` log π_ref(y_w|x).
         reference_rejected: ``[B]`` log π_ref(y_l|x).
-        margin: ``[B]`` how much better y_w is, on the data's own scale; NaN for a record without a margin.
+        margin: ``[B]`` how much better y_w is, on the scale of the data; NaN for a record without a margin.
         reward_chosen: ``[B]`` score of y_w by an explicit reward head.
         reward_rejected: ``[B]`` score of y_l by an explicit reward head.
 
     Raises:
-        ValueError: a tensor is not 1-D, or not all have one length.
+        ValueError: a tensor has a shape other than ``[B]``.
 
     >>> import torch
     >>> batch = PairBatch(torch.tensor([-4.0]), torch.tensor([3]), torch.tensor([-6.0]), torch.tensor([2]))
@@ -64,14 +64,14 @@ class PairBatch:
         return self.policy_chosen.numel()
 
     def need(self, name: str) -> Tensor:
-        """The tensor of that name.
+        """Return the tensor ``name``.
 
         Raises:
-            ValueError: the batch has no such tensor.
+            ValueError: it is ``None``.
         """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"this objective needs {name}, which the batch does not have")
+            raise ValueError(f"this objective requires {name}, which the batch lacks")
         assert isinstance(value, torch.Tensor)
         return value
 
@@ -102,20 +102,20 @@ class PairBatch:
 
 
 def implicit_reward_metrics(batch: PairBatch, beta: float) -> dict[str, Tensor]:
-    """:func:`reward_metrics` of DPO's implicit rewards: β times the log-ratios."""
+    """Return :func:`reward_metrics` of DPO's implicit rewards, β times the log-ratios."""
     return reward_metrics(beta * batch.chosen_ratio, beta * batch.rejected_ratio)
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Metrics to log about the rewards of a batch.
+    """Return metrics of the rewards of a batch.
 
     Args:
         chosen: ``[B]`` rewards of the chosen responses.
-        rejected: ``[B]`` rewards of the rejected ones.
+        rejected: ``[B]`` rewards of the rejected responses.
 
     Returns:
-        ``accuracy``: share of pairs with the chosen reward above the rejected one (a tie counts as wrong);
-        ``margin``: mean difference; ``reward_chosen`` and ``reward_rejected``: means.
+        ``accuracy``: share of pairs with the chosen reward above the rejected one (ties count as wrong);
+            ``margin``: mean difference; ``reward_chosen`` and ``reward_rejected``: means.
 
     >>> import torch
     >>> metrics = reward_metrics(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]))

@@ -1,11 +1,11 @@
 """Offline PPO on preference pairs, as pure functions (FedPDPO, arXiv:2603.19741, D.3.1).
 
-The clipped losses are those of PPO (arXiv:1707.06347). π_old is the policy at the start of a visit. The
-responses come from the data, but the losses treat them as samples of π_old, and no importance weight corrects
-for the difference. FedPDPO compares with this variant. It is not PPO on a policy's own samples.
+The clipped losses are those of PPO (arXiv:1707.06347), and π_old is the policy at the start of a visit.
+Responses come from the data but are treated as samples of π_old, without importance weights. FedPDPO compares
+with this variant; it is not on-policy PPO.
 
-Values per completion token are concatenated over S responses to ``[M]``; ``lengths`` ``[S]`` gives each
-response's number of tokens. Pairs lie in order, the chosen response before the rejected one.
+Values per completion token are concatenated over S responses to ``[M]``; ``lengths`` ``[S]`` is the number of
+tokens of each response. The chosen response of a pair precedes the rejected one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 SCORE_LIMIT = 5.0
-"""The largest absolute value of a standardised score."""
+"""Maximum absolute value of a standardised score."""
 KL_TOLERANCE = 1.5
-"""A phase stops at a batch whose mean :func:`kl_estimate` is above this many times ``target_kl``."""
+"""A phase stops if the mean :func:`kl_estimate` of a batch exceeds this multiple of ``target_kl``."""
 
 
 def standardize(scores: Tensor) -> Tensor:
-    """A reward model's scores minus their mean, divided by their standard deviation and clipped to ±5.
+    """Subtract the mean from reward scores, divide by their standard deviation, and clip to ±5.
 
     Args:
         scores: ``[n, 2]`` scores of a client's training pairs. If all are equal, the result is 0.
@@ -45,13 +45,10 @@ def standardize(scores: Tensor) -> Tensor:
 
 
 def pair_rewards(scores: Tensor) -> Tensor:
-    """R(y_w) = d/2 and R(y_l) = −d/2 with d = r(x, y_w) − r(x, y_l).
+    """Return R(y_w) = d/2 and R(y_l) = −d/2 with d = r(x, y_w) − r(x, y_l), as ``[n, 2]``.
 
     Args:
         scores: ``[n, 2]`` standardised scores r.
-
-    Returns:
-        ``[n, 2]``. d < 0 where the reward model prefers the response that is labelled rejected.
 
     >>> pair_rewards(torch.tensor([[2.0, -1.0]]))
     tensor([[ 1.5000, -1.5000]])
@@ -63,7 +60,7 @@ def pair_rewards(scores: Tensor) -> Tensor:
 def token_rewards(
     logprobs: Tensor, reference: Tensor, rewards: Tensor, lengths: Tensor, *, kl: float
 ) -> Tensor:
-    """−kl (log π_old − log π_ref) at every token, plus the response's reward at its last token.
+    """Return −kl (log π_old − log π_ref) for each token, plus the reward at the last token of a response.
 
     Args:
         logprobs: ``[M]`` log π_old.
@@ -82,9 +79,9 @@ def token_rewards(
 def gae(
     rewards: Tensor, values: Tensor, lengths: Tensor, *, discount: float, trace: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates (arXiv:1506.02438, eq. 16) of each response on its own.
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16) for each response.
 
-    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} − V_t. After a response's last token V is 0.
+    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} − V_t. V is 0 after the last token of a response.
 
     Args:
         rewards: ``[M]`` token rewards.
@@ -117,9 +114,7 @@ def gae(
 
 @dataclass(frozen=True)
 class Rollout:
-    """Values of the policy at a visit's start, one per completion token: each is ``[M]``.
-
-    They stay the same while the visit trains the policy.
+    """Constants of a visit, computed from the policy at its start: one value per token, each ``[M]``.
 
     Attributes:
         logprobs: log π_old.
@@ -134,11 +129,11 @@ class Rollout:
     returns: Tensor
 
     def take(self, index: Tensor) -> Rollout:
-        """The tokens at ``index``."""
+        """Return the tokens at ``index``."""
         return Rollout(*(t[index] for t in (self.logprobs, self.values, self.advantages, self.returns)))
 
     def to(self, device: torch.device) -> Rollout:
-        """The same on ``device``."""
+        """Return a copy on ``device``."""
         return Rollout(*(t.to(device) for t in (self.logprobs, self.values, self.advantages, self.returns)))
 
 
@@ -154,14 +149,14 @@ def rollout(
     trace: float,
     scaled: float,
 ) -> Rollout:
-    """The rollout at a visit's start, with advantages and returns from token rewards.
+    """Compute the rollout at the start of a visit.
 
-    Advantages are divided by their standard deviation over all tokens. Their mean is not subtracted, so that
-    the advantages of a pair's two responses keep their opposite signs. The other arguments are those of
+    Advantages are divided by their standard deviation over all tokens. Their mean is not subtracted, so the
+    advantages of both responses of a pair keep opposite signs. For the other arguments see
     :func:`token_rewards` and :func:`gae`.
 
     Args:
-        scaled: 0 to leave the advantages undivided.
+        scaled: 0 disables the division.
     """
     shaped = token_rewards(logprobs, reference, rewards, lengths, kl=kl)
     advantages, returns = gae(shaped, values, lengths, discount=discount, trace=trace)
@@ -172,7 +167,7 @@ def rollout(
 
 
 def policy_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) per token, ρ = π/π_old (arXiv:1707.06347, eq. 7).
+    """Return −min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) per token, ρ = π/π_old (arXiv:1707.06347, eq. 7).
 
     >>> double, gain = torch.tensor([2.0]).log(), torch.tensor([1.0])
     >>> policy_loss(double, torch.zeros(1), gain, clip=0.2)
@@ -183,9 +178,7 @@ def policy_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, *, clip: floa
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """max((V − G)², (V_old + clip(V − V_old, −ε, ε) − G)²) per token.
-
-    The clip bounds the critic's move, as :func:`policy_loss` bounds the policy's.
+    """Return max((V − G)², (V_old + clip(V − V_old, −ε, ε) − G)²) per token.
 
     >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), clip=0.2)
     tensor([0.6400])
@@ -195,7 +188,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> 
 
 
 def kl_estimate(logprobs: Tensor, old: Tensor) -> Tensor:
-    """ρ − 1 − log ρ per token. It is at least 0; its mean over samples of π_old estimates KL(π_old ‖ π)."""
+    """Return ρ − 1 − log ρ ≥ 0 per token; its mean over samples of π_old estimates KL(π_old ‖ π)."""
     log_ratio = logprobs - old
     return log_ratio.expm1() - log_ratio
 
@@ -210,18 +203,18 @@ def ppo(
     value: float,
     entropy: float,
 ) -> LossOutput:
-    """The loss of each token: policy loss + ``value`` · value loss − ``entropy`` · entropy.
+    """Return the loss of each token: policy loss + ``value`` · value loss − ``entropy`` · entropy.
 
     Args:
-        old: the same tokens at the visit's start.
+        old: rollout of the same tokens.
         logprobs: ``[M]`` log π, with gradient.
         values: ``[M]`` V, with gradient.
-        entropies: ``[M]`` entropy of the policy at the state before each token, with gradient.
+        entropies: ``[M]`` entropy of the policy in the state before each token, with gradient.
         clip: ε of both clipped losses.
 
     Returns:
-        ``[M]`` losses, and means over the tokens: ``policy_loss``, ``value_loss``, ``entropy``, ``kl`` (see
-        :func:`kl_estimate`) and ``clipped``, the share of tokens whose ρ lies outside 1 ± ε.
+        ``[M]`` losses, and means over tokens: ``policy_loss``, ``value_loss``, ``entropy``, ``kl`` (see
+        :func:`kl_estimate`) and ``clipped``, the share of tokens with ρ outside 1 ± ε.
     """
     policy = policy_loss(logprobs, old.logprobs, old.advantages, clip=clip)
     critic = value_loss(values, old.values, old.returns, clip=clip)

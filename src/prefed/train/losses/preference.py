@@ -1,10 +1,10 @@
 """Losses on preference pairs: DPO and its variants, KTO, PDPO, SimPO, ORPO, SFT; and the loss of selectors.
 
-Losses with a reference read Δ_ir = [log π_θ(y_w|x) − log π_ref(y_w|x)] − [log π_θ(y_l|x) − log π_ref(y_l|x)].
-β Δ_ir is the difference of the implicit rewards. Distributed DPO (arXiv:2605.20696) prints β on the policy
-term only, in both of its algorithms. Here β multiplies the whole of Δ_ir, as in DPO itself.
+Losses with a reference use Δ_ir = [log π_θ(y_w|x) − log π_ref(y_w|x)] − [log π_θ(y_l|x) − log π_ref(y_l|x)].
+β Δ_ir is the difference of the implicit rewards. Both algorithms in distributed DPO (arXiv:2605.20696) print
+β on the policy term only; here it multiplies all of Δ_ir, as in DPO.
 
-SimPO and ORPO read log-probabilities per completion token: p̄ = log π_θ(y|x) / |y|.
+SimPO and ORPO use log-probabilities per completion token: p̄ = log π_θ(y|x) / |y|.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 def dpo(batch: PairBatch, *, beta: float) -> LossOutput:
-    """−log σ(β Δ_ir): DPO (arXiv:2305.18290), eq. 7.
-
-    At the start, where the policy is the reference, the loss is log 2.
+    """−log σ(β Δ_ir): DPO (arXiv:2305.18290), eq. 7. It is log 2 if the policy equals the reference.
 
     >>> at_rest = torch.tensor([-5.0])
     >>> batch = PairBatch(at_rest, torch.tensor([2]), at_rest, torch.tensor([2]), at_rest, at_rest)
@@ -34,11 +32,10 @@ def dpo(batch: PairBatch, *, beta: float) -> LossOutput:
 
 
 def cdpo(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
-    """−(1−ε) log σ(β Δ_ir) − ε log σ(−β Δ_ir): conservative DPO (Mitchell 2023, "A note on DPO with noisy
-    preferences"), eq. 3.
+    """−(1−ε) log σ(β Δ_ir) − ε log σ(−β Δ_ir): conservative DPO (Mitchell 2023, eq. 3).
 
-    ε is the probability that a label is flipped. The loss has its minimum at σ(β Δ_ir) = 1 − ε, so a pair is
-    not pushed further than its label deserves.
+    Source: "A note on DPO with noisy preferences". ε is the probability that a label is flipped. The minimum
+    is at σ(β Δ_ir) = 1 − ε, which limits how far a pair is pushed.
     """
     logits = beta * batch.delta
     loss = -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
@@ -48,7 +45,7 @@ def cdpo(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput
 def robust(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
     """[−(1−ε) log σ(β Δ_ir) + ε log σ(−β Δ_ir)] / (1 − 2ε): robust DPO (arXiv:2403.00409).
 
-    ε is below ½. If labels are flipped with probability ε, the expected loss is the DPO loss on clean labels.
+    ε < ½ is the probability that a label is flipped. The expected loss is then the DPO loss on clean labels.
     """
     logits = beta * batch.delta
     clean, flipped = -F.logsigmoid(logits), -F.logsigmoid(-logits)
@@ -59,29 +56,29 @@ def robust(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutp
 def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> LossOutput:
     """−log σ(β Δ_ir − α f(margin)): DPO with an offset (ODPO, arXiv:2402.10571).
 
-    The implicit rewards must differ by at least the offset α f(margin). So a pair whose chosen response is
-    much better counts for more. f is the logarithm, as in the paper's experiments; a margin below 1 then
-    gives a negative offset. With ``log_margin`` 0, f is the identity.
+    The implicit rewards must differ by at least the offset α f(margin), so pairs with a much better chosen
+    response have more weight. f is the logarithm, as in the paper's experiments; margins below 1 then give
+    negative offsets.
 
     Args:
         alpha: α ≥ 0; 0 is DPO.
         log_margin: 1 for f = log, 0 for f = identity.
 
     Raises:
-        ValueError: a pair has no margin, or with ``log_margin`` one that is not above 0.
+        ValueError: a pair has no margin, or a margin ≤ 0 with ``log_margin``.
     """
     margin = batch.need("margin")
     missing = torch.isnan(margin)
     if bool(missing.any()):
         raise ValueError(
             f"{int(missing.sum())} of {len(batch)} pairs have no margin; "
-            "odpo reads it from the data's margin column"
+            "odpo requires the data's margin column"
         )
     if log_margin:
         if bool((margin <= 0).any()):
             raise ValueError(
-                f"odpo takes the logarithm of the margin, and one is {float(margin.min()):g}; "
-                "set log_margin to 0 to use margins as they are"
+                f"odpo uses the logarithm of margins, but one is {float(margin.min()):g}; "
+                "set log_margin to 0 to use margins directly"
             )
         margin = margin.log()
     return -F.logsigmoid(beta * batch.delta - alpha * margin), implicit_reward_metrics(batch, beta)
@@ -90,7 +87,7 @@ def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> L
 def hinge(batch: PairBatch, *, beta: float) -> LossOutput:
     """max(0, 1 − β Δ_ir): SLiC's hinge (arXiv:2305.10425) on DPO's implicit rewards (RSO, arXiv:2309.06657).
 
-    A pair whose implicit rewards differ by 1 or more has no gradient.
+    Pairs whose implicit rewards differ by 1 or more have no gradient.
     """
     return torch.relu(1 - beta * batch.delta), implicit_reward_metrics(batch, beta)
 
@@ -98,8 +95,8 @@ def hinge(batch: PairBatch, *, beta: float) -> LossOutput:
 def ipo(batch: PairBatch, *, beta: float) -> LossOutput:
     """(h − 1 / (2β))²: IPO (arXiv:2310.12036), eq. 17, whose τ is ``beta``.
 
-    h is the difference of the log-ratios per completion token. The paper prints sums, with which the loss
-    would grow with the responses' length. Its authors confirmed the averages, and TRL uses them too.
+    h is the difference of the log-ratios per completion token. The paper prints sums, which make the loss
+    grow with response length. Its authors confirmed averages, and TRL uses them too.
     """
     chosen = batch.chosen_ratio / batch.chosen_length.clamp(min=1)
     rejected = batch.rejected_ratio / batch.need("rejected_length").clamp(min=1)
@@ -109,14 +106,13 @@ def ipo(batch: PairBatch, *, beta: float) -> LossOutput:
 def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: float) -> LossOutput:
     """½ [λ_D σ(−β (r_w − z_l)) + λ_U σ(−β (z_w − r_l))]: KTO (arXiv:2402.01306), eq. 7, on pairs.
 
-    r_w and r_l are the log-ratios of the chosen and the rejected response. The baselines are taken over the
-    batch: z_l = max(0, mean r_l) for the chosen responses and z_w = max(0, mean r_w) for the rejected ones.
-    So no response enters its own baseline, and each pair's loss depends on its batch. As in the paper, no
-    gradient goes through the baselines.
+    r_w and r_l are the log-ratios of the responses. The baselines are z_l = max(0, mean r_l) and z_w = max(0,
+    mean r_w) over the batch, so a response is not part of its own baseline, and the loss of a pair depends on
+    its batch. As in the paper, baselines have no gradient.
 
     Args:
-        desirable: λ_D, the weight of the chosen responses.
-        undesirable: λ_U, the weight of the rejected ones.
+        desirable: λ_D, the weight of chosen responses.
+        undesirable: λ_U, the weight of rejected responses.
     """
     chosen, rejected = batch.chosen_ratio, batch.rejected_ratio
     above, below = chosen.detach().mean().clamp(min=0), rejected.detach().mean().clamp(min=0)
@@ -132,9 +128,9 @@ def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: fl
 def sft(batch: PairBatch) -> LossOutput:
     """Next-token loss on y_w: the loss of FedBiscuit's FedAvg baseline (ICLR 2025).
 
-    The loss of a pair is −log π_θ(y_w|x) · B / Σ |y_w|. Its mean over the B pairs is the mean over the
-    batch's tokens, −Σ log π_θ(y_w|x) / Σ |y_w|. So every token of a batch has the same weight, as in TRL and
-    Transformers, and a pair's loss depends on the lengths of the others.
+    The loss of a pair is −log π_θ(y_w|x) · B / Σ |y_w|, so the mean over B pairs is the mean over the tokens
+    of the batch. Every token has the same weight, as in TRL and Transformers, and the loss of a pair depends
+    on the lengths of the others.
 
     >>> loss, metrics = sft(PairBatch(torch.tensor([-6.0, -2.0]), torch.tensor([3, 1])))
     >>> loss, loss.mean() == metrics["nll"] == 8 / 4
@@ -149,7 +145,7 @@ def simpo(batch: PairBatch, *, beta: float, gamma: float) -> LossOutput:
 
     Args:
         beta: β. It multiplies averages per token and is therefore larger than DPO's: 2 to 10.
-        gamma: γ, the margin by which the rewards must differ.
+        gamma: γ, the target margin between the rewards.
     """
     chosen, rejected = beta * batch.average_chosen, beta * batch.average_rejected
     return -F.logsigmoid(chosen - rejected - gamma), reward_metrics(chosen, rejected)
@@ -158,8 +154,8 @@ def simpo(batch: PairBatch, *, beta: float, gamma: float) -> LossOutput:
 def orpo(batch: PairBatch, *, beta: float) -> LossOutput:
     """−p̄_w − β log σ(log odds(y_w|x) − log odds(y_l|x)): ORPO (arXiv:2403.07691), eqs. 6 and 7.
 
-    odds = P / (1 − P) with log P = p̄; ``beta`` is the paper's λ. The likelihood term is the mean over the
-    chosen completion's tokens; TRL takes it over prompt and completion.
+    odds = P / (1 − P) with log P = p̄; ``beta`` is the paper's λ. The likelihood term averages over tokens of
+    the chosen completion; TRL averages over prompt and completion.
     """
     chosen, rejected = batch.average_chosen, batch.average_rejected
     ratio = F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
@@ -171,7 +167,7 @@ def orpo(batch: PairBatch, *, beta: float) -> LossOutput:
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """Log (P / (1 − P)) from log P ≤ 0; finite for P = 1 too."""
+    """Return log (P / (1 − P)) from log P ≤ 0; finite for P = 1 too."""
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
     # Each form of log(1 − e^x) is accurate on one side of −log 2 only.
     complement = torch.where(
@@ -181,9 +177,9 @@ def _log_odds(log_p: Tensor) -> Tensor:
 
 
 MOMENTUM = 0.95
-"""Of the moving average that the scale s is."""
+"""Momentum of the moving average s."""
 EPSILON = 1e-8
-"""ε in the ratio that s follows."""
+"""ε in the ratio that s averages."""
 
 
 def pdpo(
@@ -200,20 +196,20 @@ def pdpo(
 ) -> LossOutput:
     """−log σ(β Δ), Δ = Δ_ir + w_r s Δ_er: PDPO (FedPDPO, arXiv:2603.19741), eqs. 4 to 8.
 
-    Δ_er is the reward head's score of the chosen response minus its score of the rejected one. s brings Δ_er
-    to the size of Δ_ir. It is the exponential moving average of mean|Δ_ir| / (mean|Δ_er| + ε) over the steps,
-    this batch included, with momentum 0.95. No gradient goes through it. Eq. 7 does not bound the ratio:
-    with ``scale_least`` and ``scale_most`` both 0 the loss is exactly the paper's.
+    Δ_er is the reward head's score of the chosen response minus that of the rejected response. s scales Δ_er
+    to Δ_ir: it is the exponential moving average of mean|Δ_ir| / (mean|Δ_er| + ε) over the steps, including
+    this batch, with momentum 0.95 and no gradient. Eq. 7 does not bound the ratio; setting ``scale_least``
+    and ``scale_most`` to 0 gives exactly the paper's loss.
 
-    With exclusion, the pairs that :func:`outliers` marks have loss 0. The other pairs' losses are scaled up,
-    so that the mean over the batch is the mean over these other pairs.
+    With exclusion, the pairs marked by :func:`outliers` have loss 0. The other losses are scaled up, so the
+    mean over the batch is the mean over the remaining pairs.
 
     Args:
         batch: with ``reward_chosen`` and ``reward_rejected``.
         weight: w_r ≥ 0; 0 is DPO, except for exclusion.
         exclude: 1 to exclude outliers, 0 to keep every pair.
-        k: a pair further than this many standard deviations from the mean is an outlier.
-        most: the largest share of a batch that may be excluded.
+        k: number of standard deviations from the mean beyond which a pair is an outlier.
+        most: maximum share of a batch to exclude.
         scale_least: lower bound on the ratio; 0 for no bound.
         scale_most: upper bound on the ratio, at least ``scale_least``; 0 for no bound.
         scale: s after the last step; 1 before the first.
@@ -247,24 +243,20 @@ def pdpo(
 
 
 def outliers(delta: Tensor, k: float, most: float) -> Tensor:
-    """Mark the pairs that lie more than ``k`` standard deviations from the mean of their batch.
+    """Mark pairs more than ``k`` standard deviations from the mean of their batch, as ``[B]`` bool.
 
-    If these are more than the share ``most`` of the batch, only the furthest are marked, as many as the share
-    allows.
+    If these exceed the share ``most`` of the batch, only the furthest are marked.
 
     Args:
-        delta: ``[B]``, without gradient. The standard deviation is the batch's own (divisor B), so with k = 2
-            no pair of a batch of five or fewer can be an outlier.
+        delta: ``[B]``, without gradient. The standard deviation has divisor B, so with k = 2 no pair of a
+            batch of five or fewer can be an outlier.
         k: above 0.
         most: at least 0 and below 1.
-
-    Returns:
-        ``[B]`` bool.
 
     >>> outliers(torch.tensor([0.0, 0, 0, 0, 0, 0, 9]), 2.0, 0.5).tolist()
     [False, False, False, False, False, False, True]
     """
-    # Equal margins must have a deviation of exactly 0. That needs float64, which not every device has.
+    # Equal margins must have a deviation of exactly 0, which requires float64. Not every device supports it.
     wide = delta.to("cpu", torch.float64)
     away = (wide - wide.mean()).abs()
     far = away > k * wide.std(correction=0)
@@ -280,12 +272,11 @@ class ChoiceBatch:
     """B pairs, each presented in both orders.
 
     Attributes:
-        orders: ``[B, 2]`` for each order the log-odds, in nats, that the pair's first response is better. The
-            first is the one that comes first in alphabetical order.
-        sign: ``[B]`` +1 where the first response is the chosen one, −1 where it is the rejected one.
+        orders: ``[B, 2]`` log-odds, in nats, that the alphabetically first response is better, by order.
+        sign: ``[B]`` +1 if the first response is the chosen one, else −1.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
 
     orders: Tensor
@@ -301,11 +292,11 @@ class ChoiceBatch:
 
 
 def choice(batch: ChoiceBatch) -> LossOutput:
-    """Cross-entropy over the two letters, the mean over both orders: FedBiscuit (ICLR 2025), eq. 3.
+    """Cross-entropy over the two letters, averaged over both orders: FedBiscuit (ICLR 2025), eq. 3.
 
-    A softmax over two logits is σ of their difference. So the loss of an order is −log σ(log-odds of the
+    A softmax over two logits is σ of their difference, so the loss of an order is −log σ(log-odds of the
     chosen response). Metrics: ``accuracy``, the share of pairs whose mean log-odds favour the chosen response
-    (a tie counts as wrong), and ``margin``, the mean of these.
+    (ties count as wrong), and ``margin``, the mean of the mean log-odds.
 
     >>> import torch
     >>> orders = torch.tensor([[0.0, 0.0], [-2.0, 0.0]])

@@ -1,4 +1,4 @@
-"""The objectives by name."""
+"""Objectives by name."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ _RANGES: Mapping[str, _Range] = {
         _Range("−1 or a whole number above", lambda value: value >= -1 and value == int(value)),
     ),
 }
-"""Setting → its range. Every other setting is at least 0."""
+"""Setting → its range. All other settings must be at least 0."""
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """An objective's name, source and settings.
+    """Name, source and settings of an objective.
 
     Attributes:
         name: as in an experiment file.
         source: paper and equation.
-        defaults: every setting with its default.
+        defaults: setting → default.
 
     >>> plain = ObjectiveSpec("plain", "a paper", {"beta": 0.1})
     >>> plain.resolve({"beta": 0.2})
@@ -82,10 +82,10 @@ class ObjectiveSpec:
         object.__setattr__(self, "defaults", MappingProxyType(dict(self.defaults)))
 
     def resolve(self, settings: Mapping[str, float] | None = None) -> dict[str, float]:
-        """All settings: the defaults, replaced by ``settings`` where these name them.
+        """Return all settings: the defaults, overridden by ``settings``.
 
         Raises:
-            ValueError: a setting is unknown or outside its range.
+            ValueError: a setting is unknown or out of range.
         """
         for name, value in (settings or {}).items():
             if name not in self.defaults:
@@ -102,19 +102,18 @@ class ObjectiveSpec:
 class PairLoss(ObjectiveSpec):
     """An objective on preference pairs: a pure function of log-probabilities, and the inputs it needs.
 
-    A call checks the settings and fills in the defaults. The pure functions do neither.
+    A call validates the settings and fills in defaults; the pure functions do neither.
 
     Attributes:
         function: ``(batch, **settings, **memory) -> (loss per pair [B], metrics)``.
-        needs_reference: it reads the reference's log-probabilities.
-        needs_rejected: it reads the rejected responses.
-        needs_margin: it reads the data's margin column.
-        needs_reward: it reads the scores of an explicit reward head.
-        batch_statistics: a pair's loss depends on the other pairs of its batch, so splitting a batch changes
-            the loss.
-        by_batch: where several batches make one optimiser step, each batch has its own statistics.
-        memory: values that it carries from step to step, with their starts. The function takes each as an
-            argument and returns its next value as a metric of the same name.
+        needs_reference: uses log-probabilities of the reference.
+        needs_rejected: uses the rejected responses.
+        needs_margin: uses the margin column of the data.
+        needs_reward: uses scores of an explicit reward head.
+        batch_statistics: the loss of a pair depends on the other pairs of its batch.
+        by_batch: with gradient accumulation, each batch has its own statistics.
+        memory: initial values of the state carried from step to step. The function takes each as an argument
+            and returns its next value as a metric of the same name.
     """
 
     function: Callable[..., LossOutput]
@@ -133,14 +132,13 @@ class PairLoss(ObjectiveSpec):
     def __call__(
         self, batch: PairBatch | ChoiceBatch, settings: Mapping[str, float] | None = None
     ) -> LossOutput:
-        """Losses per pair ``[B]`` and detached scalar metrics.
+        """Return losses per pair ``[B]`` and detached scalar metrics.
 
         Args:
-            settings: the settings that differ from the defaults, and the memory after the last step.
+            settings: settings that differ from the defaults, and the memory after the last step.
 
         Raises:
-            ValueError: a setting is unknown or outside its range, or the batch lacks a tensor that the
-                objective needs.
+            ValueError: a setting is unknown or out of range, or the batch lacks a required tensor.
         """
         values = {**self.memory, **(settings or {})}
         memory = {name: values.pop(name) for name in self.memory}
@@ -194,7 +192,7 @@ _LOSSES = (
 )
 
 OBJECTIVES: Mapping[str, PairLoss] = MappingProxyType({loss.name: loss for loss in _LOSSES})
-"""Name → objective. The default β is 0.1, DPO's usual value. SimPO's is 2, as it uses averages per token."""
+"""Name → objective. β defaults to 0.1, as usual for DPO; for SimPO to 2, as it uses averages per token."""
 
 PPO = ObjectiveSpec(
     "ppo",
@@ -202,13 +200,13 @@ PPO = ObjectiveSpec(
     {"kl": 0.1, "clip": 0.2, "value": 0.5, "entropy": 0.01, "discount": 1.0, "trace": 0.95}
     | {"target_kl": 0.01, "scaled": 1.0, "sums": 0.0},
 )
-"""Offline PPO. It is not in :data:`OBJECTIVES`: its loss needs more than a batch of pairs.
+"""Offline PPO. It is not in :data:`OBJECTIVES`, because its loss needs more than a batch of pairs.
 
-See :mod:`prefed.train.losses.ppo`. Its settings: ``kl``, the weight of log π_old − log π_ref in the token
-rewards; ``clip``, ε of both clipped losses; ``value`` and ``entropy``, the coefficients of these two terms;
-``discount``, γ of GAE; ``trace``, λ of GAE; ``target_kl``: a phase stops at 1.5 times this value (0: never);
-``scaled``: 1 divides advantages by their standard deviation over the visit; ``sums``: 0 is the mean over a
-batch's tokens, 1 the sum over a pair's tokens, averaged over pairs.
+See :mod:`prefed.train.losses.ppo`. Settings: ``kl``, weight of log π_old − log π_ref in the token rewards;
+``clip``, ε of both clipped losses; ``value`` and ``entropy``, coefficients of these terms; ``discount`` γ and
+``trace`` λ of GAE; ``target_kl``: a phase stops at 1.5 times this value (0: never); ``scaled``: 1 divides
+advantages by their standard deviation over the visit; ``sums``: 0 averages over the tokens of a batch, 1 sums
+over the tokens of a pair and averages over pairs.
 """
 
 LATENT = ObjectiveSpec(
@@ -217,30 +215,29 @@ LATENT = ObjectiveSpec(
     {"beta": 0.1, "pull": 1.0, "orthogonality": 0.1, "capped": 0.0, "logit_dropout": 0.0}
     | {"prior": 0.0, "samples": 4.0, "temperature": 1.0, "label": -1.0, "own": -1.0},
 )
-"""The objective of selectors with a latent taste z. It is not in :data:`OBJECTIVES`: it reads contexts too.
+"""Objective of selectors with a latent taste z. It is not in :data:`OBJECTIVES`, because it needs contexts.
 
-See :mod:`prefed.train.losses.tastes`. Its settings: ``beta``, ``pull`` and ``orthogonality``, the weights β,
-λ and γ of the terms; ``capped``, a place in :data:`~prefed.train.losses.tastes.CAPS`, and ``prior``, one in
-:data:`~prefed.train.losses.tastes.PRIORS`; ``logit_dropout``, the share of pairs whose base log-odds are
-left out in a step; ``samples``, K of the estimate of a mixture's KL; ``temperature``, τ of the mixture's
-weights;
-``label``, the number of the client's prototype, and ``own``, of the client among its peers, −1 for none.
+See :mod:`prefed.train.losses.tastes`. Settings: ``beta``, ``pull`` and ``orthogonality``, weights β, λ and γ
+of the terms; ``capped``, index into :data:`~prefed.train.losses.tastes.CAPS`; ``prior``, index into
+:data:`~prefed.train.losses.tastes.PRIORS`; ``logit_dropout``, share of pairs whose base log-odds are dropped
+in a step; ``samples``, K of the estimate of a mixture's KL; ``temperature``, τ of the mixture weights;
+``label``, index of the client's prototype, and ``own``, index of the client among its peers, −1 for none.
 """
 
 CHOICE = _entry(choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False)
-"""The objective of selectors. It is not in :data:`OBJECTIVES`: it reads choices, not log-probabilities."""
+"""Objective of selectors. It is not in :data:`OBJECTIVES`, because it uses log-odds of choices."""
 
 
 def objective(name: str) -> PairLoss:
-    """The objective of that name.
+    """Return the objective with the given name.
 
     Raises:
-        ValueError: no objective has that name; the message suggests the nearest one.
+        ValueError: there is none; the message suggests the nearest name.
 
     >>> objective("dpo").needs_reference, objective("sft").needs_rejected
     (True, False)
     """
     if name not in OBJECTIVES:
-        hint = did_you_mean(name, OBJECTIVES) or f"; there are: {', '.join(OBJECTIVES)}"
-        raise ValueError(f"no objective {name!r}{hint}")
+        hint = did_you_mean(name, OBJECTIVES) or f"; use one of {', '.join(OBJECTIVES)}"
+        raise ValueError(f"unknown objective {name!r}{hint}")
     return OBJECTIVES[name]

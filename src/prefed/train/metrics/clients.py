@@ -1,4 +1,4 @@
-"""Metrics over clients: each client's value, mean, worst and spread; and the warnings that they call for."""
+"""Metrics over clients (each client's value, mean, worst and spread), and warnings based on them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from prefed.core import Privacy
 from prefed.core.records import FederatedMetric
+from prefed.core.text import pluralize
 from prefed.train.metrics.pairs import LOWER_IS_BETTER
 
 
@@ -21,15 +22,15 @@ def federated_metric(
     small: Collection[str] = (),
     include_small: bool = True,
 ) -> FederatedMetric:
-    """Mean, worst, worst decile and each client's value.
+    """Return mean, worst, worst decile and each client's value.
 
     Args:
         loss: the highest value is the worst.
-        small: clients that may not be listed one by one.
-        include_small: the mean includes the small clients.
+        small: clients that must not be listed individually.
+        include_small: include the small clients in the mean.
 
     Raises:
-        ValueError: there is no client, or none that may be listed.
+        ValueError: there are no clients, or all are small.
 
     >>> metric = federated_metric({"a": 0.5, "b": 1.0, "c": 0.75})
     >>> metric["mean"], metric["worst"], metric["worst_decile"]
@@ -37,7 +38,7 @@ def federated_metric(
     """
     listed = {client: values[client] for client in sorted(values) if client not in small}
     if not listed:
-        raise ValueError("no client to average over")
+        raise ValueError("there are no clients to average over")
     averaged = list(values.values()) if include_small else list(listed.values())
     ordered = sorted(listed.values(), reverse=loss)
     worst = ordered[: math.ceil(len(ordered) / 10)]
@@ -55,24 +56,24 @@ def federated_metric(
 def federated_metrics(
     metrics: Mapping[str, Mapping[str, float]], pairs: Mapping[str, int], privacy: Privacy
 ) -> dict[str, FederatedMetric]:
-    """Every metric over clients. Clients with too few pairs count in the mean only.
+    """Return every metric over clients. Clients with too few pairs count in the mean only.
 
-    If these small clients together have fewer pairs than one client needs, the mean leaves them out too.
-    Otherwise the mean and the other clients' values would reveal the sum over them.
+    If these small clients together have fewer pairs than required for one client, the mean excludes them too.
+    Otherwise the mean and the listed values would reveal their sum.
 
     Args:
         metrics: client → metric → value, from :func:`prefed.train.metrics.client_metrics`.
         pairs: client → number of pairs behind its metrics.
-        privacy: gives the least number of pairs for a value of one client.
+        privacy: minimum number of pairs for a client's value.
 
     Raises:
-        ValueError: no client has that many.
+        ValueError: no client has enough pairs.
     """
     small = [client for client in metrics if not privacy.may_report(pairs[client])]
     if metrics and len(small) == len(metrics):
         raise ValueError(
-            f"[privacy] minimum_pairs = {privacy.minimum_pairs}: no client is evaluated on that many pairs "
-            f"(the most are {max(pairs[client] for client in metrics)}), so no client's can be reported"
+            f"[privacy] minimum_pairs = {privacy.minimum_pairs}: no client has that many evaluation pairs "
+            f"(the most are {max(pairs[client] for client in metrics)}), so no metric can be reported"
         )
     include_small = privacy.may_report(sum(pairs[client] for client in small))
     names = [name for name in next(iter(metrics.values()), {}) if name != "not_finite"]
@@ -88,7 +89,7 @@ def federated_metrics(
 
 
 def not_finite_counts(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Client → its number of pairs without a finite log-probability, for clients that have any.
+    """Return client → number of pairs without a finite log-probability, for clients that have any.
 
     ``metrics`` is client → metric → value, from :func:`prefed.train.metrics.client_metrics`.
     """
@@ -97,16 +98,16 @@ def not_finite_counts(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, i
 
 @dataclass(frozen=True)
 class Spread:
-    """Six numbers about a metric over n clients. Each client counts alike; the lowest value is the worst.
+    """Statistics of a metric over n equally weighted clients; the lowest value is the worst.
 
     Attributes:
-        mean: over clients, also over those that are not listed one by one.
-        worst: the lowest client's.
+        mean: over clients, including those that are not listed individually.
+        worst: lowest value.
         worst_decile: mean of the lowest tenth of the clients, at least one of them.
-        best: the highest client's.
-        std: standard deviation over clients, √(Σ(x − mean)²/n).
-        jain: Jain's index (Σx)² / (n Σx²) (Jain, Chiu and Hawe 1984). It is 1/n if one client has everything
-            and 1 if all have the same; also 1 if all have 0.
+        best: highest value.
+        std: standard deviation, √(Σ(x − mean)²/n).
+        jain: Jain's index (Σx)² / (n Σx²) (Jain, Chiu and Hawe 1984): 1/n if one client has everything, 1 if
+            all have the same, also if all have 0.
     """
 
     mean: float
@@ -118,7 +119,7 @@ class Spread:
 
 
 def spread(metric: FederatedMetric) -> Spread:
-    """The six numbers of one metric.
+    """Return the statistics of one metric.
 
     >>> even = spread(federated_metric({"a": 0.5, "b": 0.5}))
     >>> even.std, even.jain
@@ -142,19 +143,19 @@ COLLAPSE_REMEDY = (
     "if clients want different things, try fewer method.local_steps, a lower method.beta, a higher "
     'method.lr, model.variational.pool = "mean" and more rounds'
 )
-"""What helps latent tastes that collapse: a client's own steps learn its taste without z."""
+"""Advice for collapsed latent tastes: local steps let clients learn their taste without z."""
 ACTIVE_AT_LEAST = 2
-"""With fewer active units halfway through a run, a latent taste probably carries no information yet."""
+"""Warn if fewer units are active halfway through a run: z probably carries no information yet."""
 FIRST_ROUNDS = 5
-"""Until this round no unit need be active, however few rounds a run has."""
+"""Do not warn before this round, even in short runs."""
 
 
 def divergence_warning(broken: Mapping[str, int], pairs: Mapping[str, int]) -> str:
-    """The warning about models with log-probabilities that are not finite.
+    """Return the warning about log-probabilities that are not finite.
 
     Args:
         broken: from :func:`prefed.train.metrics.not_finite_counts`; at least one client.
-        pairs: client → number of pairs that it was judged on.
+        pairs: client → number of evaluated pairs.
 
     >>> divergence_warning({"b": 3, "a": 12}, {"a": 12, "b": 4})
     "12 of 12 pairs of client 'a' have no finite log-probability, as have 1 more; lower method.lr"
@@ -166,13 +167,10 @@ def divergence_warning(broken: Mapping[str, int], pairs: Mapping[str, int]) -> s
 
 
 def flat_loss_warning(losses: Sequence[float | None]) -> str:
-    """The warning about a run whose training loss stays within a thousandth of the first round's.
+    """Return the warning about a training loss that stays within 0.1% of the first round's, or ``""``.
 
     Args:
-        losses: mean training losses of the rounds, in order; ``None`` for a round that merged nothing.
-
-    Returns:
-        The text. It is empty if the loss moved, or if there are fewer than three rounds.
+        losses: mean training loss per round, at least three; ``None`` for a round that merged nothing.
 
     >>> flat_loss_warning([0.6931, 0.6930, 0.6931])[:76]
     'the training loss hardly moved, from 0.6931 in the first round to 0.6931 in '
@@ -184,23 +182,20 @@ def flat_loss_warning(losses: Sequence[float | None]) -> str:
         return ""
     return (
         f"the training loss hardly moved, from {known[0]:.4f} in the first round to {known[-1]:.4f} in the "
-        "last: method.lr may be too low for the optimiser (plain SGD takes rates far above AdamW's), or what "
-        "clients learn cancels out in the shared model"
+        "last: method.lr may be too low for the optimiser (SGD needs much higher rates than AdamW), or the "
+        "clients' updates cancel each other out in the shared model"
     )
 
 
 def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
-    """The warning, halfway through a run, about latent tastes that have not separated.
+    """Return the warning, halfway through a run, about latent tastes that have not separated, or ``""``.
 
-    Until they separate no unit is active. That may take a third of a run that ends well.
-    Whether they have collapsed is in ``tastes.json``, after the last round.
+    No unit is active until they separate, which may take a third of a successful run. The final result is in
+    ``tastes.json``.
 
     Args:
-        record: a round's record. Methods with a latent taste have ``active_units`` in it.
-        rounds: of the run.
-
-    Returns:
-        The text. It is empty in any other round, so a run warns once; and where enough units are active.
+        record: record of a round, with ``active_units`` if the method has a latent taste.
+        rounds: number of rounds of the run.
 
     >>> collapse_warning({"round": 10, "active_units": 0}, 20)[:79]
     'the latent tastes have not separated: 0 units are active, so z probably carries'
@@ -216,16 +211,15 @@ def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
 
 
 def small_clients_note(metric: FederatedMetric) -> str:
-    """The note about clients that ``metric`` does not list; empty if it lists all.
+    """Return the note about clients that ``metric`` does not list, or ``""``.
 
     >>> metric = {"mean": 1, "worst": 1, "worst_decile": 1, "per_client": {"a": 1}, "mean_alone": 2}
     >>> small_clients_note(metric)
-    '2 clients have fewer pairs than [privacy] minimum_pairs: they count in means alone'
+    '2 clients have fewer pairs than [privacy] minimum_pairs: counted in means only'
     """
-    for key, how in (("mean_alone", "count in means alone"), ("left_out", "are left out")):
+    for key, treatment in (("mean_alone", "counted in means only"), ("left_out", "left out")):
         count = metric.get(key)
         if isinstance(count, int):
-            who = "1 client has" if count == 1 else f"{count:,} clients have"
-            they = "it is left out" if (count, key) == (1, "left_out") else f"they {how}"
-            return f"{who} fewer pairs than [privacy] minimum_pairs: {they}"
+            who = pluralize(count, "client has", "clients have")
+            return f"{who} fewer pairs than [privacy] minimum_pairs: {treatment}"
     return ""

@@ -1,4 +1,4 @@
-"""Intervals of shares and means, and the agreement of two raters."""
+"""Confidence intervals of shares and means, and agreement of two raters."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
 CONFIDENCE = 0.95
-"""The level of every interval."""
+"""Level of all intervals."""
 
 
 def seed_interval(
     values: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)
 ) -> tuple[float, float] | None:
-    r"""The 95% interval of a mean over seeds: $\bar x \pm t_{n-1}\, s / \sqrt n$ (Student 1908).
+    r"""Return the 95% interval of a mean over seeds: $\bar x \pm t_{n-1}\, s / \sqrt n$ (Student 1908).
 
-    A value is the result of one seed, such as its mean over prompts. What differs between seeds is then in
-    $s$; a bootstrap of the prompts of all seeds together leaves it out, and is too narrow.
+    The interval includes the variation between seeds, which a bootstrap of the prompts of all seeds misses.
 
     Args:
-        values: of each seed.
-        within: the range that a value can have; the interval is cut to it.
+        values: result of each seed, such as its mean over prompts.
+        within: range of possible values; the interval is clipped to it.
 
     Returns:
         ``None`` for fewer than two seeds.
@@ -42,7 +41,7 @@ def seed_interval(
 
 
 def wilson_interval(share: float, pairs: float) -> tuple[float, float]:
-    """The 95% interval of a share of pairs (Wilson 1927), in closed form: a page has thousands of them.
+    """Return the 95% interval of a share of pairs (Wilson 1927), in closed form for speed.
 
     Args:
         share: between 0 and 1.
@@ -55,21 +54,20 @@ def wilson_interval(share: float, pairs: float) -> tuple[float, float]:
     z2 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2
     middle, scale = share + z2 / (2 * pairs), 1 + z2 / pairs
     half = math.sqrt(z2 * (share * (1 - share) / pairs + z2 / (4 * pairs**2)))
-    # Of a share of 0 or 1 one end is the share itself, which rounding may miss on either side.
+    # For a share of 0 or 1 one end is the share itself, which rounding may miss on either side.
     low, high = (middle - half) / scale, (middle + half) / scale
     return (0.0 if share == 0 else low), (1.0 if share == 1 else high)
 
 
 def mean_interval(shares: Mapping[str, float], pairs: Mapping[str, int]) -> tuple[float, float]:
-    r"""The 95% interval of a mean of accuracies over given clients, each measured on its own pairs.
+    r"""Return the 95% interval of a mean of accuracies over fixed clients, each measured on its own pairs.
 
-    The clients are fixed: only their pairs are a sample. Each accuracy has Wilson's interval
-    $[l_i, u_i]$, and the mean of N has
+    Only the pairs are a sample. Each accuracy has Wilson's interval $[l_i, u_i]$, and the mean of N has
 
     $$\bar p - \sqrt{\textstyle\sum_i (p_i - l_i)^2}\,/\,N, \qquad
       \bar p + \sqrt{\textstyle\sum_i (u_i - p_i)^2}\,/\,N.$$
 
-    Of one client it is Wilson's own interval.
+    For one client it is Wilson's interval.
 
     Source: Zou, Huang and Zhang, A note on confidence interval estimation for a linear function of binomial
     proportions, Computational Statistics and Data Analysis 53 (2009).
@@ -93,15 +91,15 @@ def mean_interval(shares: Mapping[str, float], pairs: Mapping[str, int]) -> tupl
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two raters agree on n ≥ 1 items.
+    """Agreement of two raters on n ≥ 1 items.
 
     Attributes:
-        agreed: number of items to which both give the same label.
+        agreed: number of items with equal labels.
         judged: n.
         share: ``agreed / judged``.
-        low: lower end of the interval of ``share``: Wilson (1927), at 95%.
-        high: its upper end.
-        kappa: of :func:`cohen_kappa`.
+        low: lower end of the 95% interval of ``share`` (Wilson 1927).
+        high: upper end.
+        kappa: see :func:`cohen_kappa`.
     """
 
     agreed: int
@@ -113,14 +111,14 @@ class Agreement:
 
 
 def agreement(first: Sequence[Hashable], second: Sequence[Hashable]) -> Agreement:
-    """Agreement of two raters, beyond chance too.
+    """Compute the agreement of two raters, including agreement beyond chance.
 
     Args:
-        first: the labels of one rater.
-        second: those of the other, of the same items in the same order.
+        first: labels of one rater.
+        second: labels of the other rater for the same items, in the same order.
 
     Raises:
-        ValueError: there are no items, or the raters have not as many.
+        ValueError: there are no items, or different numbers of labels.
     """
     kappa = cohen_kappa(first, second)
     agreed, judged = _agreed(first, second), len(first)
@@ -129,14 +127,14 @@ def agreement(first: Sequence[Hashable], second: Sequence[Hashable]) -> Agreemen
 
 
 def cohen_kappa(first: Sequence[Hashable], second: Sequence[Hashable]) -> float | None:
-    """κ = (p_o − p_e) / (1 − p_e) of two raters (Cohen 1960).
+    """Return κ = (p_o − p_e) / (1 − p_e) of two raters (Cohen 1960).
 
-    p_o is the share of items with equal labels. p_e = Σ_c p₁(c) p₂(c) is what chance would give: each rater
-    draws labels as often as they gave them.
+    p_o is the share of items with equal labels. p_e = Σ_c p₁(c) p₂(c) is the share expected by chance, if
+    each rater draws labels with their own frequencies.
 
     Returns:
-        1 for full agreement, 0 for that of chance. ``None`` where both gave one label and no other: chance
-        explains all of that.
+        1 for full agreement, 0 for chance agreement; ``None`` if both raters only gave one and the same
+        label.
 
     Raises:
         ValueError: as for :func:`agreement`.
@@ -146,10 +144,10 @@ def cohen_kappa(first: Sequence[Hashable], second: Sequence[Hashable]) -> float 
     """
     if not first or len(first) != len(second):
         raise ValueError(
-            f"raters label the same items, at least one; these have {len(first)} and {len(second)}"
+            f"raters must label the same items, at least one, but have {len(first)} and {len(second)} labels"
         )
     n, counts = len(first), (Counter(first), Counter(second))
-    # In whole numbers, so that chance agreement of 1 is met exactly.
+    # Integer arithmetic detects a chance agreement of 1 exactly.
     chance = sum(count * counts[1][label] for label, count in counts[0].items())
     if chance == n * n:
         return None

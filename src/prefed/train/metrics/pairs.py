@@ -1,4 +1,4 @@
-"""The metrics of one client: how well a policy or a selector orders the client's pairs."""
+"""Metrics of one client: how well a policy or a selector orders the client's pairs."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ ACCURACY_METRICS = (
     "shared_accuracy",
     "majority_accuracy",
 )
-"""Metrics that are shares of a client's pairs. A run records every client's value."""
+"""Metrics that are shares of a client's pairs. Runs record them per client."""
 MEAN_METRICS = ("margin", "explicit_margin", "dpo_loss", "choice_loss")
-"""The other metrics. A run records only their mean over clients."""
+"""All other metrics. Runs record only their mean over clients."""
 REWARD_METRICS = ("combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin")
-"""The metrics that only a model with an explicit reward head has."""
+"""Metrics of models with an explicit reward head only."""
 CHOICE_METRICS = ("majority_accuracy", "choice_loss")
-"""The metrics that only selectors have; the first where several of them vote."""
+"""Metrics of selectors only; the first requires several selectors."""
 POLICY_METRICS = ("normalized_accuracy", "dpo_loss")
-"""The metrics that selectors do not have, besides :data:`REWARD_METRICS`."""
+"""Metrics of policies only, besides :data:`REWARD_METRICS`."""
 LOWER_IS_BETTER = frozenset({"dpo_loss", "choice_loss"})
-"""The metrics of which the highest value is the worst."""
+"""Metrics whose highest value is the worst."""
 
 
 @dataclass(frozen=True)
 class PairScores:
-    """The scores of n pairs: column 0 is the chosen response, column 1 the rejected one.
+    """Scores of n pairs: column 0 is the chosen response, column 1 the rejected response.
 
     Log-probabilities are sums over a completion's tokens, in nats.
 
     Attributes:
         policy: ``[n, 2]`` log-probabilities under the model that is scored.
         reference: ``[n, 2]`` log-probabilities under the untouched model.
-        lengths: ``[n, 2]`` numbers of completion tokens, end-of-text included.
+        lengths: ``[n, 2]`` number of completion tokens, including end-of-text.
         rewards: ``[n, 2]`` scores of an explicit reward head; ``None`` if the model has none.
     """
 
@@ -52,13 +52,13 @@ class PairScores:
 
 
 def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict[str, float]:
-    """The metrics of one client.
+    """Compute the metrics of one client.
 
     Args:
         scores: of n ≥ 1 pairs.
         beta: β of the DPO loss.
-        weight: weight of the explicit margin Δ_er = r_w − r_l of a reward head, where the implicit margin has
-            weight 1: w_r s of the PDPO loss (FedPDPO, arXiv:2603.19741, eqs. 4 to 8).
+        weight: weight of the explicit margin Δ_er = r_w − r_l of a reward head relative to the implicit
+            margin: w_r s of the PDPO loss (FedPDPO, arXiv:2603.19741, eqs. 4 to 8).
 
     Returns:
         Shares of pairs:
@@ -68,12 +68,12 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
         - ``baseline_accuracy``: log π_ref(y_w|x) > log π_ref(y_l|x).
         - ``normalized_accuracy``: as ``preference_accuracy``, with log-probabilities per token.
 
-        Means over pairs: ``margin`` is Δ_ir in nats, ``dpo_loss`` is −log σ(β Δ_ir). With a reward head there
-        are also the shares ``combined_accuracy`` (Δ_ir + weight · Δ_er > 0), ``explicit_accuracy`` (Δ_er > 0)
-        and ``agreement`` (both margins above 0 or both below), and the mean ``explicit_margin`` (Δ_er).
+        Means over pairs: ``margin`` is Δ_ir in nats, ``dpo_loss`` is −log σ(β Δ_ir). With a reward head also
+            the shares ``combined_accuracy`` (Δ_ir + weight · Δ_er > 0), ``explicit_accuracy`` (Δ_er > 0) and
+            ``agreement`` (margins of equal sign), and the mean ``explicit_margin`` (Δ_er).
 
-        A tie counts as wrong. A pair whose log-probability under π_θ is not finite counts as wrong too; if
-        there are such pairs, ``not_finite`` is their number.
+        Ties, and pairs whose log-probability under π_θ is not finite, count as wrong. ``not_finite`` is the
+        number of the latter, if there are any.
 
     Raises:
         ValueError: there are no pairs.
@@ -110,11 +110,11 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
 
 @dataclass(frozen=True)
 class ChoiceScores:
-    """The log-odds, in nats, with which a selector prefers the chosen response of n pairs.
+    """Log-odds, in nats, that a selector assigns to the chosen response of n pairs.
 
     Attributes:
-        orders: ``[n, 2]``, a column for each presentation order.
-        baseline: ``[n, 2]`` the same of the untouched model.
+        orders: ``[n, 2]``, one column per presentation order.
+        baseline: ``[n, 2]``, the same for the untouched model.
     """
 
     orders: npt.NDArray[np.float32]
@@ -122,27 +122,27 @@ class ChoiceScores:
 
 
 def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> dict[str, float]:
-    """The metrics of one client (FedBiscuit, ICLR 2025).
+    """Compute the metrics of one client for a selector (FedBiscuit, ICLR 2025).
 
-    A pair's score is the mean of its log-odds over both presentation orders, so a selector that always names
-    the same letter scores 0.
+    The score of a pair is the mean of its log-odds over both presentation orders, so a selector that always
+    picks the same letter scores 0.
 
     Args:
         scores: of n ≥ 1 pairs.
-        jury: the scores that several selectors give to the same pairs.
+        jury: scores of several selectors for the same pairs.
 
     Returns:
         Shares of pairs:
 
-        - ``preference_accuracy`` and ``reward_accuracy``, one number: the score is above 0.
+        - ``preference_accuracy`` and ``reward_accuracy``, which are equal: the score is above 0.
         - ``baseline_accuracy``: the score of the untouched model is above 0.
-        - those of :func:`jury_metrics`, only with a jury.
+        - with a jury, the metrics of :func:`jury_metrics`.
 
         Means over pairs: ``margin`` is the score in nats, ``choice_loss`` the cross-entropy over the two
-        letters, the mean of both orders.
+            letters, averaged over both orders.
 
-        A tie counts as wrong, and so does a pair whose log-odds are not finite; if there are such pairs,
-        ``not_finite`` is their number.
+        Ties, and pairs whose log-odds are not finite, count as wrong. ``not_finite`` is the number of the
+        latter, if there are any.
 
     Raises:
         ValueError: there are no pairs.
@@ -158,10 +158,10 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
     finite = np.isfinite(orders).all(1)
     with np.errstate(invalid="ignore"):
         margin, losses = orders.mean(1), np.logaddexp(0.0, -orders)
-    right = finite & (margin > 0)
+    correct = finite & (margin > 0)
     metrics: dict[str, npt.NDArray[np.float64 | np.bool_]] = {
-        "preference_accuracy": right,
-        "reward_accuracy": right,
+        "preference_accuracy": correct,
+        "reward_accuracy": correct,
         "baseline_accuracy": scores.baseline.astype(np.float64).mean(1) > 0,
     }
     metrics |= {"margin": margin, "choice_loss": losses}
@@ -172,15 +172,14 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
 
 
 def jury_metrics(jury: Sequence[ChoiceScores]) -> dict[str, float]:
-    """The metrics of U ≥ 1 selectors that vote on one client's pairs.
+    """Compute the metrics of U ≥ 1 selectors that vote on one client's pairs.
 
     Returns:
-        Shares of pairs. For ``majority_accuracy`` more selectors score above 0 than below; an even vote goes
-        by the sum of their scores. For ``selector_0_accuracy`` and so on (:func:`selector_metrics`) that
-        selector by itself scores above 0.
+        Shares of pairs. ``majority_accuracy``: more selectors score above 0 than below; the sum of the scores
+            decides an even vote. ``selector_0_accuracy`` and so on: this selector scores above 0.
 
-        A tie counts as wrong. A selector has no vote on a pair for which its log-odds are not finite, and is
-        wrong on it.
+        Ties count as wrong. A selector whose log-odds for a pair are not finite does not vote and counts as
+        wrong.
 
     >>> pairs = np.array([[[1.0, 1.0], [1.0, 1.0]], [[2.0, 0.0], [-9.0, 1.0]], [[3.0, -3.0], [2.0, -1.0]]])
     >>> jury_metrics([ChoiceScores(orders, orders) for orders in pairs])["majority_accuracy"]
@@ -195,7 +194,7 @@ def jury_metrics(jury: Sequence[ChoiceScores]) -> dict[str, float]:
 
 
 def selector_metrics(count: int) -> tuple[str, ...]:
-    """The names of the accuracies of ``count`` selectors that vote, each by itself.
+    """Return the names of the individual accuracies of ``count`` selectors.
 
     >>> selector_metrics(2)
     ('selector_0_accuracy', 'selector_1_accuracy')
@@ -204,14 +203,13 @@ def selector_metrics(count: int) -> tuple[str, ...]:
 
 
 def majority(scores: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """The vote of U selectors on n pairs.
+    """Return the vote of U selectors on n pairs.
 
     Args:
-        scores: ``[U, n]`` log-odds; 0 is no vote.
+        scores: ``[U, n]`` log-odds; 0 is an abstention.
 
     Returns:
-        ``[n]``: votes for minus votes against; where these are even, the sum of the scores. Its sign is the
-        vote's, and 0 is a tie.
+        ``[n]``: votes for minus votes against, or the sum of the scores if they are even. 0 is a tie.
 
     >>> majority(np.array([[0.1, 2.0, 1.0], [0.2, -1.0, -1.0], [-9.0, 0.0, 0.0]]))
     array([1., 1., 0.])
@@ -223,7 +221,7 @@ def majority(scores: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 def _votes(orders: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """``[n]`` scores; 0 where the log-odds are not finite."""
+    """Return ``[n]`` scores; 0 if the log-odds are not finite."""
     finite = np.isfinite(orders).all(1, keepdims=True)
     result: npt.NDArray[np.float64] = np.where(finite, orders.astype(np.float64), 0.0).mean(1)
     return result

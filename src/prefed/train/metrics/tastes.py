@@ -1,7 +1,8 @@
 """Metrics of latent tastes: whether z carries information about its client.
 
-Active units and KL measure how far posteriors are from N(0, I). A pull towards prototypes makes units active
-by itself, so they prove nothing. :func:`transfer` does: a client's own z against another client's.
+Active units and KL measure the distance of posteriors from N(0, I). Because a pull towards prototypes also
+activates units, they are not conclusive. :func:`transfer` compares a client's own z with those of other
+clients.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Array = npt.NDArray[np.float64]
 
 
 def kl_per_dimension(means: npt.ArrayLike, log_variances: npt.ArrayLike) -> Array:
-    """``[d_z]`` KL to N(0, 1) of each dimension in nats, ½ (μ² + σ² − 1 − log σ²), averaged over clients.
+    """Return ``[d_z]`` KL to N(0, 1) per dimension in nats, ½ (μ² + σ² − 1 − log σ²), averaged over clients.
 
     Args:
         means: ``[n, d_z]``.
@@ -31,10 +32,10 @@ def kl_per_dimension(means: npt.ArrayLike, log_variances: npt.ArrayLike) -> Arra
 
 
 def resultant(vectors: npt.ArrayLike) -> float:
-    """Length of the sum of vectors over the sum of their lengths.
+    """Return the length of the sum of vectors divided by the sum of their lengths.
 
-    It is 1 where all point one way, and 0 where they cancel: the mean resultant length of directional
-    statistics, each direction weighted by its length. Vectors that are all zero give 1.
+    It is 1 if all point in one direction, and 0 if they cancel: the mean resultant length of directional
+    statistics, weighted by length. Zero vectors only give 1.
 
     Args:
         vectors: ``[n, d]``.
@@ -49,13 +50,13 @@ def resultant(vectors: npt.ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Mean accuracies over clients, of each client's pairs.
+    """Accuracies on each client's pairs, averaged over clients.
 
     Attributes:
         own: with the client's own z.
-        another: with another client's z, averaged over all others; ``None`` where there is one client.
-        same_taste: as ``another``, over clients of the same taste; ``None`` where no client has such a peer.
-        other_taste: as ``another``, over clients of other tastes; ``None`` where all have one taste.
+        another: with another client's z, averaged over all others; ``None`` for a single client.
+        same_taste: as ``another``, over clients of the same taste; ``None`` if no client has such a peer.
+        other_taste: as ``another``, over clients of other tastes; ``None`` if all have one taste.
     """
 
     own: float
@@ -65,14 +66,14 @@ class Transfer:
 
 
 def transfer(accuracies: npt.ArrayLike, tastes: Sequence[str] | None = None) -> Transfer:
-    """Accuracy with a client's own z, and with other clients' z. Every client has the same weight.
+    """Compare accuracies with a client's own z and with other clients' z. All clients have equal weight.
 
     Args:
         accuracies: ``[n, n]``; row i has client i's pairs, column j client j's z.
-        tastes: the taste of each client, where it is known.
+        tastes: taste of each client, if known.
 
     Raises:
-        ValueError: the table is not square, empty, or has not one row per taste.
+        ValueError: the table is empty or not square, or does not match ``tastes``.
 
     >>> transfer([[1.0, 0.75, 0.0], [0.75, 1.0, 0.0], [0.5, 0.25, 1.0]], ["warm", "warm", "cold"])
     Transfer(own=1.0, another=0.375, same_taste=0.75, other_taste=0.125)
@@ -80,7 +81,7 @@ def transfer(accuracies: npt.ArrayLike, tastes: Sequence[str] | None = None) -> 
     table = np.asarray(accuracies, np.float64)
     n = len(table)
     if n == 0 or table.shape != (n, n) or (tastes is not None and len(tastes) != n):
-        raise ValueError(f"accuracies need a row and a column per client, not {table.shape}")
+        raise ValueError(f"accuracies must have a row and a column per client, not shape {table.shape}")
     others = ~np.eye(n, dtype=bool)
     own, another = float(table.diagonal().mean()), _mean_by_row(table, others)
     if tastes is None:
@@ -90,18 +91,18 @@ def transfer(accuracies: npt.ArrayLike, tastes: Sequence[str] | None = None) -> 
 
 
 def _mean_by_row(table: Array, chosen: npt.NDArray[np.bool_]) -> float | None:
-    """Mean over the rows that have a chosen cell of each row's mean over these; ``None`` without any."""
+    """Average the chosen cells per row, then average over rows with chosen cells; ``None`` without any."""
     rows = [float(row[cells].mean()) for row, cells in zip(table, chosen, strict=True) if cells.any()]
     return sum(rows) / len(rows) if rows else None
 
 
 @dataclass(frozen=True)
 class LatentMap:
-    """Points on the plane of most variance.
+    """Points on the plane of the first two principal components.
 
     Attributes:
         points: ``[n, 2]``, centred.
-        shares: the share of all variance along each of the two axes.
+        shares: share of the total variance along each axis.
     """
 
     points: Array
@@ -109,17 +110,16 @@ class LatentMap:
 
 
 def latent_map(means: npt.ArrayLike, more: npt.ArrayLike | None = None) -> tuple[LatentMap, Array]:
-    """The clients' μ̄ on their first two principal components.
+    """Project the clients' μ̄ on their first two principal components.
 
-    By NumPy's singular value decomposition: two components of a small table need no other library. An axis
-    points where its largest loading is positive, so that equal data give equal maps.
+    The sign of an axis makes its largest loading positive, so equal data give equal maps.
 
     Args:
-        means: ``[n, d_z]``; only these determine the plane.
-        more: ``[m, d_z]`` other points to put on the same plane, such as the prototypes.
+        means: ``[n, d_z]``, which determine the components.
+        more: ``[m, d_z]`` further points to project, such as the prototypes.
 
     Returns:
-        The map of ``means``, and ``[m, 2]`` the other points on it.
+        The map of ``means``, and the further points on it, ``[m, 2]``.
     """
     data = np.asarray(means, np.float64)
     extra = np.zeros((0, data.shape[1])) if more is None else np.asarray(more, np.float64)

@@ -1,4 +1,4 @@
-"""Win rates: how often a judge finds one model's texts better than another's."""
+"""Win rates: how often a judge prefers one model's texts to another's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy.typing as npt
 from prefed.train.metrics.intervals import CONFIDENCE
 
 LENGTH_NOTE = (
-    "length-controlled: a logistic fit on tanh(length difference / its standard deviation), read at equal "
-    "lengths; AlpacaEval's term for the difficulty of each prompt is left out"
+    "length-controlled: a logistic fit on tanh(length difference / its standard deviation), evaluated at "
+    "equal lengths, without AlpacaEval's term for prompt difficulty"
 )
 
 
 class NothingJudgedError(ValueError):
-    """There is no verdict to take a rate over."""
+    """There are no verdicts."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class WinRate:
     Attributes:
         mean: (wins + ties / 2) / judged.
         low: lower end of the 95% interval of ``mean``, see :func:`score_interval`.
-        high: its upper end.
-        wins: wins / judged: a tie counts as no win (the metric of FedBiscuit, Wu et al. 2025, table 1).
+        high: upper end.
+        wins: wins / judged, with ties as no wins (the metric of FedBiscuit, Wu et al. 2025, table 1).
         ties: number of ties.
         judged: number of prompts with a verdict.
-        failed: number of prompts without a usable one; they are in none of the rates.
+        failed: number of prompts without a usable verdict, excluded from all rates.
         distinct: number of distinct prompts among those judged.
     """
 
@@ -48,18 +48,18 @@ class WinRate:
 
 
 def win_rate(outcomes: Sequence[float | None], prompts: Sequence[Hashable] | None = None) -> WinRate:
-    """The win rate of one run, with the interval for other prompts.
+    """Return the win rate of one run, with its interval over prompts.
 
-    The interval does not hold what another seed of training would change; for that see
-    :func:`~prefed.train.metrics.intervals.seed_interval`. Verdicts on one prompt are not independent. Where
-    prompts are repeated, the verdicts count as :func:`effective_share` of their number.
+    The interval does not cover variation between training seeds; see
+    :func:`~prefed.train.metrics.intervals.seed_interval`. Verdicts on a repeated prompt are not independent;
+    they count as :func:`effective_share` of their number.
 
     Args:
-        outcomes: of each prompt: 1 a win, 0.5 a tie, 0 a loss, ``None`` no usable verdict.
-        prompts: which prompt each outcome is of; left out: all are different.
+        outcomes: per prompt: 1 for a win, 0.5 for a tie, 0 for a loss, ``None`` without a usable verdict.
+        prompts: prompt of each outcome; by default all are distinct.
 
     Raises:
-        NothingJudgedError: there is no outcome but ``None``.
+        NothingJudgedError: all outcomes are ``None``.
         ValueError: an outcome has another value.
 
     >>> rate = win_rate([1, 1, 0.5, 0, None])
@@ -77,7 +77,7 @@ def win_rate(outcomes: Sequence[float | None], prompts: Sequence[Hashable] | Non
         )
     won, tied, lost = (sum(outcome == value for outcome, _ in usable) for value in (1.0, 0.5, 0.0))
     if won + tied + lost != judged:
-        raise ValueError("an outcome is 1, 0.5, 0 or None")
+        raise ValueError("outcomes must be 1, 0.5, 0 or None")
     share = effective_share(usable)
     low, high = score_interval(won * share, tied * share, lost * share)
     distinct = len({prompt for _, prompt in usable})
@@ -85,23 +85,23 @@ def win_rate(outcomes: Sequence[float | None], prompts: Sequence[Hashable] | Non
 
 
 def score_interval(won: float, tied: float, lost: float) -> tuple[float, float]:
-    r"""The 95% score interval of a win rate with ties.
+    r"""Return the 95% score interval of a win rate with ties.
 
-    With probabilities $p$ of a win and $q$ of a loss the win rate is $(1 + d)/2$, $d = p - q$. A value of $d$
-    is in the interval if its score test does not reject it:
+    With probabilities $p$ of a win and $q$ of a loss the win rate is $(1 + d)/2$, $d = p - q$. The interval
+    contains all $d$ that the score test does not reject:
 
     $$n\,(\hat d - d)^2 \le z^2\,(2\tilde q + d(1 - d)), \qquad
       \tilde q = \bigl(\sqrt{b^2 - 8nc} - b\bigr) / 4n,$$
 
-    with $b = (2n - won + lost)\,d - won - lost$ and $c = -lost\; d(1 - d)$. $\tilde q$ is the most likely $q$
-    given $d$, and $2\tilde q + d(1 - d)$ the variance of one outcome's part in $\hat d$. Without ties it is
-    Wilson's interval.
+    with $b = (2n - won + lost)\,d - won - lost$ and $c = -lost\; d(1 - d)$. $\tilde q$ is the
+    maximum-likelihood $q$ given $d$, and $2\tilde q + d(1 - d)$ the variance per outcome of $\hat d$. Without
+    ties it is Wilson's interval.
 
     Source: Tango, Equivalence test and confidence interval for the difference in proportions for the
     paired-sample design, Statistics in Medicine 17 (1998), with the ties as the concordant pairs.
 
     Args:
-        won, tied, lost: numbers of outcomes, also fractions of them; their sum is above 0.
+        won, tied, lost: numbers of outcomes, possibly fractional, with a positive sum.
 
     >>> low, high = score_interval(2, 0, 2)
     >>> round(low, 3), round(high, 3)
@@ -111,7 +111,7 @@ def score_interval(won: float, tied: float, lost: float) -> tuple[float, float]:
 
 
 def _highest(won: float, tied: float, lost: float) -> float:
-    """The upper end of the interval."""
+    """Return the upper end of the interval."""
     from scipy.optimize import brentq
     from scipy.stats import norm
 
@@ -125,17 +125,17 @@ def _highest(won: float, tied: float, lost: float) -> float:
         q = (math.sqrt(max(0.0, b * b - 8 * judged * c)) - b) / (4 * judged)
         return float(judged * (found - d) ** 2 - z * z * (2 * q + d * (1 - d)))
 
-    # Where all outcomes are alike, the found value is a root too, of the variance.
+    # If all outcomes are equal, ``found`` is a root too, because the variance is 0 there.
     return (1 + float(brentq(excess, found + 1e-9, 1.0))) / 2
 
 
 def effective_share(usable: Sequence[tuple[float, Hashable]]) -> float:
-    r"""Independent outcomes that are worth as much as the given ones, for each of these.
+    r"""Return the number of independent outcomes that the given outcomes are worth, per outcome.
 
-    $n$ outcomes on $G$ distinct prompts have the design effect $D$, the variance of their mean with whole
-    prompts drawn over that with outcomes drawn, at least 1. The share is
-    $\bigl(t_{n-1} / t_{G-1}\bigr)^2 / D$, with the 97.5% points of Student's t. If all outcomes are equal,
-    $D = n / G$. A single prompt that is repeated counts as one outcome.
+    $n$ outcomes on $G$ distinct prompts have the design effect $D$: the variance of their mean when sampling
+    prompts, divided by the variance when sampling outcomes, at least 1. The share is $\bigl(t_{n-1} /
+    t_{G-1}\bigr)^2 / D$, with the 97.5% points of Student's t. If all outcomes are equal, $D = n / G$. A
+    single repeated prompt counts as one outcome.
 
     Source: Korn and Graubard, Confidence intervals for proportions with small expected number of positive
     counts estimated from survey data, Survey Methodology 24 (1998).
@@ -165,7 +165,7 @@ class LengthControlled:
 
     Attributes:
         rate: between 0 and 1; ``None`` if the outcomes do not determine it.
-        note: what it is, or why there is none.
+        note: explanation of the rate, or why there is none.
     """
 
     rate: float | None
@@ -175,23 +175,23 @@ class LengthControlled:
 def length_controlled(
     outcomes: Sequence[float | None], lengths: Sequence[tuple[int, int]]
 ) -> LengthControlled:
-    """The win rate that is left if both texts are equally long.
+    """Estimate the win rate for texts of equal length.
 
-    P(win) = σ(a + b·tanh(d / std(d))), with d the length of the own text minus that of the other, is fitted
-    to the outcomes by maximum likelihood. A tie is half a win and half a loss. The rate is σ(a). This is the
-    length-controlled win rate of AlpacaEval (Dubois et al. 2024, arXiv:2404.04475, eq. 2) without its term
-    for the difficulty of a prompt, which is fitted to many models' outcomes on the same prompts.
+    P(win) = σ(a + b·tanh(d / std(d))) is fitted by maximum likelihood, where d is the length of a model's
+    text minus that of the other text. A tie is half a win and half a loss. The rate is σ(a). This is
+    AlpacaEval's length-controlled win rate (Dubois et al. 2024, arXiv:2404.04475, eq. 2) without the term for
+    prompt difficulty, which requires outcomes of many models on the same prompts.
 
-    Three cases need no fit, or have none. If all outcomes are equal, or both texts are equally long
-    everywhere, length explains nothing and the plain rate is given. If length differs by the same amount
-    everywhere, or one length separates all wins from all losses, no finite fit exists: there is no rate.
+    If all outcomes are equal or all texts are equally long, length explains nothing, and the plain rate is
+    returned. If the length differs by the same amount everywhere, or a length threshold separates wins from
+    losses, no finite fit exists, and there is no rate.
 
     Args:
         outcomes: as for :func:`win_rate`.
-        lengths: of each prompt: characters of the own text and of the other one.
+        lengths: number of characters of the model's text and of the other text, per prompt.
 
     Raises:
-        NothingJudgedError: there is no outcome but ``None``.
+        NothingJudgedError: all outcomes are ``None``.
     """
     rows = [
         (value, own - other)
@@ -202,8 +202,9 @@ def length_controlled(
         raise NothingJudgedError("nothing was judged: no prompt has a usable verdict")
     wins, differences = np.array(rows, dtype=np.float64).T
     if not differences.any() or (wins == wins[0]).all():
-        why = "both texts are equally long everywhere" if not differences.any() else "all outcomes are equal"
-        return LengthControlled(math.fsum(wins) / len(wins), f"length-controlled: {why}; it is the win rate")
+        why = "both texts always have equal length" if not differences.any() else "all outcomes are equal"
+        rate = math.fsum(wins) / len(wins)
+        return LengthControlled(rate, f"length-controlled: equal to the win rate, because {why}")
     deviation = differences.std()
     if deviation == 0:
         return LengthControlled(
@@ -211,16 +212,16 @@ def length_controlled(
         )
     x = np.tanh(differences / deviation)
     won, lost = x[wins > 0], x[wins < 1]
-    # The likelihood has a maximum just if no threshold separates wins from losses (Albert and Anderson 1984).
+    # The likelihood has a maximum iff no threshold separates wins from losses (Albert and Anderson 1984).
     if lost.max() <= won.min() or won.max() <= lost.min():
         return LengthControlled(
-            None, "length-controlled: none, because a length separates all wins from all losses"
+            None, "length-controlled: none, because a length threshold separates all wins from all losses"
         )
     return LengthControlled(_fit_at_zero(x, wins), LENGTH_NOTE)
 
 
 def _fit_at_zero(x: npt.NDArray[np.float64], wins: npt.NDArray[np.float64]) -> float:
-    """σ(a) of the fit P(win) = σ(a + b·x)."""
+    """Return σ(a) of the fit P(win) = σ(a + b·x)."""
     from scipy.optimize import minimize
     from scipy.special import expit
 
