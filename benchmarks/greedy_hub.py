@@ -39,7 +39,7 @@ from prefed.engines.evaluation import evaluate_client
 from prefed.models.quiet_libraries import silence_transformers
 from prefed.models.tiny import make_tiny
 from prefed.networks.federation.audit_log import SentLog
-from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.federate import experiment_for_sites
 from prefed.networks.federation.flare.kits import Kits, Project, make_kits
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.hub import SiteError, Sites
@@ -187,7 +187,7 @@ class Asked:
             }
         )
         self.sites = Sites(place.transport, "wards", self.run, 120.0)
-        self.clients = self.sites.join(site, told_experiment(self.experiment)).clients
+        self.clients = self.sites.join(site, experiment_for_sites(self.experiment)).clients
         sizes = {client: ClientSizes(*counts) for client, counts in self.clients.items()}
         dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
         self.job = assemble_job(self.experiment, build_trainers(self.experiment, dataset, None))

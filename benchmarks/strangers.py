@@ -241,7 +241,7 @@ def without_role(place: Place, transport: FlareTransport) -> None:
             session.close()
         except Exception as error:
             came.append(f"refused: {str(error)[:120]}")
-    line, control = place.line("log.txt", "a connection as an account"), f"the account's own: {came[2]}"
+    line, control = place.line("log.txt", "connected as an account"), f"the account's own: {came[2]}"
     tell("a site's certificate logs in as 'south'", came[0], control, line)
     tell(f"a site's certificate logs in as {user!r}", came[1], control, line)
 

@@ -132,7 +132,7 @@ def test_a_server_that_ends_at_once_is_told_of(kits, monkeypatch):
             pass
 
     monkeypatch.setattr(over_flare, "FlareProcess", Ended)
-    with pytest.raises(FederationError, match=r"does not start: see .*process.log \(its process has ended\)"):
+    with pytest.raises(FederationError, match=r"does not start \(its process ended\): see .*process.log"):
         FlareTransport(Kits.open(kits / "hub")).__enter__()
 
 
@@ -159,7 +159,9 @@ def test_a_kits_site_file_can_be_read_as_it_is(kits):
 @pytest.mark.parametrize("name", ["hub", "server", "authority"])
 def test_no_site_has_the_name_of_another_party(name):
     """FLARE calls the hub's side of a session "server"."""
-    with pytest.raises(ValueError, match="none is called 'hub', 'server' or 'authority'"):
+    with pytest.raises(
+        ValueError, match="sites must have different names, other than 'hub', 'server' and 'authority'"
+    ):
         Project(name="wards", hub="localhost", sites=["north", name])
 
 
@@ -187,7 +189,7 @@ def test_what_is_in_the_kits_is_not_changed_under_them(kits, tmp_path, changed, 
     _, _, port = address(kits / "hub/server/startup")
     terms = {"name": "wards", "hub": "localhost", "port": port, "valid_days": 360, "sites": [*SITES, "far"]}
     ((key, value),) = changed.items()
-    message = f"{key} = {value!r}: the kits in .* were made with {terms[key]!r}"
+    message = f"{key} = {value!r}: the kits in .* were created with {terms[key]!r}"
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=message):
         make_kits(Project(**{**terms, **changed}), tmp_path)
@@ -204,7 +206,7 @@ def test_kits_say_what_they_were_made_with(tmp_path):
         assert address(tmp_path / "made" / kit / "startup") == ("wards-2", "fed.example.org", 9)
     path = tmp_path / "made/north/kit/startup/fed_client.json"
     path.write_text('{"servers": []}')
-    with pytest.raises(ValueError, match=r"fed_client.json is damaged: .*put a copy of it back"):
+    with pytest.raises(ValueError, match=r"fed_client.json is damaged: .*restore it from a copy"):
         address(path.parent)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"has no fed_server\.json or fed_client\.json"):
@@ -311,7 +313,7 @@ def test_a_hubs_folder_serves_one_process_and_its_port_one_program(transport, ki
     shutil.copytree(kits / "hub", tmp_path / "hub", ignore=shutil.ignore_patterns("storage", "checkpoint"))
     _, _, port = address(kits / "hub/server/startup")
     with pytest.raises(
-        FederationError, match=rf"port {port}, .* is in use by process \d+ \(python.*end it first"
+        FederationError, match=rf"the hub's port {port} is in use by process \d+ \(python.*\): stop it first"
     ):
         FlareTransport(Kits.open(tmp_path / "hub")).__enter__()
     assert transport.connected() == {*SITES}

@@ -307,5 +307,5 @@ def test_nothing_starts_where_flare_is_not_as_expected(tmp_path, monkeypatch, mo
     alive = started.alive
     started.stop()
     assert not alive
-    assert f"{name} as prefed guards it: nothing is started" in (kit / "process.log").read_text()
+    assert f"prefed cannot guard {name}" in (kit / "process.log").read_text()
     assert not (kit / "log.txt").exists()

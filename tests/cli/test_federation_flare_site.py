@@ -45,9 +45,9 @@ def written(kits, site, **changes):
         ),
         (
             {"federation": "ward"},
-            "federation = 'ward': the kit in .* is of the federation 'wards'; write",
+            "federation = 'ward': the kit in .* belongs to federation 'wards': set",
         ),
-        ({"kit": "nowhere"}, r"kit = 'nowhere' is no kit of a site \(.*fed_client.json"),
+        ({"kit": "nowhere"}, r"kit = 'nowhere' is not a valid site kit \(.*fed_client.json"),
     ],
 )
 def test_a_site_does_not_wait_with_a_kit_of_another(kits, changes, message):
@@ -162,7 +162,13 @@ def test_a_site_that_is_not_let_in_says_so_once(kits, tmp_path, monkeypatch, liv
         config = written(kits, "north", state=str(tmp_path / "state"))
         with pytest.raises(KeyboardInterrupt):
             take_part(config, lines.append)
-    assert sum("has not let this site in: log.txt and error_log.txt in" in line for line in lines) == told
+    assert (
+        sum(
+            "is online but has not accepted this site; still trying. See log.txt and error_log.txt in" in line
+            for line in lines
+        )
+        == told
+    )
 
 
 def test_a_kit_says_what_uses_it(kits):

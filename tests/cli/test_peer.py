@@ -61,11 +61,15 @@ def test_torchrun_starts_peers(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "options", "message"),
     [
-        ({}, (None, None, None), "--rank and --peers and --at are missing"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, ("a:1", None, None), "--rank = 2: 2 peers have the ranks 0 to 1"),
-        ({}, ("mars", 0, 2), "--at are missing|write HOST:PORT"),
-        ({}, ("mars:295000", 0, 2), "write HOST:PORT, .* a port is 1 to 65535"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, ("a:1", None, None), "--rank = 'one': write a whole number"),
+        ({}, (None, None, None), "missing --rank and --peers and --at"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            ("a:1", None, None),
+            "--rank = 2: the ranks of 2 peers are 0 to 1",
+        ),
+        ({}, ("mars", 0, 2), "missing --at|must be HOST:PORT"),
+        ({}, ("mars:295000", 0, 2), "must be HOST:PORT with a port from 1 to 65535"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, ("a:1", None, None), "--rank = 'one': must be a whole number"),
     ],
 )
 def test_a_place_that_is_not_whole_is_refused(environment, options, message):

@@ -17,7 +17,7 @@ from prefed.core.wire import decode_state, decode_upload, encode
 from prefed.engines.backends.processes import Worker
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.experiment import own_dataset, own_experiment
-from prefed.networks.federation.federate import Terms, federate, told_experiment
+from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
@@ -171,7 +171,7 @@ def test_runs_over_the_same_pairs_share_their_tokens(place, tmp_path):
     def folders(length, **changes):
         asked = experiment(place, **changes)
         asked = asked.model_copy(update={"data": asked.data.model_copy(update={"max_length": length})})
-        own_dataset(own_experiment(told_experiment(asked), config), tmp_path / "cache")
+        own_dataset(own_experiment(experiment_for_sites(asked), config), tmp_path / "cache")
         return len(list((tmp_path / "cache").rglob("clients.json")))
 
     assert folders(64) == 1
@@ -193,7 +193,7 @@ def test_a_site_that_refuses_says_why(place, sites, tmp_path):
 
 
 def test_too_few_sites_are_named(place, sites, tmp_path):
-    with pytest.raises(FederationError, match="1 of 2 sites came within 0 seconds; missing: two"):
+    with pytest.raises(FederationError, match="1 of 2 sites connected within 0 seconds; missing: two"):
         federate(experiment(place), tmp_path / "over", Within({"one": sites["one"]}), TERMS)
 
 
@@ -236,7 +236,7 @@ def test_what_sites_were_asked_for_is_the_runs_from_its_first_visit_on(place, si
     assert summary["sites"] == {"one": ["w0"], "two": ["w1", "w2"]}
     (line,) = heard.texts
     assert line.startswith(
-        "the run continues with the sites that it started with, one, two: others need a new run"
+        "the run continues with the sites it started with (one, two): to change them, start a new run"
     )
 
 

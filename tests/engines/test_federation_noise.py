@@ -14,7 +14,7 @@ from prefed.core.wire import encode
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import status_lines
 from prefed.networks.federation.config import Limits
-from prefed.networks.federation.federate import Terms, federate, told_experiment
+from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.federation.limits import RefusalError, check_experiment
 from prefed.networks.federation.messages import FORMAT, order_digest
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
@@ -148,7 +148,7 @@ def asks(tmp_path, monkeypatch):
         for site in opened:
             site.close()
         opened[:] = [Site(site_config(tmp_path, tmp_path, "w0", limits=limits))]
-        text, members = told_experiment(private(tmp_path)), ["told", "b", "c"]
+        text, members = experiment_for_sites(private(tmp_path)), ["told", "b", "c"]
         common = {"format": FORMAT, "federation": "wards", "run": run}
         header, _ = unpack(opened[0].answer(pack(**common, kind="join", experiment=text)))
         header, _ = unpack(opened[0].answer(pack(**common, kind="start", members=members, unseen=[])))
@@ -211,7 +211,7 @@ def test_an_answer_that_cannot_be_kept_does_not_leave(asks, tmp_path, monkeypatc
         write(path, data, **options)
 
     monkeypatch.setattr(site_module.files, "write", full)
-    assert visit() == "OSError: the site's log says more"
+    assert visit() == "OSError: see the site's log"
     monkeypatch.setattr(site_module.files, "write", write)
     assert visit() == f"draw {Draws.number}"
     assert Releases(tmp_path / "site-w0").spent() == {"w0": 2 * 2.0**-2}
@@ -226,7 +226,7 @@ def test_a_site_ends_what_a_client_may_spend_in_all_runs(asks, tmp_path):
     first = visit()
     asks(run="1" * 16, epsilon=limit)()
     visit = asks(epsilon=limit)
-    assert f"would have spent {three:.3g} in all runs, and may spend {limit:g}" in visit(2)
+    assert f"would reach epsilon {three:.3g} over all runs; at most {limit:g} is allowed" in visit(2)
     assert visit() == first
     lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", limits={"epsilon": limit}), 0)]
     assert f"  w0: epsilon {two:.3g} at delta 1e-05, in all runs so far" in lines
@@ -243,7 +243,7 @@ def test_releases_add_up_as_the_accountant_adds_them(noises, count):
 
 def test_a_damaged_account_is_no_account(tmp_path):
     (tmp_path / "spent.json").write_text(json.dumps({"spent": {"w0": 0.1}, "digest": "0"}))
-    with pytest.raises(StoreError, match=r"spent\.json is damaged.*put a copy of it back"):
+    with pytest.raises(StoreError, match=r"spent\.json is damaged.*restore it from a copy"):
         Releases(tmp_path).spent()
     with pytest.raises(StoreError, match="is damaged"):
         Releases(tmp_path).check("w0", Privacy(**LOCAL), Limits(epsilon=1.0))
@@ -259,10 +259,10 @@ PLAIN = {"kind": None, "clip": None, "noise_multiplier": None, "delta": None, "d
         ({"privacy": "local"}, {"kind": "central"}, r"kind = 'local', with noise"),
         ({"privacy": "local"}, {"noise_multiplier": 0.0}, r"kind = 'local', with noise"),
         ({"privacy": "central"}, PLAIN, r"kind = 'local' or 'central', with noise"),
-        ({"noise_multiplier": 2.5}, {}, r"noise_multiplier = 2.5 at least, and has 2$"),
-        ({"noise_multiplier": 2.5}, PLAIN, r"noise_multiplier = 2.5 at least, and has 0$"),
-        ({"epsilon": 4.0}, {"kind": "central"}, r"\[limits\] epsilon: .* of its own noise"),
-        ({"epsilon": 4.0}, {"noise_multiplier": 0.0}, r"\[limits\] epsilon: .* of its own noise"),
+        ({"noise_multiplier": 2.5}, {}, r"noise_multiplier: 2 requested, at least 2.5 required$"),
+        ({"noise_multiplier": 2.5}, PLAIN, r"noise_multiplier: 0 requested, at least 2.5 required$"),
+        ({"epsilon": 4.0}, {"kind": "central"}, r"\[limits\] epsilon: .* only for its own noise"),
+        ({"epsilon": 4.0}, {"noise_multiplier": 0.0}, r"\[limits\] epsilon: .* only for its own noise"),
         ({"privacy": "local", "noise_multiplier": 2.0, "epsilon": 4.0}, {}, None),
         ({"privacy": "central"}, {}, None),
         ({"privacy": "central"}, {"kind": "central"}, None),

@@ -255,14 +255,17 @@ RECEIPT = "000003-" + "0" * 32
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"clients": {"w0": None}}, "a client that is not here"),
-        ({"clients": {"w1": RECEIPT}}, "a private state of 'w1' that is not here"),
-        ({"clients": {"w1": "../../secret"}}, "by another name than a receipt"),
-        ({"clients": ["w1"]}, "not whole"),
+        ({"clients": {"w0": None}}, "the client is not at this site"),
+        ({"clients": {"w1": RECEIPT}}, "the private state of client 'w1' is not at this site"),
+        (
+            {"clients": {"w1": "../../secret"}},
+            "clients.w1: Value error, not a valid receipt of a private state",
+        ),
+        ({"clients": ["w1"]}, "invalid request (published): clients: Input should be a valid dictionary"),
         ({"model": 3}, "not whole"),
         ({"round": True}, "not whole"),
-        ({"round": 2}, "round 2 is over: this site has answered in round 3"),
-        ({"round": 4}, "round 4 of 3"),
+        ({"round": 2}, "round 2 is over: this site already answered in round 3"),
+        ({"round": 4}, "round 4 does not exist: the run has 3 rounds"),
         ({"body": b"tensors"}, "cannot be read"),
         ({"federation": "others"}, "belongs to the federation 'wards'"),
     ],
@@ -315,7 +318,7 @@ class Away(Within):
         header, _ = unpack(request)
         if site == "two" and header["kind"] == "published":
             if self.refuses:
-                return pack(refused="a request of an unknown kind")
+                return pack(refused="unknown kind of request")
             raise UnreachableError("it has left")
         return super().call(site, request, timeout, most)
 
@@ -328,13 +331,15 @@ def test_a_site_that_was_away_gets_its_models_from_a_finished_run(place, tmp_pat
     """The run ends well, and says which site has not got them; so it does for a site that refuses. Resumed,
     it sends them again."""
     asked, made = experiment(place, "feddpo", rounds=1), configs(place, tmp_path)
-    for transport, reason in ((Away, "it has left"), (Older, "a request of an unknown kind")):
+    for transport, reason in ((Away, "it has left"), (Older, "unknown kind of request")):
         warned = over_sites(asked, made, tmp_path / "over", transport, resume=transport is Older)
         (text,) = [text for text in warned if "models" in text]
-        assert text.startswith("site 'two' has not got the models of its clients")
+        assert text.startswith("site 'two' did not receive the models of its clients")
         assert reason in text
-        assert "--resume sends them again" in text
-    with pytest.raises(RunError, match="has not sent its model yet: it does at the end of a run"):
+        assert "run the same command with --resume to send them again" in text
+    with pytest.raises(
+        RunError, match="has not sent the final models yet: it sends them at the end of a run"
+    ):
         export_client(made["two"], tmp_path / "early", client="w1")
     assert not (tmp_path / "early").exists()
     assert not [text for text in over_sites(asked, made, tmp_path / "over", resume=True) if "models" in text]
@@ -358,7 +363,7 @@ def test_a_run_that_goes_on_takes_its_models_along(place, tmp_path):
     more = experiment(place, rounds=4)
     with pytest.raises(KeyboardInterrupt):
         over_sites(more, made, tmp_path / "over", resume=True, callbacks=[toy.InterruptAt(2 * 6 + 4)])
-    with pytest.raises(RunError, match="has gone on after round 1"):
+    with pytest.raises(RunError, match="was resumed after round 1, the round of the stored final models"):
         export_client(made["one"], tmp_path / "early")
     over_sites(more, made, tmp_path / "over", resume=True)
     run(more, tmp_path / "alone")
@@ -402,10 +407,10 @@ def test_the_command_writes_a_model_that_loads(place, tmp_path):
     assert "already exists; choose another --out, or --force" in says([*words, "--client", told], 1)
     says([*words, "--client", told, "--force", "--merge"])
     assert (tmp_path / "again" / "config.json").exists()
-    assert "this site has 2 clients: name one with --client: w1, w2" in says([*words, "--force"], 1)
+    assert "this site has 2 clients: select one with --client: w1, w2" in says([*words, "--force"], 1)
     assert "did you mean 'w2'" in says([*words, "--force", "--client", "w22"], 1)
     words[4] = "zzzz"
-    assert "no run begins with 'zzzz'; the runs are" in says([*words, "--force"], 1)
+    assert "no run starts with 'zzzz'; the runs are" in says([*words, "--force"], 1)
 
 
 @pytest.mark.parametrize(
@@ -442,11 +447,11 @@ def test_another_model_and_other_data_are_named(finished, place, tmp_path):
         update={"model": again.model.model_copy(update={"name": str(tmp_path / "tiny")})}
     )
     shutil.copytree(Path(made["one"].state) / "cache", tmp_path / "one" / "cache")
-    with pytest.raises(RunError, match="tiny is not the one of run"):
+    with pytest.raises(RunError, match="tiny is not the one used in run"):
         export_client(moved, tmp_path / "model")
 
 
 def test_a_site_without_a_run_says_so(place, tmp_path):
     config = site_config(place, tmp_path, "w0")
-    with pytest.raises(RunError, match="holds no run: this site has taken part in none"):
+    with pytest.raises(RunError, match="has no run: this site has not taken part in one"):
         export_client(config, tmp_path / "model")

@@ -15,7 +15,7 @@ from federating import site_config
 from finished import small_experiment, small_place
 from prefed import Experiment
 from prefed.networks.federation.audit_log import status_lines
-from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.federate import experiment_for_sites
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
@@ -128,7 +128,7 @@ def test_a_site_tells_its_own_people_alone(tmp_path):
         update={"data": experiment.data.model_copy(update={"max_length": 60, "test_fraction": 0.0})}
     )
     request = {"format": FORMAT, "federation": "wards", "run": "0" * 16, "kind": "join"}
-    header, body = unpack(site.answer(pack(**request, experiment=told_experiment(experiment))))
+    header, body = unpack(site.answer(pack(**request, experiment=experiment_for_sites(experiment))))
     site.close()
     (line,) = lines
     assert "7 of 10 rows are used; left out: 3 longer than max_length" in line

@@ -145,7 +145,7 @@ def test_what_is_no_answer_is_an_offence(tmp_path):
         def run(self, tasks):
             for result in super().run(tasks):
                 if result.client == BAD:
-                    result = replace(result, message=b"", withheld="its answer is no message", broken=True)
+                    result = replace(result, message=b"", withheld="its answer is not a message", broken=True)
                 yield result
 
     rounds = play(tmp_path / "run", job(2, None), Babbles)

@@ -48,9 +48,9 @@ def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path)
     made = experiment(place, "fedper", optimizer_state="kept")
     expected = whole(tmp_path / "whole", [made] * 3)
     faults = [
-        (2, signal.SIGSTOP, "has given no sign of life for 4 seconds"),
-        (0, signal.SIGKILL, "is gone: its connection closed"),
-        (0, signal.SIGSTOP, "has given no sign of life for 4 seconds"),
+        (2, signal.SIGSTOP, "has sent no heartbeat for 4 seconds"),
+        (0, signal.SIGKILL, "closed its connection"),
+        (0, signal.SIGSTOP, "has sent no heartbeat for 4 seconds"),
     ]
     for number, (rank, what, why) in enumerate(faults):
         fails = {rank: Fails(2 if number == 0 else 1, what)}
@@ -79,8 +79,8 @@ class Sleeps(Callback):
 @pytest.mark.parametrize(
     ("fails", "why"),
     [
-        (Fails(1, signal.SIGTERM), "was ended from outside"),
-        (Sleeps(), "has taken longer for its visit than [engine] visit_timeout, 5 seconds"),
+        (Fails(1, signal.SIGTERM), "was terminated"),
+        (Sleeps(), "exceeded [engine] visit_timeout = 5 seconds in its visit"),
     ],
 )
 def test_a_peer_that_gives_up_tells_the_others(place, tmp_path, fails, why):
@@ -97,11 +97,11 @@ def test_a_peer_that_gives_up_tells_the_others(place, tmp_path, fails, why):
 @pytest.mark.parametrize(
     ("key", "word", "verdict"),
     [
-        (beat_key(1), "1 2", "peer 1 has given a sign of life that cannot be read"),
-        (beat_key(1), b"\xff", "peer 1 has given a sign of life that cannot be read"),
-        (STOP, "[9, 'gone']", "a word about a peer at fault cannot be read"),
-        (STOP, '[9, "gone"]', "a word about a peer at fault cannot be read"),
-        (STOP, "7", "a word about a peer at fault cannot be read"),
+        (beat_key(1), "1 2", "peer 1 sent an invalid heartbeat"),
+        (beat_key(1), b"\xff", "peer 1 sent an invalid heartbeat"),
+        (STOP, "[9, 'gone']", "a peer failed, but the report in the store is invalid"),
+        (STOP, '[9, "gone"]', "a peer failed, but the report in the store is invalid"),
+        (STOP, "7", "a peer failed, but the report in the store is invalid"),
     ],
 )
 def test_words_that_cannot_be_read_end_the_run_of_all(key, word, verdict):

@@ -82,14 +82,14 @@ def test_all_go_back_to_the_last_round_that_all_have(place, tmp_path, left_alone
     made = experiment(place)
     ended = peers(tmp_path / "parts", [made] * 3, fails={2: Fails(3, signal.SIGKILL)})
     assert [each.status for each in ended] == [1, 1, -signal.SIGKILL]
-    assert f"peer 2 ('w2' on {socket.gethostname()}) is gone: its connection closed" in ended[0].text
+    assert f"peer 2 ('w2' on {socket.gethostname()}) closed its connection" in ended[0].text
     rounds = [RunReader(peer_folder(tmp_path / "parts", rank)).commit.round for rank in range(3)]
     assert (rounds[2], max(rounds) - 2) in {(2, 0), (2, 1)}
     lost = peer_folder(tmp_path / "parts", 2).rename(tmp_path / "lost")
     for each in peers(tmp_path / "parts", [made] * 3, resume=True):
         assert each.status == 1
         assert "peer 2 ('w2'" in each.text
-        assert "has nothing after round 0, and others have nothing before round" in each.text
+        assert "has no commit after round 0, and others have none before round" in each.text
     shutil.rmtree(peer_folder(tmp_path / "parts", 2), ignore_errors=True)
     lost.rename(peer_folder(tmp_path / "parts", 2))
     assert all(map(torch.equal, left_alone, whole(tmp_path / "parts", [made] * 3, resume=True)))
@@ -126,11 +126,11 @@ def test_two_peers_with_one_rank_or_another_number_of_peers_are_told(tmp_path):
     ranks = [Place(rank, 3, "127.0.0.1", port, join=30) for rank in (0, 1, 1, 2)]
     first, old, new, last = meet(tmp_path, ranks)
     assert (first, new, last) == ("met", "met", "met")
-    assert old == "PeerError: another process has come as peer 1: give each peer a --rank of its own"
+    assert old == "PeerError: another process has started as peer 1: give each peer its own --rank"
     port = free_port()
     first, other = meet(tmp_path, [Place(0, 2, "127.0.0.1", port, join=4), Place(1, 3, "127.0.0.1", port)])
-    assert "of 2 peers, 1 did not come" in first
-    assert "PeerError: peer 1 has --peers 3, and peer 0 has 2: start all alike" in other
+    assert "of 2 peers, 1 did not start" in first
+    assert "PeerError: peer 1 has --peers 3, peer 0 has --peers 2: use one number" in other
 
 
 def test_who_comes_after_all_have_come_is_sent_away():

@@ -20,8 +20,8 @@ from prefed.engines import TaskResult
 from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog, status_lines
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.experiment import HELD, load_federated, own_experiment, told_names
-from prefed.networks.federation.federate import Terms, federate, told_experiment
+from prefed.networks.federation.experiment import HELD, load_federated, own_experiment, reported_names
+from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.limits import RefusalError, check_experiment, check_members, check_task
 from prefed.networks.federation.messages import FORMAT
@@ -80,7 +80,7 @@ def test_private_states_are_their_owners_alone_and_damage_is_seen(tmp_path):
     path.unlink()
     with pytest.raises(StoreError, match="missing"):
         vault.read("ward/7", receipt)
-    with pytest.raises(StoreError, match="no receipt"):
+    with pytest.raises(StoreError, match="the hub sent an invalid receipt of a private state"):
         vault.read("ward/7", "../../secret")
 
 
@@ -127,7 +127,7 @@ def test_who_waits_looks_and_gives_up():
     ("changes", "asked", "message"),
     [
         ({"tell": {"pairs": False}}, {}, "does not report"),
-        ({"limits": {"methods": ["feddpo"]}}, {}, "fedpdpo is none of feddpo"),
+        ({"limits": {"methods": ["feddpo"]}}, {}, "fedpdpo is not one of feddpo"),
         ({"limits": {"rounds": 2}}, {}, "3 requested, at most 2 allowed"),
         ({"limits": {"minimum_pairs": 4}}, {}, "minimum_pairs = 4"),
         ({"limits": {"threads": 2}}, {"engine": {"threads": 3}}, r"\[limits\] threads: 3 .* at most 2 "),
@@ -136,8 +136,8 @@ def test_who_waits_looks_and_gives_up():
         ({"limits": {"max_length": 99}}, {"data": {"max_length": 100}}, "max_length: 100 .* at most 99 "),
         ({}, {"engine": {"max_tokens": 65_537}}, r"\[limits\] max_tokens: 65,537 .* at most 65,536 "),
         ({"limits": {"rank": 3}}, {"model": {"lora": {"rank": 4}}}, r"\[limits\] rank: 4 .* at most 3 "),
-        ({}, {"method": "centralized"}, "these stay here"),
-        ({}, {"method": "decdpo"}, "a federation has a server"),
+        ({}, {"method": "centralized"}, "this site's pairs do not leave it"),
+        ({}, {"method": "decdpo"}, r"\[graph\], \[fleet\] and decdpo are not available in a federation"),
     ],
 )
 def test_an_administrator_limits_runs(tmp_path, changes, asked, message):
@@ -176,14 +176,17 @@ def test_an_administrator_limits_cohorts_exchanges_and_evaluations(tmp_path):
     half = experiment(tmp_path).model_copy(
         update={"cohort": experiment(tmp_path).cohort.model_copy(update={"fraction": 0.5})}
     )
-    with pytest.raises(RefusalError, match="2 clients, and must have 3"):
+    with pytest.raises(RefusalError, match="2 clients, at least 3 required"):
         check_members(half, config, 4)
     check_members(half, config, 6)
     check_task(Task("visit", "w0", 1, "train", b""), half, config, [8, 0, 2], ["train"])
     for task, message in (
-        (Task("visit", "w0", 1, "score", b""), "'score' is none of train"),
-        (Task("visit", "w0", 4, "train", b""), "round 4 of 3"),
-        (Task("visit", "w0", 2, "train", b"", asked=10**6), "asked for in round 1000000"),
+        (Task("visit", "w0", 1, "score", b""), "'score' is not one of train"),
+        (Task("visit", "w0", 4, "train", b""), "round 4 does not exist: the run has 3 rounds"),
+        (
+            Task("visit", "w0", 2, "train", b"", asked=10**6),
+            "a visit cannot be requested in round 1000000 and end in round 2",
+        ),
         (Task("evaluate", "w0", 1, "", b""), "no metrics"),
     ):
         with pytest.raises(RefusalError, match=message):
@@ -198,16 +201,18 @@ def test_sites_read_nothing_that_the_hub_names(tmp_path):
     assert own.data.train.path == str(tmp_path / "w0.jsonl")
     assert own.engine.threads == 2
     assert (own.method, own.data.test_fraction, own.seed) == (hub.method, 0.2, 3)
-    told = told_experiment(hub)
+    told = experiment_for_sites(hub)
     assert str(tmp_path) not in told
     assert own_experiment(told, config) == own
     tracked = hub.model_copy(update={"track": TrackConfig(to="tensorboard")})
-    assert told_experiment(tracked) == told
+    assert experiment_for_sites(tracked) == told
     scored = experiment(tmp_path, method="feddpo", objective="ppo", reward_model="hub/model")
     with pytest.raises(ConfigError, match="ppo needs a reward model"):
         own_experiment(to_toml(scored), config)
     for table in ('[fleet]\nname = "uniform"', "[stop]\npatience = 2"):
-        with pytest.raises(ConfigError, match=r"\[(fleet|stop)\] is not for a federation"):
+        with pytest.raises(
+            ConfigError, match=r"\[(fleet|stop)\] is not available in a federation: remove it"
+        ):
             own_experiment(f"{to_toml(hub)}\n{table}\n", config)
 
 
@@ -225,10 +230,10 @@ def test_what_a_federation_has_not_is_refused_by_hub_and_site(tmp_path):
     with pytest.raises(ConfigError, match="posterior_noise is drawn from the seed"):
         federate(tastes, tmp_path / "run", None, terms)
     sizes = experiment(tmp_path, method="fedvpa", trust_start="sizes")
-    with pytest.raises(ConfigError, match="which a site does not have"):
+    with pytest.raises(ConfigError, match="which a site does not know"):
         federate(sizes, tmp_path / "run", None, terms)
     known = noisy.privacy.model_copy(update={"kind": "central", "draws": None, "secret_cohorts": True})
-    with pytest.raises(ConfigError, match="every site sees models and knows the seed"):
+    with pytest.raises(ConfigError, match="cohorts are drawn from the seed, which every site knows"):
         federate(noisy.model_copy(update={"privacy": known}), tmp_path / "run", None, terms)
     diagnosed = Experiment.from_tables(
         {**asked.tables(), "evaluate": {"diagnose": 1, "diagnostic_pairs": 2}}, "the test"
@@ -236,11 +241,11 @@ def test_what_a_federation_has_not_is_refused_by_hub_and_site(tmp_path):
     with pytest.raises(ConfigError, match=r"\[evaluate\] diagnose"):
         federate(diagnosed, tmp_path / "run", None, terms)
     with pytest.raises(ConfigError, match=r"\[evaluate\] diagnose"):
-        own_experiment(told_experiment(diagnosed), site_config(tmp_path, tmp_path, "w0"))
+        own_experiment(experiment_for_sites(diagnosed), site_config(tmp_path, tmp_path, "w0"))
     with pytest.raises(ConfigError, match=r"\[stop\]"):
         federate(asked.model_copy(update={"stop": StopConfig()}), tmp_path / "run", None, terms)
     with pytest.raises(ConfigError, match=r"\[privacy\] draws = 'seed'"):
-        own_experiment(told_experiment(noisy), site_config(tmp_path, tmp_path, "w0"))
+        own_experiment(experiment_for_sites(noisy), site_config(tmp_path, tmp_path, "w0"))
     assert not (tmp_path / "run").exists()
 
 
@@ -279,7 +284,7 @@ def test_no_bytes_disturb_a_site(data):
         (pack(kind="hello", format=99), "format 99"),
         (
             pack(kind="visit", format=FORMAT, federation="wards", run="../../etc"),
-            "without the name of its run",
+            "does not name its run",
         ),
         (
             pack(kind="visit", format=FORMAT, federation="others", run="0" * 16),
@@ -307,7 +312,7 @@ def test_a_visit_of_an_unknown_run_is_asked_to_be_told(site):
 
 def test_errors_stay_at_the_site(site, tmp_path):
     """The site's file does not exist: its path must not reach the hub, and is in the log."""
-    answer = site.answer(request(kind="join", experiment=told_experiment(experiment(tmp_path))))
+    answer = site.answer(request(kind="join", experiment=experiment_for_sites(experiment(tmp_path))))
     header, _ = unpack(answer)
     assert str(tmp_path) not in header["failed"]
     (entry,) = site.log.entries()
@@ -325,13 +330,15 @@ def test_a_full_disk_is_a_failed_answer(site, monkeypatch):
     monkeypatch.setattr(
         "prefed.networks.federation.site.own_dataset", lambda *_: FederatedDataset.without_pairs({})
     )
-    answer = site.answer(request(kind="join", experiment=told_experiment(experiment(Path("x")))))
-    assert unpack(answer)[0] == {"failed": "WriteError: the site's log says more"}
+    answer = site.answer(request(kind="join", experiment=experiment_for_sites(experiment(Path("x")))))
+    assert unpack(answer)[0] == {"failed": "WriteError: see the site's log"}
 
 
 def test_two_processes_do_not_share_a_state_folder(site, tmp_path):
     """The remedy is one that `prefed site` has: it takes no --out."""
-    with pytest.raises(StoreError, match=r"in use by process .*; end it first") as caught:
+    with pytest.raises(
+        StoreError, match=r"in use by process .*; stop it first: only one process may use it"
+    ) as caught:
         Site(site_config(tmp_path, tmp_path, "w0"))
     assert "--out" not in str(caught.value)
 
@@ -339,8 +346,8 @@ def test_two_processes_do_not_share_a_state_folder(site, tmp_path):
 def test_made_up_names_are_the_sites_own(tmp_path):
     data = type("Data", (), {"clients": {"ada": None, "ben": None}})()
     config = site_config(tmp_path, tmp_path, "w0", tell={"names": False, "pairs": True})
-    names = told_names(data, config, b"secret")
-    assert names == told_names(data, config, b"secret") != told_names(data, config, b"other")
+    names = reported_names(data, config, b"secret")
+    assert names == reported_names(data, config, b"secret") != reported_names(data, config, b"other")
     assert all(told.startswith("site-w0-") and "ada" not in told for told in names.values())
     assert len(set(names.values())) == 2
 
@@ -350,10 +357,10 @@ def test_the_log_says_what_was_sent(tmp_path):
     log.add(
         "train", run="3fa9b2c4d5e6f708", round=1, client="w0", bytes=2000, tensors={"model": 5}, weight=8.0
     )
-    log.add("refused", refused="round 4 of 3")
+    log.add("refused", refused="round 4 does not exist: the run has 3 rounds")
     lines = list(status_lines(site_config(tmp_path, tmp_path, "w0", state=str(tmp_path)), 2))
     assert lines[-2].endswith(f"round 1  train  w0  {size(2000)}: model 5 numbers, weight 8")
-    assert lines[-1].endswith("refused: refused: round 4 of 3")
+    assert lines[-1].endswith("refused: refused: round 4 does not exist: the run has 3 rounds")
     assert any("sent 1 message, 2.0 kB" in line for line in lines)
 
 
@@ -445,8 +452,8 @@ def test_refusals_and_failures_are_reasons_of_the_round():
     with backend(Within(sites), []) as sites_of_run:
         results = {result.client: result.withheld for result in sites_of_run.run(tasks(1))}
     assert results == {
-        "w0": "its site says: [limits] exchanges",
-        "w1": "its site says: its answer is no message",
+        "w0": "its site reports: [limits] exchanges",
+        "w1": "its site reports: its answer is not a message",
         "w2": "",
     }
 
@@ -464,12 +471,12 @@ def test_an_answer_that_comes_too_late_is_not_awaited():
 @pytest.mark.parametrize(
     ("tell", "line"),
     [
-        ({"pairs": False}, "  [tell] pairs = false: this site takes part in no run"),
-        ({"pairs": True}, "  the hub gets names and numbers of pairs"),
-        ({"names": False, "pairs": True}, "  the hub gets made-up names and numbers of pairs"),
+        ({"pairs": False}, "  [tell] pairs = false: this site joins no run"),
+        ({"pairs": True}, "  reported to the hub: names and pair counts"),
+        ({"names": False, "pairs": True}, "  reported to the hub: pseudonyms and pair counts"),
     ],
 )
 def test_status_says_what_the_hub_is_told(tmp_path, tell, line):
     """A site that does not tell its pairs refuses each run before it tells a name (``check_experiment``)."""
     lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", tell=tell), 0)]
-    assert [each for each in lines if "hub gets" in each or "[tell]" in each] == [line]
+    assert [each for each in lines if "to the hub" in each or "[tell]" in each] == [line]

@@ -15,7 +15,7 @@ from prefed.engines import Task, WorkerError
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, line_of
 from prefed.networks.federation.experiment import own_experiment
-from prefed.networks.federation.federate import compare_versions, told_clients, told_experiment
+from prefed.networks.federation.federate import check_clients, compare_versions, experiment_for_sites
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import FORMAT, Joined, order_digest, read_answer
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
@@ -39,7 +39,7 @@ def asked(place, rank=8, z=1000.0, method="feddpo", rounds=5, minimum_pairs=0, *
     made = type(experiment(place)).from_tables(
         {**tables, "merge": {"weights": "uniform"}, "privacy": privacy}, "the test"
     )
-    return told_experiment(made)
+    return experiment_for_sites(made)
 
 
 class Stub:
@@ -151,7 +151,7 @@ def test_a_name_that_is_told_often_is_one_client(opens, tmp_path):
     """The cohort must have two clients, and the hub names one of them many times."""
     say = opens(asked(tmp_path), minimum_cohort=2)
     refused = say("start", members=["w0"] * 50, unseen=[])["refused"]
-    assert "a round has 1 client, and must have 2" in refused
+    assert "a round has 1 client, at least 2 required" in refused
 
 
 class Receipts:
@@ -223,7 +223,7 @@ def test_one_site_does_not_end_the_run(lie):
         ({"clients": {"a" * 256: [1, 1, 1]}}, "clients"),
         ({"clients": {"x": [1, 0, 0]}, "versions": 5}, "versions"),
         ({"clients": {"x": [1, 0, 0]}, "versions": {"prefed": ["x"]}}, "versions.prefed"),
-        ({"clients": {str(k): [1, 0, 0] for k in range(5)}}, "5 clients, and --most-clients = 4"),
+        ({"clients": {str(k): [1, 0, 0] for k in range(5)}}, "5 clients, more than --most-clients = 4"),
     ],
 )
 def test_what_a_site_claims_is_checked_and_bounded(answer, message):
@@ -231,11 +231,11 @@ def test_what_a_site_claims_is_checked_and_bounded(answer, message):
     known = {"sites": {"b": answer.get("clients")}}
     for before in (None, known):
         with pytest.raises(FederationError, match=f"site 'b' .*{message}") as caught:
-            told_clients(before, {"b": read_answer("b", answer, Joined)}, 4, 1000)
+            check_clients(before, {"b": read_answer("b", answer, Joined)}, 4, 1000)
         assert len(str(caught.value).encode()) < 2000
     fair = {"../../ward 7": [1000, 0, 3]}
     joined = read_answer("b", {"clients": fair, "versions": {}}, Joined)
-    assert told_clients(None, {"b": joined}, 4, 1000) == {"b": fair}
+    assert check_clients(None, {"b": joined}, 4, 1000) == {"b": fair}
 
 
 def test_a_site_that_reports_no_version_is_named():
@@ -314,7 +314,7 @@ def test_figures_over_few_pairs_do_not_leave_a_site(opens, tmp_path, least):
     How many these are follows from settings that the hub makes, so the run's own check is not enough."""
     say = opens(asked(tmp_path, minimum_pairs=least), minimum_pairs=least)
     answer = say("evaluate", 8, round=1)
-    told = "minimum_pairs = 4: the client has 3 pairs to be judged on" in answer.get("refused", "")
+    told = "minimum_pairs = 4: the client has only 3 held-out pairs" in answer.get("refused", "")
     assert told == (least == 4)
     assert "receipt" in say("visit", 8, round=1)
 
@@ -322,7 +322,10 @@ def test_figures_over_few_pairs_do_not_leave_a_site(opens, tmp_path, least):
 def test_a_site_does_not_print_what_a_hub_writes(opens, tmp_path):
     """An evaluation has no exchange, whose name could hold what a terminal obeys."""
     say = opens(asked(tmp_path))
-    assert "name of an exchange" in say("evaluate", 8, round=1, exchange="\x1b[2J train")["refused"]
+    assert (
+        "an evaluation must not name an exchange"
+        in say("evaluate", 8, round=1, exchange="\x1b[2J train")["refused"]
+    )
     say.site._say("\x1b[2J")
     assert say.told[-1] == "\\x1b[2J"
     assert not any("\x1b" in text for text in say.told)
@@ -380,19 +383,25 @@ def test_the_revision_of_a_model_is_the_sites(tmp_path):
 
 def test_a_visit_is_asked_for_in_no_later_round(opens, tmp_path):
     say = opens(asked(tmp_path))
-    assert "asked for in round 1000000" in say("visit", 8, round=1, asked=10**6)["refused"]
-    assert "asked for in round -1" in say("visit", 8, round=1, asked=-1)["refused"]
+    assert (
+        "a visit cannot be requested in round 1000000 and end in round 1"
+        in say("visit", 8, round=1, asked=10**6)["refused"]
+    )
+    assert (
+        "a visit cannot be requested in round -1 and end in round 1"
+        in say("visit", 8, round=1, asked=-1)["refused"]
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("visit", {"round": 6}, "round 6 of 5"),
+        ("visit", {"round": 6}, "round 6 does not exist: the run has 5 rounds"),
         ("visit", {"exchange": "score"}, "feddpo has no exchange 'score'"),
         ("visit", {"exchange": "diagnose"}, "feddpo has no exchange 'diagnose'"),
-        ("visit", {"client": "v1"}, "a client that is not here"),
+        ("visit", {"client": "v1"}, "the client is not at this site"),
         ("visit", {"receipt": "000001-" + "a" * 32}, "StoreError"),
-        ("visit", {"body": b"no download"}, "a task that cannot be read"),
+        ("visit", {"body": b"no download"}, "the task's download cannot be read"),
         ("evaluate", {}, "evaluate = false"),
         ("start", {"run": "b" * 16}, "does not know"),
     ],

@@ -15,7 +15,7 @@ from prefed.models import ModelError
 from prefed.networks.federation import experiment as site_job
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.experiment import own_dataset
-from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.federate import experiment_for_sites
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import LONGEST_REASON, Site
 from prefed.networks.federation.unix_socket import pack, unpack
@@ -36,7 +36,7 @@ def joins(tmp_path, monkeypatch):
         told = []
         monkeypatch.setattr(site_module, "own_dataset", fails)
         opened.append(Site(site_config(tmp_path, tmp_path, "w0"), told.append))
-        text = told_experiment(experiment(Path("x")))
+        text = experiment_for_sites(experiment(Path("x")))
         request = pack(format=FORMAT, federation="wards", run="0" * 16, kind="join", experiment=text)
         return unpack(opened[0].answer(request))[0], told, [*opened[0].log.entries()]
 
@@ -57,7 +57,7 @@ def joins(tmp_path, monkeypatch):
 def test_what_a_person_can_mend_takes_one_line(joins, caplog, error, line):
     """Also where the message has several. The hub is told the kind alone."""
     answer, told, (entry,) = joins(error)
-    assert answer == {"failed": f"{type(error).__name__}: the site's log says more"}
+    assert answer == {"failed": f"{type(error).__name__}: see the site's log"}
     assert told == [line]
     assert entry["failed"] == line
     assert not caplog.records

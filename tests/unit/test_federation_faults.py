@@ -45,11 +45,13 @@ def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone(
     """Site w0 comes back whole, w1 without its data, w2 with another base model. The run goes on with w0."""
     sites = {
         "site-w0": Forgetful(JOINED),
-        "site-w1": Forgetful({"failed": "FileNotFoundError: the site's log says more"}),
+        "site-w1": Forgetful({"failed": "FileNotFoundError: see the site's log"}),
         "site-w2": Forgetful(JOINED, model="another"),
     }
     asked = Sites(Within(sites), "wards", "0" * 16, 1.0)
-    with pytest.raises(SiteError, match="'site-w2' has another base model"):
+    with pytest.raises(
+        SiteError, match="'site-w2' has a different base model or revision: install the hub's model there"
+    ):
         asked.start("site-w2", CLIENTS, [], "m")
     sites["site-w2"].told = False
     homes = {client: f"site-{client}" for client in CLIENTS}
@@ -58,7 +60,7 @@ def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone(
         results = {result.client: result for result in backend.run(tasks)}
     assert (results["w0"].message, results["w0"].withheld) == (b"w0", "")
     assert "cannot take part: FileNotFoundError" in results["w1"].withheld
-    assert "another base model" in results["w2"].withheld
+    assert "a different base model or revision" in results["w2"].withheld
     assert backend.away == set()
 
 
@@ -87,8 +89,8 @@ def test_a_site_that_forgot_the_run_is_told_of_it_before_it_gets_models():
     first, second = ("forgot", {"a": None, "b": None}, b"ab"), ("forgot", {"c": None}, b"c")
     assert [each for each in asked if each[0] == "forgot"] == [first, first, second]
     assert sorted(text.partition(")")[0] for text in warned) == [
-        "site 'gone' has not got the models of its clients (it is away",
-        "site 'never' has not got the models of its clients (site 'never' does not know the run",
+        "site 'gone' did not receive the models of its clients (it is away",
+        "site 'never' did not receive the models of its clients (site 'never' does not know the run",
     ]
 
 

@@ -17,7 +17,7 @@ def test_a_sites_file_is_checked(tmp_path):
     with pytest.raises(ConfigError) as caught:
         SiteConfig.load(path)
     assert f"{path}: limits.round: no such key; did you mean 'rounds'?" in str(caught.value)
-    assert f"{path}: name = 'a/b': a name has letters" in str(caught.value)
+    assert f"{path}: name = 'a/b': 'a/b' is not a valid name: use" in str(caught.value)
     path.write_text('federation = "wards"\nname = "a"\n[data]\n[model]\nname = "m"\n')
     assert SiteConfig.load(path).state == str(tmp_path / "state")
     assert json.loads(SiteConfig.load(path).model_dump_json())["limits"]["minimum_cohort"] == 2
@@ -28,23 +28,26 @@ def test_a_sites_file_is_checked(tmp_path):
     [
         (
             "[data]\ntrain = 'own.jsonl'\nmax_length = 9\nlimit = 3\n",
-            r": data: limit is the experiment's to say: a site's \[data\] has train, validation, .*, flip$",
+            r": data: limit is set by the experiment: the keys of .* \[data\] are train, .*, flip$",
         ),
-        ("[data]\ntran = 'own.jsonl'\n", r": data: tran is no key: .*, flip; did you mean 'train'\?"),
+        (
+            "[data]\ntran = 'own.jsonl'\n",
+            r": data: tran is not a known key: .*, flip; did you mean 'train'\?",
+        ),
         (
             "[data]\n[limits]\nmethods = ['feddpo', 'fedpo']\n",
             "limits.methods = .*: no method is called 'fedpo'; did you mean 'feddpo'",
         ),
         (
             "[data]\n[limits]\nexchanges = ['trian']\n",
-            "limits.exchanges = .*: no method has an exchange 'trian'; did you mean 'train'",
+            "limits.exchanges = .*: unknown exchange 'trian'; did you mean 'train'",
         ),
         ("[data]\n[telll]\n", r"site.toml: telll: no such key; did you mean 'tell'\?"),
         (
             "[data]\n[limits]\nmethods = []\n",
-            r"limits.methods = \[\]: an empty list would let nothing in: name one",
+            r"limits.methods = \[\]: an empty list allows nothing: add an entry",
         ),
-        ("[data]\n[limits]\nexchanges = []\n", "limits.exchanges = .* leave the key out for all"),
+        ("[data]\n[limits]\nexchanges = []\n", "limits.exchanges = .* remove the key to allow all"),
     ],
 )
 def test_a_sites_file_has_its_own_part_alone(tmp_path, lines, message):
@@ -58,11 +61,17 @@ def test_a_sites_file_has_its_own_part_alone(tmp_path, lines, message):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("sites = ['a/b']", r"sites = \['a/b'\]: a name has letters"),
-        ("sites = ['a.b']", r"sites = .*: a site's name has no '\.' in NVIDIA FLARE: call 'a\.b' otherwise"),
+        ("sites = ['a/b']", r"sites = \['a/b'\]: 'a/b' is not a valid name: use"),
+        (
+            'sites = ["a.b"]',
+            r"sites = .*: 'a\.b': NVIDIA FLARE does not allow '\.' in a site's name: rename it$",
+        ),
         ("sites = ['a']\nporte = 9", r"porte: no such key; did you mean 'port'\?"),
         *(
-            (f"sites = ['a']\nhub = {hub!r}", "hub = .*: a host name or an IPv4 address alone, e.g. .fed.")
+            (
+                f"sites = ['a']\nhub = {hub!r}",
+                "hub = .*: must be a host name or an IPv4 address without scheme, port or path, e.g. fed",
+            )
             for hub in ("https://localhost:8002", "localhost:8002", "fed.example.org/x", "-a", "a..b", "")
         ),
     ],
@@ -94,7 +103,7 @@ def test_a_file_that_is_not_there_is_no_experiment(tmp_path, load, remedy):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("[data]\n", "data.train: missing"),
+        ("[data]\n", "data.train is missing: set it"),
         (
             "data = { train = { a = 'pairs.jsonl' } }\n",
             "data.train.a = 'pairs.jsonl': no such file or folder",

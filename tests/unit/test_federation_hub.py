@@ -119,8 +119,8 @@ def test_the_hub_says_for_whom_it_waits_and_without_whom_it_begins(tmp_path, mon
     terms = Terms("wards", ("north", "south", "west"), wait=0.3, at_least=2)
     with pytest.raises(FederationError, match="refuses: this is a test"):
         federate(experiment(tmp_path), tmp_path / "run", Slow(), terms, callbacks=[heard], tell=told.append)
-    assert told == ["waiting for south, west, 0.3 seconds in all"]
-    line = "the run starts without west: who comes later takes part in the next run"
+    assert told == ["waiting up to 0.3 seconds for south, west"]
+    line = "the run starts without west: sites that connect later can join the next run"
     assert heard.texts == [line]
     assert f"warning: {line}" in (tmp_path / "run/run.log").read_text()
 
@@ -150,7 +150,9 @@ def test_a_port_that_somebody_has_is_not_shared(host, shared):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(FederationError, match=f"port {port}, .* is in use by .*; end it first") as caught:
+        with pytest.raises(
+            FederationError, match=f"the hub's port {port} is in use by .*: stop it first"
+        ) as caught:
             check_port(host, port, 0.0)
         with socket.create_connection(("127.0.0.1", port)) as caller:
             listener.accept()[0].close()

@@ -9,8 +9,8 @@ from prefed.core import files
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, status_lines
-from prefed.networks.federation.experiment import told_names
-from prefed.networks.federation.federate import told_experiment
+from prefed.networks.federation.experiment import reported_names
+from prefed.networks.federation.federate import experiment_for_sites
 from prefed.networks.federation.messages import FORMAT
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
@@ -50,7 +50,7 @@ def test_runs_in_which_nothing_was_sent_are_a_number(tmp_path):
     assert [line for line in status(tmp_path) if not line.startswith((" ", "site"))] == [
         f"run {RUN}: up to round 2; sent 1 message, 812 B; private states: none",
         "1 request refused",
-        "2 runs in which nothing was sent",
+        "2 runs without any upload",
     ]
 
 
@@ -62,30 +62,30 @@ def test_a_hub_does_not_break_the_status(tmp_path, name):
     assert "refused" in unpack(site.answer(request))[0]
     site.close()
     lines = [*status_lines(site_config(tmp_path, tmp_path, "w0"), 9)]
-    assert lines[-1].endswith("refused: a request without the name of its run")
+    assert lines[-1].endswith("refused: the request does not name its run")
     assert not any("nothing was sent" in line for line in lines)
 
 
 def test_an_administrator_is_told_whom_the_hub_knows_as_whom(tmp_path, monkeypatch):
-    """Two clients of a site that tells no names; the names are those of ``told_names``, the account of noise
-    has the clients' own."""
+    """Two clients of a site that reports pseudonyms, those of ``reported_names``; the ledger of noise has the
+    clients' own names."""
     data = FederatedDataset.without_pairs(dict.fromkeys(["w1", ADA], ClientSizes(8, 0, 2)))
     monkeypatch.setattr(site_module, "own_dataset", lambda *arguments: data)
     config = site_config(tmp_path, tmp_path, "w0", tell={"names": False, "pairs": True})
     site = Site(config)
-    text = told_experiment(experiment(Path("x")))
+    text = experiment_for_sites(experiment(Path("x")))
     request = pack(format=FORMAT, federation="wards", run=RUN, kind="join", experiment=text)
     clients = unpack(site.answer(request))[0]["clients"]
     site.close()
-    made_up = told_names(data, config, site_secret(tmp_path / "site-w0"))
+    made_up = reported_names(data, config, site_secret(tmp_path / "site-w0"))
     assert {*clients} == {*made_up.values()}
     damaged = tmp_path / "site-w0" / "runs" / OTHER
     files.private_folder(damaged)
     (damaged / "order.json").write_text("{")
     lines = [*status_lines(config, 0)]
-    assert [line for line in lines if " is site-w0-" in line] == [
-        f"  ada\\n is {made_up[ADA]} to the hub",
-        f"  w1 is {made_up['w1']} to the hub",
+    assert [line for line in lines if " as site-w0-" in line] == [
+        f"  the hub knows ada\\n as {made_up[ADA]}",
+        f"  the hub knows w1 as {made_up['w1']}",
     ]
 
 
@@ -93,4 +93,4 @@ def test_a_site_that_tells_names_has_none_to_explain(tmp_path):
     folder = tmp_path / "site-w0" / "runs" / RUN
     files.private_folder(folder)
     (folder / "order.json").write_bytes(files.dumps_with_digest({"names": {"w1": "w1"}}))
-    assert not any("to the hub" in line for line in status(tmp_path))
+    assert not any("the hub knows" in line for line in status(tmp_path))

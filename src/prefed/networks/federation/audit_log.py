@@ -1,4 +1,4 @@
-"""The log of all that a site was asked for and sent, on the disk before the answer leaves, and its status."""
+"""The audit log of a site: every request and what was sent, written before the answer leaves."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from prefed.privacy.accountant import AccountantError
 
 
 class SentLog:
-    """A site's log, a file for each month.
+    """The audit log of a site, one file per month.
 
     Args:
-        folder: only for its owner.
+        folder: created with access for its owner only.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,18 +32,18 @@ class SentLog:
         files.private_folder(folder)
 
     def add(self, what: str, **fields: Any) -> None:
-        """Write a line; fields that are empty are left out."""
+        """Append an entry. Empty fields are left out."""
         now = datetime.now(UTC)
         entry = {"time": now.isoformat(timespec="seconds"), "what": what}
         entry |= {name: value for name, value in fields.items() if value not in (None, "", 0, {}, [])}
-        # Half of a surrogate pair, which the hub may send, is written as JSON's own escape.
+        # The hub may send lone surrogates: they are written as JSON escapes.
         line = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         path = self._folder / f"{now:%Y-%m}.jsonl"
-        # On a full disk a line may have been cut off: the next one begins after it.
+        # A line may have been cut off on a full disk: the next entry starts a new one.
         files.append(path, line if _is_whole(path) else b"\n" + line, mode=0o600)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """All entries, from the first. A line that was cut off is left out."""
+        """Yield all entries, oldest first. Truncated lines are skipped."""
         for path in sorted(self._folder.glob("*.jsonl")):
             for line in path.read_bytes().splitlines():
                 try:
@@ -53,7 +53,7 @@ class SentLog:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is absent, empty, or ends with a line's end."""
+    """Return whether a file is missing, empty or ends with a newline."""
     if not path.exists() or not path.stat().st_size:
         return True
     with path.open("rb") as stream:
@@ -62,7 +62,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def contents(kind: str, message: bytes) -> dict[str, Any]:
-    """What a message to the hub holds, for the log: the numbers in it, and how many are in tensors."""
+    """Summarise a message to the hub for the log: its scalars, and the size of each group of tensors."""
     if not message:
         return {}
     if kind == "evaluate":
@@ -75,7 +75,7 @@ def contents(kind: str, message: bytes) -> dict[str, Any]:
 
 
 def line_of(entry: dict[str, Any]) -> str:
-    """An entry for a person.
+    """Format an entry as one line.
 
     >>> line_of({"time": "2026-11-22T10:40:12+00:00", "what": "train", "run": "3fa9b2c4d5e6f708", "round": 3,
     ...          "client": "ward-7", "bytes": 1290240, "tensors": {"model": 321000}, "weight": 41.0})
@@ -85,47 +85,47 @@ def line_of(entry: dict[str, Any]) -> str:
     words += [f"run {entry['run'][:8]}"] if "run" in entry else []
     words += [f"round {entry['round']}"] if "round" in entry else []
     words += [entry["what"], *([entry["client"]] if "client" in entry else [])]
-    told = [f"{name} {count:,} numbers" for name, count in entry.get("tensors", {}).items()]
-    told += [f"weight {entry['weight']:g}"] if "weight" in entry else []
-    figures = {**entry.get("scalars", {}), **entry.get("figures", {})}
-    told += [f"{name} {value:.4g}" for name, value in figures.items()]
-    told += [
-        f"{key}: {entry[key]}" for key in ("refused", "withheld", "failed", "told", "noted") if key in entry
-    ]
+    details = [f"{name} {count:,} numbers" for name, count in entry.get("tensors", {}).items()]
+    details += [f"weight {entry['weight']:g}"] if "weight" in entry else []
+    metrics = {**entry.get("scalars", {}), **entry.get("figures", {})}
+    details += [f"{name} {value:.4g}" for name, value in metrics.items()]
+    labels = {"refused": "refused", "withheld": "withheld", "failed": "failed"}
+    labels |= {"told": "reported", "noted": "note"}
+    details += [f"{label}: {entry[key]}" for key, label in labels.items() if key in entry]
     if "bytes" in entry:
         words.append(size(entry["bytes"]))
-    return printable("  ".join(words) + (f": {', '.join(told)}" if told else ""))
+    return printable("  ".join(words) + (f": {', '.join(details)}" if details else ""))
 
 
 def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
-    """The site's limits, its runs, and the last entries of its log.
+    """Lines that describe the site's limits, its runs and the last entries of its log.
 
     Args:
-        last: so many entries.
+        last: number of entries.
     """
     limits, tell = config.limits, config.tell
     yield f"site {config.name} of {config.federation}, state in {config.state}"
     methods, exchanges = (", ".join(names or ["all"]) for names in (limits.methods, limits.exchanges))
     yield f"  methods: {methods}; exchanges: {exchanges}"
     yield (
-        f"  rounds: {limits.rounds} at most; cohort: {limits.minimum_cohort} at least; minimum_pairs: "
-        f"{limits.minimum_pairs} at least; evaluation: {'yes' if limits.evaluate else 'no'}"
+        f"  rounds: at most {limits.rounds}; cohort: at least {limits.minimum_cohort}; minimum_pairs: "
+        f"at least {limits.minimum_pairs}; evaluation: {'yes' if limits.evaluate else 'no'}"
     )
     asked = [f"[privacy] kind {limits.privacy}"] if limits.privacy else []
-    asked += [f"noise_multiplier {limits.noise_multiplier:g} at least"] if limits.noise_multiplier else []
-    asked += [f"epsilon {limits.epsilon:g} at most at delta {limits.delta:g}"] if limits.epsilon else []
-    yield f"  noise: {', '.join(asked) or 'any, or none'}"
+    asked += [f"noise_multiplier at least {limits.noise_multiplier:g}"] if limits.noise_multiplier else []
+    asked += [f"epsilon at most {limits.epsilon:g} at delta {limits.delta:g}"] if limits.epsilon else []
+    yield f"  noise: {', '.join(asked) or 'optional'}"
     yield from _spent(config)
     if tell.pairs:
-        yield f"  the hub gets {'names' if tell.names else 'made-up names'} and numbers of pairs"
+        yield f"  reported to the hub: {'names' if tell.names else 'pseudonyms'} and pair counts"
     else:
-        yield "  [tell] pairs = false: this site takes part in no run"
-    yield from (f"  {own} is {told} to the hub" for own, told in sorted(_made_up(config)))
+        yield "  [tell] pairs = false: this site joins no run"
+    yield from (f"  the hub knows {own} as {reported}" for own, reported in sorted(_pseudonyms(config)))
     entries = list(SentLog(Path(config.state) / "log").entries())
     messages, sent, rounds = Counter[str](), Counter[str](), dict[str, int]()
     for entry in entries:
         run = entry.get("run")
-        # What is refused may name anything as its run.
+        # A refused request may contain anything as the name of its run.
         if not (isinstance(run, str) and is_run(run)):
             continue
         messages[run] += "bytes" in entry
@@ -147,22 +147,22 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     if refused := sum("refused" in entry for entry in entries):
         yield f"{pluralize(refused, 'request', 'requests')} refused"
     if idle:
-        yield f"{pluralize(idle, 'run', 'runs')} in which nothing was sent"
+        yield f"{pluralize(idle, 'run', 'runs')} without any upload"
     yield from (line_of(entry) for entry in entries[len(entries) - last :] if last)
 
 
-def _made_up(config: SiteConfig) -> set[tuple[str, str]]:
-    """Each client's own name with the one that this site made up for it, of all runs that it knows."""
+def _pseudonyms(config: SiteConfig) -> set[tuple[str, str]]:
+    """Pairs of a client's name and its pseudonym at the hub, over all runs."""
     found = set[tuple[str, str]]()
     for path in (Path(config.state) / "runs").glob("*/order.json"):
         with suppress(files.DamagedError):
             names = files.loads_with_digest(path.read_bytes()).get("names", {})
-            found |= {(printable(own), told) for own, told in names.items() if own != told}
+            found |= {(printable(own), reported) for own, reported in names.items() if own != reported}
     return found
 
 
 def _spent(config: SiteConfig) -> Iterator[str]:
-    """What each client has given away under local noise, in all runs."""
+    """The privacy loss of each client under local noise, over all runs."""
     delta = config.limits.delta
     for client, spent in sorted(Releases(Path(config.state)).spent().items()):
         name = printable(client)

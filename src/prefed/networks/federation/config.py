@@ -1,4 +1,4 @@
-"""What a site's administrator decides: ``site.toml``."""
+"""``site.toml``: the settings of a site."""
 
 from __future__ import annotations
 
@@ -18,93 +18,87 @@ from prefed.data.config import DataConfig
 from prefed.data.sources.huggingface import looks_like_hub_name
 
 OWN_DATA = ("train", "validation", "test", "partition", "format", "columns", "encoding", "flip")
-"""Keys of ``[data]`` that are a site's own business: the experiment's are not read there."""
-
+"""Keys of ``[data]`` that a site sets. The experiment's values of these keys are ignored there."""
 
 EXCHANGES = ("train", "score")
-"""Names of all exchanges that a method has."""
+"""Names of the exchanges of all methods."""
 
 
 def check_name(value: str) -> str:
-    """A federation's or a site's name, which becomes the name of folders and certificates.
+    """Check the name of a federation or a site, which is also used for folders and certificates.
 
     Raises:
-        ValueError: it has other characters than letters, digits, ``.``, ``_`` and ``-``.
+        ValueError: the name is too long or has characters other than letters, digits, ``.``, ``_`` and ``-``.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", value):
-        raise ValueError("a name has letters, digits, '.', '_' and '-', 63 characters at most")
+        raise ValueError(
+            f"{value!r} is not a valid name: use at most 63 letters, digits, '.', '_' and '-', starting with "
+            "a letter or digit"
+        )
     return value
 
 
 class SiteModel(StrictModel):
-    """Where this site has the model that the experiment names."""
+    """``[model]``: the site's copy of the models that the experiment uses."""
 
-    name: str = Field(min_length=1, description="folder or hub name of the base model, as on this machine")
-    revision: str | None = Field(None, description="hub revision of it; the experiment's is not read")
-    device: str | None = Field(None, description="as [model] device; left out: as the experiment says")
-    reward_model: str | None = Field(
-        None, description="folder of the model that scores responses, for offline PPO"
-    )
+    name: str = Field(min_length=1, description="folder or hub name of the base model on this machine")
+    revision: str | None = Field(None, description="hub revision; the experiment's is ignored")
+    device: str | None = Field(None, description="device; default: that of the experiment")
+    reward_model: str | None = Field(None, description="folder of the reward model, for offline PPO")
 
 
 class Tell(StrictModel):
-    """What the hub and the other sites learn about this site's clients."""
+    """``[tell]``: what the hub and the other sites learn about this site's clients."""
 
-    names: bool = Field(True, description="clients' names; false: names that this site makes up")
+    names: bool = Field(True, description="report clients' names; false: report pseudonyms")
     pairs: bool = Field(
         False,
-        description="how many pairs each client has; a merge weighs by it, so without it the site stays out",
+        description="report each client's number of pairs, which weights the merge; required to join a run",
     )
 
 
 class Limits(StrictModel):
-    """What the hub may ask for. Anything else is refused, and the refusal is logged."""
+    """``[limits]``: what the hub may request. Other requests are refused and logged."""
 
-    methods: list[str] | None = Field(None, description="methods that may run, by name; left out: all")
-    exchanges: list[str] | None = Field(None, description="exchanges that may be asked for; left out: all")
-    rounds: int = Field(1000, ge=1, description="rounds that a run may have")
+    methods: list[str] | None = Field(None, description="allowed methods; default: all")
+    exchanges: list[str] | None = Field(None, description="allowed exchanges; default: all")
+    rounds: int = Field(1000, ge=1, description="maximum number of rounds of a run")
     threads: int | None = Field(
         None,
         ge=1,
-        description="threads that a run may ask for, where this file has none of its own; left out: as many "
-        "as the machine has cores",
+        description="maximum number of threads that a run may request, unless this file sets `threads`; "
+        "default: the number of cores",
     )
-    max_length: int = Field(4096, ge=2, description="[data] max_length that a run may have")
-    max_tokens: int = Field(
-        65536, ge=1, description="[engine] max_tokens that a run may have: tokens of one forward pass"
-    )
-    rank: int = Field(256, ge=1, description="[model.lora] rank that a run may have")
-    minimum_cohort: int = Field(2, ge=1, description="clients that a round must have, of all sites together")
-    minimum_pairs: int = Field(0, ge=0, description="[privacy] minimum_pairs that a run must have at least")
+    max_length: int = Field(4096, ge=2, description="maximum [data] max_length")
+    max_tokens: int = Field(65536, ge=1, description="maximum [engine] max_tokens: tokens per forward pass")
+    rank: int = Field(256, ge=1, description="maximum [model.lora] rank")
+    minimum_cohort: int = Field(2, ge=1, description="minimum number of clients per round, over all sites")
+    minimum_pairs: int = Field(0, ge=0, description="minimum [privacy] minimum_pairs")
     privacy: Literal["central", "local"] | None = Field(
         None,
-        description="noise that a run must have: local, added at this site; central, the hub's or this "
-        "site's; left out: none",
+        description="required noise: local (added at this site) or central (added at the hub or at this "
+        "site); default: none required",
     )
-    noise_multiplier: float = Field(
-        0, ge=0, description="[privacy] noise_multiplier that a run must have at least"
-    )
+    noise_multiplier: float = Field(0, ge=0, description="minimum [privacy] noise_multiplier")
     epsilon: float | None = Field(
         None,
         gt=0,
-        description="what a client may spend in all runs together, by this site's own account; a run must "
-        "have local noise then, and a visit that would spend more is refused; left out: any",
+        description="privacy budget of each client over all runs, by this site's accounting; requires local "
+        "noise, and visits that would exceed it are refused; default: unlimited",
     )
     delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is reported")
     evaluate: bool = Field(
         True,
-        description="metrics over held-out pairs may be asked for; a run needs a site that allows it",
+        description="allow metrics over held-out pairs; a run needs at least one site that allows them",
     )
-    message_mb: int = Field(4096, ge=1, description="MiB of the longest message that is read")
-    visit_seconds: float = Field(
-        0, ge=0, description="seconds that a visit may take before its process is ended; 0: any time"
-    )
+    message_mb: int = Field(4096, ge=1, description="maximum length of a message in MiB")
+    visit_seconds: float = Field(0, ge=0, description="time limit of a visit in seconds; 0: no limit")
 
     @field_validator("methods", "exchanges")
     @classmethod
     def _some(cls, value: list[str] | None) -> list[str] | None:
         if value == []:
-            raise ValueError("an empty list would let nothing in: name one, or leave the key out for all")
+            raise ValueError("an empty list allows nothing: add an entry, or remove the key to allow all")
         return value
 
     @field_validator("methods")
@@ -120,34 +114,32 @@ class Limits(StrictModel):
         for name in value or []:
             if name not in EXCHANGES:
                 near = did_you_mean(name, EXCHANGES)
-                raise ValueError(
-                    f"no method has an exchange {name!r}{near} (exchanges: {', '.join(EXCHANGES)})"
-                )
+                raise ValueError(f"unknown exchange {name!r}{near} (exchanges: {', '.join(EXCHANGES)})")
         return value
 
 
 class SiteConfig(StrictModel):
-    """A site of a federation."""
+    """The settings of a site."""
 
-    federation: str = Field(min_length=1, description="the federation's name, as in its project file")
-    name: str = Field(min_length=1, description="the site's name, as in the project file")
-    kit: str = Field("kit", description="the folder of the site's kit, from `prefed federation init`")
-    state: str = Field("state", description="the folder of private states, tokens and the log")
+    federation: str = Field(description="the federation's name in its project file")
+    name: str = Field(description="the site's name in the project file")
+    kit: str = Field("kit", description="folder of the site's kit, from `prefed federation init`")
+    state: str = Field("state", description="folder of private states, tokens and the audit log")
     data: dict[str, Any] = Field(
-        description=f"the site's own pairs: of an experiment's [data] {', '.join(OWN_DATA)}"
+        description=f"the site's pairs; keys of an experiment's [data]: {', '.join(OWN_DATA)}"
     )
-    model: SiteModel = Field(description="where this site has the base model")
+    model: SiteModel = Field(description="the site's copy of the models")
     tell: Tell = Field(default_factory=lambda: Tell(), description="what the hub learns about clients")
-    limits: Limits = Field(default_factory=lambda: Limits(), description="what the hub may ask for")
+    limits: Limits = Field(default_factory=lambda: Limits(), description="what the hub may request")
     threads: int | None = Field(
-        None, ge=1, description="threads of the process that trains; left out: as the experiment says"
+        None, ge=1, description="threads of the training process; default: as in the experiment"
     )
 
     _where: str = PrivateAttr("site.toml")
 
     @property
     def where(self) -> str:
-        """The file that this was read from, for messages."""
+        """The path of this file, for error messages."""
         return self._where
 
     @field_validator("name", "federation")
@@ -159,19 +151,20 @@ class SiteConfig(StrictModel):
     @classmethod
     def _own(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in sorted(set(value) - set(OWN_DATA)):
-            why = "is the experiment's to say" if name in DataConfig.model_fields else "is no key"
-            near = did_you_mean(name, OWN_DATA) if why == "is no key" else ""
-            raise ValueError(f"{name} {why}: a site's [data] has {', '.join(OWN_DATA)}{near}")
+            known = name in DataConfig.model_fields
+            why = "is set by the experiment" if known else "is not a known key"
+            near = "" if known else did_you_mean(name, OWN_DATA)
+            raise ValueError(f"{name} {why}: the keys of a site's [data] are {', '.join(OWN_DATA)}{near}")
         return value
 
     @classmethod
     def load(cls, path: Path) -> SiteConfig:
-        """Read a site's file. Paths in it start at its folder.
+        """Read ``site.toml``. Relative paths start at its folder.
 
         Raises:
-            ConfigError: it cannot be read, or names a key or a value that is not allowed.
+            ConfigError: the file cannot be read, or a key or value is invalid.
         """
-        tables = read_toml(path, "`prefed federation init PROJECT` makes one for each site")
+        tables = read_toml(path, "`prefed federation init PROJECT` creates one for each site")
         make_absolute(tables, (path.parent,))
         model = tables.get("model")
         if isinstance(model, dict):
@@ -187,20 +180,18 @@ class SiteConfig(StrictModel):
 
 
 def check_places(config: SiteConfig) -> None:
-    """Refuse data and models that can only be meant as paths and are not there.
-
-    A name that the Hugging Face hub may have is left to the run that needs it.
+    """Check that the paths of data and models exist. Possible names on the Hugging Face hub are not checked.
 
     Raises:
-        ConfigError: one is not there, or the file names no data.
+        ConfigError: a path does not exist, or ``data.train`` is missing.
     """
     if "train" not in config.data:
-        raise ConfigError(f"{config.where}: data.train: missing; name this site's own pairs")
+        raise ConfigError(f"{config.where}: data.train is missing: set it to this site's pairs")
     for key, source in _sources(config.data):
         if not (Path(source).expanduser().exists() or looks_like_hub_name(source)):
             raise ConfigError(
-                f"{config.where}: {key} = {source!r}: no such file or folder; put this site's pairs "
-                "there, or name the file that has them"
+                f"{config.where}: {key} = {source!r}: no such file or folder: put this site's pairs there "
+                "or correct the path"
             )
     for key in ("name", "reward_model"):
         model = getattr(config.model, key)
@@ -208,13 +199,13 @@ def check_places(config: SiteConfig) -> None:
             continue
         if model[:1] in ("/", ".", "~") or model.count("/") > 1:
             raise ConfigError(
-                f"{config.where}: model.{key} = {model!r}: no such folder; put the model there that the hub "
-                "names to you, or name its folder"
+                f"{config.where}: model.{key} = {model!r}: no such folder: put the federation's model there "
+                "or correct the path"
             )
 
 
 def _sources(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each source of ``[data]`` that is a text, with its key."""
+    """Yield each source path of ``[data]`` with its key."""
     waiting = [(f"data.{role}", data[role]) for role in ("train", "validation", "test") if role in data]
     for key, value in waiting:
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A federation's experiment: as the hub loads it, and as a site completes it with its data and model."""
+"""The experiment of a federation: how the hub loads it and how a site adds its own data and model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from prefed.networks.federation.config import OWN_DATA, SiteConfig
 from prefed.runs.build import assemble_job, build_data, build_trainers
 
 HELD = "held by the sites"
-"""The source of an experiment whose file names none."""
+"""The data source of an experiment that names none."""
 
 
 def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Experiment:
-    """Read an experiment file in which ``[data]`` may lack sources and a partition: the sites have them.
+    """Read an experiment file. Its ``[data]`` may omit sources and partition, which the sites set.
 
     Raises:
         ConfigError: as :meth:`prefed.Experiment.load`.
@@ -35,7 +35,7 @@ def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Ex
     origins = override(tables, overrides, file.parent)
     data = tables.setdefault("data", {})
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: data is no table")
+        raise ConfigError(f"{file}: data must be a table")
     if "train" not in data:
         data["train"] = HELD
         data.setdefault("partition", {"by": "iid", "clients": 1})
@@ -43,31 +43,29 @@ def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Ex
 
 
 def with_real_clients(experiment: Experiment) -> Experiment:
-    """The experiment where clients are real: if it has noise, that is the operating system's.
+    """The experiment for real clients: privacy noise comes from the operating system, not from the seed.
 
     Raises:
-        ConfigError: it takes the seed for a secret, which hub and sites know, or has clients send what only
-            a simulation may.
+        ConfigError: a setting relies on a secret seed, or makes clients send more than is private.
     """
     if getattr(experiment.method.settings, "posterior_noise", 0):
         raise ConfigError(
-            "[method] posterior_noise is drawn from the seed, which hub and sites know, so it hides nothing: "
-            "remove it; [privacy] kind = 'local' covers posteriors too"
+            "[method] posterior_noise is drawn from the seed, which hub and sites know, so it protects "
+            "nothing: use [privacy] kind = 'local' instead, which also covers posteriors"
         )
     if getattr(experiment.method.settings, "trust_start", "uniform") == "sizes":
         raise ConfigError(
-            "[method] trust_start = 'sizes' needs all clients' numbers of pairs, which a site does not have: "
-            "remove it"
+            "[method] trust_start = 'sizes' needs the number of pairs of all clients, which a site does not "
+            "know: remove it"
         )
     if experiment.evaluate.diagnose is not None:
         raise ConfigError(
-            "[evaluate] diagnose has clients send gradients over a few of their pairs, which is for "
+            "[evaluate] diagnose makes clients send gradients of a few pairs, so it is only for "
             "simulations: remove it"
         )
     if experiment.privacy.secret_cohorts:
         raise ConfigError(
-            "[privacy] secret_cohorts: every site sees models and knows the seed, from which cohorts are "
-            "drawn: remove it"
+            "[privacy] secret_cohorts: cohorts are drawn from the seed, which every site knows: remove it"
         )
     try:
         return experiment.model_copy(update={"privacy": experiment.privacy.federated()})
@@ -79,17 +77,18 @@ WHERE = "the hub's experiment with this site's data and model"
 
 
 def own_experiment(text: str, config: SiteConfig) -> Experiment:
-    """The hub's experiment, with this site's data, model and threads.
+    """The hub's experiment with this site's data, model and threads.
 
-    Nothing that the hub names is read from this machine's disk, and no model of its choice is loaded.
+    No path and no model that the hub names is read on this machine.
 
     Raises:
-        ConfigError: together they are no valid experiment, or the hub asks for what a federation has not.
+        ConfigError: the result is not a valid experiment, or the hub uses a table that a federation does not
+            support.
     """
     tables = parse_toml(text, "the hub's experiment")
     for table in ("fleet", "graph", "align", "stop"):
         if table in tables:
-            raise ConfigError(f"[{table}] is not for a federation: remove it")
+            raise ConfigError(f"[{table}] is not available in a federation: remove it")
     data = {key: value for key, value in _table(tables, "data").items() if key not in OWN_DATA}
     model = {**_table(tables, "model"), "name": config.model.name}
     if config.model.device is not None:
@@ -101,7 +100,7 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     method.pop("reward_model", None)
     if method.get("objective") == "ppo":
         if config.model.reward_model is None:
-            raise ConfigError("ppo needs a reward model: name it in this site's [model] reward_model")
+            raise ConfigError("ppo needs a reward model: set reward_model in this site's [model]")
         method["reward_model"] = config.model.reward_model
     engine = {**_table(tables, "engine"), "name": "local", "workers": 0}
     engine.pop("ray", None)
@@ -111,8 +110,8 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     return with_real_clients(Experiment.from_tables({**tables, **own}, WHERE))
 
 
-def begun_experiment(order: Mapping[str, Any], config: SiteConfig) -> Experiment:
-    """The experiment of a run that has started, as the site keeps it: it names the clients that never train.
+def started_experiment(order: Mapping[str, Any], config: SiteConfig) -> Experiment:
+    """The site's experiment for a started run, including which clients never train.
 
     Raises:
         ConfigError: as :func:`own_experiment`.
@@ -125,24 +124,24 @@ def begun_experiment(order: Mapping[str, Any], config: SiteConfig) -> Experiment
 def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = tables.get(name, {})
     if not isinstance(table, dict):
-        raise ConfigError(f"the hub's experiment: {name} is no table")
+        raise ConfigError(f"the hub's experiment: {name} must be a table")
     return dict(table)
 
 
 def own_dataset(experiment: Experiment, folder: Path) -> FederatedDataset:
-    """The site's pairs as tokens, in a folder that keeps them for the next run too."""
+    """The tokenised pairs of the site, cached in ``folder`` for later runs."""
     files.private_folder(folder)
     try:
         return build_data(experiment, folder / "data")
     except DataMismatchError as error:
-        # Another run's settings, or other data: each run checks the fingerprint that it started with.
+        # The cache is of other settings or data. Each run checks the fingerprint that it started with.
         name = error.inputs
     files.private_folder(folder / name)
     return build_data(experiment, folder / name / "data")
 
 
-def told_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes) -> dict[str, str]:
-    """Each client's own name → the name that the hub knows it by."""
+def reported_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes) -> dict[str, str]:
+    """Client → the name reported to the hub, which is a pseudonym under ``[tell] names = false``."""
     if config.tell.names:
         return {name: name for name in dataset.clients}
     return {
@@ -154,29 +153,30 @@ def told_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes) -> 
 def member_dataset(
     dataset: FederatedDataset, names: Mapping[str, str], members: Sequence[str], least: int
 ) -> FederatedDataset:
-    """``dataset`` under the names that the hub knows, among the names of all members of the federation.
+    """The site's dataset with the reported names, plus the names of all other members of the federation.
 
-    How many pairs the others have is nobody's business: each counts as one that trains, and has as many pairs
-    to be evaluated on as a figure needs.
+    Sizes of other sites' clients are unknown: they get one training pair and enough held-out pairs to be
+    evaluated.
 
     Args:
+        names: client → the name reported to the hub.
         least: ``[privacy] minimum_pairs``.
     """
     some = max(1, least)
-    clients = {told: replace(dataset.clients[name], id=told) for name, told in names.items()}
-    own = {told: dataset.sizes[name] for name, told in names.items()}
-    strangers = {name: ClientSizes(1, some, some) for name in members}
-    return replace(dataset, clients=clients, sizes={**strangers, **own})
+    clients = {reported: replace(dataset.clients[name], id=reported) for name, reported in names.items()}
+    own = {reported: dataset.sizes[name] for name, reported in names.items()}
+    others = {name: ClientSizes(1, some, some) for name in members}
+    return replace(dataset, clients=clients, sizes={**others, **own})
 
 
 def site_factory(
     experiment: Experiment, folder: Path, names: Mapping[str, str], members: Sequence[str]
 ) -> JobFactory:
-    """How the process that trains builds a site's job.
+    """The factory with which the training process builds a site's job.
 
     Args:
-        folder: of the site's tokens.
-        names: from :func:`told_names`.
+        folder: cache of the site's tokens.
+        names: from :func:`reported_names`.
         members: all clients of the federation.
     """
     order = {
@@ -189,7 +189,7 @@ def site_factory(
 
 
 def build_site_job(arguments: str) -> Job:
-    """Build a site's job, in the process that trains; see :func:`site_factory`."""
+    """Build a site's job in the training process; see :func:`site_factory`."""
     from prefed.models.quiet_libraries import silence_transformers
 
     silence_transformers()

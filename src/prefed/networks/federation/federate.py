@@ -1,4 +1,4 @@
-"""A run over a federation's sites, from its experiment to a finished run directory."""
+"""A run over the sites of a federation, from the experiment to a finished run directory."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ from prefed.store import RunWriter
 T = TypeVar("T")
 FILE = "federation.json"
 PREPARE = 3600.0
-"""Seconds in which a site must have read its data, or loaded its model."""
+"""Seconds in which a site must read its data or load its model."""
 QUIET = 3.0
-"""Seconds for which the hub waits for its sites before it says for whom."""
+"""Seconds after which the hub prints which sites it is waiting for."""
 PAUSE = 0.5
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How a hub runs a federation.
+    """Settings of a hub.
 
     Attributes:
-        federation: its name.
-        sites: that take part.
-        wait: seconds to wait for all of them at the start of a run.
-        at_least: so many are enough to begin, once ``wait`` is over; to go on, one is.
-        visit: seconds that one visit or evaluation may take before its site counts as away.
-        most_clients: that one site may say it has.
-        most_pairs: that a site may say one client has.
+        federation: the federation's name.
+        sites: names of the participating sites.
+        wait: seconds to wait for all sites at the start of a run.
+        at_least: number of sites that suffices to start a run after ``wait`` seconds (default: all). One
+            suffices to resume.
+        visit: seconds that one visit or evaluation may take.
+        most_clients: maximum number of clients that a site may report.
+        most_pairs: maximum number of pairs that a site may report for a client.
     """
 
     federation: str
@@ -74,22 +75,22 @@ def federate(
     page: Callable[[Path], str] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Summary:
-    """Run an experiment over the sites of a federation, to its end.
+    """Run an experiment over the sites of a federation.
 
-    The run directory is that of :func:`prefed.run`, without a private state: ``checkpoint/clients`` holds
-    receipts of the states, which lie at the sites.
+    The run directory is that of :func:`prefed.run`, except that ``checkpoint/clients`` contains receipts
+    instead of private states, which stay at the sites.
 
     Args:
-        page: as :func:`prefed.run` takes it.
-        tell: is given a line for each site before round 1: how many clients and pairs it says it has.
+        page: see :func:`prefed.run`.
+        tell: called with lines to print, e.g. how many clients and pairs each site reports.
 
     Returns:
-        What ``summary.json`` holds.
+        The contents of ``summary.json``.
 
     Raises:
-        FederationError: too few sites come, one refuses the run or reports more clients or pairs than it
-            may, or two have a client of one name.
-        ConfigError, StoreError, OSError, ModelError, RoundError: as :func:`prefed.run`.
+        FederationError: too few sites connect, a site refuses the run or reports too many clients or pairs,
+            or two sites have a client of the same name.
+        ConfigError, StoreError, OSError, ModelError, RoundError: see :func:`prefed.run`.
     """
     _check(experiment)
     experiment = with_real_clients(experiment)
@@ -102,16 +103,17 @@ def federate(
 
 
 def _check(experiment: Experiment) -> None:
-    """Refuse what a federation has not."""
-    if experiment.whole_graph is not None or experiment.fleet is not None:
-        table = "graph" if experiment.whole_graph is not None else "fleet"
-        raise ConfigError(f"[{table}]: a federation has a server and no virtual clock: remove it")
+    """Reject settings that a federation does not support."""
+    if experiment.whole_graph is not None:
+        raise ConfigError("[graph] and decdpo are for runs without a server: a federation needs a server")
+    if experiment.fleet is not None:
+        raise ConfigError("[fleet] simulates devices, and a federation has real ones: remove it")
     if experiment.align is not None:
-        raise ConfigError("[align]: remove it, and run `prefed align` on the finished run")
+        raise ConfigError("[align] is not available in a federation: run `prefed align` on the finished run")
     if experiment.stop is not None:
-        raise ConfigError("[stop]: a federation keeps only its last round: remove it")
+        raise ConfigError("[stop] needs earlier rounds, and a federation stores only the last one: remove it")
     if experiment.method.name == "centralized":
-        raise ConfigError("centralized pools all pairs in one place: take another method")
+        raise ConfigError("centralized pools all pairs in one place: choose another method")
 
 
 def _run(
@@ -125,22 +127,22 @@ def _run(
 ) -> Summary:
     run = known["run"] if known else secrets.token_hex(8)
     sites = Sites(transport, terms.federation, run, PREPARE)
-    text = told_experiment(experiment)
+    text = experiment_for_sites(experiment)
     wanted = tuple(known["sites"]) if known else terms.sites
     if set(terms.sites) != set(wanted):
         callback.on_warning(
-            f"the run continues with the sites that it started with, {', '.join(wanted)}: others need a "
-            "new run, with another --out"
+            f"the run continues with the sites it started with ({', '.join(wanted)}): to change them, start "
+            "a new run with another --out"
         )
     present = _gather(sites, wanted, terms, tell, resumed=known is not None)
     if absent := ", ".join(sorted(set(wanted) - set(present))):
         callback.on_warning(
-            f"the run continues without {absent} until it is back"
+            f"the run continues without {absent} until it returns"
             if known
-            else f"the run starts without {absent}: who comes later takes part in the next run"
+            else f"the run starts without {absent}: sites that connect later can join the next run"
         )
     answers = _each(present, lambda site: sites.join(site, text))
-    clients = told_clients(known, answers, terms.most_clients, terms.most_pairs)
+    clients = check_clients(known, answers, terms.most_clients, terms.most_pairs)
     for site in present:
         compare_versions(site, answers[site].versions, callback.on_warning)
     for line in claim_lines(clients):
@@ -150,14 +152,14 @@ def _run(
     dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
     job = assemble_job(experiment, build_trainers(experiment, dataset, None))
     warn_of_like_selectors(experiment, job)
-    # A resumed run must have the same sites and clients.
+    # A resumed run must have the same sites, clients and pair counts.
     roster = files.digest(json.dumps(clients, sort_keys=True).encode())
     commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster})
     announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]
     _each(present, lambda site: sites.start(site, members, unseen, model))
-    # From here on sites may be asked for visits: what they keep and have sent belongs to this run.
+    # Written before the first visit, because sites store states and answers under this run's name.
     about = {"federation": terms.federation, "run": run, "sites": clients}
     files.write(writer.path / FILE, json.dumps(about, indent=1).encode())
     sites.most = partial(longest_answer, job)
@@ -176,7 +178,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _Rounds(ServerRounds):
-    """Rounds without the clients of sites that are set aside."""
+    """Rounds that leave out the clients of suspended sites."""
 
     backend: FederationBackend
 
@@ -184,8 +186,8 @@ class _Rounds(ServerRounds):
         return super().aside() | self.backend.set_aside()
 
 
-def told_experiment(experiment: Experiment) -> str:
-    """What sites are sent of an experiment: no path of this machine's data or model."""
+def experiment_for_sites(experiment: Experiment) -> str:
+    """The experiment as TOML for the sites, without the paths of the hub's data and models."""
     tables = parse_toml(to_toml(experiment), "the experiment")
     tables["data"] |= {"train": HELD, "partition": {"by": "iid", "clients": 1}}
     for key in ("validation", "test"):
@@ -199,116 +201,116 @@ def told_experiment(experiment: Experiment) -> str:
     return tomli_w.dumps(tables)
 
 
-def told_clients(
+def check_clients(
     known: Mapping[str, Any] | None, answers: Mapping[str, Joined], most_clients: int, most_pairs: int
 ) -> dict[str, dict[str, list[int]]]:
-    """Site → its clients, each with its numbers of pairs.
+    """Check the clients that the sites report: site → client → pair counts.
 
-    Nobody but the site knows whether they are true. A merge weighs by them, so they are bounded.
+    The hub cannot verify pair counts, which weight the merge, so they are bounded.
 
     Args:
-        known: what ``federation.json`` holds, for a run that continues.
-        answers: site → its answer when it was sent the experiment.
-        most_clients: of one site.
-        most_pairs: of one client.
+        known: contents of ``federation.json`` if the run is resumed.
+        answers: site → its answer to the experiment.
+        most_clients: maximum per site.
+        most_pairs: maximum per client.
 
     Raises:
-        FederationError: a site has more than it may, two sites have a client of one name, or a site's clients
-            are others than at the start.
+        FederationError: a site reports too many clients or pairs, two sites have a client of the same name,
+            or a site's clients changed since the run started.
     """
     clients, homes = {site: answer.clients for site, answer in answers.items()}, dict[str, str]()
-    for site, told in clients.items():
-        if len(told) > most_clients:
+    for site, reported in clients.items():
+        if len(reported) > most_clients:
             raise FederationError(
-                f"site {site!r} reports {len(told):,} clients, and --most-clients = {most_clients:,}: raise "
-                "it if that is right"
+                f"site {site!r} reports {len(reported):,} clients, more than --most-clients = "
+                f"{most_clients:,}: if the number is correct, increase --most-clients"
             )
-        for client, counts in told.items():
+        for client, counts in reported.items():
             if max(counts) > most_pairs:
                 raise FederationError(
-                    f"site {site!r} reports more pairs of {client!r} than --most-pairs = {most_pairs:,}: "
-                    "raise it if that is right"
+                    f"site {site!r} reports more pairs for client {client!r} than --most-pairs = "
+                    f"{most_pairs:,}: if the number is correct, increase --most-pairs"
                 )
             if known is None and client in homes:
                 raise FederationError(
                     f"sites {homes[client]!r} and {site!r} both have a client {client!r}: rename it at one "
-                    "of them, or set [tell] names = false"
+                    "site, or set [tell] names = false"
                 )
             homes[client] = site
-        if known is not None and told != known["sites"][site]:
-            raise FederationError(f"the clients of site {site!r} changed since the run started")
+        if known is not None and reported != known["sites"][site]:
+            raise FederationError(
+                f"the clients of site {site!r} changed since the run started: restore the site's data, or "
+                "start a new run"
+            )
     return clients if known is None else dict(known["sites"])
 
 
 def claim_lines(clients: Mapping[str, Mapping[str, list[int]]]) -> list[str]:
-    """What each site claims, and its weight in a merge by pairs, for a person.
+    """Each site's reported clients, training pairs and share of all pairs, as lines to print.
 
     >>> for line in claim_lines({"north": {"ada": [30, 0, 4]}, "south": {"ben": [5, 0, 1], "cy": [5, 0, 1]}}):
     ...     print(line)
-    north says: 1 client, 30 training pairs (75% of all)
-    south says: 2 clients, 10 training pairs (25% of all)
+    north reports 1 client, 30 training pairs (75% of all)
+    south reports 2 clients, 10 training pairs (25% of all)
     """
     pairs = {site: sum(counts[0] for counts in own.values()) for site, own in clients.items()}
     total = sum(pairs.values()) or 1
     return [
-        f"{site} says: {pluralize(len(own), 'client', 'clients')}, "
+        f"{site} reports {pluralize(len(own), 'client', 'clients')}, "
         f"{pluralize(pairs[site], 'training pair', 'training pairs')} ({pairs[site] / total:.0%} of all)"
         for site, own in clients.items()
     ]
 
 
 def compare_versions(site: str, versions: Mapping[str, str], warn: Callable[[str], None]) -> None:
-    """Refuse another version of prefed at a site, and warn of other versions of libraries.
+    """Require the hub's version of prefed at a site, and warn if other package versions differ.
 
     Raises:
-        FederationError: it has another version of prefed, or does not say which.
+        FederationError: the site reports a different version of prefed, or none.
     """
     for name in PACKAGES:
         here, there = own_version(name), versions.get(name)
         if here == there:
             continue
-        text = f"site {site!r} has {name} {there and printable(there[:40])}, and the hub has {here}"
+        text = f"site {site!r} has {name} {there and printable(there[:40])}, the hub has {here}"
         if name == "prefed":
             raise FederationError(f"{text}: install the same version")
-        warn(f"{text}: last digits may differ")
+        warn(f"{text}: results may differ in the last digits")
 
 
 def _gather(
     sites: Sites, wanted: Sequence[str], terms: Terms, tell: Callable[[str], None], resumed: bool
 ) -> list[str]:
-    """Wait until all sites can be reached, or enough of them and the time is over.
-
-    Args:
-        tell: is given a line with those that are missing, once it takes longer than :data:`QUIET`.
+    """Wait for all sites, or until enough of them are connected after ``terms.wait`` seconds.
 
     Raises:
-        FederationError: too few come.
+        FederationError: too few sites connect.
     """
     least = 1 if resumed else (terms.at_least or len(wanted))
-    begun = time.monotonic()
-    told = False
+    started = time.monotonic()
+    reported = False
     while True:
         present = sorted(sites.connected() & set(wanted))
         missing = ", ".join(sorted(set(wanted) - set(present)))
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - started
         if not missing or (waited > terms.wait and len(present) >= least):
             return present
         if waited > terms.wait:
             raise FederationError(
-                f"{len(present)} of {len(wanted)} sites came within {terms.wait:g} seconds; missing: "
-                f"{missing} (`prefed site CONFIG` on each; --wait for more time, --at-least for fewer sites)"
+                f"{len(present)} of {len(wanted)} sites connected within {terms.wait:g} seconds; missing: "
+                f"{missing}. Run `prefed site CONFIG` at each, increase --wait or lower --at-least"
             )
-        if waited >= QUIET and not told:
-            tell(f"waiting for {missing}, {terms.wait:g} seconds in all")
-            told = True
+        if waited >= QUIET and not reported:
+            tell(f"waiting up to {terms.wait:g} seconds for {missing}")
+            reported = True
         time.sleep(PAUSE)
 
 
 def _each(sites: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
-    """What ``act`` gives for each site, all at the same time. The first that fails ends it.
+    """Call ``act`` for all sites in parallel; return site → result. The first failure is raised.
 
     Raises:
-        FederationError: a site does not answer, or what ``act`` raises.
+        FederationError: a site does not answer, or ``act`` raises it.
     """
     pool = ThreadPoolExecutor(max(1, len(sites)))
     asked = {pool.submit(act, site): site for site in sites}
@@ -320,19 +322,19 @@ def _each(sites: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
                 answers[site] = future.result()
             except UnreachableError as error:
                 raise FederationError(
-                    f"site {site!r} is away: {error}; start again once it is back"
+                    f"site {site!r} is away: {error}; start again when it is back"
                 ) from error
     finally:
-        # The others' answers are not awaited: they may take as long as a model takes to load.
+        # After a failure the other answers are not awaited: loading a model may take long.
         pool.shutdown(wait=False, cancel_futures=True)
     return {site: answers[site] for site in sites}
 
 
 def _known(writer: RunWriter) -> dict[str, Any] | None:
-    """What :data:`FILE` holds of a run whose sites may have been asked for visits; ``None`` before that.
+    """The contents of ``federation.json``; ``None`` if no visit can have taken place yet.
 
     Raises:
-        FederationError: there are rounds, and the file is gone, or it is damaged.
+        FederationError: the file is damaged, or missing although rounds are committed.
     """
     path = writer.path / FILE
     if writer.round == 0 and not path.exists():
@@ -340,5 +342,5 @@ def _known(writer: RunWriter) -> dict[str, Any] | None:
     try:
         known: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise FederationError(f"{path}: {error}; put a copy of it back") from error
+        raise FederationError(f"{path}: {error}; restore it from a copy") from error
     return known

@@ -1,9 +1,8 @@
-"""What the hub published to a site's clients after a run's last round, and their models made of it.
+"""Downloads of the last round at a site, and ``prefed site export``, which builds clients' models from them.
 
-With a client's private state it makes the client's own model, for ``prefed site export``. An index says for
-each client which message it is, and which version of its private state belongs to it. Messages are written
-before the index names them, so that a process that is killed in between leaves what there was. Reading needs
-no lock.
+A client's model is its download plus its private state. An index maps each client to the file of its download
+and to the receipt of its private state. A file is written before the index refers to it, so an interrupted
+write leaves the previous version intact. Readers need no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from prefed.data import FederatedDataset
 from prefed.data.dataset import CLIENTS, read_manifest
 from prefed.models.quiet_libraries import silence_transformers
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.experiment import begun_experiment, member_dataset
+from prefed.networks.federation.experiment import member_dataset, started_experiment
 from prefed.networks.federation.limits import RefusalError
 from prefed.networks.federation.messages import Publish, check_download
 from prefed.networks.federation.vault import Vault, site_secret
@@ -34,17 +33,18 @@ from prefed.runs.record import RunError
 from prefed.store import StoreError
 
 _INDEX = "clients.json"
+SEND_AGAIN = "resume the run at the hub (--resume) to receive it again"
 
 
 @dataclass(frozen=True)
 class Parting:
-    """What a client was given at the end.
+    """Index entry of a client's download.
 
     Attributes:
-        round: the last one.
-        receipt: of the private state that counts; ``None`` for the client's first.
-        model: the fingerprint of the base model.
-        file: the name of the message's file.
+        round: the last round.
+        receipt: receipt of the client's private state; ``None`` for the initial state.
+        model: fingerprint of the base model.
+        file: file name of the download.
     """
 
     round: int
@@ -54,20 +54,20 @@ class Parting:
 
 
 class Published:
-    """What the clients of one run were given.
+    """The downloads that clients of one run received after the last round.
 
     Args:
-        folder: of the run, at the site.
+        folder: the run's folder at the site.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "published"
 
     def keep(self, number: int, receipts: Mapping[str, str | None], model: str, message: bytes) -> None:
-        """Keep ``message`` for these clients, instead of what each of them had.
+        """Store ``message`` as the download of these clients, replacing earlier ones.
 
         Raises:
-            WriteError: it cannot be written. What there was stays.
+            WriteError: it cannot be written. The earlier downloads stay valid.
         """
         files.private_folder(self._folder)
         name = f"{number:06d}-{files.digest(message)}.safetensors"
@@ -83,11 +83,11 @@ class Published:
 
     @property
     def time(self) -> str:
-        """When the last message came, as ISO 8601 in UTC; empty if none has."""
+        """Time of the last download (ISO 8601, UTC); empty if there is none."""
         return str(self._index().get("time", ""))
 
     def clients(self) -> dict[str, Parting]:
-        """Client, by the name that the hub knows it by → what it was given.
+        """Index entries by the name that the hub knows a client by.
 
         Raises:
             StoreError: the index is damaged.
@@ -95,11 +95,11 @@ class Published:
         return {client: Parting(**entry) for client, entry in self._index().get("clients", {}).items()}
 
     def read(self, client: str) -> tuple[Parting, bytes]:
-        """What a client was given, and the message itself.
+        """Read the index entry and the download of a client.
 
         Raises:
-            KeyError: it was given nothing.
-            StoreError: the message is missing or damaged.
+            KeyError: the client has no download.
+            StoreError: the download is missing or damaged.
         """
         while True:
             given = self.clients()[client]
@@ -107,12 +107,12 @@ class Published:
             try:
                 message = path.read_bytes()
             except FileNotFoundError:
-                # A later message may have taken its place in the meantime.
+                # A newer download may have replaced it in the meantime.
                 if self.clients()[client] == given:
-                    raise StoreError(f"{path} is missing: have the hub send it again (--resume)") from None
+                    raise StoreError(f"{path} is missing: {SEND_AGAIN}") from None
                 continue
             if files.digest(message) not in given.file:
-                raise StoreError(f"{path} is damaged: have the hub send it again (--resume)")
+                raise StoreError(f"{path} is damaged: {SEND_AGAIN}")
             return given, message
 
     def _index(self) -> dict[str, Any]:
@@ -120,101 +120,104 @@ class Published:
         try:
             return files.loads_with_digest(path.read_bytes()) if path.exists() else {}
         except files.DamagedError as error:
-            raise StoreError(f"{path} is damaged: {error}; put a copy of it back") from error
+            raise StoreError(f"{path} is damaged: {error}; restore it from a copy") from error
 
 
 def take_in(
     folder: Path, order: Mapping[str, Any], rounds: int, secret: bytes, request: Publish, body: bytes
 ) -> int:
-    """Check and keep what a hub publishes to clients of this site. Gives the round.
+    """Check and store the download of the last round for clients of this site; return the round.
 
     Args:
-        folder: of the run.
-        order: what the site keeps of the run.
-        rounds: that the run has.
-        secret: of the site's receipts.
+        folder: the run's folder.
+        order: the site's record of the run.
+        rounds: number of rounds of the run.
+        secret: key of the site's receipts.
 
     Raises:
-        RefusalError: the body is no download, or the request is of an earlier round, or names a client or a
-            private state that is not here.
-        WriteError: it cannot be kept.
+        RefusalError: the body is not a download, the round is over, or the site does not have a client or a
+            private state that the request names.
+        WriteError: it cannot be stored.
     """
-    check_download(body, "a model of the end")
+    check_download(body, "the download of the last round")
     number, receipts = request.round, request.clients
     if not 1 <= number <= rounds:
-        raise RefusalError(f"round {number} of {rounds}")
+        raise RefusalError(f"round {number} does not exist: the run has {rounds} rounds")
     if number < order["round"]:
-        raise RefusalError(f"round {number} is over: this site has answered in round {order['round']}")
+        raise RefusalError(f"round {number} is over: this site already answered in round {order['round']}")
     if set(receipts) - set(order["names"].values()):
-        raise RefusalError("a client that is not here")
+        raise RefusalError("the client is not at this site")
     vault = Vault(folder / "clients", secret)
     for client, receipt in receipts.items():
         try:
             vault.read(client, receipt)
         except StoreError as error:
-            # The text names this machine's files.
-            raise RefusalError(f"a private state of {client!r} that is not here") from error
+            # The error names files of this machine, so it is not sent.
+            raise RefusalError(f"the private state of client {client!r} is not at this site") from error
     Published(folder).keep(number, receipts, request.model, body)
     return number
 
 
-NOT_SENT = "the hub has not sent its model yet: it does at the end of a run"
+NOT_SENT = "the hub has not sent the final models yet: it sends them at the end of a run"
 
 
 def export_client(
     config: SiteConfig, folder: Path, *, run: str = "", client: str | None = None, merge: bool = False
 ) -> Export:
-    """Write a client's model after a run's last round, as :func:`prefed.runs.export.write_model` does.
+    """Write a client's final model, like :func:`prefed.runs.export.write_model`.
 
-    It reads what `prefed site` keeps, and changes nothing of it: both may run at the same time.
+    The state folder is only read, so `prefed site` may run at the same time.
 
     Args:
-        run: the beginning of the run's name; empty: the run that ended last.
-        client: by its own name or the one that the hub knows it by; ``None``: the site's only one.
-        merge: a whole model, not an adapter.
+        run: prefix of the run's name (default: the run that ended last).
+        client: the client's name at the site or at the hub (default: the only client).
+        merge: write a full model instead of an adapter.
 
     Raises:
-        RunError: there is no such run, or it has not ended; no such client; or the base model or the data are
-            others than in the run.
+        RunError: the run or the client does not exist, the run has not ended, or the base model or the data
+            changed since the run.
         StoreError: a file of the state folder is missing or damaged.
-        ConfigError, DataError, ModelError: the site's file, data or model cannot be used, or the folder's
-            format has no place for the model.
+        ConfigError, DataError, ModelError: the site's file, data or model cannot be used, or the output
+            format does not support the model.
     """
     silence_transformers()
     state = Path(config.state)
     place = _run_folder(state, run)
     order = _order(place)
-    told = _told_name(order["names"], client)
-    given, message = _given(place, told)
-    private = _private(place, told, given, order["round"])
-    experiment, names, members = begun_experiment(order, config), order["names"], order["members"]
+    name = _reported_name(order["names"], client)
+    published = Published(place)
+    if name not in published.clients():
+        raise RunError(f"run {place.name}: {NOT_SENT}")
+    given, message = published.read(name)
+    private = _private(place, name, given, order["round"])
+    experiment, names, members = started_experiment(order, config), order["names"], order["members"]
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as scratch:
         pairs = _pairs(experiment, order["data"], state / "cache", Path(scratch, "data"))
         among = member_dataset(pairs, names, members, experiment.privacy.minimum_pairs)
-        # Log-probabilities stay in memory: `prefed site` may be writing those on the disk.
+        # No cache of log-probabilities: `prefed site` may be writing it at the same time.
         trainers = build_trainers(experiment, among, None)
         if trainers.fingerprint["model"] != given.model:
             raise RunError(
-                f"the base model {config.model.name} is not the one of run {place.name}: put that one "
-                "back, or say where it is in [model] name of the site's file"
+                f"the base model {config.model.name} is not the one used in run {place.name}: restore it, or "
+                "set [model] name in the site's file to its folder"
             )
         job = assemble_job(experiment, trainers)
-        own = job.method.init_client(trainers.initial, told) if private is None else decode_state(private)
-        tensors = job.client_model(told, own, decode_download(message), given.round)
+        own = job.method.init_client(trainers.initial, name) if private is None else decode_state(private)
+        tensors = job.client_model(name, own, decode_download(message), given.round)
         more = write_tensors(trainers.backbone, tensors, folder, merge=merge)
-    return Export(client or told, None, False, None, merge, more, trainers.backbone.config)
+    return Export(client or name, None, False, None, merge, more, trainers.backbone.config)
 
 
 def _run_folder(state: Path, name: str) -> Path:
-    """The folder of the run whose name begins so; of none, of the run that ended last."""
+    """The folder of the run with this prefix, or of the run that ended last if the prefix is empty."""
     runs = {path.parent.name: path.parent for path in sorted((state / "runs").glob("*/order.json"))}
     if not runs:
-        raise RunError(f"{state / 'runs'} holds no run: this site has taken part in none")
+        raise RunError(f"{state / 'runs'} has no run: this site has not taken part in one")
     shown = listed(sorted(runs), str)
     if name:
         found = [run for run in runs if run.startswith(name)]
         if len(found) != 1:
-            what = f"{len(found)} runs begin" if found else "no run begins"
+            what = f"{len(found)} runs start" if found else "no run starts"
             raise RunError(f"{state / 'runs'}: {what} with {name!r}; the runs are {shown}")
         return runs[found[0]]
     ended = {time: folder for folder in runs.values() if (time := Published(folder).time)}
@@ -228,35 +231,28 @@ def _order(place: Path) -> dict[str, Any]:
     try:
         return files.loads_with_digest(path.read_bytes())
     except files.DamagedError as error:
-        raise StoreError(f"{path} is damaged: {error}; put a copy of it back") from error
+        raise StoreError(f"{path} is damaged: {error}; restore it from a copy") from error
 
 
-def _told_name(names: Mapping[str, str], client: str | None) -> str:
+def _reported_name(names: Mapping[str, str], client: str | None) -> str:
     """The name by which the hub knows a client of this site.
 
     Args:
-        names: own name → the name that the hub knows.
+        names: client → the name reported to the hub.
     """
     if client is None:
         if len(names) > 1:
             shown = listed(sorted(names), str)
-            raise RunError(f"this site has {len(names):,} clients: name one with --client: {shown}")
+            raise RunError(f"this site has {len(names):,} clients: select one with --client: {shown}")
         return next(iter(names.values()))
-    told = names.get(client, client)
-    if told not in names.values():
+    reported = names.get(client, client)
+    if reported not in names.values():
         raise RunError(f"this site: {no_client(client, sorted(names))}")
-    return told
-
-
-def _given(place: Path, client: str) -> tuple[Parting, bytes]:
-    published = Published(place)
-    if client not in published.clients():
-        raise RunError(f"run {place.name}: {NOT_SENT}")
-    return published.read(client)
+    return reported
 
 
 def _private(place: Path, client: str, given: Parting, answered: int) -> bytes | None:
-    """The client's private state that the hub's last round committed.
+    """The client's private state in the hub's last commit.
 
     Args:
         answered: the last round in which the site answered.
@@ -267,22 +263,22 @@ def _private(place: Path, client: str, given: Parting, answered: int) -> bytes |
         if answered <= given.round:
             raise
         raise RunError(
-            f"run {place.name} has gone on after round {given.round}, of which the hub had sent its "
-            "model: it sends another at the run's end"
+            f"run {place.name} was resumed after round {given.round}, the round of the stored final models: "
+            "wait until it ends, when the hub sends new ones"
         ) from error
 
 
 def _pairs(experiment: Experiment, fingerprint: str, cache: Path, scratch: Path) -> FederatedDataset:
-    """The pairs that the run started with: those kept, or else read again.
+    """The pairs with which the run started, from the cache or tokenised again.
 
     Args:
-        cache: the site's tokens, of any runs.
-        scratch: takes them where they were deleted.
+        cache: the site's cache of tokens.
+        scratch: folder for the tokens if they are not in the cache.
     """
     for manifest in sorted(cache.glob(f"**/{CLIENTS}")):
         if read_manifest(manifest.parent)["fingerprint"] == fingerprint:
             return FederatedDataset.open(manifest.parent)
     pairs = build_data(experiment, scratch)
     if pairs.fingerprint != fingerprint:
-        raise RunError("this site's data changed since the run started: put back what they were")
+        raise RunError("this site's data changed since the run started: restore them")
     return pairs

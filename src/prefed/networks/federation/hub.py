@@ -1,8 +1,8 @@
-"""The backend that has a federation's sites do the tasks.
+"""The backend that sends tasks to the sites of a federation.
 
-Clients' private states lie at their sites. What lies here in their place are receipts: names of the versions
-that count. They are staged, accepted and committed as a simulation's private states are, so a round counts on
-all machines at once, when this machine commits it.
+Private states stay at the sites. The hub stores receipts, which name the valid version of each state. They
+are staged, accepted and committed like the private states of a simulation, so one commit at the hub completes
+a round on all machines.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ _log = logging.getLogger("prefed")
 A = TypeVar("A", bound=Answer)
 
 HELLO = 10.0
-"""Seconds in which a site that was away must answer to be asked again."""
+"""Seconds to wait for a site's answer to a greeting or a farewell."""
 
 LONGEST_REASON = 2000
-"""Characters of a site's reason that are read."""
+"""Characters kept of a reason that a site gives."""
 
 
 class Sites:
-    """The sites of a run, as the hub asks them.
+    """Requests from the hub to the sites of one run.
 
     Args:
-        timeout: seconds for an answer that needs no training.
+        timeout: seconds to wait for an answer that needs no training.
 
     Attributes:
-        most: the bytes that a client's upload may have, or figures where the exchange's name is empty, by
-            client, exchange and round. A longer answer is not read.
+        most: client, exchange, round → the maximum bytes of an answer. The exchange of an evaluation is
+            ``""``. Longer answers are not read.
     """
 
     def __init__(self, transport: Transport, federation: str, run: str, timeout: float) -> None:
@@ -77,18 +77,18 @@ class Sites:
         self._order, self._model = "", ""
 
     def connected(self) -> frozenset[str]:
-        """The sites that can be reached at the moment."""
+        """The reachable sites."""
         return frozenset(self._transport.connected())
 
     def join(self, site: str, experiment: str, timeout: float | None = None) -> Joined:
-        """Send a site the experiment; its clients, each with its numbers of pairs, and its versions.
+        """Send the experiment to a site; return its clients, their pair counts and its package versions.
 
         Args:
-            timeout: seconds for the answer; left out: as for every answer that needs no training.
+            timeout: seconds to wait for the answer (default: the timeout of this object).
 
         Raises:
-            SiteError: it refuses, or cannot.
-            UnreachableError: it does not answer.
+            SiteError: the site refuses or fails.
+            UnreachableError: the site does not answer.
         """
         self._experiment = experiment
         return self._agreed(site, Join(**self._common, experiment=experiment), Joined, timeout)
@@ -101,21 +101,25 @@ class Sites:
         model: str,
         timeout: float | None = None,
     ) -> None:
-        """Have a site build its job. Raises as :meth:`join`, also for another model.
+        """Make a site build its job.
 
         Args:
-            model: the fingerprint that its model must have.
+            model: the fingerprint of the base model that the site must have.
+
+        Raises:
+            SiteError: the site refuses, fails or has another base model.
+            UnreachableError: the site does not answer.
         """
         self._members, self._unseen, self._model = list(members), list(unseen), model
         self._order = order_digest(self._experiment, self._members, self._unseen)
         request = Start(**self._common, members=self._members, unseen=self._unseen)
         if self._agreed(site, request, Started, timeout).fingerprint.get("model") != model:
             raise SiteError(
-                f"site {site!r} has another base model, or another version of it: put the same one there"
+                f"site {site!r} has a different base model or revision: install the hub's model there"
             )
 
     def hello(self, site: str) -> bool:
-        """Whether a site answers."""
+        """Return whether a site answers."""
         try:
             self._agreed(site, Hello(**self._common), Answer, HELLO)
         except (UnreachableError, FederationError):
@@ -123,23 +127,24 @@ class Sites:
         return True
 
     def leave(self, site: str) -> None:
-        """Tell a site that the run is over, if it answers."""
+        """Notify a site that the run has ended. No answer is required."""
         try:
             self._agreed(site, Leave(**self._common), Answer, HELLO)
         except (UnreachableError, FederationError):
             return
 
     def do(self, site: str, task: Task, receipt: str | None, timeout: float) -> tuple[dict[str, Any], bytes]:
-        """A site's answer to a task. A site that has lost its memory of the run is sent it again.
+        """Send a task to a site and return its answer: header and message.
 
-        If it cannot take part any longer, its clients miss the round, and the others go on.
+        If the site does not know the run, for example after a restart, the run is sent again first. If the
+        site then refuses it, the answer says that the upload is withheld.
         """
         fields = {name: value for name, value in vars(task).items() if name != "message"}
         fields |= {**self._common, "receipt": receipt}
         answer, message = self._ask(site, Visit(**fields, order=self._order), timeout, task.message)
         if answer.get("unknown") is True:
             try:
-                self._tell_again(site, timeout)
+                self._send_run(site, timeout)
             except SiteError as error:
                 return {"withheld": str(error)}, b""
             answer, message = self._ask(site, Visit(**fields, order=self._order), timeout, task.message)
@@ -148,15 +153,15 @@ class Sites:
     def publish(
         self, site: str, number: int, receipts: Mapping[str, str | None], message: bytes, timeout: float
     ) -> None:
-        """Give a site what the server publishes to some of its clients after the last round.
+        """Send a site the download of the last round for some of its clients.
 
         Args:
-            receipts: client → the receipt of its private state that counts; ``None`` for its first.
-            message: the encoded download, the same for all of them.
+            receipts: client → the receipt of its valid private state; ``None`` for the initial state.
+            message: the encoded download, which these clients share.
 
         Raises:
-            SiteError: it refuses, or cannot keep it.
-            UnreachableError: it does not answer.
+            SiteError: the site refuses or cannot store it.
+            UnreachableError: the site does not answer.
         """
         fields: dict[str, Any] = {
             **self._common,
@@ -169,11 +174,10 @@ class Sites:
             if not self._agreed(site, request, Answer, timeout, message).unknown:
                 return
             if again:
-                self._tell_again(site, timeout)
+                self._send_run(site, timeout)
         raise SiteError(f"site {site!r} does not know the run")
 
-    def _tell_again(self, site: str, timeout: float) -> None:
-        """Tell a site of the run that has lost its memory of it. Raises as :meth:`start`."""
+    def _send_run(self, site: str, timeout: float) -> None:
         self.join(site, self._experiment, timeout)
         self.start(site, self._members, self._unseen, self._model, timeout)
 
@@ -200,20 +204,20 @@ class Sites:
         try:
             return unpack(answer)
         except ValueError:
-            return _broken("its answer is no message").model_dump(exclude_defaults=True), b""
+            return _broken("its answer is not a message").model_dump(exclude_defaults=True), b""
 
 
 class FederationBackend(Backend):
-    """Has each client's site do its tasks. Sites work at the same time, each on one task after the other.
+    """Runs each task at its client's site. Sites work in parallel, each on one task at a time.
 
-    A site that does not answer in time is away: it is asked nothing until it says hello again, and each
-    silence leaves it out for longer; see :class:`~prefed.networks.federation.silent_sites.Silence`.
+    A site that does not answer in time is skipped for some rounds, more after each time-out; see
+    :class:`~prefed.networks.federation.silent_sites.Silence`.
 
     Args:
-        receipts: names of the private states that count, instead of the states.
+        receipts: receipts of the valid private states, stored instead of the states.
         homes: client → its site.
         timeout: seconds that one visit or evaluation may take.
-        warn: receives which sites leave and return.
+        warn: called with a message when a site leaves or returns.
     """
 
     states = None
@@ -237,7 +241,7 @@ class FederationBackend(Backend):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
-        """The results, as they come; none of a client whose site is away."""
+        """Yield results as they arrive; clients whose site is away yield none."""
         source, busy = iter(tasks), dict[Future[Any], tuple[str, Task]]()
         first = next(source, None)
         if first is None:
@@ -275,15 +279,15 @@ class FederationBackend(Backend):
                 yield result
 
     def accept(self, clients: Iterable[str]) -> None:
-        """The staged receipts of ``clients`` count."""
+        """Accept the staged receipts of ``clients``."""
         self._receipts.accept(clients)
 
     def set_aside(self) -> frozenset[str]:
-        """The clients of sites that are asked no more."""
+        """The clients of sites that get no more requests until the run is resumed."""
         return frozenset(c for c, site in self._homes.items() if self._silences[site].again is None)
 
     def figures(self) -> dict[str, Plain]:
-        """For the round's record: which sites left requests without an answer, and what follows."""
+        """Time-outs of each site, for the record of the round."""
         silent: dict[str, Plain] = {s: each.figures() for s, each in self._silences.items() if each.count}
         return {"silent_sites": silent} if silent else {}
 
@@ -293,21 +297,21 @@ class FederationBackend(Backend):
             header, message = self._sites.do(site, task, receipt, self._timeout)
             answer = Done.model_validate(header)
         except ValidationError as error:
-            answer, message = _broken(f"its answer cannot be used: {what_is_wrong(error)}"), b""
+            answer, message = _broken(f"its answer is invalid: {what_is_wrong(error)}"), b""
         except (LookupError, RecursionError, TypeError, ValueError) as error:
-            # Whatever a site sends, the others continue.
-            _log.exception("the answer of site %r cannot be read", site)
+            # A malformed answer must not stop the other sites.
+            _log.exception("cannot read the answer of site %r", site)
             answer, message = _broken(f"its answer cannot be read: {error!r}"), b""
         reason = answer.refused or answer.failed
-        reason = _reason(f"its site says: {reason}" if reason else answer.withheld)
+        reason = _reason(f"its site reports: {reason}" if reason else answer.withheld)
         kept = None if reason or answer.receipt is None else receipt_state(site, answer.receipt)
         message = b"" if reason else message
         return TaskResult(task.client, message, reason, task.asked, broken=answer.broken), kept
 
     def publish(self, number: int, message_to: Callable[[str], bytes]) -> None:
-        """Give each site what its clients' models need after the last round, and which private states count.
+        """Send each site the downloads of the last round and the receipts of its clients' private states.
 
-        A site that does not get it is warned of: the run is whole without it.
+        A failure causes a warning, since the run itself is complete.
 
         Args:
             message_to: client → the encoded download.
@@ -324,7 +328,7 @@ class FederationBackend(Backend):
         def give(site: str) -> None:
             if site in self.away and (self._silences[site].again is None or not self._greet(site)):
                 raise UnreachableError("it is away")
-            # Usually all clients are given the same.
+            # Usually all clients get the same message.
             for message, group in groupby(clients[site], message_of):
                 receipts = dict[str, str | None]()
                 for client in group:
@@ -338,13 +342,14 @@ class FederationBackend(Backend):
                 future.result()
             except (UnreachableError, FederationError) as error:
                 self._warn(
-                    f"site {giving[future]!r} has not got the models of its clients ({error}); the same "
-                    "command with --resume sends them again"
+                    f"site {giving[future]!r} did not receive the models of its clients ({error}): run the "
+                    "same command with --resume to send them again"
                 )
 
     def _welcome_back(self, number: int) -> None:
-        """Have those sites back that were away, have said hello and may be asked again in this round. Greet
-        the others that may be asked in the next one, while the rest work.
+        """Readmit absent sites that are due in this round and have answered a greeting.
+
+        Sites that are due next round are greeted in the background.
         """
         for site in sorted(self.away):
             again, greeting = self._silences[site].again, self._returning.get(site)
@@ -364,10 +369,9 @@ class FederationBackend(Backend):
 
 
 def _broken(reason: str) -> Done:
-    """Replaces an answer that no site with our code gives."""
+    """The replacement for an answer that no correct site sends."""
     return Done(failed=reason, broken=True)
 
 
 def _reason(value: object) -> str:
-    """What a site says of why it sends nothing."""
-    return printable(value[:LONGEST_REASON]) if isinstance(value, str) else "what is no text"
+    return printable(value[:LONGEST_REASON]) if isinstance(value, str) else "the reason is not a string"

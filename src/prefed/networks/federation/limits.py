@@ -1,4 +1,4 @@
-"""What a site refuses, as its administrator says."""
+"""Checks of the hub's requests against the limits of a site."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from prefed.runs.start_or_resume import differing, settings_digest
 
 
 class RefusalError(ValueError):
-    """The site does not do what the hub asks; the message goes to the hub."""
+    """The site refuses a request. The message is sent to the hub."""
 
 
 def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
-    """Refuse a run that the limits do not allow.
+    """Check a run against the limits.
 
     Raises:
-        RefusalError: they do not.
+        RefusalError: the limits do not allow it.
     """
     limits, method = config.limits, experiment.method
     if not config.tell.pairs:
         raise RefusalError(
-            "[tell] pairs = false: a merge weighs clients by their pairs, which this site does not report"
+            "[tell] pairs = false: merging weights clients by their pairs, which this site does not report"
         )
     if limits.methods is not None and method.name not in limits.methods:
-        raise RefusalError(f"[limits] methods: {method.name} is none of {', '.join(limits.methods)}")
+        raise RefusalError(f"[limits] methods: {method.name} is not one of {', '.join(limits.methods)}")
     if experiment.whole_graph is not None or experiment.fleet is not None:
-        raise RefusalError(f"{method.name} with these settings is for one process: a federation has a server")
+        raise RefusalError(f"{method.name}: [graph], [fleet] and decdpo are not available in a federation")
     if method.name == "centralized":
-        raise RefusalError("centralized pools all pairs in one place, and these stay here")
+        raise RefusalError("centralized pools all pairs in one place: this site's pairs do not leave it")
     requested = {
         "rounds": experiment.rounds,
         "max_length": experiment.data.max_length,
@@ -46,8 +46,8 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
     threads = experiment.engine.threads or 1
     if config.threads is None and threads > (most := limits.threads or os.cpu_count() or 1):
         raise RefusalError(
-            f"[limits] threads: {threads:,} requested, at most {most:,} allowed; with `threads` in its "
-            "file a site takes its own number"
+            f"[limits] threads: {threads:,} requested, at most {most:,} allowed; a site can set `threads` in "
+            "its file to use its own number"
         )
     if experiment.privacy.minimum_pairs < limits.minimum_pairs:
         raise RefusalError(
@@ -57,35 +57,33 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
 
 
 def _check_noise(privacy: Privacy, limits: Limits) -> None:
-    """Refuse a run whose noise is less than the limits ask for, or another's."""
     allowed = {"local": ("local",), "central": ("local", "central"), None: (None, "local", "central")}
     if privacy.kind not in allowed[limits.privacy] or (limits.privacy and not privacy.noise):
         kinds = " or ".join(map(repr, allowed[limits.privacy]))
         raise RefusalError(f"[limits] privacy: the run must have [privacy] kind = {kinds}, with noise")
     if (privacy.noise_multiplier or 0.0) < limits.noise_multiplier:
         raise RefusalError(
-            f"[limits] noise_multiplier: the run must have [privacy] noise_multiplier = "
-            f"{limits.noise_multiplier:g} at least, and has {privacy.noise_multiplier or 0.0:g}"
+            f"[limits] noise_multiplier: {privacy.noise_multiplier or 0.0:g} requested, at least "
+            f"{limits.noise_multiplier:g} required"
         )
     if limits.epsilon is not None and not (privacy.kind == "local" and privacy.noise):
         raise RefusalError(
-            "[limits] epsilon: this site's account is of its own noise: the run must have [privacy] kind = "
+            "[limits] epsilon: this site accounts only for its own noise: the run must have [privacy] kind = "
             "'local', with noise"
         )
 
 
 def check_same(run: str, known: Experiment, asked: Experiment) -> None:
-    """Refuse another experiment under the name of a run that this site knows.
+    """Refuse a different experiment under the name of a known run.
 
-    Private states of a run are what its experiment says: another one could have them shared, or give them
-    away with less noise. A run that continues may have more rounds, and whatever else a
-    resumed run may change.
+    The experiment decides what stays private. A different one could upload the private states of the run, or
+    use less noise. Settings that may change on resuming, such as the number of rounds, are not compared.
 
     Args:
-        known: the experiment that the run has here.
+        known: the experiment with which the run started at this site.
 
     Raises:
-        RefusalError: the settings differ; the message names the first.
+        RefusalError: the settings differ; the message names the first one.
     """
     before, after = known.tables(), asked.tables()
     if settings_digest(before) == settings_digest(after):
@@ -96,21 +94,21 @@ def check_same(run: str, known: Experiment, asked: Experiment) -> None:
         if settings_digest({name: old}) != settings_digest({name: new})
     )
     raise RefusalError(
-        f"run {run} started here with another experiment ({next(changed, 'its settings')}): start a new run"
+        f"run {run} started here with different settings ({next(changed, 'unknown')}): start a new run"
     )
 
 
 def check_members(experiment: Experiment, config: SiteConfig, members: int) -> None:
-    """Refuse a federation that is too small, by what the hub says of it.
+    """Check the size of a cohort, as reported by the hub.
 
     Raises:
-        RefusalError: it is.
+        RefusalError: it is smaller than ``minimum_cohort``.
     """
     least = config.limits.minimum_cohort
     size = experiment.cohort.of(members) or members
     if size < least:
         clients = pluralize(size, "client", "clients")
-        raise RefusalError(f"[limits] minimum_cohort: a round has {clients}, and must have {least}")
+        raise RefusalError(f"[limits] minimum_cohort: a round has {clients}, at least {least} required")
 
 
 def check_task(
@@ -120,32 +118,32 @@ def check_task(
     pairs: Sequence[int],
     exchanges: Collection[str],
 ) -> None:
-    """Refuse a task that the limits do not allow, or that the client or the method has nothing for.
+    """Check a task against the limits, the method and the client's pairs.
 
     Args:
-        pairs: how many the client has: of training, of validation, of test.
-        exchanges: of the method, by name.
+        pairs: the client's number of training, validation and test pairs.
+        exchanges: names of the method's exchanges.
 
     Raises:
-        RefusalError: they do not.
+        RefusalError: the task is not allowed or not possible.
     """
     limits = config.limits
     if not 1 <= task.round <= experiment.rounds:
-        raise RefusalError(f"round {task.round} of {experiment.rounds}")
+        raise RefusalError(f"round {task.round} does not exist: the run has {experiment.rounds} rounds")
     if not 0 <= task.asked <= task.round:
-        raise RefusalError(f"round {task.round} with a visit that was asked for in round {task.asked}")
+        raise RefusalError(f"a visit cannot be requested in round {task.asked} and end in round {task.round}")
     if task.kind == "evaluate" and not limits.evaluate:
         raise RefusalError("[limits] evaluate = false: no metrics over held-out pairs leave this site")
-    judged = pairs[2] if experiment.evaluate.split == "test" else pairs[1]
-    if task.kind == "evaluate" and not experiment.privacy.may_report(judged):
+    held_out = pairs[2] if experiment.evaluate.split == "test" else pairs[1]
+    if task.kind == "evaluate" and not experiment.privacy.may_report(held_out):
         raise RefusalError(
-            f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has {judged} pairs to "
-            "be judged on, and metrics over so few do not leave this site"
+            f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has only {held_out} "
+            "held-out pairs, so its metrics do not leave this site"
         )
     allowed = limits.exchanges
     if task.kind == "visit" and allowed is not None and task.exchange not in allowed:
-        raise RefusalError(f"[limits] exchanges: {task.exchange!r} is none of {', '.join(allowed)}")
+        raise RefusalError(f"[limits] exchanges: {task.exchange!r} is not one of {', '.join(allowed)}")
     if task.kind == "visit" and task.exchange not in exchanges:
         raise RefusalError(f"{experiment.method.name} has no exchange {task.exchange!r}")
-    if not (pairs[0] if task.kind == "visit" else judged):
-        raise RefusalError(f"the client has no pair for {task.exchange or 'an evaluation'}")
+    if not (pairs[0] if task.kind == "visit" else held_out):
+        raise RefusalError(f"the client has no pairs for {task.exchange or 'an evaluation'}")

@@ -1,4 +1,4 @@
-"""What hub and site send each other: the form of each request and answer, checked on both sides."""
+"""Schemas of the requests and answers between hub and sites. Both sides validate what they receive."""
 
 from __future__ import annotations
 
@@ -27,51 +27,51 @@ from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.vault import is_receipt
 
 FORMAT = 1
-"""Of requests and answers. A hub and a site of two formats do not work together."""
+"""Version of the message format. Hub and sites must have the same."""
 PACKAGES = ("prefed", "torch", "transformers")
-"""A site reports its versions of these. That of prefed must be the hub's."""
+"""Packages whose versions a site reports. The version of prefed must be the hub's."""
 LONGEST_NAME = 255
-"""Characters of a client's name."""
+"""Maximum characters of a client's name."""
 LONGEST_ERROR = 200
-"""Characters of what is wrong with a message; it may quote names in it."""
+"""Maximum characters of a validation error."""
 
 
 class SiteError(FederationError):
-    """A site refuses to take part in a run, or cannot."""
+    """A site refuses or fails to take part in a run."""
 
 
 def _receipt(text: str) -> str:
     if not is_receipt(text):
-        raise ValueError("a private state by another name than a receipt")
+        raise ValueError("not a valid receipt of a private state")
     return text
 
 
 def _name(text: str) -> str:
     if not 0 < len(text) <= LONGEST_NAME or control_character(text):
-        raise ValueError(f"a name has 1 to {LONGEST_NAME} characters, and no control characters")
+        raise ValueError(f"a name must have 1 to {LONGEST_NAME} characters and no control characters")
     return text
 
 
 def _pairs(counts: list[int]) -> list[int]:
     if counts[0] == 0:
-        # A split leaves each client a training pair. Hub and sites would count such a one differently.
-        raise ValueError("a client without training pairs")
+        # Splits leave every client a training pair. Hub and sites would treat such a client differently.
+        raise ValueError("a client must have training pairs")
     return counts
 
 
 Receipt: TypeAlias = Annotated[str, AfterValidator(_receipt)]
 Pairs: TypeAlias = Annotated[list[NonNegativeInt], Field(min_length=3, max_length=3), AfterValidator(_pairs)]
-"""A client's numbers of pairs: of training, of validation, of test."""
+"""A client's number of training, validation and test pairs."""
 
 
 class Message(BaseModel):
-    """A header. Values are not converted, and other keys than these are ignored."""
+    """The header of a message. Values are not converted, and unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
 
 class Request(Message):
-    """What a hub asks of a site, in a run."""
+    """A request of the hub in a run."""
 
     kind: str
     run: str
@@ -80,20 +80,20 @@ class Request(Message):
 
 
 class Hello(Request):
-    """Are you there?"""
+    """Check whether the site answers."""
 
     kind: Literal["hello"] = "hello"
 
 
 class Join(Request):
-    """Read the experiment of a run, and report your clients."""
+    """Read the experiment of a run and report the site's clients."""
 
     kind: Literal["join"] = "join"
     experiment: str
 
 
 class Start(Request):
-    """Build the job of a run with these clients; those that never train are ``unseen``."""
+    """Build the job of a run with these clients; ``unseen`` ones never train."""
 
     kind: Literal["start"] = "start"
     members: list[str]
@@ -101,11 +101,11 @@ class Start(Request):
 
 
 class Visit(Request):
-    """Do a task, whose other fields and message are those of :class:`~prefed.engines.Task`.
+    """Run a :class:`~prefed.engines.Task`, whose fields this has.
 
     Attributes:
-        order: the digest of what the site was sent of the run.
-        receipt: of the client's private state; ``None`` for its first.
+        order: from :func:`order_digest`.
+        receipt: receipt of the client's private state; ``None`` for the initial state.
     """
 
     kind: Literal["visit", "evaluate"]
@@ -119,19 +119,20 @@ class Visit(Request):
     @model_validator(mode="after")
     def _evaluates(self) -> Visit:
         if self.kind == "evaluate" and self.exchange:
-            raise ValueError("an evaluation with the name of an exchange")
+            raise ValueError("an evaluation must not name an exchange")
         return self
 
     def task(self, message: bytes) -> Task:
-        """The task, with its message."""
+        """The task with its message."""
         return Task(self.kind, self.client, self.round, self.exchange, message, self.asked)
 
 
 class Publish(Request):
-    """Keep what the hub publishes to clients after the last round.
+    """Store the download of the last round for these clients.
 
     Attributes:
-        clients: client → the receipt of its private state that counts; ``None`` for its first.
+        clients: client → the receipt of its private state; ``None`` for the initial state.
+        order: from :func:`order_digest`.
         model: the fingerprint of the base model.
     """
 
@@ -143,7 +144,7 @@ class Publish(Request):
 
 
 class Leave(Request):
-    """The run is over."""
+    """End the run at the site."""
 
     kind: Literal["leave"] = "leave"
 
@@ -160,12 +161,12 @@ REQUESTS: Mapping[object, type[Request]] = {
 
 
 class Answer(Message):
-    """What a site answers.
+    """An answer of a site.
 
     Attributes:
-        refused: why its administrator's limits do not allow what was asked.
-        failed: why it could not do it.
-        unknown: it does not know the run, or another version of it, and is to be sent it again.
+        refused: why the site's limits do not allow the request.
+        failed: why the request failed.
+        unknown: the site does not know the run in this form; the hub must send it again.
     """
 
     refused: str | None = None
@@ -174,25 +175,25 @@ class Answer(Message):
 
 
 class Joined(Answer):
-    """The site's clients, each with its numbers of pairs, and its versions of :data:`PACKAGES`."""
+    """Answer to :class:`Join`: clients' pair counts, and the versions of :data:`PACKAGES`."""
 
     clients: dict[Annotated[str, AfterValidator(_name)], Pairs]
     versions: dict[str, str]
 
 
 class Started(Answer):
-    """Fingerprints of the site's job: that of ``model`` must be the hub's."""
+    """Answer to :class:`Start`: fingerprints of the site's job. ``model`` must match the hub's."""
 
     fingerprint: dict[str, str]
 
 
 class Done(Answer):
-    """The result of a task.
+    """Answer to :class:`Visit`.
 
     Attributes:
-        withheld: why nothing was sent; empty if all is well.
-        receipt: of the client's next private state; ``None`` if it stays as it was.
-        broken: what came is no answer of a site with our code.
+        withheld: why nothing was sent; empty on success.
+        receipt: receipt of the client's new private state; ``None`` if it did not change.
+        broken: the answer is malformed, which no correct site sends.
     """
 
     withheld: str = ""
@@ -204,56 +205,59 @@ A = TypeVar("A", bound=Answer)
 
 
 def read_request(header: dict[str, Any]) -> Request:
-    """The request of a header.
+    """Parse the header of a request.
 
     Raises:
-        RefusalError: it is of an unknown kind, or has another form.
+        RefusalError: the kind is unknown or the header is invalid.
     """
     kind = header.get("kind")
     if not isinstance(kind, str) or kind not in REQUESTS:
-        raise RefusalError("a request of an unknown kind")
+        raise RefusalError("unknown kind of request")
     try:
         return REQUESTS[kind].model_validate(header)
     except ValidationError as error:
-        raise RefusalError(f"a request ({kind}) that is not whole: {what_is_wrong(error)}") from None
+        raise RefusalError(f"invalid request ({kind}): {what_is_wrong(error)}") from None
 
 
 def read_answer(site: str, header: dict[str, Any], kind: type[A]) -> A:
-    """A site's answer.
+    """Parse the header of a site's answer.
 
     Raises:
-        SiteError: it has another form.
+        SiteError: the header is invalid.
     """
     try:
         return kind.model_validate(header)
     except ValidationError as error:
         raise SiteError(
-            f"the answer of site {site!r} cannot be used: {what_is_wrong(error)}: install the same prefed "
-            "there"
+            f"the answer of site {site!r} is invalid: {what_is_wrong(error)}; install the same version of "
+            "prefed there"
         ) from None
 
 
 def what_is_wrong(error: ValidationError) -> str:
-    """The first error in a message, by the name of its key."""
+    """The key and the text of the first validation error."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part)[:LONGEST_NAME] for part in first["loc"])
     return printable(f"{where}: {first['msg']}" if where else first["msg"])[: LONGEST_NAME + LONGEST_ERROR]
 
 
 def check_download(body: bytes, what: str) -> None:
-    """Refuse a request whose body is no message of a server.
+    """Refuse a request whose body is not a valid download.
+
+    Args:
+        what: name of the body in the error message.
 
     Raises:
-        RefusalError: it is none; the message says ``what`` cannot be read.
+        RefusalError: it is not.
     """
     try:
         decode_download(body)
     except WireError as error:
-        raise RefusalError(f"{what} that cannot be read: {error}") from error
+        raise RefusalError(f"{what} cannot be read: {error}") from error
 
 
 def is_run(text: str) -> bool:
-    """Whether a text has the form of a run's name between hub and sites.
+    """Return whether a text is a valid name of a run: 16 hexadecimal digits.
 
     >>> is_run("3fa9b2c4d5e6f708"), is_run("../../etc")
     (True, False)
@@ -262,10 +266,10 @@ def is_run(text: str) -> bool:
 
 
 def order_digest(experiment: str, members: list[str], unseen: list[str]) -> str:
-    """A digest of what a site was sent of a run: with another one it must be sent again."""
+    """Digest of a run's experiment and members. If a site has another one, the run must be sent again."""
     return files.digest(json.dumps([experiment, members, unseen]).encode())
 
 
 def own_version(name: str) -> str:
-    """The version of a package here, without what says how it was built."""
+    """The installed version of a package, without its build tag."""
     return version(name).partition("+")[0]

@@ -1,12 +1,12 @@
-"""What a site's clients have given away under local noise, and the answers that gave it away.
+"""Privacy ledger of a site: the loss of each client under local noise, and the answers already released.
 
-Noise is the operating system's, so a visit that is done again draws other noise: a second release of the same
-numbers. Therefore an answer is on the disk before it leaves, and the same request gets the same bytes, also
-after this machine or the hub was killed.
+Noise comes from the operating system, so repeating a visit would release the same values with new noise.
+Therefore each answer is stored before it is sent, and a repeated request gets the same bytes, even after the
+site or the hub was killed.
 
-Several Gaussian releases are as good as one. With noise multipliers z₁, z₂, …, of any runs, their Rényi
-divergences add up to that of a single release with 1/z² = 1/z₁² + 1/z₂² + … (Mironov 2017, arXiv:1702.07476,
-propositions 1 and 7). So one number for each client is the whole account.
+Gaussian releases with noise multipliers z₁, z₂, …, of any runs, compose to one release with
+1/z² = 1/z₁² + 1/z₂² + … (Mironov 2017, arXiv:1702.07476, propositions 1 and 7). The ledger stores this sum
+for each client.
 """
 
 from __future__ import annotations
@@ -24,42 +24,41 @@ _SPENT = "spent.json"
 
 
 class Releases:
-    """The account of a site, over all runs, and the answers of each run's last round.
+    """The ledger of a site over all runs, and the answers of each run's last round.
 
     Args:
-        folder: the site's state.
+        folder: the site's state folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def answer(self, run: str, number: int, key: str) -> bytes | None:
-        """The answer that a request of round ``number`` has had; ``None`` if it has had none.
+        """The stored answer to a request of round ``number``, or ``None``.
 
         Args:
-            key: of the request; see :func:`prefed.core.files.digest`.
+            key: digest of the request; see :func:`prefed.core.files.digest`.
         """
         path = self._path(run, number, key)
         return path.read_bytes() if path.exists() else None
 
     def count(self, client: str, privacy: Privacy) -> None:
-        """Enter a release of a client into the account, before its visit.
+        """Record a release of a client before its visit.
 
-        So one whose upload is withheld, or whose process dies, is counted too: that also says something of
-        the pairs.
+        Visits that fail or are withheld count too, because a failure also depends on the pairs.
 
         Raises:
-            WriteError: the visit must not be.
+            WriteError: the ledger cannot be written; the visit must not take place.
             StoreError: as :meth:`spent`.
         """
         spent = {**self.spent(), client: self._after(client, privacy)}
         files.write(self._folder / _SPENT, files.dumps_with_digest({"spent": spent}), mode=0o600)
 
     def keep(self, run: str, number: int, key: str, answer: bytes) -> None:
-        """Keep the answer of a release that was counted; then it may leave.
+        """Store the answer of a recorded release, before it is sent.
 
         Raises:
-            WriteError: it must not leave.
+            WriteError: it cannot be stored and must not be sent.
         """
         path = self._path(run, number, key)
         files.private_folder(path.parent)
@@ -69,10 +68,10 @@ class Releases:
                 files.remove(other)
 
     def check(self, client: str, privacy: Privacy, limits: Limits) -> None:
-        """Refuse one more release of a client that would spend more than it may.
+        """Check another release of a client against ``[limits] epsilon``.
 
         Raises:
-            RefusalError: it would, or nothing says what it spends.
+            RefusalError: it would exceed the budget, or ε cannot be computed.
             StoreError: as :meth:`spent`.
         """
         if limits.epsilon is None:
@@ -83,15 +82,15 @@ class Releases:
             raise RefusalError(f"[limits] epsilon: {error}") from error
         if epsilon > limits.epsilon:
             raise RefusalError(
-                f"[limits] epsilon: with this upload the client would have spent {epsilon:.3g} in all runs, "
-                f"and may spend {limits.epsilon:g} at delta {limits.delta:g}"
+                f"[limits] epsilon: with this upload the client would reach epsilon {epsilon:.3g} over all "
+                f"runs; at most {limits.epsilon:g} is allowed at delta {limits.delta:g}"
             )
 
     def spent(self) -> dict[str, float]:
-        """Client → Σ 1/z² over all that it has released.
+        """Client → Σ 1/z² over all its releases.
 
         Raises:
-            StoreError: the file is damaged.
+            StoreError: the ledger is damaged.
         """
         path = self._folder / _SPENT
         if not path.exists():
@@ -101,8 +100,8 @@ class Releases:
             return {str(client): float(value) for client, value in content["spent"].items()}
         except (files.DamagedError, KeyError, AttributeError, TypeError, ValueError) as error:
             raise StoreError(
-                f"{path} is damaged: {error}; without it nobody knows what clients have given away: put a "
-                "copy of it back"
+                f"{path} is damaged: {error}; without it the privacy loss of the clients is unknown: restore "
+                "it from a copy"
             ) from error
 
     def _after(self, client: str, privacy: Privacy) -> float:
@@ -114,14 +113,14 @@ class Releases:
 
 
 def epsilon_of(spent: float, delta: float) -> float:
-    """ε of releases that together come to ``spent``, for clients any of whose pairs are replaced.
+    """ε of releases with Σ 1/z² = ``spent``; neighbouring data sets replace all pairs of one client.
 
     Raises:
         AccountantError: ``dp-accounting`` is not installed.
     """
     if not spent:
         return 0.0
-    # One client is the whole cohort of its release: nothing is drawn, and the hub sees each upload.
+    # The hub sees each upload: a cohort of one client, without amplification by sampling.
     epsilon = Guarantee(spent**-0.5, replaced=True, sampling="none", clients=1, cohort=1).epsilon(1, delta)
     assert epsilon is not None
     return epsilon

@@ -1,4 +1,4 @@
-"""Sites that do not answer: they are asked less and less often, and set aside after the third silence."""
+"""Backoff for sites that do not answer. A site is suspended after its third time-out."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from prefed.core import Plain
 
 ASIDE = 3
-"""Silences after which a site is asked no more, until the run is resumed."""
+"""Time-outs after which a site gets no more requests until the run is resumed."""
 FORGIVEN = 10
-"""Rounds with answers, one after the other, that make up for one silence."""
+"""Consecutive rounds with answers that cancel one time-out."""
 
 
 @dataclass
 class Silence:
-    """What a hub remembers of a site's silences.
+    """Backoff state of one site.
 
     Attributes:
-        count: requests without an answer, less those that are made up for.
-        why: the reason of the last.
-        again: the first round in which the site is asked again; ``None``: it is set aside.
+        count: unanswered requests, minus those cancelled by later answers.
+        why: the reason of the last one.
+        again: the first round in which the site gets requests again; ``None`` if it is suspended.
     """
 
     count: int = 0
@@ -29,32 +29,32 @@ class Silence:
     _last: int = 0
 
     def note(self, number: int, why: str) -> None:
-        """A request of a round had no answer. The first costs the site one round, the second three."""
+        """Record an unanswered request. The first costs the site one round, the second three."""
         self.count, self.why, self._answered = self.count + 1, why, 0
         self.again = None if self.count >= ASIDE else number + 2**self.count
 
     def answer(self, number: int) -> None:
-        """A request of a round had one."""
+        """Record an answered request."""
         if number > self._last:
             self._last, self._answered = number, self._answered + 1
         if self._answered >= FORGIVEN:
             self.count, self._answered = max(0, self.count - 1), 0
 
     def what_follows(self) -> str:
-        """What becomes of the site, for a person.
+        """The consequence for the site, as part of a warning.
 
         >>> silence = Silence()
         >>> silence.note(4, "no answer within 600 seconds")
         >>> silence.what_follows()
-        'it is left out, and asked again from round 6 on, once it is back'
+        'it can rejoin from round 6'
         """
         if self.again is not None:
-            return f"it is left out, and asked again from round {self.again} on, once it is back"
+            return f"it can rejoin from round {self.again}"
         return (
-            f"it is set aside for {self.count} requests without an answer: the same command with --resume "
-            "asks it again, with a longer --visit if its visits take longer"
+            f"it is suspended after {self.count} unanswered requests: run the same command with --resume to "
+            "include it again, with a longer --visit if its visits take longer"
         )
 
     def figures(self) -> dict[str, Plain]:
-        """For the round's record."""
+        """Fields for the record of the round."""
         return {"silences": self.count, "why": self.why, "asked_again": self.again}

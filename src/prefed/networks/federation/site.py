@@ -1,4 +1,4 @@
-"""A site: it answers the hub's requests with its own data, within its administrator's limits."""
+"""A site of a federation: answers the hub's requests within the limits that its administrator sets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog, contents
 from prefed.networks.federation.config import SiteConfig, check_places
 from prefed.networks.federation.experiment import (
-    begun_experiment,
     own_dataset,
     own_experiment,
+    reported_names,
     site_factory,
-    told_names,
+    started_experiment,
 )
 from prefed.networks.federation.final_models import take_in
 from prefed.networks.federation.limits import (
@@ -58,20 +58,20 @@ from prefed.store.directory import lock
 _log = logging.getLogger("prefed")
 
 REMEMBERED = 4
-"""Answers that are kept for a request that comes again."""
+"""Number of recent answers kept for repeated requests."""
 LARGE = 1 << 26
-"""Bytes of the answers that are kept; of the last one any number."""
+"""Maximum bytes of the kept answers together. The last answer is always kept."""
 LONGEST_REASON = 1000
-"""Characters of why a request was refused or failed that are reported and logged."""
-WITHHELD = "the upload was withheld: the site's log says more"
-CHANGED = "this site's data changed since the run started: put back what they were"
+"""Characters of a refusal or failure that are printed and logged."""
+WITHHELD = "the upload was withheld: see the site's log"
+CHANGED = "this site's data changed since the run started: restore them"
 
 
 class Site:
-    """Answers requests. What trains is a child process, whose death is a failed answer and no more.
+    """Answers requests. Training runs in a child process; if that process dies, only its request fails.
 
     Args:
-        tell: is given each line that a person at the site may want to see.
+        tell: called with each line to print.
 
     Raises:
         StoreError: another process uses the state folder.
@@ -81,7 +81,7 @@ class Site:
         self.config, self._tell = config, tell
         self._state = Path(config.state)
         files.private_folder(self._state / "checkpoint")
-        self._held: int | None = lock(self._state, remedy="end it first: a state folder is one site's")
+        self._held: int | None = lock(self._state, remedy="stop it first: only one process may use it")
         self._secret = site_secret(self._state)
         self.log = SentLog(self._state / "log")
         self._turn = Lock()
@@ -93,14 +93,14 @@ class Site:
         self._releases = Releases(self._state)
 
     def close(self) -> None:
-        """End the process that trains, and let go of the state folder."""
+        """Stop the training process and release the lock on the state folder."""
         self._stop()
         if self._held is not None:
             os.close(self._held)
             self._held = None
 
     def answer(self, request: bytes) -> bytes:
-        """The answer to a request of the hub; nothing in a request raises an exception here."""
+        """Return the answer to a request of the hub. Errors are returned as answers, never raised."""
         what: dict[str, Any] = {}
         try:
             if len(request) > self.config.limits.message_mb * 2**20:
@@ -121,19 +121,19 @@ class Site:
             self._note("failed", _reason(error), **what)
             if error.trace:
                 _log.error("%s", error)
-            return pack(failed="the process that trains died or failed: the site's log says more")
+            return pack(failed="the training process died or failed: see the site's log")
         except Exception as error:
-            # The text may quote the site's files: it stays here.
+            # The text may quote the site's files, so it is not sent.
             self._note("failed", printable(f"{type(error).__name__}: {one_line(error)}"), **what)
             if not (is_ours(error) or isinstance(error, OSError)) or os.environ.get("PREFED_TRACEBACK"):
-                _log.exception("a request could not be answered")
-            return pack(failed=f"{type(error).__name__}: the site's log says more")
+                _log.exception("cannot answer a request")
+            return pack(failed=f"{type(error).__name__}: see the site's log")
 
     def _note(self, what: str, reason: str, **fields: Any) -> None:
-        """Tell a person, and the log, that a request was refused or failed."""
+        """Print and log that a request was refused or failed."""
         fields[what] = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} …"
         self._say(fields[what])
-        # A full disk must not keep the hub from being told, and neither must anything else.
+        # The hub must get its answer even if the log cannot be written, e.g. on a full disk.
         with suppress(Exception):
             self.log.add(what, **{name: value for name, value in fields.items() if _is_short(value)})
 
@@ -144,15 +144,17 @@ class Site:
     def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
         kind = header.get("kind")
         if kind == "foreign":
-            raise RefusalError(f"on NVIDIA FLARE's channels, {header.get('asked')}")
+            raise RefusalError(f"message in NVIDIA FLARE: {header.get('asked')}")
         if header.get("format") != FORMAT:
             theirs = header.get("format")
-            raise RefusalError(f"the hub speaks format {theirs}, and this site {FORMAT}: update prefed")
+            raise RefusalError(
+                f"the hub uses message format {theirs} and this site format {FORMAT}: install the same prefed"
+            )
         if kind == "hello":
             return pack(site=self.config.name)
         run = header.get("run")
         if not isinstance(run, str) or not is_run(run):
-            raise RefusalError("a request without the name of its run")
+            raise RefusalError("the request does not name its run")
         if header.get("federation") != self.config.federation:
             raise RefusalError(f"this site belongs to the federation {self.config.federation!r}")
         request = read_request(header)
@@ -171,7 +173,7 @@ class Site:
         return pack()
 
     def _join(self, run: str, text: str) -> bytes:
-        """Read a run's experiment, and report the site's clients."""
+        """Read the experiment of a run and report the site's clients."""
         try:
             experiment = own_experiment(text, self.config)
             check_experiment(experiment, self.config)
@@ -185,7 +187,7 @@ class Site:
         for text in (*notes, *(f"warning: {warning}" for warning in warnings)):
             self._say(text)
             self.log.add("data", run=run, noted=printable(text)[:LONGEST_REASON])
-        names = told_names(dataset, self.config, self._secret)
+        names = reported_names(dataset, self.config, self._secret)
         if known is not None and known["data"] != dataset.fingerprint:
             raise RefusalError(CHANGED)
         clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
@@ -195,10 +197,10 @@ class Site:
         return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
 
     def _start(self, run: str, members: list[str], unseen: list[str]) -> bytes:
-        """Start or continue a run whose members the hub knows."""
+        """Start or continue a run with the members that the hub lists."""
         order = self._read_order(run)
         if order is None:
-            raise RefusalError("a run that this site does not know")
+            raise RefusalError("this site does not know the run")
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order["experiment"], members, unseen)}
         self._begin(run, order)
@@ -207,18 +209,18 @@ class Site:
         return pack(fingerprint={"model": self._fingerprint})
 
     def _experiment_of(self, run: str, order: dict[str, Any]) -> Experiment:
-        """The experiment of a run that has started, if the limits allow it."""
-        if self._experiment is not None and (self._run, self._order) == (run, _told(order)):
+        """The experiment of a started run, checked against the limits."""
+        if self._experiment is not None and (self._run, self._order) == (run, _digest(order)):
             return self._experiment
-        experiment = begun_experiment(order, self.config)
+        experiment = started_experiment(order, self.config)
         check_experiment(experiment, self.config)
         check_members(experiment, self.config, len({*order["members"]} - {*order["unseen"]}))
         return experiment
 
     def _begin(self, run: str, order: dict[str, Any]) -> None:
-        """Start the process that trains, unless the run has one."""
-        told = _told(order)
-        if (self._run, self._order) == (run, told) and self._worker is not None:
+        """Start the training process of a run unless it is running."""
+        digest = _digest(order)
+        if (self._run, self._order) == (run, digest) and self._worker is not None:
             return
         experiment = self._experiment_of(run, order)
         check_places(self.config)
@@ -233,37 +235,37 @@ class Site:
         except BaseException:
             worker.stop()
             raise
-        self._run, self._order, self._experiment, self._worker = run, told, experiment, worker
+        self._run, self._order, self._experiment, self._worker = run, digest, experiment, worker
         self._fingerprint, self._exchanges = fields["fingerprint"]["model"], fields["exchanges"]
         rounds = pluralize(experiment.rounds, "round", "rounds")
         self._say(f"run {run[:8]}: {experiment.method.name}, {rounds}")
 
     def _do(self, run: str, request: Visit, body: bytes) -> bytes:
-        """A visit or an evaluation of one of the site's clients."""
+        """Run a visit or an evaluation of one client."""
         key = files.digest(pack(**request.model_dump())) + files.digest(body)
         if key in self._answers:
             return self._answers[key]
         order = self._read_order(run) or {}
-        if not ("exchanges" in order and "pairs" in order) or _told(order) != request.order:
+        if not ("exchanges" in order and "pairs" in order) or _digest(order) != request.order:
             return pack(unknown=True)
         receipt, task = request.receipt, request.task(body)
         if task.round < order["round"]:
             raise RefusalError(
-                f"round {task.round} is over: this site has answered in round {order['round']}"
+                f"round {task.round} is over: this site already answered in round {order['round']}"
             )
-        own = next((name for name, told in order["names"].items() if told == task.client), None)
+        own = next((name for name, reported in order["names"].items() if reported == task.client), None)
         if own is None:
-            raise RefusalError("a client that is not here")
-        # What may change in a run that continues, such as its rounds, is no reason for a second draw.
+            raise RefusalError("the client is not at this site")
+        # Settings that may change on resuming, e.g. the number of rounds, must not cause a second noise draw.
         lasting = request.model_dump(exclude={"order"})
         release = files.digest(pack(**lasting)) + files.digest(body)
         released = self._releases.answer(run, task.round, release)
         if released is not None:
             return released
-        # Whatever cannot be served is refused before a process is started for it.
+        # Invalid requests are refused before a process is started.
         experiment = self._experiment_of(run, order)
         check_task(task, experiment, self.config, order["pairs"][task.client], order["exchanges"])
-        check_download(body, "a task")
+        check_download(body, "the task's download")
         privacy = experiment.privacy
         noisy = task.kind == "visit" and privacy.kind == "local" and privacy.noise > 0
         if noisy:
@@ -282,12 +284,11 @@ class Site:
             self._write_order(run, {**order, "round": task.round})
         message: bytes = fields["message"]
         what = task.exchange or "evaluation"
-        told = contents(task.kind, message)
-        sent = {"bytes": len(message), **told, "withheld": fields["withheld"]}
+        sent = {"bytes": len(message), **contents(task.kind, message), "withheld": fields["withheld"]}
         self.log.add(what, run=run, round=task.round, client=task.client, **sent)
         self._say(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
         new = kept if kept != receipt else None
-        # No noise is on the reason, which may quote what was trained.
+        # The reason is free of noise and may depend on the training data.
         withheld = WITHHELD if noisy and fields["withheld"] else fields["withheld"]
         answer = pack(message, client=task.client, withheld=withheld, asked=task.asked, receipt=new)
         if noisy:
@@ -300,18 +301,18 @@ class Site:
         return answer
 
     def _keep(self, run: str, request: Publish, body: bytes) -> bytes:
-        """Keep what the hub publishes to clients of this site after the last round."""
+        """Store the download of the last round for clients of this site."""
         order = self._read_order(run) or {}
-        if "order" not in order or _told(order) != request.order:
+        if "order" not in order or _digest(order) != request.order:
             return pack(unknown=True)
         rounds = own_experiment(order["experiment"], self.config).rounds
         number = take_in(self._state / "runs" / run, order, rounds, self._secret, request, body)
         self.log.add("published", run=run, round=number)
-        self._say(f"run {run[:8]}: ended after round {number}; `prefed site export` writes its models")
+        self._say(f"run {run[:8]}: ended after round {number}; export its models with `prefed site export`")
         return pack()
 
     def _work(self, run: str, order: dict[str, Any], task: Task, state: bytes | None) -> dict[str, Any]:
-        """What the process that trains answers. If it dies it is started again, once."""
+        """Run a task in the training process. If the process dies, it is restarted once."""
         for last in (False, True):
             try:
                 if self._worker is None:
@@ -343,16 +344,15 @@ class Site:
         return self._state / "runs" / run / "order.json"
 
 
-def _told(order: dict[str, Any]) -> str:
-    """The digest of what the site itself keeps of a run: that of another join does not count."""
+def _digest(order: dict[str, Any]) -> str:
     return order_digest(order["experiment"], order["members"], order["unseen"])
 
 
 def _reason(error: WorkerError) -> str:
-    """Why the process that trains failed, in one line: of a trace, what was raised."""
+    """The failure of the training process in one line: the exception of a trace."""
     if error.trace:
         lines = error.trace.strip().splitlines()
-        # Below the last frame and its code, before notes.
+        # The exception is below the last frame and its code, and above its notes.
         last = max((n for n, line in enumerate(lines) if line.startswith("  File ")), default=-1)
         raised = next((line for line in lines[last + 1 :] if not line.startswith("    ")), lines[-1])
         return printable(f"a worker process failed: {raised}")

@@ -1,4 +1,4 @@
-"""What carries messages between a hub and its sites."""
+"""The interface of transports between a hub and its sites."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from typing import Protocol
 
 
 class UnreachableError(RuntimeError):
-    """A site did not answer in time, or cannot be reached."""
+    """A site cannot be reached or did not answer in time."""
 
 
 class FederationError(RuntimeError):
-    """The federation cannot go on; the message says why and what to do. Whole rounds are kept."""
+    """The federation cannot continue. Complete rounds are kept."""
 
 
 class TooLongError(RuntimeError):
-    """A request is longer than the site takes in."""
+    """A request is longer than the site accepts."""
 
 
 class LongAnswerError(RuntimeError):
-    """An answer is longer than may come. It is not taken in."""
+    """An answer is longer than allowed. It is not read."""
 
 
 class Transport(AbstractContextManager["Transport"], Protocol):
-    """Carries requests to sites and their answers back, between parties that know each other by certificates.
+    """Sends requests to sites and returns their answers. Certificates authenticate both sides.
 
-    It may deliver one request several times: sites answer each repetition alike. Several threads may call it.
+    A request may be delivered several times; sites answer each repetition alike. Methods are thread-safe.
     """
 
     def connected(self) -> Set[str]:
-        """The sites that can be reached at the moment.
+        """The reachable sites.
 
         Raises:
-            FederationError: the transport itself is gone and cannot be started again.
+            FederationError: the transport failed and cannot be restarted.
         """
 
     def call(self, site: str, request: bytes, timeout: float, most: int) -> bytes:
-        """A site's answer.
+        """Send a request to a site and return its answer.
 
         Args:
-            most: bytes of the longest that is taken in.
+            timeout: seconds to wait for the answer.
+            most: maximum bytes of the answer.
 
         Raises:
-            LongAnswerError: its answer is longer.
-            UnreachableError: there is none within ``timeout`` seconds.
-            TooLongError: the site takes in no request of this length.
+            LongAnswerError: the answer is longer than ``most``.
+            UnreachableError: there is no answer in time.
+            TooLongError: the request is longer than the site accepts.
             FederationError: as :meth:`connected`.
         """

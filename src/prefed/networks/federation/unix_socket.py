@@ -1,7 +1,6 @@
-"""Messages of a JSON header and bytes, and requests over a Unix socket that only its owner can reach.
+"""Requests over a Unix socket that only its owner can access, as messages of a JSON header and a body.
 
-What carries messages between machines runs in other processes. Those processes relay bytes: they know
-neither methods nor models, and losing one loses nothing.
+They connect `prefed federate` and `prefed site` with the processes of the transport, which only relay bytes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from typing import Any
 _log = logging.getLogger("prefed")
 
 STAY = b"stay"
-"""A first frame after which a connection is kept open, as a sign that its other end lives."""
+"""First frame of a connection that stays open as long as both processes live."""
 MOST = 1 << 34
-"""Bytes of the longest frame that is read."""
+"""Maximum bytes of a frame."""
 HEADER = 1 << 24
-"""Bytes of the longest header of a message that is read: a hundred thousand clients' names fit."""
+"""Maximum bytes of the header of a message, enough for the names of 100,000 clients."""
 
 
 def pack(body: bytes = b"", **header: Any) -> bytes:
-    """A JSON header and bytes, as one message.
+    """Pack a JSON header and a body into one message.
 
     >>> unpack(pack(b"tensors", kind="visit", round=3))
     ({'kind': 'visit', 'round': 3}, b'tensors')
@@ -41,10 +40,10 @@ def pack(body: bytes = b"", **header: Any) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """What :func:`pack` made.
+    """Unpack a message of :func:`pack` into header and body.
 
     Raises:
-        ValueError: it is no such message.
+        ValueError: it is not such a message.
     """
     end = 8 + int.from_bytes(data[:8], "little")
     if len(data) < max(8, end):
@@ -54,18 +53,19 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
     try:
         header = json.loads(data[8:end])
     except RecursionError as error:
-        raise ValueError("not a message: its header is nested too deep") from error
+        raise ValueError("not a message: its header is nested too deeply") from error
     if not isinstance(header, dict):
-        raise ValueError("not a message: its header is no object")
+        raise ValueError("not a message: its header is not a JSON object")
     return header, data[end:]
 
 
 class Door:
-    """Answers requests at a Unix socket, each in its own thread.
+    """Serves requests at a Unix socket, each in its own thread.
 
     Args:
-        answer: request → answer. What it raises is logged, and the caller gets no answer.
-        path: the socket; left out: one in a new folder of this user alone, since a socket's path is short.
+        answer: request → answer. Exceptions are logged, and the caller gets no answer.
+        path: path of the socket (default: in a new private temporary folder, because socket paths must be
+            short).
     """
 
     def __init__(self, answer: Callable[[bytes], bytes | bytearray], path: Path | None = None) -> None:
@@ -99,12 +99,12 @@ class Door:
         with connection, suppress(EOFError, OSError):
             request = connection.recv_bytes(MOST)
             if request == STAY:
-                connection.recv_bytes(1)  # ends with the other end
+                connection.recv_bytes(1)  # returns when the other process ends
                 return
             try:
                 answer = self._answer(request)
             except Exception:
-                _log.exception("a request got no answer")
+                _log.exception("cannot answer a request")
                 return
             connection.send_bytes(answer)
 
@@ -116,19 +116,20 @@ def ask(
     look: Callable[[], Any] = lambda: None,
     every: float = 3600.0,
 ) -> bytes:
-    """The answer to a request.
+    """Send a request to the socket at ``path`` and return the answer.
 
     Args:
-        look: called every so many seconds while there is no answer; what it raises ends the wait.
+        timeout: seconds to wait for the answer.
+        look: called every ``every`` seconds while waiting; an exception it raises ends the wait.
 
     Raises:
-        OSError: nobody listens, or whoever did is gone.
+        OSError: no process listens, or it ended.
         TimeoutError: there is no answer in time.
     """
     over = time.monotonic() + timeout
     with Client(str(path), family="AF_UNIX") as connection:
         connection.send_bytes(request)
-        del request  # it may be long, and the answer may be hours away
+        del request  # it may be large, and the answer may take hours
         while not connection.poll(max(0.0, min(every, over - time.monotonic()))):
             if time.monotonic() >= over:
                 raise TimeoutError(f"no answer within {timeout:g} seconds")
@@ -140,10 +141,10 @@ def ask(
 
 
 def when_gone(path: str | Path, act: Callable[[], Any]) -> None:
-    """Call ``act``, in another thread, when the process that listens at ``path`` is gone.
+    """Call ``act`` from another thread when the process that listens at ``path`` ends.
 
     Raises:
-        OSError: nobody listens.
+        OSError: no process listens.
     """
     connection = Client(str(path), family="AF_UNIX")
     connection.send_bytes(STAY)

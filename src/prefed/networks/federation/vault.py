@@ -1,11 +1,11 @@
-"""Clients' private states on their site's disk, in versions that receipts name.
+"""Private states of clients on their site's disk, in versions identified by receipts.
 
-A visit starts from the version that the hub's receipt names and leaves another one. The hub commits receipts
-with its rounds. So whichever side is killed, and whenever: the version that counts is the one that the hub's
-last commit names, and it is there. The version is on the disk before its receipt leaves the site.
+A visit reads the version that the hub's receipt names and writes a new version before its receipt is sent.
+The hub commits receipts with its rounds. If either side is killed, the version of the last commit still
+exists.
 
-A receipt is a keyed digest of the state: it proves that a file is what was written, and does not reveal
-to anybody else whether two states are equal.
+A receipt is a keyed digest of the state: it proves that a file is unchanged, and does not reveal to others
+whether two states are equal.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _SECRET = "secret"
 
 
 class Vault:
-    """The private states of one run at a site. One process writes; others may read at the same time.
+    """The private states of one run at a site. One process writes; others may read concurrently.
 
     Args:
-        folder: of this run, only for its owner.
-        secret: of the site, from :func:`site_secret`.
+        folder: folder of this run's states, created with access for its owner only.
+        secret: the site's key, from :func:`site_secret`.
     """
 
     def __init__(self, folder: Path, secret: bytes) -> None:
         self._folder, self._secret = folder, secret
 
     def read(self, client: str, receipt: str | None) -> bytes | None:
-        """The version that a receipt names; ``None`` for a client's first state, which has none.
+        """Read the version that a receipt names; ``None`` for the initial state, which has no receipt.
 
         Raises:
-            StoreError: there is no such version, or it is damaged.
+            StoreError: the version is missing or damaged.
         """
         if receipt is None:
             return None
@@ -47,25 +47,25 @@ class Vault:
             state = path.read_bytes()
         except FileNotFoundError:
             raise StoreError(
-                f"{path} is missing, which the hub's last round names: put a copy of the state folder back"
+                f"{path} is missing, and the hub's last round needs it: restore the state folder from a copy"
             ) from None
         if self._receipt(client, _number(receipt), state) != receipt:
-            raise StoreError(f"{path} is damaged: put a copy of it back")
+            raise StoreError(f"{path} is damaged: restore it from a copy")
         return state
 
     def keep(self, client: str, number: int, state: bytes) -> str:
-        """Write the version that a visit of round ``number`` leaves; its receipt."""
+        """Write the state after a visit of round ``number``; return its receipt."""
         receipt = self._receipt(client, number, state)
         files.private_folder(self._folder)
         files.write(self._path(client, receipt), state, mode=0o600)
         return receipt
 
     def tidy(self, client: str, receipt: str | None, number: int) -> None:
-        """Delete the versions of a client that a visit of round ``number``, from ``receipt``, leaves behind.
+        """Delete a client's obsolete versions after a visit of round ``number`` that read ``receipt``.
 
-        A version of an earlier round than ``number`` that the hub names is committed there. What is older
-        than it is in no commit that can come back. A hub that names none may have lost its receipts, so
-        nothing is deleted then. What a killed process left half written is deleted too.
+        If ``receipt`` is of an earlier round, the hub has committed it, and older versions are obsolete.
+        Without a receipt nothing is deleted, because the hub may have lost its receipts. Temporary files of
+        interrupted writes are deleted too.
         """
         for path in self._folder.glob(f"*{files.TEMPORARY}"):
             files.remove(path)
@@ -81,7 +81,7 @@ class Vault:
 
     def _path(self, client: str, receipt: str) -> Path:
         if not is_receipt(receipt):
-            raise StoreError("the hub names a private state by what is no receipt")
+            raise StoreError("the hub sent an invalid receipt of a private state")
         return self._folder / f"{client_file(client)}@{receipt}.safetensors"
 
     def _receipt(self, client: str, number: int, state: bytes) -> str:
@@ -91,7 +91,7 @@ class Vault:
 
 
 def site_secret(folder: Path) -> bytes:
-    """The site's key for receipts and made-up names, from a file that is made at the first call."""
+    """The site's key for receipts and pseudonyms, from a file that the first call creates."""
     path = folder / _SECRET
     if not path.exists():
         files.private_folder(folder)
@@ -104,7 +104,7 @@ def _number(receipt: str) -> int:
 
 
 def is_receipt(text: str) -> bool:
-    """Whether a text has the form of a receipt.
+    """Return whether a text is a well-formed receipt.
 
     >>> is_receipt("000003-" + "c6" * 16), is_receipt("../../secret")
     (True, False)

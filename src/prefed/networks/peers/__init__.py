@@ -1,4 +1,4 @@
-"""Peers: each client of a federation without a server is a process with its own data.
+"""Peers: the clients of a run without a server, each a process with its own data.
 
 ``prefed peer FILE`` starts one; torchrun starts several on one machine.
 """

@@ -1,20 +1,20 @@
-"""Notices that a peer is dead or hangs, and makes all peers stop with the same error.
+"""Heartbeats between peers: detects a dead or hanging peer, and stops all peers with the same error.
 
-Each peer writes a heartbeat to the store at short intervals and reads those of all others. The first
-accusation in the store is the verdict of all.
+Each peer regularly writes a heartbeat to the store and reads those of the others. The first accusation in the
+store becomes the verdict of all peers.
 
-PyTorch 2.13 has nothing that could replace this. Tried with three processes and ``monitored_barrier`` with a
-time-out of 4 seconds:
+PyTorch 2.13 cannot replace this. Tested with three processes and ``monitored_barrier`` with a time-out of 4
+seconds:
 
-- gloo's time-outs cannot tell a slow peer from a dead one, and a visit may take hours.
+- gloo's time-outs do not distinguish a slow peer from a dead one, and a visit may take hours.
 - If a peer is killed, no error names it. If it is stopped, only rank 0 learns which one it is, and the others
   are pointed to rank 0. If rank 0 is stopped, the others are still waiting after 25 seconds.
 - A client of ``TCPStore`` waits without a time-out while the process with the store is stopped.
-- torchrun notices processes that end, on its own machine, but not one that is stopped.
+- torchrun detects processes that end on its own machine, but not stopped ones.
 
-No signal handler raises the verdict, because code that catches every exception would swallow it. The main
-thread asks for it (:meth:`Watch.check`) wherever it waits for others. Where it cannot ask, as in a visit, the
-process is ended: a run directory survives that at any moment.
+The main thread polls the verdict (:meth:`Watch.check`) wherever it waits for other peers. A signal handler
+would not do, because code that catches all exceptions would swallow the error. Where the main thread cannot
+poll, e.g. in a visit, the process is ended; the run directory stays consistent.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from prefed.core.text import listed, printable_lines
 
 STOP = "stop"
 """The key of the verdict in the store."""
-GONE = "is gone: its connection closed"
+GONE = "closed its connection"
 GRACE = 3.0
-"""Seconds that the main thread has from the verdict until it leaves; then the process is ended."""
+"""Seconds that the main thread has to stop after the verdict, before the process is ended."""
 
 
 class PeerError(RuntimeError):
-    """A peer is gone, hangs or failed, or peers do not agree. All complete rounds are kept."""
+    """A peer failed, hangs or disconnected, or peers do not agree. All complete rounds are kept."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a peer says of itself.
+    """A heartbeat.
 
     Attributes:
-        count: how often it has said something.
-        round: the last round that it has committed.
-        state: ``"here"``, ``"done"`` after its last round, or ``"left"`` after an error.
+        count: sequence number.
+        round: the last round that the peer has committed.
+        state: ``"here"``, ``"done"`` after the last round, or ``"left"`` after an error.
     """
 
     count: int = 0
@@ -58,36 +58,36 @@ class Beat:
     state: str = "here"
 
     def text(self) -> str:
-        """The beat as the store has it."""
+        """Format the heartbeat for the store."""
         return f"{self.count} {self.round} {self.state}"
 
     @staticmethod
     def parse(text: str) -> Beat:
-        """The beat that :meth:`text` wrote."""
+        """Parse the result of :meth:`text`."""
         count, number, state = text.split()
         return Beat(int(count), int(number), state)
 
 
 def beat_key(rank: int) -> str:
-    """Where a peer's beat is in the store."""
+    """The key of a peer's heartbeat in the store."""
     return f"beat/{rank}"
 
 
 class Watch:
-    """Two threads: one leaves and reads beats, the other sees that the store answers the first.
+    """Two threads: one writes and reads heartbeats, the other checks that the store answers.
 
-    A verdict ends the process, unless the main thread hears of it from :meth:`check` and leaves.
+    After a verdict the process is ended, unless the main thread learns of it from :meth:`check` and stops.
 
     Args:
-        store: of all peers.
-        rank: this peer.
-        names: of all peers, by rank, for messages.
-        host: the peer in whose process the store is; ``None`` where it outlives all of them.
-        patience: seconds without a beat after which a peer is given up.
+        store: the store of all peers.
+        rank: the rank of this peer.
+        names: names of all peers by rank, for messages.
+        host: rank of the peer whose process runs the store; ``None`` if the store outlives all peers.
+        patience: seconds without a heartbeat after which a peer counts as failed.
 
     Attributes:
-        names: they may change.
-        verdict: which peer is at fault and why; empty while all is well.
+        names: as above; may be changed.
+        verdict: which peer failed and why; empty if none did.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Watch:
         self._leaving, self._storeless = False, False
 
     def start(self) -> None:
-        """Begin."""
+        """Start both threads."""
         self._threads = [
             threading.Thread(target=act, daemon=True) for act in (self._exchange_beats, self._look_after)
         ]
@@ -118,69 +118,70 @@ class Watch:
 
     @property
     def least(self) -> int:
-        """The last round that all peers have committed, as far as this peer knows."""
+        """The last round that all peers are known to have committed."""
         return min(beat.round for beat in self._beats)
 
     def committed(self, number: int) -> None:
-        """Tell all peers that round ``number`` is committed here."""
+        """Announce that this peer has committed round ``number``."""
         self._round = number
         self._wake.set()
 
     def check(self) -> None:
-        """Hear of the verdict.
+        """Raise the verdict if there is one.
 
         Raises:
-            PeerError: there is one.
+            PeerError: a peer failed.
         """
         if self.verdict:
             raise PeerError(self.verdict)
 
     def limit_rounds(self, seconds: float) -> None:
-        """End the run if from here on no round is committed by all peers for so long; 0 for any time."""
+        """End the run if all peers do not commit another round within ``seconds``; 0: no limit."""
         self._stall = (time.monotonic(), seconds) if seconds else None
 
     def accuse(self, rank: int | None, why: str) -> None:
-        """Make all peers stop because of one, or of those that ``why`` names. The first accusation wins."""
+        """Stop all peers because peer ``rank``, or those named in ``why``, failed. The first call wins."""
         with self._lock:
             self._blames.append((rank, why))
         self._wake.set()
 
     @contextmanager
     def limit(self, seconds: float, what: str) -> Iterator[None]:
-        """Accuse this peer itself if what happens inside takes longer; 0 for any time."""
-        self._limit = (time.monotonic() + seconds, f"{what}, {seconds:g} seconds") if seconds else None
+        """Accuse this peer if the block takes longer than ``seconds``; 0: no limit."""
+        why = f"exceeded [engine] visit_timeout = {seconds:g} seconds in {what}"
+        self._limit = (time.monotonic() + seconds, why) if seconds else None
         try:
             yield
         finally:
             self._limit = None
 
     def wait_for_verdict(self, seconds: float) -> str:
-        """The verdict, as soon as there is one, or nothing after so many seconds."""
+        """Wait up to ``seconds`` for a verdict; return it, or an empty string."""
         end = time.monotonic() + seconds
         while not self.verdict and time.monotonic() < end:
             time.sleep(self._interval / 5)
         return self.verdict
 
     def hush(self) -> None:
-        """The main thread leaves: a verdict no longer ends the process."""
+        """Note that the main thread is stopping, so that a verdict does not end the process."""
         if not self._begin_to_leave():
-            # The other thread does it for both, and ends the process.
+            # The other thread is already ending the process.
             self._threads[1].join()
 
     def leave(self, state: str) -> None:
-        """Take leave of the others, as ``"done"`` or as ``"left"``.
+        """Announce that this peer leaves as ``"done"`` or ``"left"``, and stop the threads.
 
-        The peer that keeps the store waits for all others first.
+        The peer that runs the store waits for the others first.
         """
         self._state, count = state, self._count
-        alone = time.monotonic() + GRACE
-        # Two whole turns: the one that is under way may have spoken already.
-        while self._count < count + 2 and not self._storeless and time.monotonic() < alone:
+        end = time.monotonic() + GRACE
+        # Two full cycles, because the current one may have written its heartbeat already.
+        while self._count < count + 2 and not self._storeless and time.monotonic() < end:
             self._wake.set()
             time.sleep(0.01)
         end = time.monotonic() + min(self._patience, 2 * GRACE)
         while self._host == self._rank and not self._all_gone():
-            # A peer that is done waits for the rest, as long as these live.
+            # A peer that is done waits for the others as long as they live.
             if time.monotonic() > end and (state == "left" or self.verdict):
                 break
             time.sleep(self._interval / 5)
@@ -190,7 +191,7 @@ class Watch:
             thread.join(self._interval)
 
     def _begin_to_leave(self) -> bool:
-        """Whether this is the first thread that wants to leave."""
+        """Return whether this thread is the first to leave."""
         with self._lock:
             first, self._leaving = not self._leaving, True
         return first
@@ -225,7 +226,7 @@ class Watch:
             try:
                 beat = Beat.parse(text.decode())
             except ValueError:
-                self.accuse(rank, "has given a sign of life that cannot be read")
+                self.accuse(rank, "sent an invalid heartbeat")
                 continue
             if beat != self._beats[rank]:
                 self._beats[rank], self._changed[rank] = beat, now
@@ -235,32 +236,32 @@ class Watch:
             self._stall = (now, self._stall[1])
 
     def _speak(self) -> None:
-        """Bring the first accusation into the store, unless there is a word already."""
+        """Write the first accusation to the store, unless it has one."""
         with self._lock:
             blames, self._blames = self._blames, []
         if blames and not self.verdict:
             self._heed(self._store.compare_set(STOP, "", json.dumps(blames[0])))
 
     def _heed(self, word: bytes) -> None:
-        """Take the word in the store as the verdict. Any peer may have written it."""
+        """Adopt the accusation in the store, which any peer may have written, as the verdict."""
         try:
             rank, why = json.loads(word)
             self._judge(rank if rank is None else range(len(self.names))[rank], str(why))
         except (ValueError, TypeError, IndexError, RecursionError):
-            self._judge(None, "a word about a peer at fault cannot be read")
+            self._judge(None, "a peer failed, but the report in the store is invalid")
 
     def _look_after(self) -> None:
         last = time.monotonic()
         while not self._closed.wait(self._interval):
             now = time.monotonic()
             if now - last > self._patience:
-                self._judge(self._rank, f"was itself stopped for {now - last:.0f} seconds")
+                self._judge(self._rank, f"was stopped for {now - last:.0f} seconds")
             last = now
             if now - self._answered > self._patience:
                 self._lost_store(self._silence())
             limit = self._limit
             if limit is not None and now > limit[0]:
-                self.accuse(self._rank, f"has taken longer for {limit[1]}")
+                self.accuse(self._rank, limit[1])
             if self._stall and now - self._stall[0] > self._stall[1]:
                 self.accuse(None, self._stalled(self._stall[1]))
             if self.verdict and now - self._judged > GRACE and self._begin_to_leave():
@@ -275,12 +276,12 @@ class Watch:
         return f"round {self.least + 1} was not committed within {seconds:g} seconds by {listed(late, str)}"
 
     def _silence(self) -> str:
-        return f"has given no sign of life for {self._patience:g} seconds"
+        return f"has sent no heartbeat for {self._patience:g} seconds"
 
     def _lost_store(self, why: str) -> None:
         self._storeless = True
         if self._host is None:
-            self._judge(None, f"the store that torchrun keeps {why}")
+            self._judge(None, f"torchrun's store {why}")
         else:
             self._judge(self._host, why)
 

@@ -1,4 +1,4 @@
-"""Frames of bytes between neighbours, over ``torch.distributed``."""
+"""Transfer of models between neighbours over ``torch.distributed``, as frames of bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from prefed.networks.peers.heartbeat import GONE, Watch
 
 YEAR = timedelta(days=365)
 _TURN = 0.05
-"""Seconds after which a wait for a frame asks whether there is a verdict."""
+"""Seconds between two checks for a verdict while waiting for frames."""
 _WITHHELD = bytes(8)
-"""How a frame begins that holds a reason instead of a message: no message has a header of length 0."""
+"""Prefix of a frame with a reason instead of a message. No message starts with a header length of 0."""
 
 
 def pack(message: bytes, reason: str, length: int) -> bytes:
-    """A frame of ``length`` bytes: the message, or why there is none.
+    """Pack a message, or the reason why there is none, into a frame of ``length`` bytes.
 
     >>> unpack(pack(b"", "diverged", 64)), unpack(pack(b"message", "", 7))
     ((b'', 'diverged'), (b'message', ''))
@@ -35,35 +35,38 @@ def pack(message: bytes, reason: str, length: int) -> bytes:
 
 
 def unpack(frame: bytes) -> tuple[bytes, str]:
-    """The message of a frame, or none and the reason that its sender gives."""
+    """Unpack a frame into message and reason, one of which is empty."""
     if frame[:8] == _WITHHELD:
         return b"", frame[8:].rstrip(b"\0").decode(errors="replace") or "withheld"
     return frame, ""
 
 
 class Links:
-    """Connections with the neighbours of each round.
+    """Connections to the neighbours of each round.
 
-    Frames are awaited before they are sent, so that a neighbour that ends is noticed at once, also while this
-    peer trains.
+    Receives are posted before training, so a neighbour that ends is detected at once.
 
     Args:
-        watch: receives which neighbour's connection closes, and ends a wait that is in vain.
-        ranks: client → its peer.
+        watch: is notified when a connection closes, and ends waits after a verdict.
+        ranks: client → the rank of its peer.
     """
 
     def __init__(self, watch: Watch, ranks: Mapping[str, int]) -> None:
         self._watch, self._ranks = watch, ranks
-        # NCCL has no receive that can wait during a computation.
+        # NCCL cannot wait for a receive during a computation.
         self._ahead = dist.get_backend() == "gloo"
         self._device = torch.device("cpu" if self._ahead else "cuda")
         self._frames: dict[str, torch.Tensor] = {}
         self._done: queue.Queue[str] = queue.Queue()
 
     def expect(self, number: int, lengths: Mapping[str, int]) -> None:
-        """Await a frame of each of these clients in round ``number``, with so many bytes."""
+        """Post the receives of round ``number``.
+
+        Args:
+            lengths: client → bytes of its frame.
+        """
         self._frames = {
-            # Zeros: of a frame that is too short, the rest must not be what lay in this peer's memory.
+            # Zeros, so that a short frame does not expose uninitialised memory.
             client: torch.zeros(length, dtype=torch.uint8, device=self._device)
             for client, length in lengths.items()
         }
@@ -72,10 +75,10 @@ class Links:
                 self._await(dist.irecv, frame, client, number)
 
     def swap(self, number: int, frame: bytes) -> dict[str, bytes]:
-        """Send ``frame`` to all whose frames of round ``number`` are awaited; their frames, by client.
+        """Send ``frame`` to all clients passed to :meth:`expect`; return their frames by client.
 
         Raises:
-            PeerError: a peer is at fault, this neighbour or another.
+            PeerError: a peer failed.
         """
         out = torch.frombuffer(bytearray(frame), dtype=torch.uint8).to(self._device)
         clients = list(self._frames)
@@ -96,18 +99,18 @@ class Links:
         return {client: data.cpu().numpy().tobytes() for client, data in self._frames.items()}
 
     def _await(self, begin: Callable[..., Any], frame: torch.Tensor, client: str, number: int) -> None:
-        """Start a transfer, and wait for it in its own thread: the library hears no verdict."""
+        """Start a transfer and wait for it in a thread, because the library's wait cannot be interrupted."""
         rank = self._ranks[client]
         try:
             work = begin(frame, rank, tag=number)
         except RuntimeError:
-            # The first transfer makes the connection.
+            # The first transfer opens the connection.
             self._watch.accuse(rank, GONE)
             return
 
         def wait() -> None:
             try:
-                # As long as a slow neighbour takes: the watch sees whether it lives.
+                # Practically unlimited: the watch detects a dead neighbour.
                 work.wait(YEAR)
             except RuntimeError:
                 self._watch.accuse(rank, GONE)

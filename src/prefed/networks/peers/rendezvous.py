@@ -1,4 +1,4 @@
-"""Where peers meet: a store of ``torch.distributed``, through which they find each other and agree."""
+"""Rendezvous: peers find each other through a store of ``torch.distributed`` and compare settings."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _KINDS: Mapping[type, TypeAdapter[Any]] = {
 }
 
 CONNECT = timedelta(seconds=60)
-"""For each of gloo's attempts to connect with a neighbour; it makes five."""
+"""Time-out of each of gloo's five attempts to connect to a neighbour."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which peer this process is, and where all meet.
+    """The rank of this peer and the address of the rendezvous.
 
     Attributes:
-        rank: 0 for the first peer.
-        peers: how many there are.
-        host: the machine of peer 0, as all others reach it; empty under torchrun, whose store they share.
-        port: the port at which peer 0 keeps the store.
-        backend: what carries models: ``"gloo"``, or ``"nccl"`` where each peer has its own GPU.
-        patience: seconds without a sign of life after which a peer is given up.
-        join: seconds to wait until all peers have come.
+        rank: rank of this peer, from 0.
+        peers: number of peers.
+        host: host name of peer 0 as seen by the others; empty under torchrun, which provides the store.
+        port: port at which peer 0 runs the store.
+        backend: backend that transfers models: ``"gloo"``, or ``"nccl"`` if each peer has its own GPU.
+        patience: seconds without a heartbeat after which a peer counts as failed.
+        join: seconds to wait for all peers at the start.
     """
 
     rank: int
@@ -54,14 +54,14 @@ class Place:
 
     @staticmethod
     def of(environment: Mapping[str, str], at: str | None, rank: int | None, peers: int | None) -> Place:
-        """A place as options say, and where they are left out as torchrun or a scheduler says.
+        """Create a place from command-line options, with defaults from torchrun or a scheduler.
 
         Args:
-            environment: of the process: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
+            environment: environment variables: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
             at: ``"HOST:PORT"``.
 
         Raises:
-            ValueError: something is missing, or no number.
+            ValueError: an option is missing or invalid.
 
         >>> Place.of({}, "10.0.0.1:29500", 2, 5).port
         29500
@@ -78,38 +78,38 @@ class Place:
         missing = [name for name, value in given.items() if value is None]
         if missing:
             raise ValueError(
-                f"{' and '.join(missing)} are missing: start all peers with torchrun --nproc-per-node=N -m "
-                "prefed.networks.peers FILE, or each with --rank K --peers N --at HOST:PORT (HOST: peer 0's "
-                "machine)"
+                f"missing {' and '.join(missing)}: start all peers with torchrun --nproc-per-node=N -m "
+                "prefed.networks.peers FILE, or each peer with --rank K --peers N --at HOST:PORT (HOST: the "
+                "machine of peer 0)"
             )
         for name in ("--rank", "--peers"):
             if not str(given[name]).removeprefix("-").isdecimal():
-                raise ValueError(f"{name} = {given[name]!r}: write a whole number")
+                raise ValueError(f"{name} = {given[name]!r}: must be a whole number")
         place = Place(int(given["--rank"] or 0), int(given["--peers"] or 0))
         if not 0 <= place.rank < place.peers:
             raise ValueError(
-                f"--rank = {place.rank}: {place.peers} peers have the ranks 0 to {place.peers - 1}"
+                f"--rank = {place.rank}: the ranks of {place.peers} peers are 0 to {place.peers - 1}"
             )
         if agent:
             return place
         if not (port.isdecimal() and 0 < int(port) < 1 << 16):
             raise ValueError(
-                f"--at = {address!r}: write HOST:PORT, e.g. 10.0.0.1:29500; a port is 1 to 65535"
+                f"--at = {address!r}: must be HOST:PORT with a port from 1 to 65535, e.g. 10.0.0.1:29500"
             )
         return Place(place.rank, place.peers, host.strip("[]"), int(port))
 
 
 class Meeting:
-    """All peers of a run, from when all have come until this one leaves.
+    """Context in which all peers of a run are connected.
 
-    On leaving with an error, all others learn of it, unless they know.
+    Entering waits for all peers. Leaving with an error reports it to the others.
 
     Attributes:
-        place: this peer's.
-        watch: sees whether the others live.
+        place: the place of this peer.
+        watch: heartbeats.
 
     Raises:
-        PeerError: (on entering) a peer did not come; (on leaving) a peer is at fault.
+        PeerError: (on entering) a peer did not start; (on leaving) a peer failed.
     """
 
     def __init__(self, place: Place) -> None:
@@ -117,7 +117,7 @@ class Meeting:
 
     def __enter__(self) -> Meeting:
         place = self.place
-        # Connections are made with neighbours alone, when they are first needed.
+        # Connect only to neighbours, and only on first use.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         end = time.monotonic() + place.join
         host = None if not place.host else 0
@@ -126,10 +126,8 @@ class Meeting:
         try:
             names = pool.apply_async(self._come, (end,)).get(limit)
         except TimeoutError:
-            who = "peer 0" if place.host else "the store that torchrun keeps"
-            raise PeerError(
-                f"{who} is stopped or cannot be reached: no answer in {limit:g} seconds"
-            ) from None
+            who = "peer 0" if place.host else "torchrun's store"
+            raise PeerError(f"{who} is stopped or unreachable: no answer within {limit:g} seconds") from None
         finally:
             pool.close()
         self.watch = Watch(self._store, place.rank, names, host, place.patience)
@@ -147,29 +145,30 @@ class Meeting:
             return
         if isinstance(error, PeerError):
             self.watch.leave("left")
-            # Without notes: where this peer happened to be says nothing of the one at fault.
+            # Without notes: they describe this peer, not the one that failed.
             raise PeerError(str(error)) from None
         ours = isinstance(error, Exception)
-        # torchrun ends a peer when another has ended, or a library's call fails: the watch soon knows why.
+        # If another peer failed, torchrun may end this one, or a library call may fail: wait for the verdict.
         library = isinstance(error, RuntimeError) and not type(error).__module__.startswith("prefed.")
         verdict = self.watch.wait_for_verdict(2.0 if library or not ours else 0.0)
         if not verdict:
-            self.watch.accuse(self.place.rank, f"failed: {error}" if ours else "was ended from outside")
+            self.watch.accuse(self.place.rank, f"failed: {error}" if ours else "was terminated")
             self.watch.wait_for_verdict(2.0)
         self.watch.leave("left")
         if verdict:
             raise PeerError(verdict) from error
 
     def share(self, what: str, value: Any) -> list[Any]:
-        """Send all peers something, and get what each sends, by rank.
+        """Gather the values of all peers, by rank.
 
         Args:
-            value: a text, a mapping, or a list of round numbers; the others must send the same type.
+            what: key of the value, also for messages.
+            value: a string, a mapping or a list of round numbers. All peers must send the same type.
 
         Raises:
-            PeerError: a peer sends something else.
+            PeerError: a peer sends another type.
         """
-        told, kind = [], _KINDS[type(value)]
+        values, kind = [], _KINDS[type(value)]
         self._store.set(f"{what}/{self.place.rank}", json.dumps(value))
         keys = [f"{what}/{rank}" for rank in range(self.place.peers)]
         while not self._store.check(keys):
@@ -177,23 +176,23 @@ class Meeting:
             time.sleep(0.02)
         for rank, text in enumerate(self._store.multi_get(keys)):
             try:
-                told.append(kind.validate_json(text, strict=True))
+                values.append(kind.validate_json(text, strict=True))
             except ValueError:
                 raise PeerError(
-                    f"{self.watch.names[rank]} sent a value of {what!r} that cannot be read: start all peers "
-                    "with one version of prefed"
+                    f"{self.watch.names[rank]} sent an invalid value of {what!r}: start all peers with the "
+                    "same version of prefed"
                 ) from None
-        return told
+        return values
 
     def agree(self, what: str, tables: Mapping[str, Any]) -> None:
-        """See that all peers have the same values.
+        """Check that all peers have the same values.
 
         Args:
-            what: the values, in words.
-            tables: name → value that JSON can hold.
+            what: description of the values.
+            tables: name → JSON value.
 
         Raises:
-            PeerError: a peer has others than peer 0; the message names it and the first of them.
+            PeerError: the values of a peer differ from those of peer 0; the message names up to three.
         """
         first, *others = self.share(what, tables)
         for rank, other in enumerate(others, 1):
@@ -201,12 +200,12 @@ class Meeting:
             if odd:
                 listed = "; ".join(f"{n} is {other.get(n)!r}, not {first.get(n)!r}" for n in odd[:3])
                 raise PeerError(
-                    f"{self.watch.names[rank]} has other {what} than {self.watch.names[0]}: {listed}; "
+                    f"{self.watch.names[rank]} and {self.watch.names[0]} have different {what}: {listed}; "
                     "start all peers with the same"
                 )
 
     def connect(self) -> None:
-        """Make ready for messages between peers."""
+        """Set up ``torch.distributed`` for transfers between peers."""
         place = self.place
         dist.init_process_group(
             place.backend,
@@ -233,15 +232,15 @@ class Meeting:
             where = f"{place.host}:{place.port}"
             if place.rank == 0:
                 raise PeerError(
-                    f"cannot listen at {where}: {error}; choose another port in --at, or another "
-                    "--rank if peer 0 is there already"
+                    f"cannot listen at {where}: {error}; choose another port in --at, or another --rank if "
+                    "peer 0 is already running"
                 ) from None
             raise PeerError(
-                f"peer 0 does not answer at {where} for {place.join:g} seconds: start it, or correct --at"
+                f"peer 0 did not answer at {where} within {place.join:g} seconds: start it, or correct --at"
             ) from None
 
     def _wait_for_all(self, end: float) -> list[str]:
-        """The names of all peers, once they have come."""
+        """Wait for all peers and return their names."""
         place, store = self.place, self._store
         ranks = range(place.peers)
         try:
@@ -250,8 +249,8 @@ class Meeting:
             turn = store.add(f"turn/{place.rank}", 1)
             if store.check(["begun"]):
                 raise PeerError(
-                    f"peer {place.rank} has come already, and the run continues: give each peer a --rank of "
-                    "its own, or end all and start them again with --auto-resume"
+                    f"the run has already started with a peer {place.rank}: give each peer its own --rank, "
+                    "or stop all peers and restart them with --auto-resume"
                 )
             self._check_place(turn)
             store.set(f"host/{place.rank}", socket.gethostname())
@@ -261,35 +260,35 @@ class Meeting:
                     raise PeerError(_missing([k for k in ranks if not store.check([beat_key(k)])], place))
                 self._check_place(turn)
                 time.sleep(0.05)
-            # In this order: of two with one rank, one at least sees the other.
+            # In this order, at least one of two peers with the same rank detects the other.
             store.set("begun", "")
             self._check_place(turn)
             hosts = store.multi_get([f"host/{rank}" for rank in ranks])
         except dist.DistError:
-            raise PeerError("peer 0 ended before all peers had come: see what it says") from None
+            raise PeerError("peer 0 ended before all peers had started: see its output") from None
         return [f"peer {rank} (on {host.decode(errors='replace')})" for rank, host in enumerate(hosts)]
 
     def _check_place(self, turn: int) -> None:
-        """See that peer 0 counts as many peers, and that this one is the last that came with its rank.
+        """Check that peer 0 expects the same number of peers, and that no other process has this rank.
 
         Raises:
-            PeerError: it is not so.
+            PeerError: the number differs or the rank is taken.
         """
         place, store = self.place, self._store
         count = int(store.get("peers")) if store.check(["peers"]) else place.peers
         if count != place.peers:
             raise PeerError(
-                f"peer {place.rank} has --peers {place.peers}, and peer 0 has {count}: start all alike"
+                f"peer {place.rank} has --peers {place.peers}, peer 0 has --peers {count}: use one number"
             )
         if int(store.get(f"turn/{place.rank}")) != turn:
             raise PeerError(
-                f"another process has come as peer {place.rank}: give each peer a --rank of its own"
+                f"another process has started as peer {place.rank}: give each peer its own --rank"
             )
 
 
 def _missing(ranks: Sequence[int], place: Place) -> str:
     listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
     return (
-        f"of {place.peers} peers, {listed} did not come within {place.join:g} seconds (--join): start "
-        "each with the same --at and --peers"
+        f"of {place.peers} peers, {listed} did not start within {place.join:g} seconds (--join): start each "
+        "with the same --at and --peers"
     )

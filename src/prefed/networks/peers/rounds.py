@@ -1,4 +1,4 @@
-"""The rounds of one peer: it trains its own client's model, and mixes it with its neighbours' models."""
+"""The rounds of one peer, which trains the model of its client and mixes it with those of its neighbours."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from prefed.networks.peers.heartbeat import Watch
 from prefed.networks.peers.links import Links, pack, unpack
 
 TRANSFER = 600.0
-"""Seconds for the models of a round on their way, where ``visit_timeout`` bounds a round."""
+"""Seconds allowed for the transfers of a round if ``visit_timeout`` is set."""
 
 
 @dataclass(frozen=True)
 class PeerRounds(Course):
-    """The rounds of one client of :class:`~prefed.engines.NeighbourRounds`, as a peer.
+    """The part of one client in :class:`~prefed.engines.NeighbourRounds`.
 
-    What the store has as the server's state is the client's own model. Each commit stays until all peers have
-    a later one, so that all can go back to the last round that all have.
+    The store holds the client's model as the server state. A commit is kept until all peers have a later one,
+    so that all can return to their last common round.
 
     Attributes:
-        client: this peer's.
-        visit_timeout: seconds that its visit, its evaluation or its commit may take; 0 for any time.
+        client: the client of this peer.
+        visit_timeout: seconds that a visit, an evaluation or a commit may take; 0: no limit.
     """
 
     client: str
@@ -41,10 +41,10 @@ class PeerRounds(Course):
     visit_timeout: float = 0.0
 
     def run(self) -> State:
-        """Run the rounds that are left and commit each. Gives the client's model after the last."""
+        """Run and commit the remaining rounds; return the client's final model."""
         own = decode_state(self.writer.server())
         self.callback.on_run_begin(self.writer.round, self.job.rounds)
-        # Each peer gives itself up if its visit, evaluation or commit takes longer; this ends any other wait.
+        # `limit` bounds a visit, an evaluation and a commit; this bounds all other waits.
         self.watch.limit_rounds(self.visit_timeout and 3 * self.visit_timeout + TRANSFER)
         try:
             self._expect(self.writer.round + 1)
@@ -80,41 +80,45 @@ class PeerRounds(Course):
             def publish(client: str) -> Download:
                 return job.method.publish(own, client)
 
-            with self.watch.limit(self.visit_timeout, "its evaluation than [engine] visit_timeout"):
+            with self.watch.limit(self.visit_timeout, "its evaluation"):
                 evaluated = self.evaluate(publish, number)
         seconds = time.perf_counter() - started
-        with self.watch.limit(self.visit_timeout, "its commit than [engine] visit_timeout"):
+        with self.watch.limit(self.visit_timeout, "its commit"):
             self.commit(own, [self.client], evaluated, tally, seconds, self.watch.least)
         self.watch.committed(number)
         return own
 
     def _train(self, own: State, now: Round, tally: Tally) -> tuple[State, bytes, str]:
-        """The visit of this peer's client: its next model, what goes to neighbours, or why nothing does."""
+        """Run the visit of this peer's client; return its new model, the message for neighbours and a reason.
+
+        If the upload is withheld, the model is unchanged, the message is empty and the reason is not.
+        """
         exchange = self._exchange
         message = encode(exchange.send(own, self.client, now))
         task = Task("visit", self.client, now.number, exchange.name, message)
-        with self.watch.limit(self.visit_timeout, "its visit than [engine] visit_timeout"):
+        with self.watch.limit(self.visit_timeout, "its visit"):
             (result,) = self.ask(exchange.name, now.number, [task], 1)
         reason = result.withheld
         if not reason:
             upload, reason = read_upload(self.job, result.message, self.client, exchange, now)
             if upload is not None:
-                told = result.report.items()
-                tally.figures |= {name: value for name, value in sorted(told) if math.isfinite(value)}
+                report = sorted(result.report.items())
+                tally.figures |= {name: value for name, value in report if math.isfinite(value)}
                 return _with(own, upload), result.message, ""
         text = tally.drop(exchange, self.client, reason)
         self.warn(now.number, f"{self.client!r} does not mix: {text}")
         return own, b"", reason
 
     def _mix(self, own: State, message: bytes, reason: str, now: Round, tally: Tally) -> State:
-        """Send the model to the neighbours of the round, and mix it with theirs.
+        """Exchange models with the neighbours of the round, and mix them.
 
-        A model that does not arrive, or is not valid, leaves its weight to this client's own.
+        The weight of a missing or invalid model goes to this client's own.
 
         Args:
-            reason: why ``message`` is empty; its neighbours leave this client out, and it leaves them out.
+            reason: why ``message`` is empty. The client then does not mix with its neighbours, or they with
+            it.
         """
-        job, matrix, begun = self.job, self.job.topology.matrix(now.number), time.perf_counter()
+        job, matrix, started = self.job, self.job.topology.matrix(now.number), time.perf_counter()
         frame = pack(message, reason, self._length(self.client, now))
         frames = self.links.swap(now.number, frame)
         if now.number < job.rounds:
@@ -132,13 +136,13 @@ class PeerRounds(Course):
         tally.communicated = self._layout(now).size
         ((group, before),) = own.tensors.items()
         after = own.update({group: Tensors(before.layout, mixed.to(before.flat.dtype))})
-        # Waiting for a neighbour that is slower is part of it.
-        seconds = time.perf_counter() - begun
+        # Including the wait for slower neighbours.
+        seconds = time.perf_counter() - started
         tally.figures |= {"merged": len(around), "rho": self._rho, "mix_seconds": seconds}
         return after
 
     def _read(self, own: State, client: str, frame: bytes, now: Round, tally: Tally) -> State | None:
-        """A neighbour's model, if it may be mixed. What is not sent is the same everywhere."""
+        """A neighbour's model: ``own`` with its upload. ``None`` if it must not be mixed."""
         upload, (message, reason) = None, unpack(frame)
         if not reason:
             upload, reason = read_upload(self.job, message, client, self._exchange, now)
@@ -160,7 +164,7 @@ class PeerRounds(Course):
         self.links.expect(number, {client: self._length(client, now) for client in clients})
 
     def _length(self, client: str, now: Round) -> int:
-        """Bytes of a message: all of a round differ only by the name of the client."""
+        """Bytes of a client's message; within a round only the client's name changes it."""
         return _message_length(client, now.number, self._group, self._layout(now), self._dtype)
 
     def _message(self, own: State, now: Round) -> bytes:
@@ -197,7 +201,6 @@ def _message_length(client: str, number: int, group: str, layout: Layout, dtype:
 
 
 def _with(own: State, upload: Upload) -> State:
-    """``own`` with the tensors of an upload."""
     ((group, tensors),) = own.tensors.items()
     return own.update({group: tensors.replace(upload.tensors[group])})
 

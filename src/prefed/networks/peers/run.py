@@ -1,4 +1,4 @@
-"""One peer of a run, from its start to its end, with its own client's pairs and the names of all others."""
+"""The run of one peer, which has only the pairs of its own client and the names of the others."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from prefed.runs.summary import read_profiles
 from prefed.store import RunWriter
 
 FORMAT = 1
-"""Of what peers send each other; peers of two formats do not agree."""
+"""Version of the messages between peers. All peers must have the same."""
 _OWN = ("engine.", "align.", "data.partition.", "graph.file", "track.", "model.checkpointing")
-"""Beginnings of settings, besides places of files, in which peers may differ."""
+"""Prefixes of settings in which peers may differ, in addition to paths."""
 
 
 def peer_folder(out: Path, rank: int) -> Path:
@@ -57,22 +57,22 @@ def run_peer(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Summary:
-    """Run one peer to its end; its run directory is :func:`peer_folder`.
+    """Run one peer; its run directory is :func:`peer_folder`.
 
-    It runs in the main thread of a process. All peers run at the same time, with the same experiment.
+    Call it in the main thread. All peers run at the same time with the same experiment.
 
     Args:
-        client: whose pairs it trains on; see :func:`~prefed.networks.peers.run.choose`.
-        resume: go on from the last round that all peers have. A peer whose folder holds nothing begins.
+        client: the client whose pairs this peer trains on; see :func:`~prefed.networks.peers.run.choose`.
+        resume: resume from the last round that all peers have. A peer without a checkpoint starts anew.
         callbacks: receive the events of this peer.
 
     Returns:
-        What ``summary.json`` holds.
+        The contents of ``summary.json``.
 
     Raises:
-        PeerError: another peer is gone, hangs or failed, or the peers do not agree.
-        ValueError: the experiment needs a server, or the clients do not fit the peers.
-        StoreError, OSError, DataError, ModelError, RoundError: as :func:`prefed.run`.
+        PeerError: another peer failed, hangs or disconnected, or the peers do not agree.
+        ValueError: the experiment needs a server, or the clients do not match the peers.
+        StoreError, OSError, DataError, ModelError, RoundError: see :func:`prefed.run`.
     """
     _check(experiment)
     if torch.cuda.is_available():
@@ -85,7 +85,7 @@ def run_peer(
         open_run(experiment, path, callbacks, resume=resume, returnable=True) as (writer, callback),
     ):
         if experiment.evaluate.diagnose is not None:
-            callback.on_warning("[evaluate] diagnose needs all clients' gradients: peers are not diagnosed")
+            callback.on_warning("[evaluate] diagnose needs the gradients of all clients: peers ignore it")
         return _run(reconcile(experiment, writer), writer, meeting, client, callback)
 
 
@@ -128,33 +128,33 @@ def _run(
 
 
 def _check(experiment: Experiment) -> None:
-    """Refuse an experiment that needs a server."""
+    """Reject an experiment that needs a server."""
     if experiment.whole_graph is None:
         raise ValueError(
-            f"peers have no server, and {experiment.method.name} has one: add a table [graph], or take decdpo"
+            f"{experiment.method.name} needs a server, and peers have none: add [graph], or use decdpo"
         )
     if experiment.align is not None:
-        raise ValueError("[align] trains a server's own model, and peers have no server: remove it")
+        raise ValueError("[align] needs a server, and peers have none: remove it")
     if experiment.stop is not None:
-        raise ValueError("[stop] judges by all clients' metrics, and a peer has only its own: remove it")
+        raise ValueError("[stop] needs the metrics of all clients, and a peer has only its own: remove it")
 
 
 def _introduce(meeting: Meeting, name: str, present: Sequence[str]) -> dict[str, int]:
-    """Tell all peers whose pairs this one has. Gives each client's peer.
+    """Announce this peer's client to all peers; return client → rank.
 
     Raises:
-        PeerError: two peers have one client, or a peer has one that is not in the data.
+        PeerError: two peers have the same client, or the data does not contain a peer's client.
     """
     ranks: dict[str, int] = {}
     names = meeting.watch.names
     for rank, client in enumerate(meeting.share("client", name)):
         if client in ranks:
             raise PeerError(
-                f"{names[ranks[client]]} and {names[rank]} both have client {client!r}: see --client"
+                f"{names[ranks[client]]} and {names[rank]} both have client {client!r}: set --client"
             )
         if len(present) > 1 and client not in present:
             raise PeerError(
-                f"{names[rank]} has client {client!r}, who is not in this peer's data: see --client"
+                f"{names[rank]} has client {client!r}, which is not in this peer's data: set --client"
             )
         ranks[client] = rank
     for client, rank in ranks.items():
@@ -163,16 +163,16 @@ def _introduce(meeting: Meeting, name: str, present: Sequence[str]) -> dict[str,
 
 
 def _shared(experiment: Experiment) -> dict[str, Any]:
-    """The settings that all peers must have alike, by dotted name."""
+    """The settings that must be the same for all peers, by dotted name."""
     flat = flatten(experiment.tables()).items()
     return {name: value for name, value in flat if not (is_place(name) or name.startswith(_OWN))}
 
 
 def _go_back(meeting: Meeting, writer: RunWriter) -> None:
-    """Go back to the last round that all peers have.
+    """Return to the last round that all peers have.
 
     Raises:
-        PeerError: there is none; the message names the peer that has gone on the least.
+        PeerError: there is none; the message names the peer that is furthest behind.
     """
     own = sorted(writer.kept) if writer.commit is not None else [0]
     all_rounds = [set(rounds) for rounds in meeting.share("rounds", own)]
@@ -181,15 +181,15 @@ def _go_back(meeting: Meeting, writer: RunWriter) -> None:
         last = min(range(len(all_rounds)), key=lambda rank: max(all_rounds[rank]))
         ahead = max(min(rounds) for rounds in all_rounds)
         raise PeerError(
-            f"{meeting.watch.names[last]} has nothing after round {max(all_rounds[last])}, and others have "
-            f"nothing before round {ahead}: put its run directory back, or start again with another --out"
+            f"{meeting.watch.names[last]} has no commit after round {max(all_rounds[last])}, and others have "
+            f"none before round {ahead}: restore its run directory, or start again with another --out"
         )
     if writer.commit is not None and max(common) < writer.round:
         writer.go_back(max(common))
 
 
 def _mixing(topology: Topology, number: int) -> str:
-    """A digest of the mixing matrix of a round."""
+    """Digest of the mixing matrix of a round."""
     matrix = topology.matrix(number)
     matrix.sort_indices()
     parts = (matrix.indptr.astype("<i8"), matrix.indices.astype("<i8"), matrix.data.astype("<f8"))
@@ -197,33 +197,32 @@ def _mixing(topology: Topology, number: int) -> str:
 
 
 def own_pairs(dataset: FederatedDataset, client: str, name: str) -> FederatedDataset:
-    """The pairs of ``client`` alone, as those of a client called ``name``."""
+    """The dataset with only ``client``, renamed to ``name``."""
     data, sizes = replace(dataset.clients[client], id=name), dataset.sizes[client]
     return replace(dataset, clients={name: data}, sizes={name: sizes})
 
 
 def among(dataset: FederatedDataset, members: Sequence[str]) -> FederatedDataset:
-    """``dataset``, of one client, with the names of all members of the federation.
+    """The dataset of one client, plus the names of all other members of the federation.
 
-    How many pairs the others have is nobody's business: each counts as one that trains, and is evaluated
-    elsewhere.
+    Sizes of the others are unknown: each gets one training pair and no held-out pairs.
     """
-    strangers = {name: ClientSizes(1, 0, 0) for name in members}
-    return replace(dataset, sizes={**strangers, **dataset.sizes})
+    others = {name: ClientSizes(1, 0, 0) for name in members}
+    return replace(dataset, sizes={**others, **dataset.sizes})
 
 
 def choose(members: Sequence[str], rank: int, peers: int, asked: str | None) -> tuple[str, str]:
-    """Whose pairs this peer trains on, and the name that it has among the peers.
+    """Select this peer's client: its name in the data, and its name among the peers.
 
-    A client that is alone in the data belongs to this peer, whatever it is called there. Of several clients
-    a peer has the one that it asks for, or that of its rank.
+    If the data has one client, this peer has it under the name ``asked``, if given. Otherwise it has the
+    client ``asked`` or the one of its rank.
 
     Args:
-        members: the clients in the data that train.
-        asked: a client by its name.
+        members: the training clients in the data.
+        asked: a client's name.
 
     Raises:
-        ValueError: there is no such client, or not one client for each peer.
+        ValueError: the client does not exist, or the number of clients is not that of peers.
 
     >>> choose(["a", "b", "c"], 1, 3, None), choose(["c"], 1, 3, "ward-7")
     (('b', 'b'), ('c', 'ward-7'))
@@ -233,21 +232,21 @@ def choose(members: Sequence[str], rank: int, peers: int, asked: str | None) -> 
         return ordered[0], asked or ordered[0]
     if len(ordered) != peers:
         raise ValueError(
-            f"the data have {len(ordered)} clients that train, and there are {peers} peers: start one for "
-            "each, or give each peer a file with its own client's pairs"
+            f"{len(ordered)} clients train, but there are {peers} peers: start one peer per client, or give "
+            "each peer a file with only its client's pairs"
         )
     if asked is None:
         return ordered[rank], ordered[rank]
     if asked not in ordered:
-        raise ValueError(f"--client {asked!r}: the data have no such client{did_you_mean(asked, ordered)}")
+        raise ValueError(f"--client {asked!r}: no such client in the data{did_you_mean(asked, ordered)}")
     return asked, asked
 
 
 def of_peer(experiment: Experiment) -> Experiment:
-    """The experiment as one peer carries it out: its client is evaluated, and its figures stay with it.
+    """The experiment of one peer. It evaluates only its own client, whose metrics stay with the peer.
 
     Raises:
-        ValueError: noise is to be drawn from the seed, which all peers know.
+        ValueError: privacy noise would be drawn from the seed, which all peers know.
     """
     changes = {"unseen": 0, "clients": None, "diagnose": None}
     evaluate = experiment.evaluate.model_copy(update=changes)

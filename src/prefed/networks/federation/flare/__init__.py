@@ -1,4 +1,4 @@
-"""NVIDIA FLARE as what carries messages between a federation's hub and its sites."""
+"""NVIDIA FLARE as the transport between hub and sites."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from prefed.networks.federation.transport import FederationError
 
 
 def check_installed() -> None:
-    """Refuse to go on without NVIDIA FLARE.
+    """Check that NVIDIA FLARE is installed.
 
     Raises:
-        FederationError: it is not installed; the message has the command that installs it.
+        FederationError: it is not installed.
     """
     if find_spec("nvflare") is None:
-        raise FederationError("a federation needs the package nvflare: pip install 'prefed[nvflare]'")
+        raise FederationError(
+            "a federation needs the package nvflare: install it with pip install 'prefed[nvflare]'"
+        )

@@ -1,7 +1,7 @@
-"""What runs inside NVIDIA FLARE's processes: two relays of a job, and nothing of a method or a model.
+"""The relays that run inside the job processes of NVIDIA FLARE.
 
-A site's process of a job hands each request to ``prefed site`` on its machine, and gives back the answer. The
-hub's process hands the requests of ``prefed federate`` to the sites.
+The hub's relay sends the requests of ``prefed federate`` to the sites. A site's relay passes each request to
+``prefed site`` on its machine and returns the answer.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from nvflare.collab import collab
 from prefed.networks.federation.flare.process import HUB_DOOR, REGISTERED, SITE_DOOR
 from prefed.networks.federation.unix_socket import Door, ask, end, pack, unpack, when_gone
 
-# Only bytes pass here. Without this module FLARE leaves PyTorch out of these processes.
+# Only bytes are relayed. Without this module FLARE does not import PyTorch in these processes.
 sys.modules.setdefault("nvflare.app_opt.pt.decomposers", None)  # type: ignore[arg-type]
 
 PART = 1 << 24
-"""Bytes of an answer that a site's process sends at a time. The hub asks for the rest, as much as may come.
-So its processes of FLARE take in no message that is longer.
+"""Maximum bytes of one part of an answer. The hub requests further parts only up to the allowed length, so
+its FLARE processes never accept a longer message.
 """
 KEPT = 4
-"""Answers that a site's process keeps until the hub has all of them."""
+"""Maximum number of partly transferred answers that a site's relay keeps."""
 
 HUB = "server"
-"""What FLARE calls the hub's side of a job. It knows each caller by its certificate."""
+"""FLARE's name of the hub. FLARE authenticates callers by certificate."""
 
 
 class Registration(FLComponent):  # type: ignore[misc]
-    """Reports to ``prefed site`` that the hub has let its client in: a component of the kit, not of a job."""
+    """Notifies ``prefed site`` that the hub has accepted its FLARE client. A component of the site's kit."""
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """FLARE's event for a component of its client."""
+        """Handle an event of FLARE's client."""
         if event_type == EventType.AFTER_CLIENT_REGISTER and fl_ctx.get_prop(FLContextKey.CLIENT_TOKEN):
             with suppress(OSError):  # `prefed site` may have ended
                 ask(os.environ[SITE_DOOR], REGISTERED, 10.0)
@@ -55,15 +55,15 @@ class SiteRelay:
 
     def __init__(self) -> None:
         self._answers: OrderedDict[str, bytes] = OrderedDict()
-        # From the start: FLARE's process would try for ever to report to a site that has ended.
+        # Otherwise FLARE's process would try forever to report to a site that has ended.
         if SITE_DOOR in os.environ:
             when_gone(os.environ[SITE_DOOR], end)
 
     @collab.publish
     def exchange(self, request: bytes) -> bytes:
-        """Hand a request of the hub to ``prefed site``; its answer, or the first part of a long one.
+        """Pass a request of the hub to ``prefed site``; return the answer, or the first part of a long one.
 
-        Another member's request is refused there.
+        Requests of other members are passed on as foreign ones, which ``prefed site`` refuses and logs.
         """
         if collab.caller != HUB:
             request = pack(kind="foreign", asked=f"{collab.caller!r} asked for an exchange")
@@ -77,7 +77,7 @@ class SiteRelay:
 
     @collab.publish
     def rest(self, name: str, start: int) -> bytes:
-        """The next part of a long answer to the hub; nothing of one that is not kept."""
+        """The part of a long answer at ``start``; empty if it is unknown or the caller is not the hub."""
         if collab.caller != HUB or name not in self._answers:
             return b""
         answer = self._answers[name]
@@ -87,30 +87,29 @@ class SiteRelay:
 
     @collab.publish
     def alive(self) -> bool:
-        """This process lives, whatever ``prefed site`` does."""
+        """Return whether this process lives, whatever ``prefed site`` does."""
         return True
 
 
 def hand(sites: Mapping[str, Any], request: bytes) -> bytes | bytearray:
-    """Hand a request to its site; its answer. One without a body asks whether the site's process lives."""
+    """Send a request to its site and return the answer. Without a body, check that the site's relay lives."""
     header, body = unpack(request)
     call = sites[header["site"]](timeout=header["timeout"])
     try:
-        return _whole_answer(call, call.exchange(request=body), header["most"]) if body else _alive(call)
+        if not body:
+            return pack(alive=call.alive() is True)
+        return _whole_answer(call, call.exchange(request=body), header["most"])
     except Exception as error:
         return pack(error=f"{type(error).__name__}: {error}")
 
 
-def _alive(call: Any) -> bytes:
-    return pack(alive=call.alive() is True)
-
-
 def _whole_answer(call: Any, first: object, most: int) -> bytes | bytearray:
-    """A site's answer, of which the first part is here; what is none of our sites' counts as empty.
+    """Fetch the rest of a site's answer. A malformed answer counts as empty.
 
     Args:
         call: FLARE's proxy of the site.
-        most: bytes of the longest answer. Of a longer one no other part is asked for.
+        first: the first part of the answer.
+        most: maximum bytes of the answer. No further part of a longer one is requested.
     """
     try:
         header, part = unpack(first)  # type: ignore[arg-type]
@@ -135,7 +134,7 @@ class HubRelay:
 
     @collab.main
     def relay(self) -> None:
-        """Hand requests to the sites until ``prefed federate`` or the job ends."""
+        """Relay requests to the sites until ``prefed federate`` or the job ends."""
         sites = {proxy.name: proxy for proxy in collab.clients}
         context = collab.context
         hub = Path(os.environ[HUB_DOOR])

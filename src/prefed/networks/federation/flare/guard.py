@@ -1,8 +1,9 @@
-"""What NVIDIA FLARE's processes take in: messages of whom they come from, and those that a federation needs.
+"""Checks of the messages that NVIDIA FLARE's processes receive.
 
-FLARE authorises a request for shell commands, files or deletion only if its sender asks for that, believes
-what a message says of its origin, and lets members reach each other through the hub. So its modules run
-behind :func:`start`, which puts checks where messages come in. Everything else is refused and logged.
+FLARE authorises requests for shell commands, files or deletion only if the sender asks for it, trusts the
+origin that a message declares, and lets members reach each other through the hub. :func:`start` therefore
+installs checks before it runs a module of FLARE: only messages that a federation needs are accepted, and only
+from authenticated senders. All others are refused and logged.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from prefed.networks.federation.unix_socket import ask, pack
 _log = logging.getLogger("prefed.guard")
 
 HUB = "server"
-"""What FLARE calls the hub. A cell of a job is its parent's name, a dot, and the job's."""
+"""FLARE's name of the hub's cell. The cell of a job is named ``PARENT.JOB``."""
 DEPLOY = "train.deploy"
 TOPICS = frozenset(
     (
@@ -40,7 +41,7 @@ TOPICS = frozenset(
         "scheduler.cancel_resource",
     )
 )
-"""What the hub may ask of a site's client, of FLARE's admin commands: a session's start and its end."""
+"""FLARE's admin commands that the hub may send to a site's client: those that start and end a session."""
 _SIGNATURE = (".__nvfl_sig.json", ".__nvfl_submitter.crt")
 FILES = frozenset(
     (
@@ -49,11 +50,11 @@ FILES = frozenset(
         *(f"config/{name}" for name in (*_SIGNATURE, "config_fed_server.json", "config_fed_client.json")),
     )
 )
-"""Files of a job: those of :func:`.process.write_job`, and of FLARE's signing."""
+"""Files that a job may contain: those of :func:`.process.write_job`, and FLARE's signatures."""
 MOST = 1 << 20
-"""Bytes that they have at most, together."""
+"""Maximum bytes of these files together."""
 STATUS = "train.notify_job_status"
-"""What a site's process of a job may ask of its client."""
+"""The admin command that a site's job process may send to its client."""
 TASKS = ("server_command:get_task", "server_command:submit_update")
 SYNC = tuple(f"aux_communication:__{topic}__" for topic in ("sync_runner", "task_check", "job_heartbeat"))
 ALLOWED: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -74,18 +75,18 @@ ALLOWED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("hub's job", "hub"): ("server_command:*",),
     ("hub's job", "site's job"): (*TASKS, *SYNC),
 }
-"""Requests, as channel and topic, that a cell of the first kind takes of one of the second."""
+"""(receiver, sender) → accepted requests, as patterns of ``channel:topic``."""
 EVERY = 1.0
 """Seconds between two reports of refusals."""
 REPORTED = 10
-"""Kinds of refusals in one report. A sender makes up their words."""
+"""Maximum number of distinct refusals per report. Senders control their text."""
 LONGEST = 200
-"""Characters of a refusal."""
+"""Maximum characters of a refusal."""
 _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def kind_of(cell: str) -> str:
-    """What a cell is, by its name.
+    """The kind of a cell, by its name.
 
     >>> job = "b2e0c9d4-0c6f-4d5e-9a57-3c4f0f6d1a11"
     >>> kind_of("server"), kind_of("north"), kind_of(f"north.{job}"), kind_of("north.startup")
@@ -99,12 +100,12 @@ def kind_of(cell: str) -> str:
 
 
 def refusal(me: str, peer: str, headers: Mapping[str, Any]) -> str | None:
-    """Why a cell does not take in a message, or nothing if it does.
+    """The reason to refuse a message, or ``None`` to accept it.
 
     Args:
-        me: the cell's name.
-        peer: who is at the other end of the connection, as a certificate has it.
-        headers: what the message says of itself.
+        me: name of the receiving cell.
+        peer: the other end of the connection, authenticated by its certificate.
+        headers: headers of the message, which its sender controls.
     """
     from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey as Key
     from nvflare.fuel.f3.cellnet.defs import MessageType
@@ -113,9 +114,9 @@ def refusal(me: str, peer: str, headers: Mapping[str, Any]) -> str | None:
     origin, target = (str(headers.get(key)) for key in (Key.ORIGIN, Key.DESTINATION))
     kind = kind_of(origin)
     if not _speaks_for(me, peer, origin) or kind == "nobody":
-        return f"a message of {origin!r} came from {peer!r}"
+        return f"{peer!r} sent a message as {origin!r}"
     if headers.get(Key.CONN_URL):
-        return f"{origin!r} asked to be connected to"
+        return f"{origin!r} requested a connection"
     if target != me:
         return None if _relays(me, origin, target) else f"{origin!r} sent a message to {target!r}"
     if headers.get(Key.MSG_TYPE) in (MessageType.REPLY, MessageType.RETURN):
@@ -131,12 +132,12 @@ def refusal(me: str, peer: str, headers: Mapping[str, Any]) -> str | None:
             headers.get(key) for key in (stream.StreamHeaderKey.CHANNEL, stream.StreamHeaderKey.TOPIC)
         )
         if channel == "return_only" and allowed:
-            return None  # an answer: what was not asked for is dropped
+            return None  # an answer: FLARE drops unexpected ones
     asked = f"{channel}:{topic}"
     same = "job" not in kind or "job" not in kind_of(me) or _job(me) == _job(origin)
     if same and any(fnmatchcase(asked, pattern) for pattern in allowed):
         return None
-    return f"{origin!r} asked for {asked!r}"
+    return f"{origin!r} requested {asked!r}"
 
 
 def _parent(cell: str) -> str:
@@ -148,17 +149,17 @@ def _job(cell: str) -> str:
 
 
 def _speaks_for(me: str, peer: str, origin: str) -> bool:
-    """Whether a connection's other end may hand on what ``origin`` sent."""
+    """Whether ``peer`` may forward messages of ``origin`` to this cell."""
     if kind_of(me) != "hub" and _parent(peer) != _parent(me) and peer != HUB:
         return False
     if origin == peer or _parent(origin) == peer:
         return True
-    # The hub hands sites' answers to its process of the job, and a site's client the hub's requests.
+    # The hub forwards sites' answers to its job process, and a site's client forwards the hub's requests.
     return peer == _parent(me) != me and "job" in kind_of(origin) and _job(origin) == _job(me)
 
 
 def _relays(me: str, origin: str, target: str) -> bool:
-    """Whether a cell hands on messages of one cell to another: of both sides of one job, to each other."""
+    """Whether a cell forwards messages between two cells: only between both sides of one job."""
     ends = {kind_of(origin), kind_of(target)}
     return (
         ends == {"site's job", "hub's job"}
@@ -168,48 +169,49 @@ def _relays(me: str, origin: str, target: str) -> bool:
 
 
 def command_refusal(origin: str, topic: Any, headers: Mapping[str, Any]) -> str | None:
-    """Why a site's client does not carry out one of FLARE's admin commands, or nothing if it does.
+    """The reason for a site's client to refuse an admin command of FLARE, or ``None`` to accept it.
 
-    A job's name becomes a path and a part of a command line there, so it must be one that FLARE gives.
+    The client uses the job's ID in a path and a command line, so it must be one that FLARE generates.
     """
     kind, job = kind_of(origin), headers.get("job_id")
     meta = headers.get("job_meta") or {}
     if topic not in (TOPICS if kind == "hub" else (STATUS,)):
-        return f"{origin!r} asked for {topic!r}"
+        return f"{origin!r} requested {topic!r}"
     if not (isinstance(job, str) and _JOB.fullmatch(job) and meta.get("job_id", job) == job):
-        return f"{origin!r} asked for {topic!r} with the job {job!r}"
+        return f"{origin!r} requested {topic!r} with an invalid job ID, {job!r}"
     if kind != "hub" and job != _job(origin):
-        return f"{origin!r} asked for {topic!r} of the job {job!r}"
+        return f"{origin!r} requested {topic!r} for another job, {job!r}"
     return None
 
 
 def app_refusal(app: Any) -> str | None:
-    """Why a site's client does not unpack what is deployed, or nothing if it does.
+    """The reason for a site's client to refuse a deployed job, or ``None`` to accept it.
 
-    FLARE unpacks first and judges then. Meanwhile a process of the job, started in time, imports what came;
-    and the first ``resources.json`` of a kit counts, wherever it lies.
+    FLARE unpacks a job before it checks it. In between, a process of the job could import its files, and
+    FLARE uses the first ``resources.json`` that it finds anywhere in a kit.
 
     Args:
-        app: the job's part for the site, a zip.
+        app: the job's files for the site, a zip archive.
     """
     try:
         with ZipFile(BytesIO(app)) as archive:
             packed = archive.infolist()
     except (BadZipFile, TypeError, ValueError, NotImplementedError) as error:
-        return f"a job came that is no zip: {error!r}"
+        return f"a job is not a valid zip archive: {error!r}"
     names = [each.filename for each in packed]
     if foreign := sorted({*names} - FILES):
-        return f"a job came with {foreign[0]!r}"
+        return f"a job contains an unexpected file, {foreign[0]!r}"
     size = sum(each.file_size for each in packed)
     if size > MOST or len(names) > len(FILES):
-        return f"a job came with {len(names):,} files of {size:,} bytes"
+        return f"a job is too large: {len(names):,} files of {size:,} bytes"
     return None
 
 
 def unproven(connection: Any, peer: str) -> str | None:
-    """Why a connection does not prove who is at its other end, or nothing if it does.
+    """The reason why a connection does not authenticate ``peer``, or ``None`` if it does.
 
-    FLARE compares a certificate's name with the cell's, but for accounts, whose cells have random names.
+    FLARE compares the name in a certificate with that of the cell, except for accounts, whose cells have
+    random names.
     """
     from nvflare.fuel.f3.cellnet.identity import is_mtls_connection
     from nvflare.fuel.f3.drivers.driver_params import DriverParams
@@ -218,19 +220,19 @@ def unproven(connection: Any, peer: str) -> str | None:
     name = connection.get_conn_properties().get(DriverParams.PEER_CN.value)
     listened = connection.connector.mode == Mode.PASSIVE
     if not listened and peer != HUB and name in (None, "N/A"):
-        # gRPC checks that it is the hub's host, and does not say whose certificate that has.
-        return f"a connection to the hub as {peer!r}"
+        # gRPC verifies the hub's host name, but does not report whose certificate it was.
+        return f"the hub's connection claims to be {peer!r}"
     if not is_mtls_connection(connection.connector.params) or (listened and not name):
-        return f"a connection as {peer!r} without a certificate"
+        return f"{peer!r} connected without a certificate"
     if kind_of(peer) == "account" and listened and name != os.environ.get(ACCOUNT):
-        return f"a connection as an account with the certificate of {name!r}"
+        return f"{name!r} connected as an account"
     return None
 
 
 class _Reports:
-    """Tells the log, and the site if there is one, of refusals; of many at once only how many.
+    """Reports refusals to the log, and to ``prefed site`` if it runs.
 
-    What is refused may come as fast as its sender likes, and must fill no disk.
+    Repeated refusals are counted, because a flood of messages must not fill the disk.
     """
 
     def __init__(self) -> None:
@@ -260,10 +262,10 @@ class _Reports:
 
 
 def install() -> None:
-    """Put the checks into FLARE's modules, before any of its processes has a connection.
+    """Install the checks in FLARE's modules. This must precede the first connection.
 
     Raises:
-        RuntimeError: FLARE is not as the checks expect it.
+        RuntimeError: a function that the checks replace differs in the installed version of FLARE.
     """
     from nvflare.app_common.job_launcher import process_launcher
     from nvflare.fuel.f3.cellnet.core_cell import CoreCell
@@ -280,7 +282,7 @@ def install() -> None:
     spawn = _find(process_launcher, "spawn_process", "cmd_args env", launcher.launch_job)
 
     def process_message(self: Any, endpoint: Any, connection: Any, app_id: int, message: Any) -> None:
-        # What a process sends to itself has no connection.
+        # Messages of a process to itself have no connection.
         why = None
         if not isinstance(connection, NullConnection):
             why = unproven(connection, endpoint.name)
@@ -303,7 +305,7 @@ def install() -> None:
     def spawn_process(cmd_args: list[str], env: dict[str, str]) -> Any:
         python, option, *rest = cmd_args
         if option != "-m":
-            raise RuntimeError(f"{cmd_args} starts no module")
+            raise RuntimeError(f"{cmd_args} does not start a module")
         return spawn([python, "-P", "-c", GUARDED, *rest], env)
 
     CoreCell.process_message = process_message
@@ -312,19 +314,19 @@ def install() -> None:
 
 
 def _find(owner: Any, name: str, parameters: str, caller: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of FLARE, which has these parameters and is called where the checks count on it."""
+    """A function of FLARE that has these parameters and is called by ``caller``, as the checks require."""
     found: Callable[..., Any] | None = getattr(owner, name, None)
     called = name in caller.__code__.co_names
     if found is None or not called or [*inspect.signature(found).parameters] != parameters.split():
         raise RuntimeError(
-            f"this version of NVIDIA FLARE has no {owner.__name__}.{name} as prefed guards it: nothing is "
-            "started. Install the version that prefed[nvflare] asks for"
+            f"prefed cannot guard {owner.__name__}.{name} in this version of NVIDIA FLARE, so nothing is "
+            "started: install the version that prefed[nvflare] requires"
         )
     return found
 
 
 def start() -> None:
-    """Run a module of FLARE behind the guard: the first argument names it, and the others are its own."""
+    """Run a module of FLARE with the checks installed: ``MODULE [ARGUMENT ...]`` on the command line."""
     install()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

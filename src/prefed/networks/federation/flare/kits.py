@@ -1,8 +1,8 @@
-"""Kits: what each party of a federation gets, made by NVIDIA FLARE's provisioning.
+"""Startup kits of the hub and the sites, created by NVIDIA FLARE's provisioning.
 
-A kit holds a certificate and its key, signed by the federation's own authority, and settings: where the hub
-is, which classes a job may name, who may do what. Who has no kit takes no part. The authority's key stays in
-the folder ``authority``; with it sites can be added later.
+A kit contains a private key, a certificate signed by the federation's own authority, and settings: the hub's
+address, the classes that a job may name, and permissions. Only parties with a kit can take part. The
+authority's key stays in the folder ``authority``, where it is needed to add sites later.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from prefed.networks.federation.flare.process import ALLOWED, REGISTRATION
 
 AUTHORITY = "authority"
 LASTING = ("name", "hub", "port", "valid_days")
-"""Keys of a project file that are in certificates and kits, so that they last as long as these do."""
+"""Keys of a project file that are fixed in certificates and kits once these exist."""
 HEARTBEAT = 2.0
-"""Seconds between a site's signs of life."""
+"""Seconds between two heartbeats of a site."""
 NOBODY: Mapping[str, str] = {
     "submit_job": "none",
     "clone_job": "none",
@@ -45,11 +45,11 @@ NOBODY: Mapping[str, str] = {
 PERMISSIONS: Mapping[str, Any] = {
     "project_admin": NOBODY,
     "org_admin": {**NOBODY, "view": "o:site"},
-    # The hub's own account. It opens sessions; it cannot read a site's files or run commands there.
+    # The hub's account: it opens sessions, and cannot read files or run commands at a site.
     "lead": {**NOBODY, "submit_job": "any", "manage_job": "n:submitter", "view": "any"},
     "member": {**NOBODY, "view": "none"},
 }
-"""Who may do what, at the hub and at each site: roles of FLARE → rights."""
+"""FLARE's role → its rights, at the hub and at each site."""
 
 _RIGHTS = ("local/resources.json", "local/authorization.json")
 WHOLE: Mapping[str, Sequence[str]] = {
@@ -57,40 +57,40 @@ WHOLE: Mapping[str, Sequence[str]] = {
     "admin": ("fed_admin.json", "rootCA.pem", "client.crt", "client.key"),
     "site": ("fed_client.json", "rootCA.pem", "client.crt", "client.key"),
 }
-"""Party → the files in ``startup`` of its kit without which FLARE cannot start."""
+"""Party → the files that FLARE needs in ``startup`` of its kit."""
 
 README = "readme.txt"
 SITE_README = """\
-A site's kit. `prefed site site.toml` uses it: run nothing in it by hand. Its key is this site's alone.
+The kit of a site, for `prefed site site.toml`. Do not run the scripts in it. Keep its private key secret.
 """
 HUB_README = """\
-Part of the hub's kit. `prefed federate` uses it: run nothing in it by hand. Its key is the hub's alone.
+Part of the hub's kit, for `prefed federate`. Do not run the scripts in it. Keep its private key secret.
 """
 
 SITE_FILE = """\
-# What this site takes part with, and what it allows. `prefed site site.toml` starts it.
+# Settings of this site. Start it with `prefed site site.toml`.
 federation = {federation}
 name = {name}
 
-# Your own pairs: of an experiment's [data] {own}.
+# This site's pairs; keys of an experiment's [data]: {own}.
 [data]
-train = {{ {client} = "pairs.jsonl" }}     # one client of this name
-# partition = {{ by = "column", column = "ward" }} # several clients: train = "pairs.jsonl" and this
+train = {{ {client} = "pairs.jsonl" }}     # a single client with this name
+# partition = {{ by = "column", column = "ward" }} # several clients: this and train = "pairs.jsonl"
 
 [model]
-name = "./model"            # folder of the base model that the hub names to you
+name = "./model"            # folder of the federation's base model
 
 [tell]
-names = true                # false: the hub gets made-up names of clients
-pairs = true                # how many pairs each client has; a merge weighs by it
+names = true                # false: report pseudonyms of clients to the hub
+pairs = true                # report clients' numbers of pairs, which weight the merge; required
 
 [limits]
-# methods = ["feddpo"]      # left out: all
-# exchanges = ["train"]     # left out: all
+# methods = ["feddpo"]      # default: all
+# exchanges = ["train"]     # default: all
 rounds = 1000
 minimum_cohort = 2
 minimum_pairs = 0
-# privacy = "local"         # runs must have noise, which is added here
+# privacy = "local"         # require noise that is added at this site
 evaluate = true
 """
 
@@ -99,19 +99,19 @@ _HOST = re.compile(r"(?=.{1,253}$)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-
 
 
 class Project(StrictModel):
-    """A federation, before it has kits."""
+    """The project file of a federation, from which its kits are created."""
 
     name: str = Field(description="the federation's name")
-    hub: str = Field(description="host name or IPv4 address at which sites reach the hub, without a port")
-    port: int = Field(8002, ge=1, le=65535, description="the one port that sites must reach there")
+    hub: str = Field(description="host name or IPv4 address of the hub as seen by the sites, without a port")
+    port: int = Field(8002, ge=1, le=65535, description="the hub's port, which sites must be able to reach")
     sites: list[str] = Field(min_length=1, description="names of the sites")
     valid_days: int = Field(
         360,
         ge=1,
-        description="days for which the authority's certificate is valid; the hub's and the sites' are for "
-        "360, and for no longer than that one",
+        description="validity of the authority's certificate in days; those of hub and sites are valid for "
+        "360 days, but not longer than the authority's",
     )
-    message_mb: int = Field(4096, ge=1, description="MiB of the longest answer that the hub takes in")
+    message_mb: int = Field(4096, ge=1, description="maximum length of an answer to the hub in MiB")
 
     @field_validator("name")
     @classmethod
@@ -123,8 +123,7 @@ class Project(StrictModel):
     def _reached(cls, value: str) -> str:
         if not _HOST.fullmatch(value):
             raise ValueError(
-                'a host name or an IPv4 address alone, e.g. "fed.example.org": the port is a key of its own, '
-                "and a scheme or a path has no place here"
+                "must be a host name or an IPv4 address without scheme, port or path, e.g. fed.example.org"
             )
         return value
 
@@ -132,12 +131,10 @@ class Project(StrictModel):
     @classmethod
     def _apart(cls, value: list[str]) -> list[str]:
         if dotted := [name for name in value if "." in check_name(name)]:
-            raise ValueError(f"a site's name has no '.' in NVIDIA FLARE: call {dotted[0]!r} otherwise")
+            raise ValueError(f"{dotted[0]!r}: NVIDIA FLARE does not allow '.' in a site's name: rename it")
         taken = {"hub", "server", AUTHORITY}
         if len({check_name(name) for name in value} | taken) < len(value) + len(taken):
-            raise ValueError(
-                f"sites need different names, and none is called 'hub', 'server' or {AUTHORITY!r}"
-            )
+            raise ValueError(f"sites must have different names, other than 'hub', 'server' and {AUTHORITY!r}")
         return value
 
     @classmethod
@@ -145,9 +142,9 @@ class Project(StrictModel):
         """Read a project file.
 
         Raises:
-            ConfigError: it cannot be read, or names a key or a value that is not allowed.
+            ConfigError: the file cannot be read, or a key or value is invalid.
         """
-        tables = read_toml(path, "write one with name, hub and sites: docs/federation.md shows it")
+        tables = read_toml(path, "write one with name, hub and sites as in docs/federation.md")
         try:
             return cls.model_validate(tables)
         except ValidationError as error:
@@ -159,13 +156,13 @@ class Kits:
     """The hub's kits.
 
     Attributes:
-        federation: its name.
-        sites: all that have kits.
-        server: the folder of the server's kit.
-        admin: the folder of the kit of the account that opens sessions.
-        user: the name of that account.
-        organisation: the hub's name as an organisation.
-        message_mb: MiB of the longest message that the hub takes in.
+        federation: name of the federation.
+        sites: names of the sites that have kits.
+        server: folder of the server's kit.
+        admin: folder of the kit of the account that opens sessions.
+        user: name of that account.
+        organisation: the hub's organisation.
+        message_mb: maximum length of an answer in MiB.
     """
 
     federation: str
@@ -178,17 +175,17 @@ class Kits:
 
     @classmethod
     def open(cls, folder: Path) -> Kits:
-        """The kits in the hub's folder.
+        """Open the kits in the hub's folder.
 
         Raises:
-            FileNotFoundError: it holds none, or one of them lacks a file.
+            FileNotFoundError: there is no kit, or a kit is incomplete.
         """
         path = folder / "hub.json"
         try:
             fields = json.loads(path.read_text("utf-8"))
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{folder} holds no hub's kit: `prefed federation init PROJECT` makes one"
+                f"{folder} does not contain the hub's kit: `prefed federation init PROJECT` creates it"
             ) from None
         sites = tuple(fields["sites"])
         folder = folder.resolve()
@@ -200,7 +197,7 @@ class Kits:
 
 
 def check_whole(kit: Path, party: str) -> None:
-    """Refuse a kit without a file that FLARE would miss, or without which it would take its own defaults.
+    """Check that a kit has all files that FLARE needs, and those without which FLARE would use its defaults.
 
     Args:
         party: a key of :data:`WHOLE`.
@@ -211,12 +208,12 @@ def check_whole(kit: Path, party: str) -> None:
     names = [f"startup/{name}" for name in WHOLE[party]] + ([] if party == "admin" else [*_RIGHTS])
     if missing := [name for name in names if not (kit / name).is_file()]:
         raise FileNotFoundError(
-            f"{kit} is incomplete: missing {listed(missing, str)}; put a copy of the kit back"
+            f"{kit} is incomplete: missing {listed(missing, str)}; restore the kit from a copy"
         )
 
 
 def settle(kit: Path) -> None:
-    """Have the server keep its files in its kit, wherever that lies: FLARE asks for whole paths."""
+    """Make the server store its files in its kit. Run at each start, since FLARE needs absolute paths."""
     path, storage = kit / "local" / "resources.json", kit.resolve() / "storage"
     files.private_folder(storage)
     resources = json.loads(path.read_text("utf-8"))
@@ -229,13 +226,13 @@ def settle(kit: Path) -> None:
 
 
 def make_kits(project: Project, out: Path) -> None:
-    """Make the kits of all parties in ``out``, or those of sites that a project file has more than before.
+    """Create the kits of all parties in ``out``. Existing kits are kept, so sites can be added.
 
-    Each party gets a folder: ``hub`` and one for each site, with ``site.toml`` to be filled in.
+    The folders are ``hub`` and one for each site, with a template of ``site.toml``.
 
     Raises:
-        FileExistsError: ``out`` holds something else.
-        ConfigError: the kits there were made with another value of one of :data:`LASTING`.
+        FileExistsError: ``out`` contains something else.
+        ConfigError: a key of :data:`LASTING` differs from that of the existing kits.
     """
     from nvflare.lighter.constants import CtxKey
     from nvflare.lighter.impl.cert import CertBuilder
@@ -246,7 +243,7 @@ def make_kits(project: Project, out: Path) -> None:
     from nvflare.lighter.provisioner import Provisioner
 
     if out.exists() and any(out.iterdir()) and not (out / AUTHORITY).is_dir():
-        raise FileExistsError(f"{out} is not empty and holds no federation; choose another --out")
+        raise FileExistsError(f"{out} is not empty and is not a federation's folder: choose another --out")
     _check_lasting(project, out)
     authority, user = out / AUTHORITY, "hub@federation.local"
     files.private_folder(authority)
@@ -263,7 +260,7 @@ def make_kits(project: Project, out: Path) -> None:
     with redirect_stdout(StringIO()) as said:
         context = Provisioner(str(authority.resolve()), builders).provision(prepare_project(described))
     if context.get(CtxKey.BUILD_ERROR):
-        raise OSError(f"NVIDIA FLARE could not make the kits:\n{said.getvalue()}")
+        raise OSError(f"NVIDIA FLARE could not create the kits:\n{said.getvalue()}")
     made = Path(context[CtxKey.CURRENT_PROD_DIR])
     _place(made / project.hub, out / "hub" / "server", HUB_README)
     _place(made / user, out / "hub" / "admin", HUB_README)
@@ -285,40 +282,42 @@ def make_kits(project: Project, out: Path) -> None:
 
 
 def address(startup: Path) -> tuple[str, str, int]:
-    """The federation's name, and the host name and the port of its hub, as a kit has them.
+    """The federation's name and the hub's host name and port, read from a kit.
 
     Args:
-        startup: the kit's folder of that name, of the server or of a site.
+        startup: folder ``startup`` of the server's or a site's kit.
 
     Raises:
-        OSError, ValueError: it has none that can be read.
+        OSError, ValueError: the settings are missing or damaged.
     """
     path = next(
         (path for path in (startup / "fed_server.json", startup / "fed_client.json") if path.exists()), None
     )
     if path is None:
-        raise FileNotFoundError(f"{startup} has no fed_server.json or fed_client.json: put a copy back")
+        raise FileNotFoundError(
+            f"{startup} has no fed_server.json or fed_client.json: restore the kit from a copy"
+        )
     try:
         server = json.loads(path.read_text("utf-8"))["servers"][0]
         host, _, port = server["service"]["target"].rpartition(":")
         return str(server["name"]), host, int(port)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}; put a copy of it back") from error
+        raise ValueError(f"{path} is damaged: {error!r}; restore it from a copy") from error
 
 
 def _check_lasting(project: Project, out: Path) -> None:
-    """Refuse a project that kits which stay as they are would not follow."""
+    """Refuse a project whose fixed keys differ from those of the existing kits."""
     made = _made_with(out)
     for key in LASTING:
         if key in made and made[key] != (now := getattr(project, key)):
             raise ConfigError(
-                f"{key} = {now!r}: the kits in {out} were made with {made[key]!r}, and they stay as they "
-                "are; put it back, or make all kits anew in another --out"
+                f"{key} = {now!r}: the kits in {out} were created with {made[key]!r}: restore that value, or "
+                "create new kits in another --out"
             )
 
 
 def _made_with(out: Path) -> dict[str, Any]:
-    """What of :data:`LASTING` the kits in ``out`` were made with; nothing where there are none."""
+    """The keys of :data:`LASTING` of the kits in ``out``; empty if there are none."""
     from cryptography import x509
 
     found = [out / "hub" / "server" / "startup", *sorted(out.glob("*/kit/startup"))]
@@ -332,15 +331,15 @@ def _made_with(out: Path) -> dict[str, Any]:
 
 
 def organisation_of(site: str) -> str:
-    """A site's organisation: each site is its own, whose name has letters, digits and underscores."""
+    """A site's organisation in FLARE, which may only have letters, digits and underscores."""
     return "".join(c if c.isalnum() else "_" for c in site)
 
 
 def _place(made: Path, kit: Path, readme: str) -> None:
-    """Put a kit where its party finds it, with our settings. A kit that is there stays, with its key.
+    """Copy a kit into place with prefed's settings. An existing kit is kept with its key.
 
     Args:
-        readme: what the kit says of itself, instead of FLARE's text, which says to run FLARE's scripts.
+        readme: replaces FLARE's text, which tells users to run FLARE's scripts.
     """
     if kit.exists():
         return
@@ -360,7 +359,7 @@ def _place(made: Path, kit: Path, readme: str) -> None:
 
 
 def _restrict(resources: dict[str, Any]) -> None:
-    """Let jobs name our classes alone, keep files in the kit's folder, and send no log to the hub."""
+    """Allow jobs to name only prefed's classes, and do not stream logs to the hub."""
     resources["class_allow_list"] = list(ALLOWED)
     resources["class_list_enforcement_mode"] = "enforce"
     resources["allow_log_streaming"] = False

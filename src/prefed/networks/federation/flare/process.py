@@ -1,8 +1,8 @@
-"""NVIDIA FLARE's own processes, which end with the process that starts them, and the job of a session.
+"""Processes of NVIDIA FLARE, which end with the process that starts them, and the job that opens a session.
 
-The job is three JSON files, and no code. NVIDIA FLARE's own recipe for a Collab job copies the source of its
-objects into the job. Sites that refuse foreign code refuse such a job. The files here only name classes of
-the installed packages, which ``class_allow_list`` of each kit allows.
+The job consists of three JSON files without code. FLARE's recipe for a Collab job would copy source code into
+the job, which sites refuse. These files name classes of installed packages, which the ``class_allow_list`` of
+each kit allows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from prefed.networks.federation.flare.guard import start
 
 start()
 """
-"""What runs a module of FLARE behind prefed's checks."""
+"""Source code that runs a module of FLARE with prefed's checks installed."""
 START = f"""
 import os, threading
 
 def watch():
-    os.read(0, 1)  # returns when the parent is gone: nothing is ever written there
+    os.read(0, 1)  # returns when the parent ends, since it never writes to this pipe
     os._exit(1)
 
 threading.Thread(target=watch, daemon=True).start()
@@ -40,45 +40,45 @@ threading.Thread(target=watch, daemon=True).start()
 SERVER = "nvflare.private.fed.app.server.server_train"
 CLIENT = "nvflare.private.fed.app.client.client_train"
 SITE_DOOR, HUB_DOOR = "PREFED_SITE_DOOR", "PREFED_HUB_DOOR"
-"""Variables with the sockets of ``prefed site`` and of ``prefed federate``, for the processes below them."""
+"""Environment variables with the paths of the sockets of ``prefed site`` and ``prefed federate``."""
 REGISTERED = b"registered"
-"""What FLARE's client sends to ``prefed site`` when the hub has let it in."""
+"""Message of FLARE's client to ``prefed site`` when the hub has accepted it."""
 ACCOUNT = "PREFED_HUB_ACCOUNT"
-"""Variable with the name of the account that opens sessions at the hub."""
+"""Environment variable with the name of the account that opens sessions at the hub."""
 
 LENGTH_VARIABLE = "NVFLARE_STREAMING_MAX_BLOB_SIZE"
-"""Variable with the bytes of the longest message that a process of FLARE takes in.
+"""Environment variable with the maximum bytes of a message that a process of FLARE accepts.
 
-The length that a message's first part declares counts, and then what has come: a longer one is refused before
-it is there.
+FLARE checks the length that the first part declares and the length received so far, so a longer message is
+refused before it is read.
 """
 ROOM = 1 << 20
-"""Bytes of what FLARE puts around a message."""
+"""Bytes allowed for the data that FLARE adds to a message."""
 FRAME = 1 << 26
-"""Bytes of the longest frame of gRPC. FLARE sends a message in frames of 1 MiB, and would take in 2 GiB."""
+"""Maximum bytes of a gRPC frame. FLARE sends frames of 1 MiB, and by default accepts 2 GiB."""
 WITHIN = {"host": "localhost", "connection_security": "mtls"}
-"""FLARE's settings of the port at which its processes of one party meet. It takes any user of the machine as
-whom they say they are unless both ends show a certificate.
+"""FLARE's settings for the connections between the processes of one party. Without mutual TLS, any user of
+the machine could claim to be any of them.
 """
 SETTINGS = "comm_config.json"
-"""FLARE's settings of its communication. It takes the first file of this name in a kit, from the top: with
-none there it would take that of a job, which may name a folder of code to load.
+"""FLARE's communication settings. FLARE uses the first file of this name in a kit, searching from the top.
+Without one there it would use that of a job, which may name a folder of code to load.
 """
 
 
 def longest(mebibytes: int) -> dict[str, str]:
-    """What has a process of FLARE, and those that it starts, take in no message beyond so many MiB."""
+    """Environment variables that limit the messages of a FLARE process and its children to this length."""
     return {LENGTH_VARIABLE: str((mebibytes << 20) + ROOM)}
 
 
 class FlareProcess:
-    """One process of FLARE, on the kit of a participant.
+    """A process of FLARE.
 
     Args:
         module: :data:`SERVER` or :data:`CLIENT`.
-        kit: the participant's kit; FLARE keeps its files there too.
-        settings: what FLARE's start script passes, e.g. ``uid=site-1``.
-        environment: variables for it and for the processes that it starts.
+        kit: the participant's kit, where FLARE also stores its files.
+        settings: arguments like those of FLARE's start script, e.g. ``uid=site-1``.
+        environment: environment variables for the process and its children.
     """
 
     def __init__(self, module: str, kit: Path, settings: list[str], environment: dict[str, str]) -> None:
@@ -87,10 +87,10 @@ class FlareProcess:
         lengths = [[f"grpc.max_{way}_message_length", FRAME] for way in ("send", "receive")]
         content = {"grpc": {"options": lengths}, "internal": {"scheme": "tcp", "resources": WITHIN}}
         files.write(kit / SETTINGS, json.dumps(content).encode())
-        # PYTHONSAFEPATH: no process of a job imports anything from its working folder.
+        # PYTHONSAFEPATH: processes of a job must not import modules from their working folder.
         safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **environment}
         with (kit / "process.log").open("ab") as log:
-            # A session of its own: Ctrl-C is for the parent to decide on.
+            # In a new session, so that Ctrl-C reaches only the parent.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", START, *arguments, "config_folder=config"],
                 stdin=subprocess.PIPE,
@@ -102,11 +102,11 @@ class FlareProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """End it, and wait for its end."""
+        """Kill the process and wait until it has ended."""
         with self._process:
             self._process.kill()
 
@@ -118,16 +118,16 @@ SITE_RELAY = "prefed.networks.federation.flare.apps.SiteRelay"
 REGISTRATION = "prefed.networks.federation.flare.apps.Registration"
 """A component of each site's kit."""
 ALLOWED = (CONTROLLER, EXECUTOR, HUB_RELAY, SITE_RELAY)
-"""All classes that a job may name."""
+"""The classes that a job may name."""
 THREADS = 8
-"""Calls that each side may have under way."""
+"""Maximum number of concurrent calls per site."""
 
 
 def write_job(folder: Path, sites: Sequence[str], setup: float) -> None:
     """Write the job for these sites into ``folder``.
 
     Args:
-        setup: seconds in which all sites must have started their process of the job.
+        setup: seconds in which all sites must start their process of the job.
     """
     filters: dict[str, list[str]] = {"task_data_filters": [], "task_result_filters": []}
     threads = THREADS * len(sites)
@@ -157,33 +157,30 @@ def write_job(folder: Path, sites: Sequence[str], setup: float) -> None:
 
 
 GRACE = 5.0
-"""Seconds in which the server of a hub that was killed has ended, and its port is free."""
+"""Seconds after which the server of a killed hub has ended and its port is free."""
 PAUSE = 0.2
 
 
 def check_port(host: str, port: int, grace: float = GRACE) -> None:
-    """Wait until nobody listens at a port of this machine, which FLARE's server would share with a stranger.
+    """Wait until no process listens at a port of this machine. FLARE's server would share the port with it.
 
     Args:
-        host: the name by which sites reach the hub. If it is that of this machine's loopback interface,
-            FLARE's server listens only there.
+        host: the hub's host name. If it is a loopback address, FLARE's server listens only there.
         grace: seconds to wait.
 
     Raises:
-        FederationError: somebody still does.
+        FederationError: the port is still in use.
     """
     end = time.monotonic() + grace
     while _taken(host, port):
         if time.monotonic() >= end:
-            raise FederationError(
-                f"port {port}, at which sites reach this hub, is in use by {_holder(port)}; end it first"
-            )
+            raise FederationError(f"the hub's port {port} is in use by {_holder(port)}: stop it first")
         time.sleep(PAUSE)
 
 
 def _taken(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        # Closed connections that the system still remembers are no obstacle; who listens is.
+        # Ignore closed connections in TIME_WAIT: only a listening process matters.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1" if _is_loopback(host) else "", port))
@@ -196,11 +193,11 @@ def _is_loopback(host: str) -> bool:
     try:
         return all(ip_address(each[4][0]).is_loopback for each in socket.getaddrinfo(host, None))
     except (OSError, ValueError):
-        return False  # a name that this machine does not know
+        return False  # this machine cannot resolve the name
 
 
 def _holder(port: int) -> str:
-    """Who listens at a port, as far as this user may know."""
+    """The process that listens at a port, if this user may see it."""
     try:
         import psutil
     except ImportError:

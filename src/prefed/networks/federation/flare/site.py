@@ -1,4 +1,4 @@
-"""A site's connection to its hub: NVIDIA FLARE's client, started again whenever it ends."""
+"""A site's connection to its hub: runs NVIDIA FLARE's client and restarts it whenever it ends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import Door
 
 LONGEST_PAUSE = 30.0
-"""Seconds between two starts at most."""
+"""Maximum seconds between two starts."""
 EVERY = 20.0
-"""Seconds between two looks at whether FLARE has let the site in."""
+"""Seconds between two checks whether the hub has accepted the site."""
 LOOKS = 3
-"""Looks in a row that find the hub there and the site not let in, after which a person is told."""
+"""Consecutive checks with the hub online and the site not accepted after which a message is printed."""
 
 
 def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
     """Answer the hub's requests until this process is interrupted.
 
     Raises:
-        ConfigError: the kit is missing, or that of another site; or data or model are not where the site's
-            file says.
+        ConfigError: the kit is missing or belongs to another site, or the data or the model do not exist.
         StoreError: another process uses the site's state folder.
     """
     kit = Path(config.kit)
@@ -37,7 +36,7 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
     check_places(config)
     site, pause, watch = Site(config, tell), 1.0, _Watch(hub, kit, tell)
     process: FlareProcess | None = None
-    tell(f"site {config.name} of {config.federation}: waiting for the hub at {hub}; Ctrl-C ends")
+    tell(f"site {config.name} of {config.federation}: waiting for the hub at {hub}; press Ctrl-C to stop")
 
     def answer(request: bytes) -> bytes:
         watch.let_in()
@@ -49,14 +48,14 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
         environment = {SITE_DOOR: str(door.path), **longest(config.limits.message_mb)}
         try:
             while True:
-                begun = time.monotonic()
+                started = time.monotonic()
                 watch.begin()
                 process = FlareProcess(CLIENT, kit, settings, environment)
                 while process.alive:
                     time.sleep(0.5)
                     watch.look()
-                # One that ran for long had its hub, or tried by itself: it is started again soon.
-                pause = 1.0 if time.monotonic() - begun > LONGEST_PAUSE else min(2 * pause, LONGEST_PAUSE)
+                # A client that ran for long was connected or kept trying, so it is restarted soon.
+                pause = 1.0 if time.monotonic() - started > LONGEST_PAUSE else min(2 * pause, LONGEST_PAUSE)
                 time.sleep(pause)
         finally:
             if process is not None:
@@ -65,12 +64,10 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
 
 
 class _Watch:
-    """Reports, once, that FLARE does not let the site in although the hub is there.
-
-    FLARE's client tries for ever, or ends and is started again.
+    """Reports once if the hub is online but does not accept the site. FLARE's client only keeps trying.
 
     Args:
-        hub: its address, ``host:port``.
+        hub: the hub's address, ``host:port``.
     """
 
     def __init__(self, hub: str, kit: Path, tell: Callable[[str], None]) -> None:
@@ -80,25 +77,25 @@ class _Watch:
         self.begin()
 
     def begin(self) -> None:
-        """A client is about to start."""
+        """Note that a client is about to start."""
         self._in = False
 
     def let_in(self) -> None:
-        """The client is in."""
+        """Note that the hub has accepted the client."""
         self._in, self._outside, self._reported = True, 0, False
 
     def look(self) -> None:
-        """Look at the hub's port, if it is time to."""
+        """Check the hub's port if a check is due."""
         if self._in or self._reported or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY
         self._outside = self._outside + 1 if _answers(self._hub) else 0
         if self._outside == LOOKS:
             self._reported = True
-            with suppress(OSError):  # a screen that is gone or full must not end the site
+            with suppress(OSError):  # output that cannot be written must not end the site
                 self._tell(
-                    f"the hub at {self._hub} answers, but NVIDIA FLARE has not let this site in: log.txt "
-                    f"and error_log.txt in {self._kit} say more, and the hub's log.txt; trying on"
+                    f"the hub at {self._hub} is online but has not accepted this site; still trying. See "
+                    f"log.txt and error_log.txt in {self._kit}, and log.txt at the hub"
                 )
 
 
@@ -112,7 +109,7 @@ def _answers(hub: str) -> bool:
 
 
 def _check_kit(kit: Path, config: SiteConfig) -> str:
-    """The hub's address, from the kit, which must be this site's."""
+    """Check that a kit belongs to this site; return the hub's address."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
@@ -123,14 +120,14 @@ def _check_kit(kit: Path, config: SiteConfig) -> str:
         name = str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"{config.where}: kit = {config.kit!r} is no kit of a site ({error}): put there what the hub's "
-            "organisation gave you"
+            f"{config.where}: kit = {config.kit!r} is not a valid site kit ({error}): put the kit from the "
+            "hub's organisation there"
         ) from None
     for key, own in (("federation", federation), ("name", name)):
         if (written := getattr(config, key)) != own:
-            whose = f"of the federation {own!r}" if key == "federation" else f"that of {own!r}"
+            owner = "federation" if key == "federation" else "site"
             raise ConfigError(
-                f"{config.where}: {key} = {written!r}: the kit in {kit} is {whose}; write {key} = "
-                f"{json.dumps(own)}, or put this site's own kit there"
+                f"{config.where}: {key} = {written!r}: the kit in {kit} belongs to {owner} {own!r}: set "
+                f"{key} = {json.dumps(own)}, or put this site's kit there"
             )
     return f"{host}:{port}"

@@ -1,8 +1,7 @@
-"""A transport over NVIDIA FLARE: jobs of its Collab API, each a session that may be lost and opened again.
+"""A transport over NVIDIA FLARE. Each session is a job of FLARE's Collab API.
 
-A job of FLARE does not outlive its server, a killed process of it, or take back a site that was killed. Here
-that costs one job: another one is submitted, and requests without an answer are sent again. Sites know
-repeated requests and answer them alike.
+A FLARE job ends if its server or one of its processes is killed, and a killed site cannot rejoin it. The
+transport then submits a new job and repeats unanswered requests. Sites answer repeated requests alike.
 """
 
 from __future__ import annotations
@@ -43,34 +42,34 @@ from prefed.store.directory import lock
 _log = logging.getLogger("prefed")
 
 SETUP = 60.0
-"""Seconds in which FLARE must have opened a session."""
+"""Seconds in which FLARE must open a session."""
 FRESH = 4 * HEARTBEAT
-"""Seconds without a sign of life after which a site counts as gone."""
+"""Seconds without a heartbeat after which a site counts as disconnected."""
 PATIENCE = 30.0
-"""Seconds that a site may be gone before a request is given up."""
+"""Seconds that a site may be disconnected before a request fails."""
 STARTS = 3
-"""Sessions in a row that may fail to open, and servers that may fail to start."""
+"""Attempts to open a session or to reach the server."""
 TRIES = 5
-"""Sessions that may end, one after the other, while they carry one request."""
+"""Sessions that may fail during one request."""
 TOO_LONG = "streaming_max_blob_size"
-"""What is in FLARE's words of a request that a site did not take in for its length."""
+"""Part of FLARE's error message if a site refuses a request for its length."""
 LOOK = 5.0
-"""Seconds between looks whether an answer may still come."""
+"""Seconds between two checks whether an answer can still arrive."""
 SLOW = 1 << 21
-"""Bytes a second at which long messages pass at least. Signs of life wait behind them."""
+"""Minimum transfer rate in bytes per second. Heartbeats are delayed by long messages."""
 PAUSE = 0.5
 
 
 class FlareTransport:
-    """Carries messages through FLARE; it starts the hub's server, and ends it with itself.
+    """A transport over FLARE. Entering it starts the hub's server, leaving it stops the server.
 
     Args:
-        kits: those of the hub, from `prefed federation init`.
+        kits: the hub's kits, from `prefed federation init`.
 
     Raises:
         StoreError: (on entering) another process uses the hub's folder.
-        FederationError: (on entering) another program has the hub's port; (then and later) the server cannot
-            be started, or no session be opened.
+        FederationError: (on entering) the hub's port is in use; (at any time) the server cannot be started or
+            no session can be opened.
     """
 
     def __init__(self, kits: Kits) -> None:
@@ -100,12 +99,12 @@ class FlareTransport:
         self._stop()
 
     def connected(self) -> Set[str]:
-        """The sites of the project that the server has heard of lately."""
+        """The sites of the project with a recent heartbeat."""
         with self._asking:
             return self._connected()
 
     def call(self, site: str, request: bytes, timeout: float, most: int) -> bytes:
-        """A site's answer, whatever sessions it takes."""
+        """Send a request to a site and return its answer, opening new sessions if necessary."""
         end, tries, most = time.monotonic() + timeout, 0, min(most, self._kits.message_mb << 20)
         while (left := end - time.monotonic()) > 0:
             session = self._session_with(site, end)
@@ -132,19 +131,19 @@ class FlareTransport:
                 raise TooLongError(f"a message of {size} is longer than [limits] message_mb allows")
             self._without(session, site)
             if tries == TRIES:
-                raise UnreachableError(f"{TRIES} sessions ended before its answer was here: {error}")
+                raise UnreachableError(f"{TRIES} sessions failed before it answered: {error}")
         raise UnreachableError(f"no answer within {timeout:g} seconds")
 
     def _look(self, session: Path, site: str, seen: list[float], slack: float) -> None:
-        """Whether an answer may still come: the session is open, and the site's process in it lives.
+        """Check that an answer can still arrive: the session is open, and the site's process in it lives.
 
         Args:
-            seen: when it was last seen alive; it is noted there.
-            slack: seconds that a site which is connected may stay silent beyond the usual.
+            seen: one element, the time of the last sign of life, which is updated.
+            slack: additional seconds that a connected site may be silent.
 
         Raises:
-            ConnectionResetError: another session will do.
-            UnreachableError: the site has left.
+            ConnectionResetError: the request must be repeated in another session.
+            UnreachableError: the site has disconnected.
         """
         if self._session != session:
             raise ConnectionResetError
@@ -158,20 +157,20 @@ class FlareTransport:
         silent = time.monotonic() - seen[0]
         if silent > PATIENCE / 2 and site in self.connected():
             if silent > PATIENCE / 2 + slack:
-                # It is back, and its process in this session is gone.
+                # The site has reconnected, and its process in this session has ended.
                 self._without(session, site)
                 raise ConnectionResetError
         elif silent > PATIENCE:
-            raise UnreachableError("it has left")
+            raise UnreachableError("it has disconnected")
 
     def _without(self, session: Path, site: str) -> None:
-        """The session continues without a site; for its next request another one is opened."""
+        """Exclude a site from the session, so that its next request opens a new one."""
         with self._changed:
             if self._session == session:
                 self._inside -= {site}
 
     def _session_with(self, site: str, end: float) -> Path:
-        """The socket of a session in which a site takes part; a new one if need be."""
+        """The socket of a session with this site, which is opened if necessary."""
         end = min(end, time.monotonic() + PATIENCE)
         while True:
             if self._stopping:
@@ -189,14 +188,14 @@ class FlareTransport:
             time.sleep(PAUSE)
 
     def _open(self, sites: Set[str]) -> None:
-        """Submit a job for these sites, and wait until its relay stands."""
+        """Submit a job for these sites and wait until its relay is ready."""
         for _ in range(STARTS):
             self._close()
             with self._asking, tempfile.TemporaryDirectory(prefix="prefed-job-") as folder:
                 write_job(Path(folder, "job"), sorted(sites), SETUP)
                 try:
                     self._job = self._admin_session().submit_job(str(Path(folder, "job")))
-                except Exception as error:  # whatever its library raises, the server is asked again
+                except Exception as error:  # FLARE raises many types: retry after any of them
                     self._again(error)
                     continue
             with self._changed:
@@ -204,13 +203,13 @@ class FlareTransport:
                     return
             sites = self.connected()
         raise FederationError(
-            f"no session of NVIDIA FLARE could be opened with {', '.join(sorted(sites)) or 'any site'}: "
-            f"{self._kits.server}/process.log and log.txt say why. Whole rounds are kept: a run that has any "
-            "continues with --resume"
+            f"cannot open a session of NVIDIA FLARE with {', '.join(sorted(sites)) or 'any site'}: see "
+            f"process.log and log.txt in {self._kits.server}. Complete rounds are kept: use --resume to "
+            "continue"
         )
 
     def _opened(self, request: bytes) -> bytes:
-        """A session's relay says where it stands."""
+        """Handle the message with which a relay reports its socket and its sites."""
         header, _ = unpack(request)
         door = Path(header["door"])
         with self._changed:
@@ -225,7 +224,7 @@ class FlareTransport:
                 self._session, self._inside = None, frozenset()
 
     def _close(self) -> None:
-        """End the session that there is."""
+        """End the current session."""
         with self._changed:
             job, self._job = self._job, ""
             self._session, self._inside = None, frozenset()
@@ -237,17 +236,17 @@ class FlareTransport:
         for _ in range(STARTS):
             try:
                 clients = self._admin_session().get_connected_client_list()
-                # A certificate is valid for its time; a site that left the project can still connect.
+                # Certificates are not revoked: a site that left the project can still connect.
                 return frozenset(each.name for each in clients if _is_fresh(each)) & {*self._kits.sites}
             except Exception as error:  # as above
                 self._again(error)
-        raise FederationError(f"the server of NVIDIA FLARE does not answer: see {self._kits.server}/log.txt")
+        raise FederationError(f"NVIDIA FLARE's server does not answer: see {self._kits.server}/log.txt")
 
     def _admin_session(self) -> Any:
         if self._admin is None:
             from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-            # Errors arrive as exceptions: its log lines are for its own console.
+            # Errors are raised as exceptions; FLARE's log messages are for its own console.
             logging.getLogger("nvflare").setLevel(logging.CRITICAL)
             with redirect_stdout(StringIO()):
                 self._admin = new_secure_session(
@@ -256,8 +255,8 @@ class FlareTransport:
         return self._admin
 
     def _again(self, error: Exception) -> None:
-        """Start the server again if it has ended, and log in again."""
-        _log.debug("the server of NVIDIA FLARE: %s", error)
+        """Prepare another attempt: restart the server if it has ended, and log in again."""
+        _log.debug("NVIDIA FLARE's server: %s", error)
         with suppress(Exception):
             if self._admin is not None:
                 self._admin.close()
@@ -267,10 +266,10 @@ class FlareTransport:
         time.sleep(PAUSE)
 
     def _hold(self) -> None:
-        """Keep the hub's folder and its port to this process."""
+        """Lock the hub's folder and check that its port is free."""
         folder = self._kits.server.parent
         files.private_folder(folder / "checkpoint")
-        self._held = lock(folder, remedy="wait for it, or end it: a hub's folder serves one run at a time")
+        self._held = lock(folder, remedy="wait for it or stop it: only one run at a time may use the folder")
         _, host, port = address(self._kits.server / "startup")
         check_port(host, port)
 
@@ -284,20 +283,20 @@ class FlareTransport:
         self._server = FlareProcess(
             SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment
         )
-        end, last = time.monotonic() + SETUP, Exception("its process has ended")
+        end, last = time.monotonic() + SETUP, Exception("its process ended")
         while time.monotonic() < end and self._server.alive:
             try:
                 self._admin_session()
                 return
-            except Exception as error:  # it is not up yet
+            except Exception as error:  # the server is not ready
                 last = error
                 time.sleep(PAUSE)
         raise FederationError(
-            f"the server of NVIDIA FLARE does not start: see {self._kits.server}/process.log ({last})"
+            f"NVIDIA FLARE's server does not start ({last}): see {self._kits.server}/process.log"
         )
 
     def _stop(self) -> None:
-        # Requests may be under way in other threads: they end, and open nothing again.
+        # Requests in other threads fail from here on, and do not open a new session.
         self._stopping = True
         self._close()
         with suppress(Exception):
