@@ -70,7 +70,7 @@ def test_a_silent_site_costs_three_rounds_of_any_number():
     assert [("set aside" in text, "--resume" in text) for text in told] == [(False, False)] * 2 + [
         (True, True)
     ]
-    assert ["from round 3 on" in told[0], "from round 7 on" in told[1]] == [True, True]
+    assert ["can rejoin from round 3" in told[0], "can rejoin from round 7" in told[1]] == [True, True]
 
 
 def test_such_a_site_would_stall_rounds_for_ever(monkeypatch):
@@ -124,7 +124,10 @@ def test_a_run_says_who_is_set_aside_and_a_resumed_one_asks_again(sites, tmp_pat
     assert {each["why"] for each in told} == {"no answer within 5 seconds"}
     assert ["w1" in record["cohort"] for record in rounds] == [True] * 7 + [False] * 5
     assert [len(record["dropped"]) for record in rounds] == [1] * 7 + [0] * 5
-    assert "site-w1' is away: no answer within 5 seconds; it is suspended" in (out / "run.log").read_text()
+    assert (
+        "site-w1' is away: no answer within 5 seconds; it is set aside after 3"
+        in (out / "run.log").read_text()
+    )
     longer = type(asked).from_tables({**asked.tables(), "rounds": 14}, "the test")
     federate(longer, out, Slow(sites, lambda number: True), terms, resume=True)
     last = RunReader(out).rounds()[-2:]

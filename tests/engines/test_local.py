@@ -302,7 +302,7 @@ def test_no_client_may_have_the_name_of_all(tmp_path):
             self.clients = {POOLED: self.clients.pop("Client 0/ü"), **self.clients}
 
     options = toy.options(pooled=True)
-    with pytest.raises(ValueError, match="a client of the data has that name: rename it"):
+    with pytest.raises(ValueError, match="a client in the data has that name: rename it"):
         Job(Named(options), toy.toy_method(options), 7, 4)
     assert POOLED in Job(Named(options), toy.toy_method(toy.options()), 7, 4).members
 

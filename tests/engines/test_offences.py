@@ -67,7 +67,7 @@ def test_who_is_dropped_twice_is_asked_no_more(tmp_path, monkeypatch):
     assert [record["set_aside"] for record in rounds] == [[], *[[BAD]] * 4]
     assert [BAD in record["cohort"] for record in rounds] == [True, True, False, False, False]
     assert [text for text in notes.warnings if "set aside" in text] == [
-        f"round 2: {BAD!r} is set aside: [cohort] offences = 2 bad uploads"
+        f"round 2: {BAD!r} is set aside after [cohort] offences = 2 bad uploads"
     ]
     with RunWriter(tmp_path / "counted", resume=True) as writer:
         assert summarize(counted, writer, {})["set_aside"] == {BAD: 2}
@@ -154,5 +154,5 @@ def test_what_is_no_answer_is_an_offence(tmp_path):
 
 def test_nobody_is_left(tmp_path):
     everybody = {f"Client {number}/ü": "unmerged" for number in range(3)}
-    with pytest.raises(RoundError, match=r"every client is set aside for 1 bad uploads"):
+    with pytest.raises(RoundError, match=r"all clients are set aside after 1 bad uploads each"):
         play(tmp_path / "run", job(1, clients=3, faults=everybody))

@@ -163,7 +163,10 @@ def test_a_peer_may_die_at_any_point_of_a_round(place, tmp_path):
         assert ended[rank].status == -signal.SIGKILL, (point, ended[rank].text)
         for other in {0, 1, 2} - {rank}:
             assert ended[other].status == 1, (point, ended[other])
-            assert f"peer {rank} ('w{rank}' on {socket.gethostname()}) is gone" in ended[other].text
+            assert (
+                f"peer {rank} ('w{rank}' on {socket.gethostname()}) closed its connection"
+                in ended[other].text
+            )
     assert all(map(torch.equal, expected, whole(tmp_path / "parts", [made] * 3, resume=True)))
     for rank, count in enumerate((2, 3, 2)):
         found = records(peer_folder(tmp_path / "parts", rank))
@@ -196,7 +199,7 @@ def test_a_verdict_while_a_model_is_read_neither_drops_the_model_nor_is_lost(pla
     ended = peers(tmp_path / "peers", [made] * 3, fails=fails)
     assert [each.status for each in ended] == [1, 1, -signal.SIGKILL]
     for each in ended[:2]:
-        assert f"peer 2 ('w2' on {socket.gethostname()}) is gone" in each.text
+        assert f"peer 2 ('w2' on {socket.gethostname()}) closed its connection" in each.text
     found = records(peer_folder(tmp_path / "peers", 1))
     assert [(each["merged"], each["dropped"]) for each in found[:2]] == [(3, [])] * len(found)
 
@@ -229,7 +232,7 @@ def test_a_model_that_cannot_come_is_not_awaited(monkeypatch):
     thread.join(20.0)
     watch.leave("left")
     (text,) = ended
-    assert text.startswith("peer 1 is gone")
+    assert text.startswith("peer 1 closed its connection")
 
 
 def test_peers_that_live_but_do_not_finish_a_round_are_named():

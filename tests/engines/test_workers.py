@@ -92,7 +92,7 @@ def test_the_task_of_a_lost_worker_is_done_again(tmp_path, caplog, number):
     toy.run(tmp_path / "there", backend=make, callback=Hits())
     toy.run(tmp_path / "here")
     assert hit
-    assert caplog.text.count("another worker does it") == 1
+    assert caplog.text.count("retrying in another worker") == 1
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 

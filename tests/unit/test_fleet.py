@@ -197,16 +197,19 @@ def test_jitter_is_of_the_visit_and_speed_of_the_client():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("client,start\nx,1\n", "line 2: there is no client 'x' among those that train"),
-        ("start\n1\n", "line 2: there is no client"),
+        ("client,start\nx,1\n", "line 2: no training client is called 'x'"),
+        ("start\n1\n", "line 2: client is missing"),
         ("client,begin\na,1\n", "line 2: no such column: 'begin'"),
-        ("client,start\na,soon\n", "line 2: start is 'soon', not a number"),
-        ("client,start\na,-1\n", "line 2: start is -1; it is finite and at least 0"),
-        ("client,start,end\na,2,2\n", "line 2: end 2 is not after start 2"),
-        ("client,start,end\na,2,11\n", "line 2: end 11 is after the trace's end, period = 10"),
-        ("client,dropout\na,1\n", "seconds is above 0, and dropout below 1"),
-        ("client,start,end\na,2,6\na,1,3\n", "line 2: client 'a' is there from 2 on, and another row"),
-        ("client,start\na,1,2\n", "line 2: it has not as many cells as the header"),
+        ("client,start\na,soon\n", "line 2: start = 'soon': must be a number"),
+        ("client,start\na,-1\n", "line 2: start = -1: must be finite and at least 0"),
+        ("client,start,end\na,2,2\n", "line 2: end = 2: must be after start = 2"),
+        ("client,start,end\na,2,11\n", "line 2: end = 11: must not be after period = 10"),
+        ("client,dropout\na,1\n", "line 2: dropout = 1: must be below 1"),
+        (
+            "client,start,end\na,2,6\na,1,3\n",
+            "line 2: this window of client 'a' starts at 2, before another one ends at 3: correct one",
+        ),
+        ("client,start\na,1,2\n", "line 2: the number of cells differs from the header"),
         ("client,start\na,1\n", "client 'b' has no row"),
     ],
 )

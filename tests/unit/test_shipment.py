@@ -55,5 +55,8 @@ def test_a_folder_that_others_can_reach_is_refused(machine):
     base = machine / "tmp" / f"prefed-ray-{os.getuid()}"
     base.mkdir()
     base.chmod(0o755)
-    with pytest.raises(PermissionError, match=r"others can reach it; remove it"):
+    with pytest.raises(
+        PermissionError,
+        match="other users can access this folder, which would contain the run's data: remove it",
+    ):
         unpack("run", lambda: pack({}))

@@ -1,4 +1,4 @@
-"""A merge that no single upload can end: an upload that cannot be merged is found, named and left out."""
+"""Robust merging: an upload with which a merge fails is identified and dropped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from prefed.merge import BadUpload, TooFewUploads, update_norm
 
 @dataclass(frozen=True)
 class Aggregation:
-    """What came of merging the uploads of an exchange.
+    """The result of merging the uploads of an exchange.
 
     Attributes:
-        server: the server's next state; its state before where no upload is merged.
-        uploads: those that are merged.
-        dropped: client and reason, of those that are not.
-        reason: why no upload is merged; empty if one is.
+        server: the server's next state; its previous state if no upload was merged.
+        uploads: the merged uploads.
+        dropped: client and reason for each dropped upload.
+        reason: why no upload was merged; empty if one was.
     """
 
     server: State
@@ -30,10 +30,10 @@ class Aggregation:
 
 
 def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> Aggregation:
-    """Merge ``uploads``, and drop those that cannot be merged. Those of one client stand and fall together.
+    """Merge ``uploads`` and drop those with which the merge fails. A client's uploads are dropped together.
 
-    Each upload is valid on its own. It may still not fit the others, be out of all proportion to them, or be
-    finite and merge to infinity.
+    Uploads that are valid individually may still be incompatible, of very different size, or merge to
+    infinity.
     """
     dropped: list[tuple[str, str]] = []
     while uploads:
@@ -46,7 +46,7 @@ def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now:
         if client not in {upload.client for upload in uploads}:
             culprit = _culprit(server, uploads, exchange, now)
             client = culprit.client
-            reason = f"merged with it, {reason}; its update has length {_size(culprit, server):.3g}"
+            reason = f"{reason} after merging it; its update has norm {_size(culprit, server):.3g}"
         dropped.append((client, reason))
         uploads = [upload for upload in uploads if upload.client != client]
     return Aggregation(server, (), dropped, f"nothing to merge in {exchange.name!r}")
@@ -55,10 +55,10 @@ def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now:
 def _merge(
     server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round
 ) -> tuple[State | None, str, str]:
-    """The server's next state; or ``None``, the reason, and whose upload does not fit, if that is known.
+    """The server's next state; or ``None``, a reason, and the client at fault if it is known.
 
     Raises:
-        TooFewUploads: the merge rule needs more.
+        TooFewUploads: the merge rule needs more uploads.
     """
     try:
         merged = exchange.merge(server, uploads, now)
@@ -68,7 +68,7 @@ def _merge(
     except BadUpload as error:
         return None, error.reason, error.client
     except Exception as error:
-        # An upload comes from outside: no error that it causes may end the run of all clients.
+        # Uploads are untrusted: no error that they cause may end the run.
         where = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
         return None, f"the merge fails with {cause}", ""
@@ -77,7 +77,7 @@ def _merge(
 
 
 def _culprit(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> Upload:
-    """The upload with which a merge first fails, where uploads join it one by one, the smallest first."""
+    """The first upload with which the merge fails when uploads are added in order of size."""
 
     def rank(upload: Upload) -> tuple[float, float]:
         return _size(upload, server), max(map(abs, upload.scalars.values()), default=0.0)
@@ -91,7 +91,7 @@ def _culprit(server: State, uploads: Sequence[Upload], exchange: Exchange, now: 
         except TooFewUploads:
             return False
 
-    # The merge of the first `good` uploads does not fail, that of the first `bad` does.
+    # Invariant: merging the first `good` uploads succeeds, merging the first `bad` fails.
     good, bad = 0, len(ranked)
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -100,7 +100,7 @@ def _culprit(server: State, uploads: Sequence[Upload], exchange: Exchange, now: 
 
 
 def _broken(before: State, after: State) -> str | None:
-    """The first group or value that a merge changed and that is not finite."""
+    """The first changed group or value that is not finite."""
     for name, group in after.tensors.items():
         if group is not before.tensors.get(name) and not group.isfinite():
             return name
@@ -122,6 +122,6 @@ def _finite(value: Plain) -> bool:
 
 
 def _size(upload: Upload, server: State) -> float:
-    """Euclidean length of an upload's largest group, as a step from the server's group where it has one."""
+    """The largest L2 norm of an upload's groups, relative to the server's groups of the same name."""
     groups = upload.tensors.items()
     return max((update_norm(group, server.tensors.get(name)) for name, group in groups), default=0.0)

@@ -1,4 +1,4 @@
-"""What gets the tasks of a round done."""
+"""The interface of backends, which run the tasks of a round."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from prefed.engines.tasks import ClientStates, Task, TaskResult
 
 @dataclass(frozen=True)
 class JobFactory:
-    """How another process builds the same :class:`Job`.
+    """Builds the same :class:`Job` in another process.
 
     Attributes:
-        builder: ``"module:function"``; the function is called with ``text``.
-        text: its one argument, on a machine that has the files of this one.
-        shipped: name → file or folder that the function needs on a machine that has not. There its second
-            argument is a folder with a copy of each, by its name.
+        builder: ``"module:function"``.
+        text: the first argument of the function, and on machines with this machine's files the only one.
+        shipped: name → file or folder that other machines need. There the second argument is a folder with a
+            copy of each under its name.
     """
 
     builder: str
@@ -32,7 +32,7 @@ class JobFactory:
     shipped: Mapping[str, Path] = field(default_factory=dict)
 
     def build(self, folder: Path | None = None) -> Job:
-        """The job; ``folder`` holds this machine's copies of what is shipped."""
+        """Build the job; ``folder`` contains copies of the shipped files."""
         module, _, function = self.builder.partition(":")
         build = getattr(importlib.import_module(module), function)
         job: Job = build(self.text) if folder is None else build(self.text, folder)
@@ -41,16 +41,15 @@ class JobFactory:
 
 @dataclass(frozen=True)
 class BackendSettings:
-    """How a backend of :data:`~prefed.engines.backends.BACKENDS` is set up.
+    """Settings of a backend.
 
     Attributes:
-        workers: how many processes share the work, where a backend starts any.
-        threads: of PyTorch, in each process.
-        timeout: seconds that one task may take in a process; 0 for any time.
-        address: of a cluster; ``None`` for one that is started here.
-        gpus: of each process on a cluster.
-        devices: CUDA devices that processes of this machine take in turn, ``"cuda:0"`` and so on; empty for
-            all.
+        workers: number of worker processes.
+        threads: number of PyTorch threads per process.
+        timeout: seconds that a task may take in a worker; 0: no limit.
+        address: address of a cluster; ``None``: start one on this machine.
+        gpus: number of GPUs per process on a cluster.
+        devices: CUDA devices that the processes of this machine share, e.g. ``"cuda:0"``; empty: all.
     """
 
     workers: int = 1
@@ -62,32 +61,32 @@ class BackendSettings:
 
 
 class Backend(AbstractContextManager["Backend"], Protocol):
-    """Gets tasks done, in any order and on any number of machines. No number may depend on these."""
+    """Runs tasks, in any order and on any number of machines. Results must not depend on either."""
 
     states: ClientStates | None
-    """Clients' private states, if this process has them; ``None`` if they are elsewhere."""
+    """Clients' private states; ``None`` if this process does not have them."""
 
     def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
-        """The results, as they come. Tasks are taken from ``tasks`` only as fast as they are done."""
+        """Yield results as they arrive. ``tasks`` is consumed only as fast as tasks are completed."""
 
     def accept(self, clients: Iterable[str]) -> None:
-        """Tell the clients' side whose uploads were merged, see :meth:`ClientStates.accept`."""
+        """Accept the staged states of clients whose uploads were merged; see :meth:`ClientStates.accept`."""
         if self.states is not None:
             self.states.accept(clients)
 
     def memory_mb(self) -> float:
-        """The peak resident memory of each process that it started, added up, in MiB."""
+        """The sum of the peak resident memory of all worker processes, in MiB."""
         return 0.0
 
     def figures(self) -> Mapping[str, Any]:
-        """What the backend adds to the record of a round that is about to be committed, as JSON has it."""
+        """Fields for the record of the current round, as JSON values."""
         return {}
 
 
 def peak_memory_mb() -> float:
-    """The peak resident memory of this process so far, in MiB."""
+    """The peak resident memory of this process, in MiB."""
     status = Path("/proc/self/status")
-    # On Linux getrusage would also count what the parent held when it started this process.
+    # On Linux getrusage also includes the memory of the parent at the start of this process.
     peak = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
     if peak:
         return int(peak[1]) / 2**10

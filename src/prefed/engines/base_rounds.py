@@ -1,4 +1,4 @@
-"""What all rounds have in common: clients are asked and evaluated, metrics summed up, the round committed."""
+"""The common parts of all kinds of rounds: tasks, evaluation, diagnostics and commit."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from prefed.train.metrics import (
 )
 
 ROUND_METRICS = ("preference_accuracy", "reward_accuracy")
-"""The metrics whose means a round's record holds next to its evaluation."""
+"""Metrics whose means are also at the top level of a round's record."""
 NO_ANSWER = "no answer"
 
 
 class RoundError(RuntimeError):
-    """A round cannot be finished, because clients do not answer. The run can be resumed."""
+    """A round cannot be completed because clients do not answer. The run can be resumed."""
 
 
 @dataclass
 class Tally:
-    """What a round adds up.
+    """Totals of a round.
 
     Attributes:
-        bytes_up: bytes of all messages from clients.
-        bytes_down: bytes of all messages to clients.
-        communicated: numbers in the tensors of the largest upload.
-        dropped: for each upload that was not merged, its ``client``, ``exchange`` and ``reason``.
-        figures: the method's figures.
-        bad: the client of each upload that should not have been sent.
+        bytes_up: bytes of all uploads.
+        bytes_down: bytes of all downloads.
+        communicated: number of tensor elements in the largest upload.
+        dropped: ``client``, ``exchange`` and ``reason`` of each upload that was not merged.
+        figures: metrics and other fields for the round's record.
+        bad: the client of each invalid upload.
     """
 
     bytes_up: int = 0
@@ -58,30 +58,30 @@ class Tally:
     bad: list[str] = field(default_factory=list)
 
     def drop(self, exchange: Exchange, client: str, reason: str) -> str:
-        """Keep why an upload was not merged; the reason as it may be printed."""
+        """Record why an upload was not merged; return the reason in printable form."""
         text = printable_reason(reason)
         self.dropped.append({"client": client, "exchange": exchange.name, "reason": text})
         return text
 
     def add(self, exchange: Exchange, uploads: Sequence[Upload], merged: State) -> None:
-        """Keep the figures of an exchange: means of the uploads' numbers, and what the method reports."""
+        """Record the metrics of an exchange: weighted means of the uploads' scalars, and the method's."""
         sizes = (sum(group.layout.size for group in upload.tensors.values()) for upload in uploads)
         self.communicated = max(self.communicated, *sizes)
         means = ((name, _weighted_mean(uploads, name)) for name in sorted(exchange.scalars))
         figures: list[tuple[str, Plain]] = [*means, *exchange.figures(merged).items()]
         for name, value in figures:
             if value is not None:
-                # Where two exchanges have a figure of one name, the later one carries its exchange's name.
+                # If two exchanges have a metric of the same name, the later one is prefixed.
                 self.figures[f"{exchange.name}_{name}" if name in self.figures else name] = value
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the evaluation after a round gives.
+    """The result of the evaluation after a round.
 
     Attributes:
-        record: for the round's record, see :meth:`Course.evaluate`; ``None`` if there are no figures.
-        standing: the early-stopping state; ``None`` where nothing is judged.
+        record: fields for the round's record, see :meth:`Course.evaluate`; ``None`` if there are no metrics.
+        standing: early-stopping state; ``None`` without early stopping.
     """
 
     record: dict[str, Any] | None
@@ -90,11 +90,11 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Course:
-    """The course of a run's rounds, but for what happens within an exchange.
+    """Base class of the rounds of a run. Subclasses define the exchanges.
 
     Attributes:
-        writer: of a run that has started; it continues after the last committed round.
-        callback: receives every step. What it raises ends the run; committed rounds are kept.
+        writer: writer of a started run, which continues after the last committed round.
+        callback: receives every event. An exception that it raises ends the run; committed rounds are kept.
     """
 
     job: Job
@@ -103,10 +103,10 @@ class Course:
     callback: Callback
 
     def begin(self, number: int) -> None:
-        """Begin a round; before anybody is asked it is counted, where doing it twice costs privacy twice.
+        """Start a round. If repeating it would cost privacy again, the start is recorded on disk first.
 
         Raises:
-            AccountantError: there is noise, and nothing that says what it is worth.
+            AccountantError: there is noise, and the accountant is not installed.
         """
         if self.job.privacy.noise:
             require()
@@ -117,13 +117,11 @@ class Course:
     def ask(
         self, what: str, number: int, tasks: Iterable[Task], of: int, done: int = 0
     ) -> Iterator[TaskResult]:
-        """Give out ``tasks``, and give the first result of each.
-
-        A result of a client that is not asked, or that has answered, is ignored.
+        """Run ``tasks`` and yield the first result of each. Unexpected results are ignored.
 
         Args:
-            what: the exchange by name, or ``"evaluation"``.
-            of: how many clients there are to answer, of whom ``done`` have answered.
+            what: name of the exchange, or ``"evaluation"``.
+            of: number of expected answers for progress, of which ``done`` have arrived.
         """
         waiting = set[tuple[str, int]]()
 
@@ -136,7 +134,7 @@ class Course:
             for result in self.backend.run(given()):
                 if (result.client, result.asked) not in waiting:
                     who = printable_reason(repr(result.client))
-                    self.warn(number, f"ignored a result of {who}, from whom none is awaited in {what!r}")
+                    self.warn(number, f"ignored an unexpected result of {who} in {what!r}")
                     continue
                 waiting.remove((result.client, result.asked))
                 done += 1
@@ -144,16 +142,16 @@ class Course:
                 self.callback.on_task_end(what, done, of)
 
     def warn(self, number: int, text: str) -> None:
-        """Warn of something that went wrong in a round that continues."""
+        """Issue a warning about a round."""
         self.callback.on_warning(f"round {number}: {text}")
 
     def diagnose(self, server: State, now: Round, tally: Tally) -> None:
-        """Add the diagnostics of the round to its figures, if it has any.
+        """Add the diagnostics of the round, if it has any, to its metrics.
 
-        Clients with fewer pairs than ``[privacy] minimum_pairs`` take no part.
+        Clients with fewer pairs than ``[privacy] minimum_pairs`` are left out.
 
         Args:
-            server: whose published models are diagnosed.
+            server: the server's state, whose published models are diagnosed.
         """
         job = self.job
         if job.diagnostics is None or now.number % job.diagnostics.every:
@@ -175,7 +173,7 @@ class Course:
                 waiting.remove(result.client)
             else:
                 uploads[result.client] = upload
-            # Sums are made in the order of the clients, and no more is kept than waits for its turn.
+            # Add in the order of the clients, and keep only uploads that arrived early.
             while waiting and waiting[0] in uploads:
                 diagnosis.add(uploads.pop(waiting.pop(0)))
         for client in sorted(uploads):
@@ -183,28 +181,25 @@ class Course:
         tally.figures |= diagnosis.figures()
 
     def evaluate(self, publish: Callable[[str], Download], number: int) -> Evaluated:
-        """Evaluate clients on their own pairs, each with the model that it would use.
+        """Evaluate each client's model on its own pairs, and also for early stopping if that is configured.
 
-        Where the run is judged by validation pairs, and these are not the job's split, they are evaluated
-        too.
+        Clients with fewer pairs than ``[privacy] minimum_pairs`` count only in means.
 
         Returns:
-            The record has the shares that :func:`~prefed.train.metrics.client_metrics` or
-            :func:`~prefed.train.metrics.choice_metrics` gives, each as an
-            :class:`~prefed.train.metrics.FederatedMetric`, and the means over clients of its other figures.
-            For a personal method ``shared_accuracy``, of the published model only. ``unseen_accuracy``, one
-            for
-            each number of local steps, where there are newcomers; ``unseen_selectors``, of each selector and
-            of their vote on the newcomers' pairs, where there are several. ``split``. ``clients`` and
-            ``left_out``: how many were evaluated, and how many have no pair in the split.
-            ``not_evaluated``: client → why no figures of it can be used, where there are such clients.
-            ``not_finite``: client → pairs without a finite log-probability, where there are any. Clients
-            with fewer pairs than ``[privacy] minimum_pairs`` count only in means.
+            The record, which is ``None`` if no client's metrics may be listed. Its fields are:
 
-            ``None`` if there are no figures of a client that may be listed.
+            - the metrics of :func:`~prefed.train.metrics.client_metrics` or
+              :func:`~prefed.train.metrics.choice_metrics`: accuracies as a
+              :class:`~prefed.train.metrics.FederatedMetric`, others as means over clients;
+            - ``shared_accuracy`` of the published model, for personal methods;
+            - with newcomers, ``unseen_accuracy`` for each number of local steps, and for several selectors
+              ``unseen_selectors``: the accuracy of each and of their vote;
+            - ``split``, ``clients`` (number evaluated) and ``left_out`` (number without pairs in the split);
+            - ``not_evaluated``: client → why it has no valid metrics, if there is any such client;
+            - ``not_finite``: client → pairs without a finite log-probability, if there are any.
 
         Raises:
-            RoundError: there are none after the last round, which the summary needs.
+            RoundError: there are no metrics after the last round, and the summary needs them.
         """
         job = self.job
         answers, reasons = self._answers(publish, number, (*job.evaluation_clients, *job.newcomers))
@@ -212,12 +207,12 @@ class Course:
         figures, metrics = self._metrics(answers, job.evaluation_clients, pairs)
         _, unseen = self._metrics(answers, job.newcomers, pairs)
         if not metrics:
-            text = "no client's metrics can be used, and there is no evaluation"
+            text = "no client has valid metrics"
             if number == job.rounds:
                 raise RoundError(
-                    f"round {number}: {text} after the last round; the others are kept: resume the run"
+                    f"round {number}: {text} after the last round. Earlier rounds are kept: resume the run"
                 )
-            self.warn(number, text)
+            self.warn(number, f"{text}; the evaluation is skipped")
             return Evaluated(None)
         evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
@@ -227,7 +222,7 @@ class Course:
             if job.jury:
                 evaluation["unseen_selectors"] = {name: unseen[name] for name in unseen if name not in steps}
         elif job.newcomers:
-            self.warn(number, "no newcomer's metrics can be used, and there is no unseen_accuracy")
+            self.warn(number, "no newcomer has valid metrics; unseen_accuracy is missing")
         if reasons:
             evaluation["not_evaluated"] = reasons
         broken = not_finite_counts(figures)
@@ -241,7 +236,11 @@ class Course:
     def _judge(
         self, publish: Callable[[str], Download], number: int, metrics: Mapping[str, FederatedMetric]
     ) -> Standing | None:
-        """Early-stopping state after a round; ``metrics`` are those of the job's split."""
+        """The early-stopping state after a round.
+
+        Args:
+            metrics: metrics over clients on the job's split.
+        """
         job, before = self.job, self.writer.commit.best if self.writer.commit else None
         if job.stop is None:
             return None
@@ -249,7 +248,7 @@ class Course:
             answers, _ = self._answers(publish, number, job.validation_clients, "validation")
             _, metrics = self._metrics(answers, job.validation_clients, self._pairs("validation"))
         if not metrics:
-            self.warn(number, "no client's validation metrics can be used, and the round is not judged")
+            self.warn(number, "no client has valid validation metrics; early stopping ignores this round")
             return None if before is None else Standing(**before)
         return job.stop.judge(before, number, metrics)
 
@@ -260,7 +259,7 @@ class Course:
         clients: Sequence[str],
         split: Literal["", "validation"] = "",
     ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-        """The figures of ``clients`` that can be used, and for all others why there are none."""
+        """Valid metrics by client, and for each client without them the reason."""
         answers, reasons = dict[str, dict[str, float]](), dict.fromkeys(clients, NO_ANSWER)
 
         def task(client: str) -> Task:
@@ -278,13 +277,12 @@ class Course:
         return answers, reasons
 
     def _pairs(self, split: str) -> dict[str, int]:
-        """Client → its pairs of a split."""
         return {client: int(getattr(sizes, split)) for client, sizes in self.job.trainers.clients.items()}
 
     def _metrics(
         self, answers: Mapping[str, Mapping[str, float]], clients: Sequence[str], pairs: Mapping[str, int]
     ) -> tuple[Mapping[str, Mapping[str, float]], Mapping[str, FederatedMetric]]:
-        """The figures of ``clients`` that answered, and their metrics if one of them may be listed."""
+        """Each client's metrics, and the metrics over clients if at least one client may be listed."""
         figures = {client: answers[client] for client in clients if client in answers}
         if not any(self.job.privacy.may_report(pairs[client]) for client in figures):
             return figures, {}
@@ -299,11 +297,11 @@ class Course:
         seconds: float,
         keep: int | None = None,
     ) -> None:
-        """Commit the next round, with its record and the run's totals.
+        """Commit the next round with its record and the run's totals.
 
         Args:
             evaluated: ``None`` in a round without an evaluation.
-            keep: as :meth:`prefed.store.RunWriter.finish_round` takes it.
+            keep: as for :meth:`prefed.store.RunWriter.finish_round`.
         """
         content: dict[str, Any] = {"round": self.writer.round + 1, "loss": tally.figures.get("loss")}
         evaluation, standing = (evaluated.record, evaluated.standing) if evaluated else (None, None)
@@ -318,7 +316,7 @@ class Course:
         content |= {"cohort": list(cohort), "dropped": tally.dropped}
         figures = {**tally.figures, **self.backend.figures()}
         content |= {name: value for name, value in figures.items() if name not in content}
-        record = cast(RoundRecord, content)  # a method or an engine may have its own figures
+        record = cast(RoundRecord, content)  # methods and engines may add fields
         if warning := collapse_warning(record, self.job.rounds):
             self.warn(record["round"], warning)
         best = None if standing is None else vars(standing)

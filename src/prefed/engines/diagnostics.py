@@ -1,17 +1,17 @@
-"""Diagnostics: what theory speaks of, measured at the global model on some pairs of every client.
+"""Diagnostics: quantities from convergence theory, measured at the global model on pairs of every client.
 
-With g_i the gradient of client i's loss in the shared tensors, and p_i its weight in the global objective::
+With g_i the gradient of client i's loss F_i in the shared tensors, and p_i its weight in the objective::
 
     global_loss    Σ p_i F_i
-    gradient_norm  ‖Σ p_i g_i‖, before any clip
-    kappa2         κ² = Σ p_i ‖g_i − Σ_j p_j g_j‖², how much clients' gradients differ
-    zeta2          ζ_g² = Σ p_i E‖g_i^batch − g_i‖², the variance of a mini-batch's gradient
-    paper_gap      Σ p_i min(‖g_i^batch‖, 1)², from which Distributed DPO's figures are made
+    gradient_norm  ‖Σ p_i g_i‖, without clipping
+    kappa2         κ² = Σ p_i ‖g_i − Σ_j p_j g_j‖², the heterogeneity of clients' gradients
+    zeta2          ζ_g² = Σ p_i E‖g_i^batch − g_i‖², the variance of mini-batch gradients
+    paper_gap      Σ p_i min(‖g_i^batch‖, 1)², the basis of the metrics of Distributed DPO
 
-A method that shares no tensor has no global model. Then g_i is the gradient in the client's own tensors, at
-its own model, and there is neither ``gradient_norm`` nor ``kappa2``.
+For a method without shared tensors there is no global model. Then g_i is the gradient in the client's
+personal tensors at its own model, and ``gradient_norm`` and ``kappa2`` are missing.
 
-They belong to simulations: gradients of few pairs leave the clients, and their bytes are not counted.
+Only for simulations: gradients of few pairs leave the clients, and their bytes are not counted.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from prefed.core import (
 )
 
 DIAGNOSE = "diagnose"
-"""The name of the exchange in which clients send what is diagnosed."""
+"""Name of the exchange for diagnostics."""
 NUMBERS = frozenset({"loss", "variance", "clipped"})
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """How a run is diagnosed.
+    """Settings of diagnostics.
 
     Attributes:
-        every: rounds from one diagnosis to the next.
-        pairs: of each client, two batches of half of them each; ``None`` for all training pairs.
-        objective: the loss whose gradient it is.
-        batch: pairs of an optimiser step, whose gradient's variance is told.
-        uniform: all clients weigh alike in the global objective, and not by their pairs.
+        every: number of rounds between diagnoses.
+        pairs: pairs per client, in two batches of half of them; ``None``: all training pairs.
+        objective: the loss to differentiate.
+        batch: batch size of an optimiser step, for ``zeta2``.
+        uniform: clients have equal weights in the objective, instead of their numbers of pairs.
     """
 
     every: int
@@ -62,11 +62,11 @@ class Diagnostics:
 
     @property
     def least(self) -> int | None:
-        """How many pairs the smallest mean is over; ``None`` for all of a client."""
+        """The number of pairs in the smallest mean; ``None``: all pairs of a client."""
         return None if self.pairs is None else max(1, self.pairs // 2)
 
     def exchange(self, method: Method, layout: Layout) -> Exchange:
-        """What is asked of a client: two gradients at the model that is published to it."""
+        """The exchange in which a client sends gradients at the model that is published to it."""
         shared = layout.select(method.ownership.names(Owner.SHARED))
         measured = shared.names or method.ownership.names(Owner.PERSONAL)
 
@@ -95,8 +95,8 @@ class Diagnostics:
                 variance = float((one - other).square().sum()) / 2
             clipped = min(float(torch.linalg.vector_norm(one)), 1.0) ** 2
             numbers = {"loss": loss, "variance": variance, "clipped": clipped}
-            told = mean if shared.names else mean[:0]
-            gradient = Tensors(shared, told.to(model.flat.dtype))
+            sent = mean if shared.names else mean[:0]
+            gradient = Tensors(shared, sent.to(model.flat.dtype))
             return trainer.upload({"gradient": gradient}, numbers), private
 
         groups = {"gradient": shared}
@@ -105,14 +105,14 @@ class Diagnostics:
 
 @dataclass
 class Diagnosis:
-    """Adds up what clients send, one at a time."""
+    """Accumulates the uploads of a diagnosis, one at a time."""
 
     how: Diagnostics
     _gradient: torch.Tensor | None = None
     _rows: list[tuple[float, float, float, float, float]] = field(default_factory=list)
 
     def add(self, upload: Upload) -> None:
-        """Count a client's upload of :meth:`Diagnostics.exchange`."""
+        """Add a client's upload of :meth:`Diagnostics.exchange`."""
         weight = 1.0 if self.how.uniform else upload.weight
         gradient, numbers = upload.tensors["gradient"].flat.double(), upload.scalars
         total = gradient * weight
@@ -121,9 +121,9 @@ class Diagnosis:
         self._rows.append((weight, square, numbers["loss"], numbers["variance"], numbers["clipped"]))
 
     def figures(self) -> dict[str, Plain]:
-        """The figures for the round log; none if no client answered.
+        """The metrics for the round log; empty if no client answered.
 
-        Where g_i is a mean over few pairs, its own variance is taken off κ², which may then be below 0.
+        If g_i is estimated from few pairs, its variance is subtracted from κ², which may then be negative.
         """
         if self._gradient is None:
             return {}
@@ -134,7 +134,7 @@ class Diagnosis:
         kappa = math.fsum(p * square for p, square, *_ in rows) - norm**2
         scale = 1.0
         if self.how.least is not None:
-            # g_i is the mean of two such batches.
+            # g_i is the mean of two batches.
             kappa -= math.fsum(p * (1 - p) * variance / 2 for p, _, _, variance, _ in rows)
             scale = self.how.least / self.how.batch
         return {

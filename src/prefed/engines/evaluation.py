@@ -1,4 +1,4 @@
-"""Evaluation on the client's side: one client's metrics on its own pairs."""
+"""Evaluation on the client's side: metrics of a client on its own pairs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from prefed.train.metrics import ChoiceScores, PairScores, choice_metrics, clien
 
 Scores: TypeAlias = PairScores | ChoiceScores
 Score: TypeAlias = Callable[[Tensors], Scores]
-"""A model (full layout) → what it gives to the pairs of an evaluation."""
+"""Model (full layout) → its scores of the pairs of an evaluation."""
 
 
 def pair_figures(
     job: Job, scores: Scores, weight: float = 1.0, jury: Sequence[Scores] = ()
 ) -> dict[str, float]:
-    """The metrics of a model, by what the models of the job's method read.
+    """The metrics of a model, depending on what the method's models read.
 
     Args:
-        weight: as :func:`~prefed.train.metrics.client_metrics` takes it.
-        jury: scores of the models that vote, as :func:`~prefed.train.metrics.choice_metrics` takes them.
+        weight: as for :func:`~prefed.train.metrics.client_metrics`.
+        jury: scores of the voting models, as for :func:`~prefed.train.metrics.choice_metrics`.
     """
     if job.method.reads == "choice":
         return choice_metrics(cast("ChoiceScores", scores), cast("Sequence[ChoiceScores]", jury))
@@ -31,23 +31,22 @@ def pair_figures(
 def evaluate_client(
     job: Job, client: str, private: State, published: Download, number: int, score: Score | None = None
 ) -> dict[str, float]:
-    """The metrics of the model with which a client predicts.
+    """The metrics of a client's model.
 
-    They are what :func:`~prefed.train.metrics.client_metrics` gives, and for a personal method also
-    ``shared_accuracy``, the preference accuracy of the published model only. For a method whose models read
-    choices they are what :func:`~prefed.train.metrics.choice_metrics` gives; where it publishes several
-    models, these are the jury.
+    They are those of :func:`~prefed.train.metrics.client_metrics`, plus ``shared_accuracy`` for a personal
+    method: the preference accuracy of the published model. For a method whose models read choices they are
+    those of :func:`~prefed.train.metrics.choice_metrics`; if it publishes several models, these are the jury.
 
     Args:
-        number: the round after which it is evaluated.
-        score: scores the pairs; left out: the client's own pairs of the job's split.
+        number: the round after which the client is evaluated.
+        score: scores the pairs (default: the client's pairs in the job's split).
     """
     score = score or own_pairs(job, client, job.split)
     model = job.client_model(client, private, published, number)
     if job.jury:
         models = job.shared_models(published).values()
         jury = [(each, score(each)) for each in models]
-        # Usually the client's own is one of them.
+        # The client's own model is usually one of them.
         own = next((scores for each, scores in jury if each.equal(model)), None)
         return pair_figures(job, own or score(model), jury=[scores for _, scores in jury])
     figures = pair_figures(job, score(model), job.method.reward_weight(private, number))
@@ -58,13 +57,13 @@ def evaluate_client(
 
 
 def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -> dict[str, float]:
-    """Preference accuracy of a client that never took part, by number of local steps, or of context pairs.
+    """Preference accuracy of an unseen client by number of local steps or of context pairs.
 
-    Where several models are published, they are the jury: its
-    :func:`~prefed.train.metrics.jury_metrics` follow, of the published models only.
+    If several models are published, the :func:`~prefed.train.metrics.jury_metrics` of these are added.
 
-    Before its first step, or without a pair to train on, the client has only the published model: personal
-    tensors that start at random are noise. Of several published models the method gives it one.
+    Before the first local step, or without training pairs, the client uses the published model, because
+    randomly initialised personal tensors would only add noise. Of several published models the method chooses
+    one.
     """
     method, score = job.method, own_pairs(job, client, job.split)
     accuracies: dict[str, float] = {}
@@ -86,5 +85,5 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
 
 
 def own_pairs(job: Job, client: str, split: Literal["validation", "test"]) -> Score:
-    """Scores a client's own pairs of a split."""
+    """A function that scores a client's pairs of a split."""
     return lambda tensors: job.trainers.score(client, tensors, split)

@@ -1,4 +1,4 @@
-"""Trace files: when each client of a real fleet was there, and how fast it was."""
+"""Trace files: when each client of a real fleet was online, and its speed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NUMBERS = ("start", "end", "seconds", "network", "dropout")
 
 @dataclass(frozen=True)
 class Window:
-    """A time from ``start`` to before ``end`` in which a client is there.
+    """A time interval ``[start, end)`` in which a client is online.
 
     Attributes:
-        seconds: what a visit that begins here takes, without messages.
+        seconds: duration of a visit that starts in it, without messages.
         network: seconds for the messages of a visit.
         dropout: probability that a visit ends without a reply.
     """
@@ -36,43 +36,42 @@ class Window:
 def read_trace(
     path: Path, usual: Mapping[str, Window], period: float | None = None
 ) -> dict[str, tuple[Window, ...]]:
-    """Read when clients are there: CSV with a header, or JSON lines (``.jsonl``), one window a row.
+    """Read a trace: a CSV file with a header or a JSON lines file (``.jsonl``), with one window per row.
 
-    Columns: ``client``, and of ``start``, ``end``, ``seconds``, ``network`` and ``dropout`` any. A client may
-    have several rows.
+    Columns: ``client``, and optionally ``start``, ``end``, ``seconds``, ``network`` and ``dropout``. A client
+    may have several rows.
 
     Args:
-        usual: client → what counts where a row leaves a column out or empty.
-        period: end of the trace, where it repeats.
+        usual: client → default values for missing or empty columns.
+        period: end of the trace if it repeats.
 
     Returns:
-        Client → its windows in the order of time.
+        Client → its windows in order of time.
 
     Raises:
-        ValueError: the file cannot be read, a row is wrong, two windows of a client overlap, or a client has
-            none. The message names file, line and client.
+        ValueError: the file cannot be read, a row is invalid, windows of a client overlap, or a client has
+            no row. The message names the file, line and client.
     """
     windows: dict[str, list[tuple[Window, int]]] = {client: [] for client in usual}
     for number, row in _rows(path):
         where = f"{path}, line {number}"
         client = "" if row.get("client") is None else str(row["client"])
         if not client:
-            raise ValueError(f"{where}: there is no client")
+            raise ValueError(f"{where}: client is missing")
         if client not in windows:
             raise ValueError(
-                f"{where}: there is no client {client!r} among those that train"
-                f"{did_you_mean(client, windows)}"
+                f"{where}: no training client is called {client!r}{did_you_mean(client, windows)}"
             )
         windows[client].append((_window(row, usual[client], period, where), number))
     for client, found in windows.items():
         if not found:
-            raise ValueError(f"{path}: client {client!r} has no row; give it one")
+            raise ValueError(f"{path}: client {client!r} has no row: add one")
         found.sort(key=lambda one: one[0].start)
         for (before, _), (after, number) in pairwise(found):
             if after.start < before.end:
                 raise ValueError(
-                    f"{path}, line {number}: client {client!r} is there from {after.start:g} on, and another "
-                    f"row has it there until {before.end:g}; one of them is wrong"
+                    f"{path}, line {number}: this window of client {client!r} starts at {after.start:g}, "
+                    f"before another one ends at {before.end:g}: correct one"
                 )
     return {client: tuple(window for window, _ in found) for client, found in windows.items()}
 
@@ -90,26 +89,28 @@ def _window(row: Mapping[str, Any], usual: Window, period: float | None, where: 
         try:
             values[name] = float(row[name])
         except (TypeError, ValueError):
-            raise ValueError(f"{where}: {name} is {row[name]!r}, not a number") from None
+            raise ValueError(f"{where}: {name} = {row[name]!r}: must be a number") from None
         if not math.isfinite(values[name]) or values[name] < 0:
-            raise ValueError(f"{where}: {name} is {values[name]:g}; it is finite and at least 0")
+            raise ValueError(f"{where}: {name} = {values[name]:g}: must be finite and at least 0")
     if values["end"] <= values["start"]:
-        raise ValueError(f"{where}: end {values['end']:g} is not after start {values['start']:g}")
+        raise ValueError(f"{where}: end = {values['end']:g}: must be after start = {values['start']:g}")
     if period is not None and values["end"] > period:
-        raise ValueError(f"{where}: end {values['end']:g} is after the trace's end, period = {period:g}")
-    if values["seconds"] == 0 or values["dropout"] >= 1:
-        raise ValueError(f"{where}: seconds is above 0, and dropout below 1")
+        raise ValueError(f"{where}: end = {values['end']:g}: must not be after period = {period:g}")
+    if values["seconds"] == 0:
+        raise ValueError(f"{where}: seconds = 0: must be above 0")
+    if values["dropout"] >= 1:
+        raise ValueError(f"{where}: dropout = {values['dropout']:g}: must be below 1")
     return Window(**values)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Each row with the number of its line."""
+    """Yield each row with its line number."""
     try:
         lines = path.read_text("utf-8-sig").splitlines()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text; save it as UTF-8") from None
+        raise ValueError(f"{path}: not UTF-8 text: save it as UTF-8") from None
     yield from _json_rows(path, lines) if path.suffix in (".jsonl", ".ndjson") else _csv_rows(path, lines)
 
 
@@ -117,7 +118,7 @@ def _csv_rows(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, Mapping[s
     reader = csv.DictReader(lines, skipinitialspace=True)
     for row in reader:
         if None in row or None in row.values():
-            raise ValueError(f"{path}, line {reader.line_num}: it has not as many cells as the header")
+            raise ValueError(f"{path}, line {reader.line_num}: the number of cells differs from the header")
         yield reader.line_num, row
 
 

@@ -1,4 +1,4 @@
-"""What an engine runs, a method on clients' data, and what it asks of these and of the model."""
+"""A job: a method on clients' data, and the interfaces that it needs from the data and the model."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from prefed.merge.mixing import Topology
 from prefed.train.metrics import ChoiceScores, PairScores
 
 PAIRS = "pairs/"
-"""What begins the name of a figure of a newcomer whose taste is inferred from so many pairs."""
+"""Prefix of a newcomer's metrics for which its latent taste is inferred from a number of pairs."""
 
 
 class JobError(ValueError):
-    """A job cannot be run.
+    """A job is invalid.
 
     Attributes:
-        field: the field of :class:`Job` that has to change.
-        problem: continues a sentence that begins with the field's name.
-        split: the pairs that are too few, if it is about these; else empty.
+        field: the field of :class:`Job` to change.
+        problem: the message without the field's name, with which it starts.
+        split: the split that has too few pairs, if that is the problem; else empty.
     """
 
     def __init__(self, field: str, problem: str, split: str = "") -> None:
@@ -52,36 +52,34 @@ class JobError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """A run, apart from where it runs and where its results go.
+    """A run, independent of where it runs and where its results are stored.
 
     Attributes:
-        cohort: clients sampled in each round, without replacement; ``None`` for all.
-        sampling: ``"poisson"`` draws each client for itself, so that ``cohort`` is what to expect.
-        evaluate_every: rounds from one evaluation to the next; 0 for one after only the last round.
+        cohort: number of clients sampled per round, without replacement; ``None``: all.
+        sampling: ``"poisson"`` draws each client independently, and ``cohort`` is the expected number.
+        evaluate_every: number of rounds between evaluations; 0: only after the last round.
         split: the pairs that evaluations use.
-        evaluation_cohort: at most so many clients are evaluated, the same ones each time; ``None`` for all.
-        beta: of the DPO loss that evaluations report.
-        state_dtype: dtype of clients' private tensors on disk; ``None`` keeps the dtype they have.
-        unseen: clients that never train; they are evaluated apart, as newcomers.
-        unseen_steps: numbers of local steps after each of which a newcomer is evaluated.
-        unseen_pairs: numbers of pairs from each of which a newcomer's taste is inferred before an evaluation;
+        evaluation_cohort: maximum number of evaluated clients, the same ones each time; ``None``: all.
+        beta: β of the DPO loss in evaluations.
+        state_dtype: dtype of clients' private tensors on disk; ``None``: unchanged.
+        unseen: clients that never train and are evaluated separately, as newcomers.
+        unseen_steps: numbers of local steps after which newcomers are evaluated.
+        unseen_pairs: numbers of pairs from which a newcomer's latent taste is inferred before an evaluation;
             see ``infer`` of :class:`~prefed.core.Method`.
-        untouched: the tensors (full layout) with which the model equals its base model; ``None`` where
-            clients start from that model.
-        privacy: what must not leave a client, and who adds noise to the rest.
-        fleet: a simulated fleet, by whose clock clients are asked and reply; ``None``: a round's cohort
-            replies in the round.
-        work: client → the work of its visits, as a multiple of the usual; see
+        untouched: the tensors (full layout) with which the model equals its base model; ``None`` if clients
+            start from that model.
+        privacy: limits on what leaves a client, and noise.
+        fleet: simulated fleet with a virtual clock; ``None``: every cohort replies within its round.
+        work: client → the work of its visits relative to the default; see
             :func:`prefed.engines.simulated_fleet.schedule`.
-        graph: who mixes with whom where the method has no server; ``None`` where it has one.
-        diagnostics: how the rounds are diagnosed; ``None``: they are not.
-        stop: how the best round is found, and when the run stops; ``None``: all rounds are run, and only
-            the last is kept.
-        offences: bad uploads of a client after which the server asks it no more; ``None``: any number.
+        graph: the communication graph of a method without a server; ``None`` with a server.
+        diagnostics: what is measured in diagnosed rounds; ``None``: nothing.
+        stop: early stopping; ``None``: all rounds are run, and only the last is kept.
+        offences: number of bad uploads after which a client is set aside; ``None``: no limit.
 
     Raises:
-        FleetError: the fleet cannot do what is asked of it.
-        JobError: a field does not go with the clients or with another field.
+        FleetError: the fleet cannot complete a round.
+        JobError: a field is incompatible with the clients or with another field.
         ValueError: the ownership does not cover the model, or no client has a training pair.
     """
 
@@ -111,11 +109,10 @@ class Job:
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
         if self.method.pooled and POOLED in self.trainers.clients and len(self.trainers.clients) > 1:
-            # Its pairs would be taken for everybody's.
             raise JobError(
                 "method",
-                f"{self.method.name} trains on all clients' pairs as one client named {POOLED!r}, and a "
-                "client of the data has that name: rename it",
+                f"{self.method.name} pools all pairs in one client named {POOLED!r}, and a client in the "
+                "data has that name: rename it",
             )
         if not self.weights:
             raise ValueError("no client has a training pair")
@@ -123,19 +120,17 @@ class Job:
             raise JobError(
                 "cohort", f"= {self.cohort}, but only {len(self.members)} clients have training pairs"
             )
-        strangers = [client for client in self.unseen if client not in self.trainers.clients]
-        if strangers:
-            raise JobError("unseen", f"names {strangers[0]!r}, and there is no such client")
+        unknown = [client for client in self.unseen if client not in self.trainers.clients]
+        if unknown:
+            raise JobError("unseen", f"names {unknown[0]!r}, but there is no such client")
         if not self.evaluation_clients:
-            raise JobError(
-                "split", f"= {self.split!r}: no client has such a pair to be evaluated on", self.split
-            )
+            raise JobError("split", f"= {self.split!r}: no client has a {self.split} pair", self.split)
         if self.privacy.minimum_pairs:
             self._check_minimum_pairs(self.evaluation_clients, "client", self.split)
             self._check_minimum_pairs(self.newcomers, "newcomer", self.split)
         if self.stop is not None:
             if not self.validation_clients:
-                raise JobError("stop", "judges rounds by validation pairs, and no client has one")
+                raise JobError("stop", "needs validation pairs, but no client has one")
             self._check_minimum_pairs(self.validation_clients, "client", "validation")
         if self.fleet is not None:
             self._check_late(self.fleet)
@@ -144,60 +139,56 @@ class Job:
         self._check_diagnostics()
 
     def _check_graph(self) -> None:
-        """Refuse a graph that cannot serve, and a server's ways where there is none."""
         if self.graph is None:
             return
         if self.cohort is not None or self.fleet is not None:
-            raise JobError("graph", "has all clients train in every round, without a cohort or a fleet")
+            raise JobError("graph", "cannot be combined with a cohort or a fleet")
         self.topology.check()
 
     def _check_diagnostics(self) -> None:
-        """Refuse diagnostics of several models, and means over fewer pairs than may be told."""
         if self.diagnostics is None:
             return
         if self.jury:
             raise JobError(
-                "diagnostics",
-                f"would need the gradient of one objective, and {self.method.name} has several models",
+                "diagnostics", f"needs a single global model, but {self.method.name} has several models"
             )
         pairs = self.diagnostics.least
         if pairs is not None and not self.privacy.may_report(pairs):
             raise JobError(
                 "diagnostics",
-                f"would give means over {pairs} pairs, and minimum_pairs is {self.privacy.minimum_pairs}: "
-                f"draw at least {2 * self.privacy.minimum_pairs} pairs",
+                f"would report means over {pairs} pairs, fewer than minimum_pairs = "
+                f"{self.privacy.minimum_pairs}: draw at least {2 * self.privacy.minimum_pairs} pairs",
             )
 
     @cached_property
     def diagnosis(self) -> Exchange:
-        """What a diagnosis asks of a client."""
+        """The exchange in which clients send the diagnosed gradients."""
         assert self.diagnostics is not None
         return self.diagnostics.exchange(self.method, self.trainers.initial.layout)
 
     @cached_property
     def topology(self) -> Topology:
-        """Who mixes with whom in each round; only where there is a graph."""
+        """The topology of a job with a graph."""
         assert self.graph is not None
         return Topology(self.graph, self.members, Key(self.seed))
 
     def _check_late(self, fleet: FleetConfig) -> None:
-        """Refuse late uploads where the method takes none."""
         strict = [e.name for e in self.method.exchanges if e.to == "cohort" and e.late == "refused"]
         if strict and (fleet.max_delay or fleet.server == "buffered"):
             raise JobError(
                 "fleet",
-                f"may have late uploads, and {self.method.name}, with these settings and merge rule, takes "
-                f"none in {strict[0]!r}",
+                f"can produce late uploads, which {self.method.name} with these settings and merge rule does "
+                f"not accept in {strict[0]!r}",
             )
 
     def _check_minimum_pairs(self, clients: tuple[str, ...], what: str, split: str) -> None:
-        """Refuse clients of whom none has enough pairs of a split for a figure of its own."""
+        """Check that at least one client has enough pairs for metrics of its own."""
         most = max((getattr(self.trainers.clients[client], split) for client in clients), default=None)
         if most is not None and not self.privacy.may_report(most):
             raise JobError(
                 "privacy",
-                f"minimum_pairs = {self.privacy.minimum_pairs}: no {what} is judged on so many {split} pairs "
-                f"(the most are {most}), so no metric could be reported",
+                f"minimum_pairs = {self.privacy.minimum_pairs}: no metric could be reported, because no "
+                f"{what} has more than {most} {split} pairs",
                 split,
             )
 
@@ -220,17 +211,17 @@ class Job:
 
     @property
     def cohort_size(self) -> int:
-        """How many members a round's cohort has."""
+        """The number of clients in a cohort."""
         return len(self.members) if self.cohort is None or self.method.pooled else self.cohort
 
     @cached_property
     def evaluation_clients(self) -> tuple[str, ...]:
-        """The clients that are evaluated, sorted. They have pairs in the split, and none is unseen."""
+        """The evaluated clients, sorted: those with pairs in the split that are not unseen."""
         return self._evaluated(self.split)
 
     @cached_property
     def validation_clients(self) -> tuple[str, ...]:
-        """The clients on whose validation pairs rounds are judged, sorted."""
+        """The clients whose validation pairs decide early stopping, sorted."""
         return self._evaluated("validation")
 
     def _evaluated(self, split: str) -> tuple[str, ...]:
@@ -252,14 +243,14 @@ class Job:
 
     @property
     def newcomer_figures(self) -> Mapping[str, int]:
-        """Name of a newcomer's figure → its number of steps, or of pairs where the name is ``pairs/…``."""
+        """Name of a newcomer's metric → its number of local steps, or of pairs if it is ``pairs/…``."""
         pairs = self.unseen_pairs if self.method.infer is not None else ()
         return {str(steps): steps for steps in self.unseen_steps} | {
             f"{PAIRS}{count}": count for count in pairs
         }
 
     def round(self, number: int) -> Round:
-        """Round ``number``, 1 for the first."""
+        """Round ``number``, from 1."""
         key = Key(self.seed).at("round", number)
         return Round(number, self.rounds, key, self.weights, self.privacy, self._held_out)
 
@@ -269,38 +260,37 @@ class Job:
         return {client: float(size.validation) for client, size in sizes if size and size.validation}
 
     def sample(self, now: Round) -> tuple[str, ...]:
-        """The round's cohort, sorted: a function of only the seed and the round. Poisson's may be empty."""
+        """The cohort of a round, sorted. It depends only on seed and round; a Poisson cohort may be empty."""
         drawn = draw_cohort(now.key, len(self.members), self.cohort_size, self.sampling)
         return tuple(self.members[index] for index in drawn)
 
     def schedule(self, after: int) -> Iterator[ScheduledRound]:
-        """The rounds after round ``after``, to the last: a function of only the seed and the fleet."""
+        """The rounds after ``after``. They depend only on the seed and the fleet."""
         if self.fleet is None:
             return map(self._sampled_round, range(after + 1, self.rounds + 1))
         rounds = schedule(self.fleet, self.members, self.cohort_size, Key(self.seed), self.work)
         return islice(rounds, after, self.rounds)
 
     def _sampled_round(self, number: int) -> ScheduledRound:
-        """Round ``number`` without a clock: its cohort starts from the newest model."""
         visits = (Visit(client, number - 1, 0.0, 0.0) for client in self.sample(self.round(number)))
         return ScheduledRound(number, 0.0, tuple(visits), (), number)
 
     def evaluates(self, number: int) -> bool:
-        """Whether round ``number`` ends with an evaluation."""
+        """Return whether round ``number`` ends with an evaluation."""
         every = self.evaluate_every
         return number == self.rounds or (every > 0 and number % every == 0)
 
     def exchange(self, name: str) -> Exchange:
-        """The method's exchange of that name, or that of a diagnosis."""
+        """The exchange with this name, of the method or of diagnostics."""
         if name == DIAGNOSE and self.diagnostics is not None:
             return self.diagnosis
         return next(exchange for exchange in self.method.exchanges if exchange.name == name)
 
     def shared(self, published: Download) -> Tensors:
-        """The model (full layout) that was published, with nothing of any client's own.
+        """The published model (full layout) without personal tensors.
 
-        Where nothing was published, this is the base model. Personal tensors that start at random, such as
-        a small LoRA, are no part of a shared model.
+        If nothing was published, this is the base model. Personal tensors that are initialised at random,
+        such as a small LoRA, are left out.
 
         Raises:
             ValueError: several models were published.
@@ -319,7 +309,7 @@ class Job:
 
     @cached_property
     def jury(self) -> tuple[str, ...]:
-        """The names of the published models that vote on a pair; none where the method publishes only one."""
+        """The names of the published models that vote on a pair; empty if there is only one."""
         if self.method.reads != "choice":
             return ()
         first = self.method.publish(self.method.init_server(self.trainers.initial), self.members[0])
@@ -333,11 +323,13 @@ class Job:
     def trainer(
         self, client: str, number: int, what: str, name: str | None = None, merged: int = 0
     ) -> ClientTrainer:
-        """The turn of ``client`` in round ``number``; ``what`` it is for and its ``name`` name its key.
+        """The trainer of ``client`` in round ``number``.
 
         Args:
-            merged: the round that takes its upload, if that is a later one. A client may be given one model
-                twice, and it does not draw the same batches then.
+            what: purpose of the visit, part of the random key.
+            name: name of the exchange, part of the random key.
+            merged: the round that merges the upload, if it is late. A client may get the same model twice and
+                must then draw other batches.
         """
         now = self.round(number)
         key = now.key.at(what, name)
@@ -346,11 +338,12 @@ class Job:
 
 
 def draw_cohort(key: Key, clients: int, size: int, sampling: Literal["fixed", "poisson"]) -> list[int]:
-    """The indices of a cohort, in ascending order, of so many clients.
+    """Draw the indices of a cohort, in ascending order.
 
     Args:
-        key: that of the round.
-        size: of the cohort, or with ``"poisson"`` what to expect.
+        key: key of the round.
+        clients: number of clients to draw from.
+        size: size of the cohort; with ``"poisson"`` its expectation.
 
     >>> draw_cohort(Key(1), 9, 9, "poisson") == draw_cohort(Key(1), 9, 9, "fixed") == [*range(9)]
     True
@@ -362,23 +355,23 @@ def draw_cohort(key: Key, clients: int, size: int, sampling: Literal["fixed", "p
 
 
 class Sizes(Protocol):
-    """How many pairs a client holds."""
+    """The number of pairs of a client."""
 
     @property
     def train(self) -> int:
-        """Pairs it trains on."""
+        """Training pairs."""
 
     @property
     def validation(self) -> int:
-        """Pairs set apart for choosing settings."""
+        """Validation pairs."""
 
     @property
     def test(self) -> int:
-        """Pairs set apart for evaluation."""
+        """Test pairs."""
 
 
 class TrainerFactory(Protocol):
-    """The clients' data with a frozen model: one factory in each process, for any number of clients."""
+    """The clients' data and a frozen model. One factory per process serves all clients."""
 
     @property
     def initial(self) -> Tensors:
@@ -386,19 +379,19 @@ class TrainerFactory(Protocol):
 
     @property
     def clients(self) -> Mapping[str, Sizes]:
-        """Every client of the federation, and how many pairs it holds."""
+        """Every client of the federation with its number of pairs."""
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """Digests of what numbers depend on: the data and the initial model."""
+        """Digests of the data and the initial model."""
 
     def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
-        """A client's turn in a round; the client :data:`POOLED` holds the pairs of all clients."""
+        """The trainer of a client in a round. The client :data:`POOLED` has the pairs of all clients."""
 
     def score(
         self, client: str, tensors: Tensors, split: Literal["validation", "test"]
     ) -> PairScores | ChoiceScores:
-        """What a model (full layout) gives to a client's pairs of one split: see ``reads`` of a method."""
+        """Score a client's pairs of a split with a model (full layout); see ``reads`` of a method."""
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:
-        """Write ``tensors`` (full layout) as an adapter folder that PEFT loads."""
+        """Write ``tensors`` (full layout) to a folder as a PEFT adapter."""

@@ -1,4 +1,4 @@
-"""Rounds without a server: each client trains its own model, and mixes it with its neighbours'."""
+"""Rounds without a server: each client trains its model and mixes it with those of its neighbours."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from prefed.store import NodeFile
 
 @dataclass
 class _Answers:
-    """What clients answered in an exchange.
+    """The answers of clients in an exchange.
 
     Attributes:
-        reports: client → the numbers for the round log, of those whose model goes out.
-        silent: reason by client, of those whose model does not.
-        lengths: bytes of a client's message to one neighbour.
-        norms: Euclidean length of each model that goes out.
+        reports: client with a valid model → its numbers for the round log.
+        silent: client without a valid model → reason.
+        lengths: client → bytes of its message to one neighbour.
+        norms: client → L2 norm of its model.
     """
 
     reports: dict[str, Mapping[str, float]] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class _Answers:
 class NeighbourRounds(Course):
     """The rounds of a run without a server.
 
-    The states of all clients lie in a file of rows, which is mixed by parts: memory does not grow with the
-    number of clients. What the store has as the server's state is the mean of the clients' models.
+    The models of all clients are rows of a file, which is mixed in blocks of columns, so memory does not grow
+    with the number of clients. The store holds the mean of the clients' models as the server state.
 
     Raises:
         RoundError: (from :meth:`run`) no client answered in an exchange, or no client's metrics can be used
@@ -49,7 +49,7 @@ class NeighbourRounds(Course):
     """
 
     def run(self) -> State:
-        """Run the rounds that are left and commit each. Gives the mean state after the last."""
+        """Run and commit the remaining rounds; return the mean state after the last."""
         mean = decode_state(self.writer.server())
         self.callback.on_run_begin(self.writer.round, self.job.rounds)
         try:
@@ -63,7 +63,7 @@ class NeighbourRounds(Course):
 
     @cached_property
     def _first(self) -> Tensors:
-        """The state that every node starts from."""
+        """The initial state of every node."""
         (group,) = self.job.method.init_server(self.job.trainers.initial).tensors.values()
         return group
 
@@ -96,7 +96,7 @@ class NeighbourRounds(Course):
         return mean
 
     def _exchange(self, exchange: Exchange, now: Round, tally: Tally) -> NodeFile:
-        """Train and mix, in the order of ``[graph]``. Gives the nodes' next states."""
+        """Train and mix in the order of ``[graph] order``; return the next states of the nodes."""
         matrix, mix_first = (
             self.job.topology.matrix(now.number),
             self.job.topology.config.order == "mix_train",
@@ -114,7 +114,7 @@ class NeighbourRounds(Course):
             matrix = without_edges(matrix, self._cut_off(matrix, answers.silent))
             norms = [answers.norms.get(client, 0.0) for client in self.job.members]
             mixed, edges = self._mix(exchange, matrix, before, after, norms, now, tally)
-        # Each neighbour gets its own copy of a message.
+        # Each neighbour gets a copy of the message.
         tally.bytes_up = sum(length * degrees[client] for client, length in answers.lengths.items())
         tally.communicated = self._groups(exchange, now).size
         for client, reason in sorted(answers.silent.items()):
@@ -132,12 +132,12 @@ class NeighbourRounds(Course):
         return after
 
     def _train(self, exchange: Exchange, now: Round, start: NodeFile | None, sent: NodeFile) -> _Answers:
-        """Ask every client to train its model, and put what it sends into ``sent``.
+        """Train the models of all clients and write them into ``sent``.
 
-        A client without a valid answer keeps what it had.
+        A client without a valid answer keeps its model.
 
         Args:
-            start: the nodes' states; ``None`` for their first.
+            start: the states of the nodes; ``None``: the initial one.
         """
         job, answers = self.job, _Answers()
         node_of = {client: node for node, client in enumerate(job.members)}
@@ -160,8 +160,8 @@ class NeighbourRounds(Course):
                 del answers.silent[result.client]
         if set(answers.silent.values()) == {NO_ANSWER} and len(answers.silent) == len(job.members):
             raise RoundError(
-                f"round {now.number}: none of {len(job.members)} clients answered in {exchange.name!r}; "
-                "complete rounds are kept: resume the run once clients can be reached"
+                f"round {now.number}: none of {len(job.members)} clients answered in {exchange.name!r}. "
+                "Complete rounds are kept: resume the run when clients can be reached"
             )
         for client in answers.silent:
             sent.put(node_of[client], state(client).tensors[self._group].flat)
@@ -177,7 +177,7 @@ class NeighbourRounds(Course):
         sent: NodeFile,
         answers: _Answers,
     ) -> str:
-        """Validate what a client sends, as each of its neighbours does; why it is of no use, or ``""``."""
+        """Validate and store a client's answer, as its neighbours would; return a reason if it is invalid."""
         if result.withheld:
             return result.withheld
         upload, reason = read_upload(self.job, result.message, result.client, exchange, now)
@@ -202,10 +202,10 @@ class NeighbourRounds(Course):
         now: Round,
         tally: Tally,
     ) -> tuple[Mixed, int]:
-        """Mix the models in ``before`` into ``after``; what the mix did, and over how many edges.
+        """Mix the models in ``before`` into ``after``; return statistics and the number of edges used.
 
-        Both ends of an edge compare the length of the model that they get with that of their model. If one is
-        out of all proportion, they do not mix. They need no word with each other about it.
+        Edges between models of very different norm are left out. Both ends see both norms, so they need not
+        communicate about it.
         """
         cut = []
         for left, right in matrix_graph(matrix).edges.tolist():
@@ -217,7 +217,7 @@ class NeighbourRounds(Course):
         return mixed, len(matrix_graph(matrix).edges)
 
     def _cut_off(self, matrix: Matrix, silent: Mapping[str, str]) -> list[tuple[int, int]]:
-        """The edges of clients whose model does not go out."""
+        """The edges of clients without a valid model."""
         nodes = {node for node, client in enumerate(self.job.members) if client in silent}
         return [(a, b) for a, b in matrix_graph(matrix).edges.tolist() if a in nodes or b in nodes]
 
@@ -225,7 +225,6 @@ class NeighbourRounds(Course):
         return State({self._group: Tensors(self._first.layout, flat)})
 
     def _file(self, name: str) -> NodeFile:
-        """A file for this round."""
         first = self._first.flat
         return self.writer.nodes.create(name, len(self.job.members), first.numel(), first.dtype)
 
@@ -236,7 +235,7 @@ class NeighbourRounds(Course):
         return file
 
     def _groups(self, exchange: Exchange, now: Round) -> Layout:
-        """The layout of what a client sends to each neighbour."""
+        """The layout of a message to a neighbour."""
         assert exchange.groups is not None
         return exchange.groups(self.job.members[0], now)[self._group]
 
@@ -244,18 +243,24 @@ class NeighbourRounds(Course):
 def in_proportion(
     exchange: Exchange, lengths: Mapping[str, float], tally: Tally, warn: Callable[[str], None]
 ) -> bool:
-    """Whether two neighbours may mix, by the lengths of their models; if not, that is recorded and logged."""
+    """Return whether the norms of two neighbours' models permit mixing; if not, record and log it.
+
+    Args:
+        lengths: client → L2 norm of its model, for both neighbours.
+    """
     (other, small), (one, large) = sorted(lengths.items(), key=lambda item: item[1])
     if not exchange.max_ratio or not 0 < small * exchange.max_ratio < large:
         return True
-    reason = f"its model has length {large:.3g}, and that of its neighbour {other!r} {small:.3g}; "
-    text = tally.drop(exchange, one, f"{reason}[merge] max_ratio = {exchange.max_ratio:g} is the most")
-    warn(f"{one!r} and {other!r} do not mix: {text}")
+    reason = (
+        f"its model has norm {large:.3g}, that of its neighbour {other!r} {small:.3g}: more than [merge] "
+        f"max_ratio = {exchange.max_ratio:g}"
+    )
+    warn(f"{one!r} and {other!r} do not mix: {tally.drop(exchange, one, reason)}")
     return False
 
 
 def _means(exchange: Exchange, reports: Mapping[str, Mapping[str, float]]) -> dict[str, Plain]:
-    """Means over clients, all alike, of the numbers that they report."""
+    """Unweighted means over clients of the numbers that they report."""
     means: dict[str, Plain] = {}
     for name in sorted(exchange.scalars):
         values = [report[name] for report in reports.values() if name in report]

@@ -1,4 +1,4 @@
-"""What an engine does for ``[privacy]``: the noised merge, clients' releases and the ε of these."""
+"""Differential privacy in engines: the merge with noise, the number of releases and their ε."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from prefed.privacy import Guarantee, guarantee_of, noised_mean
 
 
 def guarantee(job: Job) -> Guarantee:
-    """What one release of the job promises."""
+    """The guarantee of one release of the job."""
     return guarantee_of(job.privacy, len(job.members), job.cohort_size, job.sampling)
 
 
 def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:
-    """The most releases of any client in the rounds up to ``number``: what all are promised rests on it.
+    """The maximum number of releases of a client in the rounds up to ``number``, which determines ε.
 
-    Whom the server asks has been fixed before the run, so this number reveals nothing about anybody's pairs.
-    A client counts whether it answers or not. Where cohorts are secret, a round is a release of all clients.
+    The schedule is fixed before the run, so this number does not depend on clients' data. A client counts
+    even if it does not answer. With secret cohorts a round is a release of all clients.
 
     Args:
-        begun: round → how often it was started, where each start draws other noise; once if left out.
+        begun: round → number of starts, each of which draws new noise (default: 1).
     """
     counts: Counter[str] = Counter()
     everybody = job.graph is not None or guarantee(job).sampling != "none"
@@ -40,7 +40,7 @@ def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:
 
 
 def spent(job: Job, number: int, begun: Mapping[int, int]) -> float | None:
-    """ε after round ``number`` at the δ of ``[privacy]``; ``None`` without noise.
+    """ε after round ``number`` at ``[privacy] delta``; ``None`` without noise.
 
     Raises:
         AccountantError: ``dp-accounting`` is not installed.
@@ -52,7 +52,7 @@ def spent(job: Job, number: int, begun: Mapping[int, int]) -> float | None:
 
 
 def told(job: Job, number: int, begun: Mapping[int, int]) -> dict[str, Plain]:
-    """What ``summary.json`` says of a run's privacy after round ``number``; nothing without a ``kind``."""
+    """The entry ``privacy`` of ``summary.json`` after round ``number``; empty without ``[privacy] kind``."""
     privacy = job.privacy
     if privacy.kind is None:
         return {}
@@ -75,10 +75,10 @@ def told(job: Job, number: int, begun: Mapping[int, int]) -> dict[str, Plain]:
 def merge_noised(
     job: Job, server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round
 ) -> Aggregation:
-    """Merge as many copies of the uploads' noised mean as a cohort has clients.
+    """Merge copies of the noised mean of the uploads, one for each client of a cohort.
 
-    So whatever the method and ``[merge]`` do, and whatever they report, is made of that mean. The noise is
-    there too where no upload is: otherwise a model without noise would reveal that nobody answered.
+    The method, ``[merge]`` and all metrics thus depend only on this mean. Noise is added even without
+    uploads, because a model without noise would reveal that no client answered.
     """
     first = job.members[0]
     layouts = expected_groups(first, exchange, job.method.ownership, job.trainers.initial.layout, now)

@@ -1,4 +1,4 @@
-"""Rounds with a server: it draws a cohort, asks clients, merges, evaluates and commits."""
+"""Rounds with a server: sample a cohort, collect uploads, merge, evaluate and commit."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from prefed.merge import from_newest
 
 
 class _Asked(NamedTuple):
-    """A client, and the round in which it is asked: an earlier one than the round that takes its upload, if
-    that is late.
-    """
+    """A client and the round in which it is asked, which is an earlier one if its upload is late."""
 
     client: str
     round: int
@@ -34,17 +32,18 @@ class _Asked(NamedTuple):
 class ServerRounds(Course):
     """The rounds of a run with a server.
 
-    A late visit is done in the round that takes its upload, from the server's state that the client had been
-    given. So nothing is under way when a run stops.
+    A late visit is computed in the round that merges its upload, from the earlier server state that the
+    client had received. No visit is therefore in progress when a run stops.
 
     Raises:
-        RoundError: (from :meth:`run`) no client answered in an exchange, no client's metrics can be used in
-            the evaluation after the last round, or all clients are set aside.
-        FleetError: (from :meth:`run`) the fleet's clients are all gone.
+        RoundError: (from :meth:`run`) no client answered in an exchange, no client has valid metrics after
+        the
+            last round, or all clients are set aside.
+        FleetError: (from :meth:`run`) all clients of the fleet have left for good.
     """
 
     def run(self) -> State:
-        """Run the rounds that are left and commit each. Gives the server's state after the last."""
+        """Run and commit the remaining rounds; return the server's final state."""
         server = decode_state(self.writer.server())
         self.callback.on_run_begin(self.writer.round, self.job.rounds)
         try:
@@ -57,7 +56,7 @@ class ServerRounds(Course):
         return server
 
     def aside(self) -> frozenset[str]:
-        """The clients that are asked for no more visits."""
+        """The clients that are set aside."""
         return set_aside(self.writer.last)
 
     def _round(self, server: State, plan: ScheduledRound) -> State:
@@ -69,8 +68,8 @@ class ServerRounds(Course):
         everybody = [_Asked(client, number) for client in job.members if client not in aside]
         if not everybody:
             raise RoundError(
-                f"round {number}: every client is set aside for {job.offences} bad uploads ([cohort] "
-                'offences); "dropped" in rounds.jsonl says what was wrong with each'
+                f"round {number}: all clients are set aside after {job.offences} bad uploads each ([cohort] "
+                'offences): see "dropped" in rounds.jsonl for the reasons'
             )
         self.begin(number)
         for exchange in job.method.exchanges:
@@ -81,10 +80,10 @@ class ServerRounds(Course):
             evaluated = self.evaluate(partial(job.method.publish, server), number)
         self.diagnose(server, now, tally)
         if job.fleet is not None:
-            tally.figures |= _told(plan)
+            tally.figures |= _schedule_record(plan)
         tally.figures |= offences_after(job, self.writer.last, tally.bad)
         for client in sorted(set_aside(tally.figures) - aside):
-            self.warn(number, f"{client!r} is set aside: [cohort] offences = {job.offences} bad uploads")
+            self.warn(number, f"{client!r} is set aside after [cohort] offences = {job.offences} bad uploads")
         clients = list(dict.fromkeys(client for client, _ in cohort))
         self.commit(server, clients, evaluated, tally, time.perf_counter() - started, plan.keep)
         return server
@@ -92,14 +91,14 @@ class ServerRounds(Course):
     def _exchange(
         self, server: State, exchange: Exchange, asked: Sequence[_Asked], now: Round, tally: Tally
     ) -> State:
-        # What each late client was given is the state that the round before left.
+        # A late client received the state after the round before the one in which it was asked.
         late = {number for _, number in asked if number < now.number}
         starts = {number: decode_state(self.writer.server(number - 1)) for number in sorted(late)}
         starts[now.number] = server
         waves = _waves(asked)
         uploads, invalid = self._collect(exchange, now, waves, starts, tally)
         if exchange.late == "delta":
-            # What is in time stays as it is, bit for bit.
+            # Uploads that are not late remain bit-identical.
             uploads = [
                 u if u.sent_at == now.number else from_newest(u, starts[u.sent_at], server) for u in uploads
             ]
@@ -107,7 +106,7 @@ class ServerRounds(Course):
             merged = merge_noised(self.job, server, uploads, exchange, now)
         else:
             merged = aggregate(server, uploads, exchange, now)
-        # A client whose upload is not merged continues from the private state that it had.
+        # A client whose upload is not merged keeps its previous private state.
         last = {asked for wave in waves[-1:] for asked in wave}
         self.backend.accept(u.client for u in merged.uploads if (u.client, u.sent_at) in last)
         tally.bad += [client for client, _ in merged.dropped]
@@ -128,15 +127,15 @@ class ServerRounds(Course):
         starts: Mapping[int, State],
         tally: Tally,
     ) -> tuple[list[Upload], list[tuple[str, str]]]:
-        """Ask clients to take part in an exchange, and validate what they upload.
+        """Run the visits of an exchange and validate the uploads.
 
-        Their next private states stay staged: the caller reports to the backend which uploads are accepted.
-        But a client's next wave starts from what its wave before left, if that upload is valid.
+        Private states remain staged for the caller to accept, except that valid states of a wave are accepted
+        before the next wave, which starts from them.
 
         Returns:
-            The valid uploads, sorted by client and by the round in which it was asked, so that their order of
-            arrival makes no difference. And client and reason of those that are not valid, were withheld or
-            did not come.
+            The valid uploads, sorted by client and by the round in which it was asked, so that results do not
+            depend on the order of arrival; and the client and reason of each invalid, withheld or missing
+            upload.
 
         Raises:
             RoundError: no client answered.
@@ -148,7 +147,7 @@ class ServerRounds(Course):
 
         def tasks(wave: Sequence[_Asked]) -> Iterator[Task]:
             for client, number in wave:
-                # The client trains as in the round in which it was asked.
+                # A late client trains as in the round in which it was asked.
                 message = encode(exchange.send(starts[number], client, self.job.round(number)))
                 tally.bytes_down += len(message)
                 asked = number if number < now.number else 0
@@ -175,15 +174,15 @@ class ServerRounds(Course):
                 self.backend.accept(upload.client for upload in valid)
         if count and len(silent) == count:
             raise RoundError(
-                f"round {now.number}: none of {count} clients answered in {exchange.name!r}; whole "
-                "rounds are kept: resume the run once clients can be reached"
+                f"round {now.number}: none of {count} clients answered in {exchange.name!r}. Complete rounds "
+                "are kept: resume the run when clients can be reached"
             )
         dropped += [(client, NO_ANSWER) for client, _ in silent]
         return sorted(uploads, key=lambda upload: (upload.client, upload.sent_at)), dropped
 
 
 def _waves(asked: Sequence[_Asked]) -> list[list[_Asked]]:
-    """Each client's last visit in the last wave, the one before it in the wave before, and so on."""
+    """Split visits into waves with one visit per client; each client's last visit is in the last wave."""
     waves: list[list[_Asked]] = []
     seen: dict[str, int] = {}
     for each in sorted(asked, reverse=True):
@@ -194,10 +193,10 @@ def _waves(asked: Sequence[_Asked]) -> list[list[_Asked]]:
     return [wave[::-1] for wave in waves]
 
 
-def _told(plan: ScheduledRound) -> dict[str, Plain]:
-    """What the round log says of the schedule: times are virtual seconds from the run's start."""
+def _schedule_record(plan: ScheduledRound) -> dict[str, Plain]:
+    """Fields of the round log about the schedule. Times are virtual seconds since the start of the run."""
 
-    def told(visit: Visit) -> dict[str, Any]:
+    def entry(visit: Visit) -> dict[str, Any]:
         return {
             "client": visit.client,
             "late": plan.late(visit),
@@ -208,25 +207,25 @@ def _told(plan: ScheduledRound) -> dict[str, Plain]:
     return {
         "time": plan.at,
         "staleness": plan.staleness,
-        "visits": [told(visit) for visit in plan.visits],
-        "lost": [told(visit) for visit in plan.lost],
+        "visits": [entry(visit) for visit in plan.visits],
+        "lost": [entry(visit) for visit in plan.lost],
     }
 
 
 OFFENCES, ASIDE = "offences", "set_aside"
-"""Keys of a round's record: client → its bad uploads so far; the clients that are asked no more."""
+"""Keys of a round's record: client → its number of bad uploads; the clients that are set aside."""
 
 
 def set_aside(record: Mapping[str, Any] | None) -> frozenset[str]:
-    """Whom the server does not ask after the round of this record."""
+    """The clients that are set aside after the round of this record."""
     return frozenset((record or {}).get(ASIDE, ()))
 
 
 def visits_without(job: Job, plan: ScheduledRound, aside: frozenset[str]) -> tuple[Visit, ...]:
-    """The visits of a round, without those of clients that are set aside.
+    """The visits of a round without those of clients that are set aside.
 
-    Others are drawn in their place, where neither a fleet's clock nor an accountant has reckoned with those
-    that were drawn, and where the size of a cohort is no matter of chance.
+    Replacements are drawn if cohorts have a fixed size and neither a fleet's clock nor privacy accounting
+    depends on the original draw.
     """
     visits = [visit for visit in plan.visits if visit.client not in aside]
     missing = len(plan.visits) - len(visits)
@@ -240,10 +239,10 @@ def visits_without(job: Job, plan: ScheduledRound, aside: frozenset[str]) -> tup
 
 
 def offences_after(job: Job, record: Mapping[str, Any] | None, bad: Sequence[str]) -> dict[str, Plain]:
-    """What a round's record says of offences; nothing where a run does not count them.
+    """The fields of a round's record about bad uploads; empty if the run does not count them.
 
     Args:
-        record: of the round before.
+        record: record of the previous round.
         bad: the client of each bad upload of this round.
     """
     if job.offences is None:

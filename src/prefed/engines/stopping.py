@@ -1,4 +1,4 @@
-"""Which round of a run is the best so far, and when the run stops: by one figure on validation pairs."""
+"""Early stopping: selects the best round by a metric on validation pairs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Standing:
     """Early-stopping state after the last evaluation on validation pairs.
 
     Attributes:
-        round: the best round so far; 0 before the first with a finite figure.
-        value: its figure; ``None`` before there is one.
+        round: the best round; 0 if no metric has been finite.
+        value: the metric after the best round; ``None`` if there is none.
         last_round: the round of the last evaluation.
-        last: its figure; ``None`` if that is not finite.
-        since: evaluations since the best.
+        last: the metric after it; ``None`` if not finite.
+        since: number of evaluations since the best round.
         stopped: whether the run ends here.
     """
 
@@ -34,14 +34,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Stopping:
-    """How rounds are judged.
+    """The rule of early stopping.
 
     Attributes:
-        metric: the name of a figure of an evaluation.
-        over: the mean over clients, or the worst client's.
-        patience: evaluations in a row without a better one, after which the run stops; ``None`` for any
-            number.
-        delta: how much better than the best a figure must be to count as better.
+        metric: name of a metric.
+        over: use the mean over clients or the worst client.
+        patience: number of evaluations without improvement after which the run stops; ``None``: no limit.
+        delta: minimum improvement.
     """
 
     metric: str
@@ -52,10 +51,10 @@ class Stopping:
     def judge(
         self, before: Mapping[str, Any] | None, number: int, metrics: Mapping[str, FederatedMetric]
     ) -> Standing:
-        """Early-stopping state after round ``number``.
+        """The early-stopping state after round ``number``.
 
         Args:
-            before: the fields of how it stood after the evaluation before; ``None`` if this is the first.
+            before: fields of the previous :class:`Standing`; ``None`` at the first evaluation.
             metrics: metrics over clients on validation pairs.
 
         >>> rule, best = Stopping("preference_accuracy", patience=2), None

@@ -1,7 +1,7 @@
-"""What is asked of a client and what it answers, as bytes, and how the client's side does it.
+"""Tasks for clients and their results, and :func:`run_task`, which runs a task on the client's side.
 
-A task and its result hold what a server may know. A client's private state is in neither: it lies in the
-client's own store, which :func:`run_task` reads and writes.
+Tasks and results contain only what a server may know. A client's private state stays in the client's store,
+which :func:`run_task` reads and writes.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ from prefed.privacy import privatize
 
 
 class ClientStates(Protocol):
-    """Clients' private states, on the client's side."""
+    """Store of clients' private states."""
 
     def read(self, client: str) -> bytes | None:
-        """The client's encoded private state; ``None`` if it still has its first."""
+        """The client's encoded private state; ``None`` for the initial state."""
 
     def stage(self, client: str, state: bytes) -> None:
-        """Put the client's next private state aside. It does not count before it is accepted."""
+        """Store the client's next private state until it is accepted."""
 
     def accept(self, clients: Iterable[str]) -> None:
-        """The staged states of ``clients`` count from here on. All other staged states are dropped."""
+        """Make the staged states of ``clients`` current, and drop all other staged states."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing that is asked of one client.
+    """A request to a client.
 
     Attributes:
-        kind: ``"visit"`` to take part in an exchange, ``"evaluate"`` to measure its model on its pairs.
-        round: the round that takes the result.
+        kind: ``"visit"`` (take part in an exchange) or ``"evaluate"``.
+        round: the round that uses the result.
         exchange: name of the exchange; empty for ``"evaluate"``.
         message: the encoded download.
-        asked: the round in which the client was asked, an earlier one where its upload is late; 0 for
-            ``round``.
-        split: the pairs of an evaluation; empty for those of the job's.
+        asked: the earlier round in which the client was asked, if its upload is late; else 0.
+        split: split of an evaluation; empty for that of the job.
     """
 
     kind: Literal["visit", "evaluate"]
@@ -60,14 +59,14 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What the server gets for a task.
+    """The answer to a task.
 
     Attributes:
-        message: the encoded upload, or the figures as JSON; empty if something was withheld.
-        withheld: why nothing was sent; empty if all is well.
-        broken: something came that is no answer, for the reason in ``withheld``: as bad as a bad upload.
-        asked: as of its task.
-        report: numbers for the round log that go to nobody else: those of an upload to neighbours.
+        message: the encoded upload, or the metrics as JSON; empty if withheld.
+        withheld: why nothing was sent; empty on success.
+        broken: the answer was malformed, which counts as a bad upload; ``withheld`` says why.
+        asked: ``asked`` of the task.
+        report: numbers of an upload to neighbours for the round log, which are not sent to them.
     """
 
     client: str
@@ -79,7 +78,7 @@ class TaskResult:
 
 
 def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:
-    """Do what ``task`` asks, on the client's side. A visit stages the next private state, if it changed."""
+    """Run a task on the client's side. A visit stages the next private state if it changed."""
     try:
         result = _visit(job, task, states) if task.kind == "visit" else _evaluate(job, task, states)
     except Exception as error:
@@ -93,26 +92,26 @@ def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
     trainer = job.trainer(task.client, now.number, "exchange", exchange.name, merged=task.round)
     stored = states.read(task.client)
     before = _decoded(job, task.client, stored)
-    # A private state may be large: what is not needed is not held while the model trains.
+    # A private state may be large, so its encoded form is freed before training.
     known = digest(encode(before, job.state_dtype) if stored is None else stored)
     del stored
     download = decode_download(task.message)
     upload, after = exchange.work(trainer, before, download)
     del before
-    told = exchange.numbers(task.client, now) if exchange.to == "neighbours" else ()
-    report = {name: value for name, value in upload.scalars.items() if name in told}
+    logged = exchange.numbers(task.client, now) if exchange.to == "neighbours" else ()
+    report = {name: value for name, value in upload.scalars.items() if name in logged}
     upload = withhold_scalars(upload, task.client, exchange, now)
     if job.privacy.kind == "local":
         noise = None if job.privacy.draws == "system" else trainer.key.at("noise")
         upload = privatize(upload, download, exchange, job.privacy, noise)
-    # Nothing may change the upload between its validation and its bytes.
+    # The upload must not change between validation and encoding.
     reason = validate_upload(upload, task.client, exchange, job.method.ownership, job.trainers.initial, now)
     if reason:
         return TaskResult(task.client, b"", reason)
     broken = _not_finite(after, job.state_dtype)
     if broken is not None:
-        reason = f"its private state would hold NaN or infinity in {broken!r}, and stays as it was"
-        return TaskResult(task.client, b"", f"{reason}: lower the rate at which its own parts train")
+        reason = f"its new private state is NaN or infinite in {broken!r} and was discarded"
+        return TaskResult(task.client, b"", f"{reason}: lower the learning rate of its personal tensors")
     state = encode(after, job.state_dtype)
     if digest(state) != known:
         states.stage(task.client, state)
@@ -131,12 +130,11 @@ def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:
 
 
 def _decoded(job: Job, client: str, stored: bytes | None) -> State:
-    """A client's private state as it is stored, or its first."""
     return job.method.init_client(job.trainers.initial, client) if stored is None else decode_state(stored)
 
 
 def _not_finite(state: State, dtype: torch.dtype | None) -> str | None:
-    """The first group of tensors that would not be finite in the dtype in which it is stored."""
+    """The first group of tensors that is not finite in its dtype on disk."""
     for name, group in state.tensors.items():
         if not group.to(stored_dtype(name, group.dtype, dtype)).isfinite():
             return name

@@ -26,10 +26,10 @@ __all__ = [
 
 
 class InProcess(Backend):
-    """Does one task after the other, in this process.
+    """Runs one task after the other in this process.
 
     Args:
-        threads: of PyTorch, while it works; the number before is restored afterwards.
+        threads: number of PyTorch threads; the previous number is restored on exit.
     """
 
     states: ClientStates
@@ -48,7 +48,7 @@ class InProcess(Backend):
         torch.set_num_threads(self._threads_before)
 
     def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
-        """The results, in the order of the tasks."""
+        """Yield results in the order of the tasks."""
         for task in tasks:
             yield run_task(self.job, task, self.states)
 
@@ -58,15 +58,11 @@ BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings]
     "processes": lambda job, factory, states, settings: WorkerProcesses(factory, states, settings),
     "ray": lambda job, factory, states, settings: RayActors(job, factory, states, settings),
 }
-"""Every backend by name: a job, how another process builds it, this machine's store of private states, and
-settings → a backend. ``tests/laws/test_engine_laws.py`` holds each of them to the same laws."""
+"""Name → constructor of a backend. ``tests/laws/test_engine_laws.py`` tests all of them."""
 
 
 def backend_name(engine: str, workers: int) -> str:
-    """The backend of :data:`BACKENDS` that ``[engine] name`` and ``workers`` ask for.
-
-    ``"local"`` is this process alone, or with any workers its worker processes. Every other engine has its
-    backend's name.
+    """The name in :data:`BACKENDS` for ``[engine] name`` and ``workers``.
 
     >>> backend_name("local", 0), backend_name("local", 2)
     ('in_process', 'processes')
@@ -77,10 +73,12 @@ def backend_name(engine: str, workers: int) -> str:
 
 
 def check_backend(name: str) -> None:
-    """Refuse a backend whose package is not installed.
+    """Check that the package of a backend is installed.
 
     Raises:
-        WorkerError: it is not; the message has the command that installs it.
+        WorkerError: it is not installed.
     """
     if name == "ray" and find_spec("ray") is None:
-        raise WorkerError("[engine] name = 'ray' needs the package ray: pip install 'prefed[ray]'")
+        raise WorkerError(
+            "[engine] name = 'ray' needs the package ray: install it with pip install 'prefed[ray]'"
+        )

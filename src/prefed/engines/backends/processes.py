@@ -1,9 +1,9 @@
-"""Worker processes of this machine.
+"""Worker processes on this machine.
 
-A worker is a fresh interpreter. It is joined by a pipe, over which frames of bytes go: a JSON header, a
-message, and a private state if the header announces one. The standard library's pools would pickle tasks, run
-the caller's main module again and lose all workers with one. A worker imports nothing from the working
-directory. It ends when its standard input closes, as it does when the parent ends.
+A worker is a new interpreter, connected by a pipe. Each request and answer consists of a JSON header, a
+message and an optional private state. The pools of the standard library would pickle tasks, run the caller's
+main module again, and lose all workers if one dies. A worker imports nothing from the working directory, and
+ends when the parent ends, because that closes its standard input.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from prefed.engines.tasks import Task
 
 START = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; only the parent handles it
 sys.path[:] = sys.argv[2:]
 from prefed.engines.backends.processes import serve
 serve(int(sys.argv[1]))
 """
 DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The variable that says which CUDA devices a process sees."""
+"""Environment variable with the CUDA devices that a process sees."""
 GRACE = 5.0
-"""Seconds for a pipe to end with its process; a process that a worker started may hold its other end."""
+"""Seconds to wait for the pipe of a killed worker to close; a child of the worker may keep it open."""
 
 
 class Worker(PoolWorker):
-    """One worker process.
+    """A worker process.
 
     Args:
-        device: the one CUDA device that it sees, as ``CUDA_VISIBLE_DEVICES`` names it; ``None`` for all that
-            its parent sees.
+        device: the only CUDA device that it sees, in the format of ``CUDA_VISIBLE_DEVICES``; ``None``: all
+            devices of the parent.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -66,7 +66,7 @@ class Worker(PoolWorker):
         self._pipe, theirs = Pipe()
         self._thread: Thread | None = None
         with theirs:
-            # -P: Python itself must not look into the working directory either, before the path is set.
+            # -P: Python must not import from the working directory before sys.path is set either.
             command = [sys.executable, "-P", "-c", START, str(theirs.fileno()), *_import_path()]
             environment = os.environ | openmp_settings() | ({} if device is None else {DEVICES: device})
             self._process = subprocess.Popen(
@@ -74,7 +74,7 @@ class Worker(PoolWorker):
             )
 
     def build(self, factory: JobFactory, threads: int) -> None:
-        """Have it build its job; the answer has the job's ``fingerprint`` and names of ``exchanges``."""
+        """Make the worker build its job. The answer has ``fingerprint`` and the names of ``exchanges``."""
         self._send(builder=factory.builder, text=factory.text, threads=threads)
 
     def ask(self, task: Task, state: bytes | None) -> None:
@@ -82,27 +82,27 @@ class Worker(PoolWorker):
         self._send(**vars(task), state=state)
 
     def receive(self) -> dict[str, Any]:
-        """The answer, by its deadline; for who has no pool.
+        """Wait for the answer until its deadline, without a pool.
 
         Raises:
-            WorkerError: the process died, failed, or took too long.
+            WorkerError: the process died, failed or exceeded its time limit.
         """
         try:
             return self.take(None if self.deadline == inf else max(0.0, self.deadline - time.monotonic()))
         except TimeoutError:
             self.kill()
             raise WorkerError(
-                "a worker process took longer than it may (at a site [limits] visit_seconds), and was ended"
+                "a worker process exceeded its time limit ([limits] visit_seconds of a site) and was killed"
             ) from None
         except LostError as error:
             raise WorkerError(f"a worker process died ({error})") from error
 
     def kill(self) -> None:
-        """End the process, whatever it does, without waiting for its end."""
+        """Kill the process without waiting for its end."""
         self._process.kill()
 
     def stop(self) -> None:
-        """End the process, and wait for its end."""
+        """Kill the process and wait for its end."""
         with self._process:
             self._process.kill()
         if self._thread is not None:
@@ -110,7 +110,7 @@ class Worker(PoolWorker):
         self._pipe.close()
 
     def _send(self, **fields: Any) -> None:
-        """Send a message; a thread awaits the answer, which a stopped process may leave unfinished."""
+        """Send a message. A thread waits for the answer, since a stopped process may send only part of it."""
         self.answer = answer = Future[dict[str, Any]]()
 
         def exchange() -> None:
@@ -121,7 +121,7 @@ class Worker(PoolWorker):
                 code = self._process.wait()
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 answer.set_exception(LostError(how))
-            except Exception as error:  # nobody may wait for ever
+            except Exception as error:  # otherwise the caller would wait forever
                 answer.set_exception(error)
 
         self._thread = Thread(target=exchange, daemon=True)
@@ -129,8 +129,9 @@ class Worker(PoolWorker):
 
 
 class WorkerProcesses(Pool[Worker]):
-    """Spreads tasks over processes. Each has one CUDA device, of those that the settings name, or where there
-    are several.
+    """Distributes tasks over worker processes on this machine.
+
+    If the settings name CUDA devices or there are several, each worker gets one of them.
 
     Raises:
         WorkerError: (on entering) a process cannot build the job; (from :meth:`run`) as :class:`Pool`.
@@ -150,7 +151,7 @@ class WorkerProcesses(Pool[Worker]):
 
     def __exit__(self, *exception: object) -> None:
         workers, self._idle, self._busy = [*self._idle, *self._busy], [], []
-        # All are killed before any is waited for, which Ctrl-C may interrupt.
+        # Kill all before waiting for any: Ctrl-C may interrupt the wait.
         for worker in workers:
             worker.kill()
         for worker in workers:
@@ -162,9 +163,7 @@ class WorkerProcesses(Pool[Worker]):
         return worker
 
     def _device(self) -> str | None:
-        """The CUDA device that fewest workers have, of those that are named, or that this process sees; it is
-        ``None`` where there is no choice.
-        """
+        """The allowed CUDA device with the fewest workers; ``None`` if workers need no choice."""
         count = torch.cuda.device_count()
         named = os.environ.get(DEVICES)
         devices = named.split(",")[:count] if named else [str(number) for number in range(count)]
@@ -177,10 +176,10 @@ class WorkerProcesses(Pool[Worker]):
 
 
 def check_devices(devices: Sequence[str]) -> list[int]:
-    """The numbers of CUDA devices, ``"cuda:1"`` and so on.
+    """The numbers of CUDA devices such as ``"cuda:1"``.
 
     Raises:
-        WorkerError: this process does not see one of them.
+        WorkerError: a device does not exist.
     """
     count = torch.cuda.device_count()
     numbers = [int(name.partition(":")[2]) for name in devices]
@@ -188,17 +187,17 @@ def check_devices(devices: Sequence[str]) -> list[int]:
     if missing:
         seen = ", ".join(f"cuda:{n}" for n in range(count)) or "none"
         raise WorkerError(
-            f"[engine] devices = {list(devices)!r}: there is no {missing[0]!r}; CUDA devices of this "
-            f"machine: {seen}. Leave [engine] devices out to use what it has"
+            f"[engine] devices = {list(devices)!r}: {missing[0]!r} does not exist; CUDA devices of this "
+            f"machine: {seen}. Remove [engine] devices to use all of them"
         )
     return numbers
 
 
 def serve(handle: int) -> None:
-    """The process's own side: build the job, then do tasks until the parent ends it, or one fails."""
+    """Main function of a worker process: build the job, then run tasks until the parent ends or one fails."""
     Thread(target=_end_with_the_parent, daemon=True).start()
     pipe, server = Connection(handle), TaskServer()
-    with suppress(EOFError, OSError):  # the parent may be gone
+    with suppress(EOFError, OSError):  # the parent may have ended
         order = _receive(pipe)
         factory = JobFactory(order["builder"], order["text"])
         answer = answer_of(partial(server.build, factory, order["threads"]))
@@ -210,15 +209,15 @@ def serve(handle: int) -> None:
 
 
 def _import_path() -> list[str]:
-    """Where a worker finds modules: as here, but for the working directory where no full path names it."""
+    """``sys.path`` for a worker: without relative entries for the working directory."""
     paths = [Path(path) for path in sys.path]
     return [str(path.absolute()) for path in paths if path.is_absolute() or path.absolute() != Path.cwd()]
 
 
 def _end_with_the_parent() -> None:
-    """End this process when the parent is gone, also in the middle of a task.
+    """End this process when the parent ends, even during a task.
 
-    Nothing is ever written to the standard input: reading it returns when the parent is gone.
+    Reading standard input returns then, since the parent never writes to it.
     """
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)

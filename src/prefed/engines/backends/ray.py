@@ -1,12 +1,11 @@
-"""Actors of a Ray cluster: how a run joins one, ships its files and has actors do its tasks.
+"""Backend for Ray clusters: joins or starts a cluster, ships the run's files and runs tasks in actors.
 
-Bytes, texts and numbers pass between an actor and the run, and nothing else. Whether an actor's process dies,
-its machine goes or it answers too late: another actor does its task.
+Only bytes, strings and numbers pass between actors and the run. If an actor dies, its machine disconnects or
+a task exceeds its time limit, another actor repeats the task.
 
-A machine beyond this one gets this one's files, packed into one array and unpacked once, into a folder of
-the run below the system's temporary folder, which only its owner can read. The run's processes there hold a
-lock on it as long as they live. So a folder that nobody holds is left over from a run that was killed, and
-the next run removes it.
+Other machines get the run's files packed into one array. Each unpacks them once, into a private folder below
+the system's temporary folder. Processes of the run hold a shared lock on it while they live, so a folder
+without a lock is left over from a killed run and is removed by the next run.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ from prefed.engines.tasks import ClientStates, Task
 _log = logging.getLogger("prefed")
 
 INLINE = 100 * 1024
-"""Bytes of the longest message that goes along with its task; Ray stores what is longer as an object."""
+"""Maximum bytes of a message that is passed with its task; longer ones are stored as Ray objects."""
 PATIENCE, FAREWELL = 30.0, 10.0
-"""Seconds: until a wait for the first actor is reported; for removing files."""
+"""Seconds before a wait for the first actor is reported; seconds to wait for the removal of files."""
 HEADLESS = 30.0
-"""Seconds without the cluster's head after which the run ends. After 60, Ray ends the process."""
+"""Seconds without the head of the cluster after which the run ends. After 60, Ray ends the process."""
 _HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
-"""Ray's variables for a cluster that is started here. It listens on the loopback interface alone, where Ray
-would listen on all. Its processes do the run's work at the run's priority; Ray gives them a low one."""
+"""Environment variables for a cluster on this machine: it listens only on the loopback interface, and its
+processes have the priority of the run. Ray's defaults are all interfaces and a low priority."""
 _JOINED = {"RAY_AUTH_MODE": "token"}
-"""For a cluster that is joined. Ray asks for a token by itself only where it starts one."""
+"""Environment variables for joining a cluster. Ray uses tokens by default only when it starts one."""
 
 
 def identity(job: Job) -> dict[str, str]:
-    """What must be the same wherever a run's tasks are done: versions, data and model."""
+    """Package versions and digests of data and model, which must be the same on all machines."""
     packages = {name: version(name).partition("+")[0] for name in ("prefed", "torch", "transformers")}
     return {**packages, **job.trainers.fingerprint}
 
 
 class JobActor:
-    """An actor on its own side. Ray makes it of this class, in a process on one of its machines."""
+    """The class of the actors, which runs in processes of the cluster."""
 
     def __init__(self) -> None:
         self._server = TaskServer()
@@ -75,20 +74,20 @@ class JobActor:
         """Build the job.
 
         Args:
-            name: of the run, for the folder of its files on this machine.
-            packed: the reference of the packed files; empty if this machine has the run's own files.
+            name: name of the run, for the folder of its files on this machine.
+            packed: a reference to the packed files; empty if this machine has the original files.
 
         Returns:
-            ``identity`` of the job, ``node`` (the machine's id), ``folder`` of the files.
+            ``identity`` of the job, ``node`` (the machine's ID) and ``folder`` of the files.
         """
         return answer_of(lambda: self._build(JobFactory(builder, text), threads, name, packed))
 
     def do(self, task: dict[str, Any], message: bytes, state: bytes | None) -> dict[str, Any]:
-        """Do one task.
+        """Run a task.
 
         Args:
             task: the other fields of a :class:`~prefed.engines.Task`.
-            message: that of the task; Ray fetches it where it is stored as an object.
+            message: the task's message; Ray fetches it if it is stored as an object.
             state: the client's private state.
         """
         return answer_of(lambda: self._server.do(state, **task, message=message))
@@ -98,17 +97,17 @@ class JobActor:
 
         node, folder = ray.get_runtime_context().get_node_id(), None
         if packed:
-            # Two nodes on one machine have a folder each, as two machines have.
+            # Nodes on the same machine have separate folders.
             folder, self._held = unpack(f"{name}-{node[:16]}", lambda: ray.get(packed[0]))
         self._server.build(factory, threads, folder)
         return {"identity": identity(self._server.job), "node": node, "folder": str(folder or "")}
 
 
 class _Actor(PoolWorker):
-    """An actor, as the run sees it.
+    """The handle of an actor.
 
     Args:
-        store: a long message → the reference of it that goes to the actor instead.
+        store: message → the message or a Ray reference to it.
     """
 
     def __init__(self, handle: Any, built: Any, store: Callable[[bytes], Any]) -> None:
@@ -125,7 +124,7 @@ class _Actor(PoolWorker):
         try:
             return super().fields(wait)
         except ray.exceptions.RayError as error:
-            # The first lines: the rest repeats them, and names Ray's own files.
+            # The other lines repeat the first ones and list Ray's files.
             raise LostError(" ".join(str(error).split("\n")[:3])) from error
 
     def kill(self) -> None:
@@ -135,16 +134,16 @@ class _Actor(PoolWorker):
 
 
 class RayActors(Pool[_Actor]):
-    """Spreads tasks over actors.
+    """Distributes tasks over the actors of a cluster.
 
     Args:
-        job: the run's job, which each actor's must equal.
-        factory: builds the job, once in each actor. A machine beyond this one gets what it ships.
-        settings: ``workers`` actors; 0 for as many as the cluster has room for.
+        job: the run's job, which the job of each actor must match.
+        factory: builds the job in each actor. Its shipped files are sent to other machines.
+        settings: ``workers`` is the number of actors; 0: as many as the cluster has room for.
 
     Raises:
-        WorkerError: (on entering) there is no cluster, or no room for so many actors; (from :meth:`run`) as
-            :class:`Pool`, or a machine builds another job.
+        WorkerError: (on entering) the cluster cannot be joined or has no room for the actors; (from
+            :meth:`run`) as :class:`Pool`, or the job of an actor differs.
     """
 
     def __init__(
@@ -165,9 +164,9 @@ class RayActors(Pool[_Actor]):
         import ray
 
         try:
-            self._head = _head_address()
+            self._head = str(ray.get_runtime_context().gcs_address)
             self._wanted = count_actors(self._settings)
-            # A cluster that was started here is this machine, which has the files themselves.
+            # A cluster that was started here runs on this machine, which has the files.
             if self._factory.shipped and (not self._joined or self._settings.address is not None):
                 self._packed = [ray.put(pack(self._factory.shipped))]
             self._since = time.monotonic()
@@ -179,12 +178,12 @@ class RayActors(Pool[_Actor]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End the actors, remove their files, and leave the cluster if it was joined here."""
+        """Kill the actors, remove their files, and leave the cluster if this object joined it."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actors, self._idle, self._busy = [*self._idle, *self._busy], [], []
-        if not self._head:  # each call would wait for the head, until Ray ends the process
+        if not self._head:  # calls would block on the lost head until Ray ends the process
             return
         for actor in actors:
             actor.kill()
@@ -215,7 +214,7 @@ class RayActors(Pool[_Actor]):
         return _Actor(handle, built, self._message)
 
     def _message(self, message: bytes) -> Any:
-        """A task's message for its actor: a long one is stored once for all tasks in a row that have it."""
+        """A task's message, or a reference if it is long. Consecutive equal messages are stored once."""
         import ray
 
         if len(message) <= INLINE:
@@ -225,10 +224,10 @@ class RayActors(Pool[_Actor]):
         return self._stored[1]
 
     def _welcome(self, worker: _Actor, fields: dict[str, Any]) -> None:
-        """Check what an actor has built.
+        """Check that an actor has built the same job.
 
         Raises:
-            WorkerError: it is another job than this process has.
+            WorkerError: versions, data or model differ.
         """
         if fields["folder"]:
             self._folders[fields["node"]] = fields["folder"]
@@ -237,8 +236,8 @@ class RayActors(Pool[_Actor]):
         if names:
             other = "; ".join(f"{name} {there.get(name)}, not {here[name]}" for name in names)
             raise WorkerError(
-                f"node {fields['node'][:8]} of the Ray cluster would not compute what this machine does: it "
-                f"has {other}. Install the same versions on each machine, and put the same model there"
+                f"node {fields['node'][:8]} of the Ray cluster differs from this machine: it has {other}. "
+                "Install the same package versions and the same model on all machines"
             )
 
     def _lose(self, worker: _Actor, reason: str) -> None:
@@ -246,22 +245,26 @@ class RayActors(Pool[_Actor]):
         super()._lose(worker, reason)
 
     def _check(self) -> None:
-        """Wait for the cluster's head if it does not answer, and for room if there is no actor.
+        """Check that the head answers and that there is an actor or room for one.
 
         Raises:
-            WorkerError: the head does not come back, or no machine is left that has room for an actor.
+            WorkerError: the head does not return, or no machine has room for an actor.
         """
+        import ray
+
         self._wait_for_head()
         if self._idle or any(actor.ready for actor in self._busy):
             return
         if not any(_room(self._settings).values()):
             raise WorkerError(
-                "no machine is left in the Ray cluster that has room for an actor; complete rounds are kept: "
-                "resume the run when machines have joined again"
+                "no machine of the Ray cluster has room for an actor. Complete rounds are kept: add machines "
+                "and resume the run"
             )
         if not self._reported and time.monotonic() - self._since > PATIENCE:
             self._reported = True
-            _log.warning("waiting for an actor of the Ray cluster; free are %s", _free())
+            free = ray.available_resources()
+            cpus, gpus = free.get("CPU", 0.0), free.get("GPU", 0.0)
+            _log.warning("waiting for an actor of the Ray cluster; free: %g CPUs, %g GPUs", cpus, gpus)
 
     def _wait_for_head(self) -> None:
         end = time.monotonic() + HEADLESS
@@ -269,25 +272,25 @@ class RayActors(Pool[_Actor]):
             if time.monotonic() > end:
                 head, self._head = self._head, ""
                 raise WorkerError(
-                    f"the head of the Ray cluster, {head}, has not answered for {HEADLESS:g} seconds. Whole "
-                    "rounds are kept: start the cluster again, and continue with --resume; or without it, "
-                    "with --resume --set engine.name=local"
+                    f"the head of the Ray cluster, {head}, has not answered for {HEADLESS:g} seconds. "
+                    "Complete rounds are kept: restart the cluster and use --resume to continue, or continue "
+                    "without it with --resume --set engine.name=local"
                 )
             time.sleep(LOOK / 4)
 
 
 def join_cluster(settings: BackendSettings) -> bool:
-    """Join the cluster at ``settings.address``, or start one of only this machine.
+    """Join the cluster at ``settings.address``, or start one on this machine.
 
-    A program that has already joined a cluster continues with that one.
+    If this process has already joined a cluster, that one is used.
 
     Returns:
-        Whether a cluster was joined or started here, and is to be left again.
+        Whether the caller must leave the cluster, because this call joined or started it.
 
     Raises:
-        WorkerError: it cannot be reached, or does not admit this machine.
+        WorkerError: the cluster cannot be joined or started.
     """
-    # Set before Ray is first imported, for it reads them then. What the user has set stays.
+    # Ray reads these variables when it is first imported. The user's values take precedence.
     if "ray" not in sys.modules:
         wanted = {"RAY_USAGE_STATS_ENABLED": "0", **(_HERE if settings.address is None else _JOINED)}
         for name, value in wanted.items():
@@ -299,7 +302,7 @@ def join_cluster(settings: BackendSettings) -> bool:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if settings.address is None:
-            # How many processes share the cores of this machine is the user's choice, as with workers.
+            # As with worker processes, the user may choose more processes than there are cores.
             cores = max(os.cpu_count() or 1, settings.workers * settings.threads)
             ray.init("local", num_cpus=cores, include_dashboard=False, **quiet)
         else:
@@ -311,23 +314,16 @@ def join_cluster(settings: BackendSettings) -> bool:
 
 def _refused(address: str | None, error: Exception) -> str:
     if address is None:
-        return f"no Ray cluster could be started on this machine: {error}"
+        return f"cannot start a Ray cluster on this machine: {error}"
     return (
-        f"[engine.ray] address = {address!r}: no Ray cluster could be joined there: {error}\n"
-        "(all machines need the same versions of Python and Ray, and the same token, in ~/.ray/auth_token or "
-        "RAY_AUTH_TOKEN; a cluster without tokens is joined with RAY_AUTH_MODE=disabled in the environment)"
+        f"[engine.ray] address = {address!r}: cannot join the Ray cluster: {error}\n"
+        "(all machines need the same versions of Python and Ray and the same token, in ~/.ray/auth_token or "
+        "RAY_AUTH_TOKEN; to join a cluster without tokens, set RAY_AUTH_MODE=disabled in the environment)"
     )
 
 
-def _head_address() -> str:
-    """Where the head of the cluster listens, ``host:port``."""
-    import ray
-
-    return str(ray.get_runtime_context().gcs_address)
-
-
 def _head_answers(head: str) -> bool:
-    """Whether anything listens at the address of the head."""
+    """Return whether a process listens at the address of the head."""
     host, _, port = head.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
@@ -337,7 +333,7 @@ def _head_answers(head: str) -> bool:
 
 
 def _room(settings: BackendSettings) -> dict[str, int]:
-    """How many actors each living machine of the cluster has room for: a line that names it → a number."""
+    """Description of each live machine of the cluster → the number of actors it has room for."""
     import ray
 
     found = dict[str, int]()
@@ -354,10 +350,10 @@ def _room(settings: BackendSettings) -> dict[str, int]:
 
 
 def count_actors(settings: BackendSettings) -> int:
-    """How many actors to hire: ``settings.workers``, or as many as there is room for.
+    """The number of actors to start: ``settings.workers``, or as many as there is room for.
 
     Raises:
-        WorkerError: there is not so much room. Ray itself would wait for it, without a word.
+        WorkerError: there is too little room. Ray would wait silently.
     """
     rooms = _room(settings)
     total = sum(rooms.values())
@@ -369,24 +365,16 @@ def count_actors(settings: BackendSettings) -> int:
         need += f" and {settings.gpus:g} GPUs ([engine.ray] num_gpus)"
     lines = "\n".join(f"  {line}: room for {count}" for line, count in rooms.items())
     raise WorkerError(
-        f"{asked}: the Ray cluster has room for {total}, each with {need}:\n{lines}\n"
-        "lower what is asked for, or let more machines join (ray start --address=HOST:PORT on each)"
+        f"{asked}: the Ray cluster has room for only {total}, each with {need}:\n{lines}\n"
+        "Request less, or add machines (ray start --address=HOST:PORT on each)"
     )
-
-
-def _free() -> str:
-    """What nobody uses of the cluster at the moment, in words."""
-    import ray
-
-    resources = ray.available_resources()
-    return f"{resources.get('CPU', 0.0):g} CPUs and {resources.get('GPU', 0.0):g} GPUs"
 
 
 _HELD = "HELD"
 
 
 def pack(shipped: Mapping[str, Path]) -> NDArray[np.uint8]:
-    """Files and folders by name, as one array of bytes. For a link it holds what the link leads to."""
+    """Pack files and folders by name into one array of bytes. Links are followed."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", dereference=True) as archive:
         for name, path in shipped.items():
@@ -395,13 +383,13 @@ def pack(shipped: Mapping[str, Path]) -> NDArray[np.uint8]:
 
 
 def unpack(name: str, fetch: Callable[[], NDArray[np.uint8]]) -> tuple[Path, int]:
-    """The folder ``name`` of this machine, and a handle that holds it as long as it is open.
+    """Unpack files into folder ``name`` of this machine; return the folder and a handle that locks it.
 
     Args:
-        fetch: gives what :func:`pack` made. It is called if the folder is not there yet.
+        fetch: returns the result of :func:`pack`; called if the folder does not exist.
 
     Raises:
-        PermissionError: somebody else owns the folder in which it would lie.
+        PermissionError: another user can access the parent folder.
     """
     base = _base()
     with _locked(base):
@@ -420,20 +408,20 @@ def unpack(name: str, fetch: Callable[[], NDArray[np.uint8]]) -> tuple[Path, int
 
 
 def _base() -> Path:
-    """The folder of this machine's copies, which only this user can read."""
+    """The parent folder of all copies on this machine, accessible only for this user."""
     base = Path(tempfile.gettempdir(), f"prefed-ray-{os.getuid()}")
     base.mkdir(mode=0o700, exist_ok=True)
     status = base.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or base.is_symlink():
         raise PermissionError(
-            f"{base}: copies of the run's data would lie here, and others can reach it; remove it"
+            f"{base}: other users can access this folder, which would contain the run's data: remove it"
         )
     return base
 
 
 @contextmanager
 def _locked(base: Path) -> Iterator[None]:
-    """One process at a time is in here."""
+    """Hold an exclusive lock on the folder."""
     handle = os.open(base, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -443,11 +431,11 @@ def _locked(base: Path) -> Iterator[None]:
 
 
 def _remove_left_over(base: Path) -> None:
-    """Remove folders that no process holds."""
+    """Remove folders that no process has locked."""
     for folder in base.iterdir():
         try:
             handle = os.open(folder / _HELD, os.O_RDONLY)
-        except FileNotFoundError:  # whoever unpacked it was killed
+        except FileNotFoundError:  # unpacking was interrupted
             shutil.rmtree(folder, ignore_errors=True)
             continue
         try:

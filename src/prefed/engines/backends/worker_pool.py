@@ -1,8 +1,9 @@
-"""A pool of workers: it hands out tasks, and gives the task of a lost worker to another.
+"""A pool of workers that distributes tasks and reassigns the task of a lost worker.
 
-A worker is a process of this machine or of a cluster. It builds the job once. Clients' private states stay
-in a store of this process: a task's state goes to the worker with the task, and the next state comes back
-with the result. So a worker holds nothing that a run would miss.
+A worker is a process on this machine or a cluster, which builds the job once. Clients' private states stay in
+a
+store of this process: a task is sent with the client's state, and the result returns the next state. No data
+is lost with a worker.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 _log = logging.getLogger("prefed")
 
 ATTEMPTS = 3
-"""Workers that a task may lose, and that may fail to start in a row for each worker of the pool."""
+"""Attempts per task, and consecutive failed starts per worker of the pool, before the run ends."""
 LOOK = 2.0
-"""Seconds between two checks of deadlines, and of whatever the workers depend on."""
+"""Seconds between two checks of deadlines and of the cluster."""
 
 
 class WorkerError(RuntimeError):
-    """Workers died, took too long or could not do a task. The run can be resumed.
+    """Workers died, exceeded a time limit or failed in a task. The run can be resumed.
 
     Args:
-        trace: where in its code a worker failed; empty if it died, or if the message says all.
+        trace: traceback of the worker; empty if it died or if the message suffices.
     """
 
     def __init__(self, message: str, trace: str = "") -> None:
@@ -46,26 +47,26 @@ class WorkerError(RuntimeError):
 
 
 class LostError(Exception):
-    """A worker is gone; the message says what became of it."""
+    """A worker died. The message says how."""
 
 
 @dataclass
 class _Order:
-    """A task, and how many workers it has lost."""
+    """A task and the number of workers lost during it."""
 
     task: Task
     lost: int = 0
 
 
 class PoolWorker(ABC):
-    """One worker, as this process sees it.
+    """The handle of a worker.
 
     Attributes:
-        answer: what it owes; set by the request that it works on.
-        order: the task that it works on; ``None`` while it builds its job, or if nobody waits for the result.
-        deadline: when its answer is too late, on the monotonic clock.
-        ready: whether it has built its job.
-        memory_mb: its peak resident memory so far, in MiB.
+        answer: future answer to the current request.
+        order: the current task; ``None`` while the worker builds its job, or if the result is not needed.
+        deadline: deadline of the answer, on the monotonic clock.
+        ready: whether the worker has built its job.
+        memory_mb: peak resident memory, in MiB.
     """
 
     answer: Future[dict[str, Any]]
@@ -76,34 +77,35 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def ask(self, task: Task, state: bytes | None) -> None:
-        """Send a task with its client's private state; :attr:`answer` is its result."""
+        """Send a task with its client's private state, and set :attr:`answer`."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process, whatever it does, without waiting for its end."""
+        """Kill the process without waiting for its end."""
 
     def stop(self) -> None:
-        """End the process, and wait for its end where that is of use."""
+        """Kill the process, and wait for its end if necessary."""
         self.kill()
 
     def give(self, task: Task, state: bytes | None, timeout: float) -> None:
-        """Send a task whose result is due within ``timeout`` seconds; 0 for any time."""
+        """Send a task with a time limit in seconds; 0: no limit."""
         self.deadline = time.monotonic() + timeout if timeout else inf
         self.ask(task, state)
 
     def fields(self, wait: float | None = 0.0) -> dict[str, Any]:
-        """The answer, within ``wait`` seconds; ``None`` for any time.
+        """Wait up to ``wait`` seconds (``None``: no limit) for the answer, and return it.
 
         Raises:
-            LostError: the worker is gone.
-            TimeoutError: the answer is not there.
+            LostError: the worker died.
+            TimeoutError: there is no answer in time.
         """
         return self.answer.result(wait)
 
     def take(self, wait: float | None = 0.0) -> dict[str, Any]:
-        """The answer, without what it says of the worker itself. Raises as :meth:`fields`, and:
+        """Like :meth:`fields`, without ``memory_mb``, which is stored in this object.
 
         Raises:
+            LostError, TimeoutError: as :meth:`fields`.
             WorkerError: the worker raised an error.
         """
         fields = self.fields(wait)
@@ -117,10 +119,10 @@ W = TypeVar("W", bound=PoolWorker)
 
 
 class Pool(Backend, Generic[W]):
-    """Spreads tasks over workers.
+    """Distributes tasks over workers.
 
     Args:
-        factory: builds the job, once in each worker.
+        factory: builds the job in each worker.
 
     Raises:
         WorkerError: (from :meth:`run`) a task raised an error or lost :data:`ATTEMPTS` workers, or no worker
@@ -138,9 +140,9 @@ class Pool(Backend, Generic[W]):
         self._busy: list[W] = []
 
     def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
-        """The results, as they come."""
+        """Yield results as they arrive."""
         for worker in self._busy:
-            worker.order = None  # of a run that was left early
+            worker.order = None  # left over from a call that was not exhausted
         source, lost = map(_Order, tasks), list[_Order]()
         while True:
             while self._idle and (order := lost.pop() if lost else next(source, None)) is not None:
@@ -160,21 +162,20 @@ class Pool(Backend, Generic[W]):
                     yield result
 
     def memory_mb(self) -> float:
-        """The peak of each worker's process, added up, in MiB."""
+        """The sum of the peak resident memory of all workers, in MiB."""
         return sum(worker.memory_mb for worker in (*self._idle, *self._busy))
 
     @abstractmethod
     def _start(self) -> W:
-        """A new worker, which builds its job."""
+        """Start a worker that builds its job."""
 
     def _check(self) -> None:
-        """Called every :data:`LOOK` seconds while answers are awaited. What it raises ends the run."""
+        """Hook that runs every :data:`LOOK` seconds while waiting. An exception ends the run."""
 
     def _welcome(self, worker: W, fields: dict[str, Any]) -> None:
-        """Called with what a worker says of the job that it has built. What it raises ends the run."""
+        """Hook that receives a worker's answer to its build request. An exception ends the run."""
 
     def _hire(self) -> None:
-        """Start a worker. It joins the others when it has built its job."""
         self._busy.append(self._start())
 
     def _give(self, worker: W, order: _Order) -> None:
@@ -183,7 +184,7 @@ class Pool(Backend, Generic[W]):
         worker.give(order.task, self.states.read(order.task.client), self._settings.timeout)
 
     def _answered(self) -> list[W]:
-        """The workers that have an answer, are gone or are late; waits for a while if there are none."""
+        """Wait a while for answers; return the workers that answered, died or exceeded their deadline."""
         now = time.monotonic()
         due = min([now + LOOK, *(worker.deadline for worker in self._busy)])
         done = wait([worker.answer for worker in self._busy], max(0.0, due - now), FIRST_COMPLETED).done
@@ -194,13 +195,13 @@ class Pool(Backend, Generic[W]):
         return [worker for worker in self._busy if worker.answer in done or worker.deadline <= now]
 
     def _take(self, worker: W) -> dict[str, Any] | None:
-        """The answer of a worker, which is idle from here on; ``None`` if it is lost."""
+        """Take the answer of a worker and mark it idle; ``None`` if the worker is lost."""
         self._busy.remove(worker)
         try:
             fields = worker.take()
         except TimeoutError:
             limit = f"{self._settings.timeout:g} seconds"
-            self._lose(worker, f"took longer than [engine] visit_timeout = {limit}")
+            self._lose(worker, f"exceeded [engine] visit_timeout = {limit}")
             return None
         except LostError as error:
             self._lose(worker, f"lost its worker: {error}")
@@ -216,10 +217,10 @@ class Pool(Backend, Generic[W]):
         return fields
 
     def _lose(self, worker: W, reason: str) -> None:
-        """Let go of a worker, and hire another.
+        """Replace a lost worker.
 
         Raises:
-            WorkerError: its task has lost too many, or there is none left and too many could not start.
+            WorkerError: its task has lost too many workers, or no worker is left and too many did not start.
         """
         worker.stop()
         if worker.order is not None:
@@ -227,25 +228,27 @@ class Pool(Backend, Generic[W]):
             what = f"the visit of client {worker.order.task.client!r} {reason}"
             if worker.order.lost >= ATTEMPTS:
                 raise WorkerError(
-                    f"{what}; {ATTEMPTS} workers were lost to it. Whole rounds are kept: resume with fewer "
-                    "[engine] workers if memory ran out, with a larger visit_timeout if it is too short"
+                    f"{what}; giving up after {ATTEMPTS} attempts. Complete rounds are kept: resume with "
+                    "fewer [engine] workers if memory ran out, or with a larger visit_timeout"
                 )
-            _log.warning("%s; another worker does it", what)
+            _log.warning("%s; retrying in another worker", what)
         if not worker.ready:
             self._failures += 1
             if self._failures >= ATTEMPTS * self._wanted:
                 if self._idle or self._busy:
                     return
-                raise WorkerError(f"no worker could be started: its start {reason}")
+                raise WorkerError(f"cannot start a worker: its start {reason}")
         self._hire()
 
 
 class TaskServer:
-    """A worker's own side: it builds the job once and does tasks."""
+    """Runs in a worker: builds the job once and runs tasks."""
 
     def build(self, factory: JobFactory, threads: int, folder: Path | None = None) -> dict[str, Any]:
-        """Build the job; ``folder`` as :meth:`JobFactory.build` takes it. Gives the names of its exchanges
-        and its ``fingerprint``.
+        """Build the job; return its ``fingerprint`` and the names of its ``exchanges``.
+
+        Args:
+            folder: as for :meth:`JobFactory.build`.
         """
         torch.set_num_threads(threads)
         self.job = factory.build(folder)
@@ -253,14 +256,14 @@ class TaskServer:
         return {"fingerprint": dict(self.job.trainers.fingerprint), "exchanges": exchanges}
 
     def do(self, state: bytes | None, **task: Any) -> dict[str, Any]:
-        """Do a task. Gives the fields of its result, and ``state``, the client's next one."""
+        """Run a task; return the fields of its result, and ``state``: the client's next state or ``None``."""
         states = StateOfTask(state)
         result = run_task(self.job, Task(**task), states)
         return {**vars(result), "state": states.next}
 
 
 def answer_of(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``act`` gives, or the ``error`` that it raises and its ``trace``; with ``memory_mb`` so far."""
+    """The result of ``act``, or its ``error`` and ``trace`` if it raises; plus ``memory_mb``."""
     try:
         return {**act(), "memory_mb": peak_memory_mb()}
     except Exception as error:
@@ -270,19 +273,19 @@ def answer_of(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 class StateOfTask:
-    """The private state that came with a task, and the one that goes back with its result."""
+    """A store with only the private state of one task, before and after it."""
 
     def __init__(self, state: bytes | None) -> None:
         self._state = state
         self.next: bytes | None = None
 
     def read(self, client: str) -> bytes | None:
-        """The state that came."""
+        """Return the state that came with the task."""
         return self._state
 
     def stage(self, client: str, state: bytes) -> None:
-        """Keep the next one."""
+        """Keep the next state."""
         self.next = state
 
     def accept(self, clients: Iterable[str]) -> None:
-        """Nothing: the store that it came from does."""
+        """Do nothing: states are accepted in the store of the main process."""

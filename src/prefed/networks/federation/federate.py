@@ -178,7 +178,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _Rounds(ServerRounds):
-    """Rounds that leave out the clients of suspended sites."""
+    """Rounds that leave out the clients of sites that are set aside."""
 
     backend: FederationBackend
 

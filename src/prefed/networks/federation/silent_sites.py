@@ -1,4 +1,4 @@
-"""Backoff for sites that do not answer. A site is suspended after its third time-out."""
+"""Backoff for sites that do not answer. A site is set aside after its third time-out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Silence:
     Attributes:
         count: unanswered requests, minus those cancelled by later answers.
         why: the reason of the last one.
-        again: the first round in which the site gets requests again; ``None`` if it is suspended.
+        again: the first round in which the site gets requests again; ``None`` if it is set aside.
     """
 
     count: int = 0
@@ -51,7 +51,7 @@ class Silence:
         if self.again is not None:
             return f"it can rejoin from round {self.again}"
         return (
-            f"it is suspended after {self.count} unanswered requests: run the same command with --resume to "
+            f"it is set aside after {self.count} unanswered requests: run the same command with --resume to "
             "include it again, with a longer --visit if its visits take longer"
         )
 
