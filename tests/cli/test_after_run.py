@@ -105,12 +105,12 @@ def test_clients_that_never_took_part_are_judged_apart(place):
         assert figures[name] == before[name]
     assert set(figures["preference_accuracy"]["per_client"]) == {"left"}
     text = prefed_("evaluate", place / "newcomer", "--client", "right")
-    assert "Clients that never took part" in text
+    assert "Clients that never trained" in text
     assert re.search(r"2 +1 +\d\.\d\d\d", text)
     run = load_run(place / "newcomer")
     assert run.model("right").equal(run.published_model)
     prefed_("report", place / "newcomer")
-    assert "Clients that never took part" in (place / "newcomer/report.html").read_text()
+    assert "Clients that never trained" in (place / "newcomer/report.html").read_text()
 
 
 def test_models_that_diverged_are_told_of(place, tmp_path):
@@ -384,7 +384,7 @@ def test_compare_writes_a_table_and_a_plot(place, tmp_path):
 
 @pytest.mark.parametrize(
     ("out", "message"),
-    [("x.html", "x.html: a plot's name ends in .png, .svg or .pdf"), ("a.png", "a.png is a folder")],
+    [("x.html", "x.html: the name of a plot must end in .png, .svg or .pdf"), ("a.png", "a.png is a folder")],
 )
 def test_compare_looks_at_the_plots_name_before_it_prints(place, tmp_path, out, message):
     (tmp_path / "a.png").mkdir()

@@ -50,11 +50,11 @@ def test_twenty_choices_train_a_client(tmp_path):
         answers = browser.text.split('<div class="text" dir="auto">')[-2:]
         lengths = [len(answer.partition("</div>")[0]) for answer in answers]
         browser.answer("left" if lengths[0] >= lengths[1] else "right")
-    assert "20 chosen pairs are in" in browser.text
+    assert "20 chosen pairs are saved in" in browser.text
     browser.post("/finish")
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
-    assert "20 pairs of ann in pairs.jsonl" in output
+    assert "20 pairs by ann in pairs.jsonl" in output
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text("utf-8").splitlines()]
     assert len({row["prompt"] for row in rows}) == 20
     experiment = {
@@ -94,7 +94,7 @@ def test_a_kill_after_each_choice_loses_none(tmp_path):
     assert errors.endswith(
         "every choice is kept. To continue:\n  prefed collect --from old.jsonl --client ann\n"
     )
-    assert "2 pairs of ann in judged.jsonl, 1 with neither" in output
+    assert "2 pairs by ann in judged.jsonl; 1 answered with neither" in output
     assert "Cohen's kappa" in output
     rows = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text("utf-8").splitlines()]
     assert [row["side"] for row in rows] == ["left", "right"]
@@ -104,14 +104,22 @@ def test_a_kill_after_each_choice_loses_none(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message", "code"),
     [
-        ([], "give --model NAME, with or without PROMPTS, or --from FILE", 2),
+        ([], "give --model NAME, optionally with PROMPTS, or --from FILE without PROMPTS", 2),
         (["prompts.txt", "--from", "old.jsonl"], "give --model NAME", 2),
         (["--model", "m", "--from", "old.jsonl"], "give --model NAME", 2),
         (["--model", "m", "--temperature", "0"], "--temperature must be above 0", 2),
-        (["--from", "old.jsonl", "--out", "old.jsonl"], "--out old.jsonl is also the file of --from", 2),
+        (
+            ["--from", "old.jsonl", "--out", "old.jsonl"],
+            "--out old.jsonl is the same file as --from; choose another --out",
+            2,
+        ),
         (["--from", "none.jsonl"], "none.jsonl: no such file or folder", 1),
-        (["--from", "empty.jsonl"], "there is no pair in it", 1),
-        (["--from", "old.jsonl", "--out", "pairs.csv"], "ends in .jsonl", 1),
+        (["--from", "empty.jsonl"], "--from: the file contains no pairs", 1),
+        (
+            ["--from", "old.jsonl", "--out", "pairs.csv"],
+            "--out pairs.csv: the file name must end in .jsonl",
+            1,
+        ),
     ],
 )
 def test_what_cannot_be_asked_ends_with_a_reason(tmp_path, monkeypatch, words, message, code):

@@ -93,12 +93,15 @@ def test_a_revision_is_in_the_printed_lines(place, tmp_path):
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("run", "run holds the run; choose another --out"),
-        (".", "holds the run; choose another --out"),
-        ("model", "holds the run's base model; choose another --out"),
-        ("run/checkpoint", "holds 'COMMIT.json', which no export writes, so it is not replaced"),
-        ("run/adapters", "holds 'shared', which no export writes, so it is not replaced"),
-        ("mine", "holds 'tokenizer', which no export writes, so it is not replaced"),
+        ("run", "run contains the run; choose another --out"),
+        (".", "contains the run; choose another --out"),
+        ("model", "contains the run's base model; choose another --out"),
+        (
+            "run/checkpoint",
+            "is not an earlier export, because it contains 'COMMIT.json'; choose another --out",
+        ),
+        ("run/adapters", "is not an earlier export, because it contains 'shared'; choose another --out"),
+        ("mine", "is not an earlier export, because it contains 'tokenizer'; choose another --out"),
         ("run/config.toml", "config.toml is a file, not a folder; choose another --out"),
     ],
 )

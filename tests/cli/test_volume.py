@@ -61,7 +61,7 @@ def test_verbose_tells_phases_and_where_the_time_goes(place):
         expected += [("train", number, "3"), ("evaluation", number, "6"), ("commit", number, "")]
     assert phases == expected
     last = errors.splitlines()[-1]
-    assert last.startswith("where the time went: ")
+    assert last.startswith("time by part: ")
     parts = dict(re.findall(r"(\w+) [\dms.]+ ?s? \((\d+)%\)", last))
     assert {"train", "score", "evaluation", "commit", "engine", "summary", "adapters"} == set(parts)
     assert sum(map(int, parts.values())) == pytest.approx(100, abs=4)

@@ -238,7 +238,7 @@ def test_a_table_with_overrides(place):
         ConfigError, match=r"labels must be majority, a selector's number from 0, or judge:NAME"
     ):
         align_settings({"prompts": "x", "labels": "most"}, [], place)
-    with pytest.raises(ConfigError, match="objective 'sft' is not for labelled pairs"):
+    with pytest.raises(ConfigError, match="objective 'sft' cannot train on labelled pairs; choose from: "):
         align_settings({"prompts": "x", "objective": "sft"}, [], place)
     with pytest.raises(ConfigError, match="feddpo trains none: use one of fedbis"):
         Experiment.from_tables({**small_experiment(place), "align": {"prompts": "x"}}, "x.toml")

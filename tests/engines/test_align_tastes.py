@@ -147,9 +147,11 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
         config(place, taste="infer:8")
     with pytest.raises(ValueError, match="taste: remove taste = 'w1'"):
         config(place, taste="w1", tastes="posteriors")
-    with pytest.raises(ValueError, match="set tastes too"):
+    with pytest.raises(
+        ValueError, match="generations and regenerate require tastes: set tastes, or remove them"
+    ):
         config(place, generations=2)
-    with pytest.raises(ValueError, match="labels instead of them"):
+    with pytest.raises(ValueError, match="taste requires selectors, but labels = 'judge:"):
         config(place, taste="w1", labels="judge:utility")
     with pytest.raises(ValueError, match="fedbis has no latent taste"):
         tasty(place, method={**METHOD, "name": "fedbis"}, align=config(place, taste="w1").model_dump())

@@ -416,9 +416,9 @@ def test_the_command_writes_a_model_that_loads(place, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["export", "site.toml"], "name a folder for the model with --out DIR"),
-        (["site.toml", "--client", "w0"], "--client belongs to `prefed site export CONFIG`"),
-        (["status", "site.toml", "--merge"], "--merge belongs to"),
+        (["export", "site.toml"], "prefed site export requires --out DIR, the folder for the model"),
+        (["site.toml", "--client", "w0"], "--client requires `prefed site export CONFIG`"),
+        (["status", "site.toml", "--merge"], "--merge requires `prefed site export CONFIG`"),
     ],
 )
 def test_words_that_do_not_go_together(words, message):

@@ -129,7 +129,10 @@ def test_what_else_is_refused(place):
     for changes, text in (
         ({"merge": {"lora": "ffa"}}, "applies to the factors of a LoRA"),
         ({"model": {"name": "m", "train": "full", "dtype": "bfloat16"}}, "trains every weight, in float32"),
-        ({"method": {"name": "fedbis"}, "align": {"prompts": "p.txt"}}, "an \\[align.model\\] of its own"),
+        (
+            {"method": {"name": "fedbis"}, "align": {"prompts": "p.txt"}},
+            "set the model to align in \\[align.model\\]",
+        ),
         (
             {
                 "method": {"name": "fedbis"},

@@ -161,23 +161,23 @@ def experiment(**changes):
     ("changes", "words"),
     [
         ({"stop": {}, "evaluate": {"every": 0}}, r"\[stop\] needs evaluations"),
-        ({"stop": {"metric": "combined_accuracy"}}, "feddpo has no reward head here"),
+        ({"stop": {"metric": "combined_accuracy"}}, "feddpo has no reward head with these settings: use"),
         ({"stop": {"metric": "majority_accuracy"}, "method": "fedbis"}, "no selectors that vote"),
         ({"stop": {"patience": 0}}, "stop.patience = 0: should be greater than or equal to 1"),
         ({"stop": {"metric": "margin"}}, "stop.metric = 'margin': should be 'preference_accuracy'"),
         (
             {"engine": {"devices": ["cuda:0", "cuda:1"]}},
-            r"\['cuda:0', 'cuda:1'\] are 2, but there are 1 processes",
+            r"\['cuda:0', 'cuda:1'\] lists 2 devices for 1 process: set workers = 2",
         ),
-        ({"engine": {"devices": ["cuda:0", "cuda:0"], "workers": 2}}, "names a device twice"),
+        ({"engine": {"devices": ["cuda:0", "cuda:0"], "workers": 2}}, "lists a device twice: list each"),
         ({"engine": {"devices": ["gpu0"]}}, "engine.devices.0 = 'gpu0': should match pattern"),
         (
             {"engine": {"devices": ["cuda:0"], "name": "ray"}},
-            r"Ray assigns each actor its own: remove them, and set ray\.num_gpus",
+            r"which assigns GPUs to its actors: remove it, and set ray\.num_gpus",
         ),
         (
             {"engine": {"devices": ["cuda:0"]}, "model": {"name": "m", "device": "cpu"}},
-            r"\[engine\] devices names CUDA devices, but \[model\] device = 'cpu'",
+            r"\[engine\] devices lists CUDA devices, but \[model\] device = 'cpu'",
         ),
     ],
 )

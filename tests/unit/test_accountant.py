@@ -155,13 +155,15 @@ def test_the_command_looks_for_noise(tmp_path):
     assert told["epsilon"] <= 4.0
     assert (told["releases"], told["adjacency"]) == (8, "one client sends nothing")
     told = CliRunner().invoke(app, ["privacy", str(file), "--set", "privacy.noise_multiplier=0"]).output
-    assert "no bound: there is no noise" in told
+    assert "unbounded, without noise" in told
     # A federation's file: the sites have the data.
     tables = experiment(privacy=CENTRAL).tables()
     del tables["data"]
     file.write_text(tomli_w.dumps(tables))
     asked = ["privacy", str(file), "--epsilon", "4", "--json"]
-    assert "give it with --clients" in " ".join(CliRunner().invoke(app, asked).output.split())
+    assert "only the sites know the number of clients; set it with --clients" in " ".join(
+        CliRunner().invoke(app, asked).output.split()
+    )
     assert json.loads(CliRunner().invoke(app, [*asked, "--clients", "20"]).output) == json.loads(shown.output)
 
 
@@ -231,7 +233,7 @@ REFUSED = [
     ({"privacy": LOCAL, "stop": {"patience": 2}}, r"\[stop\] .* no noise"),
     ({"privacy": CENTRAL, "stop": {}}, r"\[stop\] .* no noise"),
     *(
-        ({"privacy": LOCAL, "method": {"name": name}}, f"{name} cannot be covered")
+        ({"privacy": LOCAL, "method": {"name": name}}, f"{name} does not support differential privacy: ")
         for name in ("centralized", "local", "fedbiscuit")
     ),
     *(
@@ -239,17 +241,23 @@ REFUSED = [
         for name in ("fedamp", "fedvpl", "fedvpa")
     ),
     *(
-        ({"privacy": CENTRAL, "merge": {"weights": "uniform", "rule": rule}}, "among single uploads")
+        (
+            {"privacy": CENTRAL, "merge": {"weights": "uniform", "rule": rule}},
+            "needs individual uploads: use rule",
+        )
         for rule in ("median", "trimmed_mean", "krum", "multi_krum", "norm_clip")
     ),
     *(
-        ({"privacy": CENTRAL, "merge": {"weights": "uniform", "lora": rule}}, "products of each client")
+        (
+            {"privacy": CENTRAL, "merge": {"weights": "uniform", "lora": rule}},
+            "needs the product of each client",
+        )
         for rule in ("fedex", "flexlora")
     ),
     ({"privacy": CENTRAL, "method": {"name": "fedsdg"}}, "alignment weights each upload"),
     ({"privacy": CENTRAL, "method": {"name": "decdpo"}}, "party has the mean"),
     ({"privacy": CENTRAL, "fleet": {"max_delay": 1}}, "twice in a round"),
-    ({"cohort": {"sampling": "poisson"}}, "needs size or fraction"),
+    ({"cohort": {"sampling": "poisson"}}, "requires size or fraction: set one of them"),
     ({"cohort": {"sampling": "poisson", "size": 2}, "fleet": {}}, "become free"),
 ]
 

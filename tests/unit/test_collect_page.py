@@ -117,7 +117,7 @@ def test_a_session_by_forms_alone(tmp_path):
         browser.get()
         browser.answer("left")
         assert "That was the last pair" in browser.text
-        assert "2 chosen pairs are in" in browser.text
+        assert "2 chosen pairs are saved in" in browser.text
         assert re.search(r"In \d of 2 pairs", browser.text)
         assert "Thank you" in browser.post("/finish")
     rows = (tmp_path / "pairs.jsonl").read_text("utf-8").splitlines()
@@ -131,12 +131,17 @@ def test_a_session_by_forms_alone(tmp_path):
 @pytest.mark.parametrize(
     ("path", "fields", "status", "message"),
     [
-        ("/choose", {"number": "x", "answer": "left"}, 400, "not whole"),
-        ("/choose", {"number": "1" * 9999, "answer": "left"}, 400, "not whole"),
-        ("/choose", {"number": "1", "answer": "left"}, 400, "no such question"),
-        ("/choose", {"answer": "left", "strength": "9"}, 400, "not whole"),
-        ("/choose", {"answer": "best"}, 400, "not whole"),
-        ("/prompt", {"prompt": "Go"}, 400, "no model"),
+        ("/choose", {"number": "x", "answer": "left"}, 400, "the form is incomplete; reload the page"),
+        ("/choose", {"number": "1" * 9999, "answer": "left"}, 400, "the form is incomplete; reload the page"),
+        ("/choose", {"number": "1", "answer": "left"}, 400, "this question does not exist; reload the page"),
+        ("/choose", {"answer": "left", "strength": "9"}, 400, "the form is incomplete; reload the page"),
+        ("/choose", {"answer": "best"}, 400, "the form is incomplete; reload the page"),
+        (
+            "/prompt",
+            {"prompt": "Go"},
+            400,
+            "prompts cannot be typed without a model; start prefed collect with --model",
+        ),
         ("/prompt", {"prompt": "x" * 200_000}, 413, "too long"),
         ("/none", {}, 404, "Not Found"),
     ],
@@ -177,7 +182,7 @@ def test_typed_prompts_reach_the_model_with_their_lines(tmp_path):
     prompts = []
     with session(tmp_path, RECORDS[:1]) as opened, serving(opened, prompts.append) as links:
         browser = Browser(links[0])
-        assert "A prompt of your own" in browser.text
+        assert "Enter your own prompt" in browser.text
         browser.post("/prompt", prompt="One\r\ntwo & three")
     assert prompts == ["One\ntwo & three"]
 
@@ -185,5 +190,5 @@ def test_typed_prompts_reach_the_model_with_their_lines(tmp_path):
 def test_a_port_in_use_is_named():
     with listen(0) as listening:
         port = listening.getsockname()[1]
-        with pytest.raises(ValueError, match=f"--port {port}: .*choose another, or 0"):
+        with pytest.raises(ValueError, match=f"--port {port}: .*choose another port, or 0 for a free one"):
             listen(port)

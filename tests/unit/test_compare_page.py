@@ -85,16 +85,18 @@ def test_the_page_says_what_came_of_each_case(runs):
     0.22 on the mean of seeds, and most of all."""
     page = Page(render_comparison(runs))
     text = re.sub(r"\s+", " ", page.data)
-    assert "3 cases of 1 to 3 seeds; tiny; 4 clients judged on test pairs, 4 each." in text
+    assert "3 cases with 1 to 3 seeds; tiny; 4 clients evaluated on test pairs, 4 each." in text
     assert "0.580 ± 0.003" in text
     assert "0.680 ± 0.003" in text
     for words in ("preference accuracy", "reward accuracy", "worst client", "worst tenth", "before"):
         assert words in text
     assert "Against A feddpo: preference accuracy, in percentage points" in text
     assert "-22.0 cyd" in text
-    assert "3 seeds show little: with 3 Wilcoxon's p cannot be below 0.25" in text
+    assert "With only 3 seeds in common, Wilcoxon's p cannot be below 0.25." in text
     assert "method.lr" in text
-    assert "model.name" not in text.split("Differing settings")[1].split("Over rounds")[0]
+    settings = text.split("Differing settings")[2]
+    assert "method.lr" in settings.split("Accuracy over rounds")[0]
+    assert "model.name" not in settings.split("Accuracy over rounds")[0]
 
 
 def test_the_page_is_complete_in_itself(runs):
@@ -235,7 +237,7 @@ def test_compare_writes_what_is_asked_for(runs, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "p"]
     assert "plot: compare.png" in compare(runs[0].path, runs[3].path)
     assert "p is a folder; name a file for the page" in compare(folder, "--html", "p", code=1)
-    assert "name at least two different runs" in compare(runs[0].path, "--html", "x.html", code=1)
+    assert "give at least two different runs" in compare(runs[0].path, "--html", "x.html", code=1)
 
 
 def test_the_tables_fold_no_name(tmp_path):
@@ -275,8 +277,10 @@ def test_a_run_on_other_pairs_is_in_no_test_chart_or_pooled_figure(tmp_path):
     heads = [tag for tag, a in page.tags if tag == "svg" and "2 cases" in a.get("aria-label", "")]
     assert heads
     assert not any("3 cases" in a.get("aria-label", "") for _, a in page.tags)
-    results, seeds = (page.data.split(word)[1] for word in ("bytes and time of a run.", "each case against "))
-    assert "fedprox-seed3 *" in results.split("Over rounds")[0]
+    results, seeds = (
+        page.data.split(word)[1] for word in ("traffic and time per run.", "each case against ")
+    )
+    assert "fedprox-seed3 *" in results.split("Accuracy over rounds")[0]
     assert "fedprox-seed3" not in seeds.split("Table of runs")[0]
     file = io.StringIO()
     print_comparison(made, Console(file=file, width=160))
@@ -333,4 +337,4 @@ def test_the_terminal_sets_seeds_together(runs):
     assert re.search(r"feddpo +3 +0\.580 ± 0\.003 +0\.500 ± 0\.000", text)
     assert re.search(r"ditto +3 +\+0\.045 \[\+0\.039, \+0\.051\] +0\.00\d +0\.250", text)
     assert re.search(r"ditto +3 +-0\.005", text)
-    assert "3 seeds show little" in text
+    assert "With only 3 seeds in common, Wilcoxon's p cannot be below 0.25." in text

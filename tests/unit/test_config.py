@@ -81,7 +81,7 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
         ("data.partition={by='column',column='x',columm=2}", "data.partition.columm: no such key; did you"),
         ("data.train={path='x',formt='y'}", "data.train.formt: no such key; did you mean 'format'?"),
         ("data.columns.promt=x", "data.columns.promt: no such key; did you mean 'prompt'?"),
-        ("cohort.zzz=1", "cohort.zzz: no such key; known there: fraction, offences, sampling, size"),
+        ("cohort.zzz=1", "cohort.zzz: no such key; known keys: fraction, offences, sampling, size"),
         ("method.lr=-1", "--set method.lr=-1: method.lr = -1: should be greater than 0"),
         ("method.lr=fast", "method.lr = 'fast': should be a valid number"),
         ("seed=1.5", "seed = 1.5: should be a valid integer"),

@@ -373,7 +373,7 @@ def test_the_command_shows_limits_and_log(tmp_path):
     assert shown.exit_code == 0
     assert "methods: feddpo; exchanges: all" in shown.stdout
     assert shown.stdout.rstrip().endswith("run 3fa9b2c4  round 1  train  w0  812 B")
-    assert "write `prefed site CONFIG`" in CliRunner().invoke(app, ["site", "status", "a", "b"]).output
+    assert "use `prefed site CONFIG`" in CliRunner().invoke(app, ["site", "status", "a", "b"]).output
 
 
 @pytest.mark.parametrize(

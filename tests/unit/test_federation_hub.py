@@ -58,8 +58,13 @@ def test_the_command_that_goes_on_has_all_that_was_given(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "resume", "said", "ends"),
     [
-        ((), False, "nothing was started. To start again:", "a --out run"),
-        (("checkpoint/LOCK", "config.toml"), False, "nothing was started. To start again:", "a --out run"),
+        ((), False, "the run had not started. To start it again:", "a --out run"),
+        (
+            ("checkpoint/LOCK", "config.toml"),
+            False,
+            "the run had not started. To start it again:",
+            "a --out run",
+        ),
         (("checkpoint/COMMIT.json",), False, "no round is complete yet. To continue:", "run --resume"),
         (
             ("checkpoint/COMMIT.json", "rounds.jsonl"),

@@ -123,16 +123,16 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
     [
         (["--grid", "method.lrr=1e-4,1"], "--grid method.lrr=1e-4: method.lrr: no such key; did you mean"),
         (["--grid", "method.lr=1,fast"], "--grid method.lr=fast: method.lr = 'fast': should be"),
-        (["--grid", "method.lr"], "--grid method.lr: write key=value,value"),
-        (["--grid", "method.lr=1e-4,"], "write key=value,value without empty"),
+        (["--grid", "method.lr"], "--grid method.lr: a value is empty; write key=value,value"),
+        (["--grid", "method.lr=1e-4,"], "a value is empty; write key=value,value, e.g. "),
         (["--grid", 'model.lora.modules=["a"'], "write key=value,value"),
         (["--grid", "method.lr=1e-4,0.0001"], "--grid method.lr=1e-4,0.0001: 0.0001 is repeated"),
-        (["--grid", "method.lr=1", "--grid", "method.lr=2"], "method.lr already has a --grid"),
-        (["--grid", "method.lr=1,2", "--set", "method.lr=3"], "--set has method.lr too"),
-        (["--grid", "seed=1,2"], "--grid seed=1,2: seeds are given by --seeds"),
-        (["--grid", "engine.workers=1,2"], "engine.workers=1,2: it does not affect results"),
-        (["--grid", "evaluate.split=test,validation"], "a sweep chooses on validation pairs"),
-        (["--grid", "seed.x=1"], "seeds are given by --seeds"),
+        (["--grid", "method.lr=1", "--grid", "method.lr=2"], "method.lr has another --grid; give"),
+        (["--grid", "method.lr=1,2", "--set", "method.lr=3"], "method.lr is also set by --set; remove one"),
+        (["--grid", "seed=1,2"], "--grid seed=1,2: set seeds with --seeds"),
+        (["--grid", "engine.workers=1,2"], "engine.workers=1,2: [engine] does not affect results"),
+        (["--grid", "evaluate.split=test,validation"], "a sweep always selects on validation pairs"),
+        (["--grid", "seed.x=1"], "set seeds with --seeds"),
         (["--grid", "rounds.x=1"], "--grid rounds.x=1: rounds is 2, not a table"),
         (["--seeds", "0"], "--seeds 0: write a number of seeds, e.g. --seeds 3, or distinct seeds"),
         (["--seeds", "1,1"], "--seeds 1,1: write a number of seeds"),
@@ -189,9 +189,9 @@ def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
     assert lines[0] == "3 combinations, 2 seeds, 6 runs, 0 finished already"
     assert chosen.combination.name == "lr0.01"
     assert sentence(sweep, chosen) == (
-        "lr0.01 (method.lr = 0.01) was chosen of 3 combinations. Its preference accuracy on "
-        "validation pairs, mean over clients and 2 seeds, is the highest: 0.600 ± 0.141. "
-        "Next is lr0.001: 0.550 ± 0.000."
+        "lr0.01 (method.lr = 0.01) was selected from 3 combinations. It has the highest preference accuracy on "
+        "validation pairs, mean over clients and 2 seeds: 0.600 ± 0.141. "
+        "The runner-up is lr0.001: 0.550 ± 0.000."
     )
     told, page = keep_grid(sweep, [chosen])
     (kept,) = json.loads(told.read_text())["chosen"]
@@ -199,7 +199,7 @@ def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
     assert kept["validation"]["lr0.1"] == {"5": 0.2, "6": 0.3}
     assert kept["test"]["preference_accuracy"]["6"]["mean"] == pytest.approx(0.65)
     text = page.read_text()
-    assert "lr0.01 (method.lr = 0.01) was chosen of 3 combinations." in text
+    assert "lr0.01 (method.lr = 0.01) was selected from 3 combinations." in text
     assert "0.550 ± 0.141 over 2 seeds" in text
     assert '<tr class="chosen">' in text
 
@@ -213,7 +213,9 @@ def test_what_is_finished_is_not_run_again(path):
     sweep.check()
     (chosen,) = asyncio.run(sweep.carry_out(1))
     assert (toy.calls, lines[0]) == ([], "2 combinations, 1 seed, 2 runs, 2 finished already")
-    assert "Its method.lr lies at the end of those tried" in sentence(sweep, chosen)
+    assert sentence(sweep, chosen).endswith(
+        "Its method.lr is at the end of the range tried; values beyond it may be better."
+    )
     sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.01,0.001", figure=lambda e: -lr(e))
     (chosen,) = asyncio.run(sweep.carry_out(1))
     assert toy.calls == ["lr0.1-seed5 validation"]
@@ -228,7 +230,7 @@ def test_of_equal_ones_the_first_is_taken(path):
     sweep, *_ = sweep_of(path, "method.lr=0.01,0.001")
     (chosen,) = asyncio.run(sweep.carry_out(1))
     assert chosen.combination.name == "lr0.01"
-    assert "They are equal, and the first one given is taken." in sentence(sweep, chosen)
+    assert "They are equal, so the one given first was selected." in sentence(sweep, chosen)
 
 
 def test_other_data_are_no_matter_of_choice(path):
@@ -250,8 +252,8 @@ def test_seeds_alone_end_in_a_page(path):
     assert asyncio.run(sweep.carry_out(2)) == []
     assert toy.calls == ["run-seed5 test", "run-seed6 test", "run-seed7 test"]
     _, page = keep_grid(sweep, [])
-    assert "1 case of 3 seeds" in page.read_text()
-    assert "was chosen" not in page.read_text()
+    assert "1 case with 3 seeds" in page.read_text()
+    assert "was selected" not in page.read_text()
 
 
 def test_nothing_is_chosen_where_a_run_failed(path):

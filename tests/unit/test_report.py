@@ -246,30 +246,30 @@ def test_of_many_clients_the_lowest_are_listed(tmp_path):
     text = printed(terminal(metrics_table("title", list(run.figures.values()), run.pairs)))
     assert "c039" in text
     assert "c040" not in text
-    assert "… and 60 clients that do better" in text
+    assert "… and 60 clients with higher values" in text
 
 
 def test_rows_of_clients_that_never_took_part_are_explained(tmp_path):
     """Steps alone, or pairs too, on the terminal and on the page; at a taste that was asked for its name."""
     one = federated_metric({"dee": 0.5})
-    words = "after some local steps from what was published"
+    words = "after local steps from the published model"
     for names, first, more in (
         (("0", "5"), "steps", ""),
-        (("pairs/2",), "steps or pairs", ", or with a taste inferred from some pairs"),
+        (("pairs/2",), "steps or pairs", ", or with a taste inferred from pairs"),
         (
             ("0", "pairs/2"),
             "steps or pairs",
-            ", or with a taste inferred from some pairs; 0: as published, with the population's taste",
+            ", or with a taste inferred from pairs; 0: the published model with the population's taste",
         ),
     ):
         figures = dict.fromkeys(names, one)
         table = unseen_table(figures)
-        assert (table.caption, table.heads[0]) == (f"Clients that never took part, {words}{more}.", first)
+        assert (table.caption, table.heads[0]) == (f"Clients that never trained, {words}{more}.", first)
         record = read_run(write_run(tmp_path / "-".join(names), unseen_accuracy=figures))
         found = clients.unseen(record)
         assert found == table
     table = unseen_table({"8": one}, "8")
-    assert (table.heads[0], "taste that was asked for" in table.caption) == ("taste", True)
+    assert (table.heads[0], table.caption) == ("taste", "Clients that never trained, with the given taste.")
 
 
 def test_a_comparison_marks_the_best_and_what_differs(tmp_path):
@@ -313,7 +313,7 @@ def test_a_setting_that_one_run_leaves_out_is_a_difference(tmp_path):
         "cohort.size": ["3", None, None],
         "method.clip": [None, "1.0", None],
     }
-    assert re.search(r"cohort.size +3 a; left out b, c", differing(runs))
+    assert re.search(r"cohort.size +3 a; unset b, c", differing(runs))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,10 @@ def test_a_setting_that_one_run_leaves_out_is_a_difference(tmp_path):
     [
         ({"fingerprint": {"data": "y"}}, "other data"),
         ({"settings": {"data": {"train": {"path": "other.jsonl"}}}}, r"other \[data\] settings"),
-        ({"split": "validation", "fingerprint": {"data": "x"}}, "judged on validation pairs, not test pairs"),
+        (
+            {"split": "validation", "fingerprint": {"data": "x"}},
+            "evaluated on validation pairs, not test pairs",
+        ),
         ({"clients": {"ann": (0.1, 0.2, 0.3)}, "fingerprint": {"data": "x"}}, "evaluated on other clients"),
         ({"settings": {"model": {"name": "larger"}}, "fingerprint": {"data": "x"}}, "another base model"),
     ],

@@ -86,9 +86,7 @@ def test_clients_too_small_for_a_figure_are_in_no_clusters_mean(tmp_path: Path) 
 
 def test_the_page_shows_clusters_moves_losses_and_agreement(run: RunRecord) -> None:
     page = re.sub(r"</?t[hd][^>]*>", "|", render(run))
-    assert (
-        "After 2 groupings the clients are 2 of selector-0, 1 of selector-1; in all 1 client moved." in page
-    )
+    assert "Clusters after 2 groupings: 2 in selector-0, 1 in selector-1; 1 move in total." in page
     assert "|2, selector-0||2||0.2500||bob||ann, bob|" in page
     assert "|1, selector-1||2||0.6250||||bob, cyd|" in page
     assert "|selector-0||2||0.500||0.000||0.750||0.000|" in page
@@ -175,7 +173,7 @@ def test_of_very_many_clients_sizes_and_moves_are_drawn(tmp_path: Path) -> None:
     ]
     assert curves == [[[100, 150], [201, 151]], [[0, 50]]]
     page = render(run)
-    assert "How many clients each selector" in page
+    assert "Number of clients per cluster, and number of clients that moved at each grouping." in page
     assert "c0039 and 110 more" in page
     assert "c0040" not in page
 

@@ -57,12 +57,12 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
     page = re.sub(r"</?t[hd][^>]*>", "|", path.read_text())
     assert '<h2 id="tastes"><a href="#tastes">Latent tastes</a></h2>' in page
     assert "only the owner of this file can read it" in page
-    assert "yes: own z is worth 37.5 points over another&#39;s" in page
-    assert "2 of 3; by themselves they prove nothing" in page
+    assert "yes: own z gains 37.5 points over another&#39;s" in page
+    assert "2 of 3; neither necessary nor sufficient for informative tastes" in page
     assert "1.75 nats" in page
-    assert "lowest cyd with 12.5 points, highest ann with 75.0." in page
-    assert "2 at prototype 0, 1 at prototype 1." in page
-    assert "hold 90% and 10% of the variance" in page
+    assert "12.5 points (cyd) to 75.0 points (ann)." in page
+    assert "2 with prototype 0, 1 with prototype 1." in page
+    assert "explain 90% and 10% of the variance" in page
     # A tie goes to the first by name.
     assert "ann trusts bob most; cyd trusts ann most." in page
     assert "|ann||1.000||0.250||0||bob|" in page
@@ -72,22 +72,22 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
 def test_what_clients_told_is_shown_and_warned_of_where_it_is_not_their_taste() -> None:
     """0.75 with own z: 0.625 is 0.125 below it, 0.7 is near."""
     far, near = ({**TOLD, "told": told} for told in (0.625, 0.7))
-    assert "62.5%" in dict(tastes.tastes_facts(far))["with the z that it sent to the server"]
-    assert "with what clients sent to the server 0.625" in tastes.tastes_line(far)
+    assert "62.5%" in dict(tastes.tastes_facts(far))["accuracy with the z sent to the server"]
+    assert "with the z sent to the server 0.625" in tastes.tastes_line(far)
     assert "fewer local_steps" in tastes.tastes_line(far)
     assert (
         "fewer"
         not in tastes.tastes_line(near)
-        + dict(tastes.tastes_facts(near))["with the z that it sent to the server"]
+        + dict(tastes.tastes_facts(near))["accuracy with the z sent to the server"]
     )
 
 
 def test_the_page_says_what_would_flatter_another_clients_z(tmp_path: Path) -> None:
     """Judged pairs that it trains on, and the share of numbers that train; older files have neither."""
     facts = dict(tastes.tastes_facts({**TOLD, "met": 0.125, "trainable_share": 0.00185}))
-    assert facts["pairs that others train on"].startswith("12.5% of the judged ones")
-    assert facts["trained numbers"] == "0.18% of the frozen model's"
-    assert not {"pairs that others train on", "trained numbers"} & dict(tastes.tastes_facts(TOLD)).keys()
+    assert facts["pairs that others train on"].startswith("12.5% of the evaluated pairs; ")
+    assert facts["trainable parameters"] == "0.18% of the frozen model's"
+    assert not {"pairs that others train on", "trainable parameters"} & dict(tastes.tastes_facts(TOLD)).keys()
 
 
 def test_the_pages_words_are_those_of_a_selector_with_tastes(tmp_path: Path) -> None:
@@ -102,7 +102,8 @@ def test_the_pages_words_are_those_of_a_selector_with_tastes(tmp_path: Path) -> 
 def test_without_tastes_there_is_no_section(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     assert run.tastes is None
-    assert "Tastes" not in render(run)
+    assert 'id="tastes"' not in render(run)
+    assert "Latent tastes" not in render(run)
 
 
 def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
@@ -112,7 +113,7 @@ def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
         f"tastes: accuracy with own z 0.750, {another}; the tastes have collapsed: {COLLAPSE_REMEDY}"
     )
     assert (
-        f"no, they have collapsed: own z is worth 0.5 points over another's; {COLLAPSE_REMEDY}"
+        f"no, they have collapsed: own z gains 0.5 points over another's; {COLLAPSE_REMEDY}"
         in dict(tastes.tastes_facts(told)).values()
     )
 
@@ -130,9 +131,9 @@ def test_one_client_without_prototypes_or_trust() -> None:
     }
     section = tastes.section(alone)
     assert [each.alt for each in section["plots"]] == [
-        "KL per dimension of z: 1.75 nats in all, most in dimension 0 with 1.50."
+        "KL per dimension of z: 1.75 nats in total, at most 1.50 (dimension 0)."
     ]
-    assert ("do tastes say anything", "unknown: there is one client") in section["facts"]
+    assert ("are tastes informative", "unknown: there is only one client") in section["facts"]
     assert section["table"].rows == [("ann", ["0.750", "", "", ""])]
 
 

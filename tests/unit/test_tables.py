@@ -106,7 +106,7 @@ def test_a_table_takes_over_what_it_does_not_say(table, tmp_path):
     assert (read.seeds, list(read.columns), list(read.rows)) == ([3], ["many", "few"], ["only"])
     assert [cell.experiment().rounds for cell in read.cells(path).values()] == [9, 2]
     path.write_text(text.replace("under", "over"))
-    with pytest.raises(ConfigError, match=r"over\.toml: extends itself"):
+    with pytest.raises(ConfigError, match=r"over\.toml: extends itself, directly or through other tables$"):
         load_table(path)
 
 
@@ -150,7 +150,11 @@ def test_paths_are_taken_from_the_file_that_names_them(table, tmp_path):
             'clients.client-0 = "1"',
             "rows.shared.clients: the table has col",
         ),
-        ('[columns]\nmany = "Many"\nfew = "Few"\n', "", "rows.shared.paper: the table has no columns"),
+        (
+            '[columns]\nmany = "Many"\nfew = "Few"\n',
+            "",
+            "rows.shared.paper: the table has no columns; remove",
+        ),
         ("[rows.shared]", "[rows.'a b']", "'a b' becomes a folder's name"),
         ("seeds = [1, 2]", 'judge = "luck"', "judge = 'luck': "),
     ],

@@ -88,16 +88,16 @@ def test_the_page_is_written_after_every_round_and_loads_itself_until_the_end(
     watch.watch(run.path, page, told.append)
     assert [refreshes for refreshes, _ in seen] == [True, True, False, True]
     assert "Metrics appear after the first evaluation." in seen[0][1]
-    assert "It has finished round 1 and continues" in seen[1][1]
+    assert "It has completed round 1 and continues. This page reloads automatically." in seen[1][1]
     assert "1 round" in seen[1][1]
     assert "50.0%" in seen[1][1]
     assert seen[2][1] == ""
-    assert "finished round 2" in seen[3][1]
+    assert "completed round 2" in seen[3][1]
     assert "66.7%" in seen[3][1]
     assert "refresh" not in page.read_text()
     assert "not finished" not in page.read_text()
     assert "67% (43% to 83%)" in words(page)
-    assert told[0].startswith(f"report: {page}, written after every round")
+    assert told[0] == f"report: {page}, updated after every round; Ctrl-C stops the updates, not the run"
     assert told[1:] == [f"report: {page}"]
 
 
@@ -108,7 +108,8 @@ def test_a_run_that_nobody_works_on_is_not_waited_for(run: Run, tmp_path: Path) 
     run.steps = [lambda: lock.write_text(f"process {NOBODY} on {socket.gethostname()}")]
     watch.watch(run.path, tmp_path / "page.html", told.append)
     assert (
-        told[1] == f"report: {tmp_path / 'page.html'}; no process runs {run.path}: it stopped after round 1"
+        told[1]
+        == f"report: {tmp_path / 'page.html'}; {run.path} stopped after round 1: no process is running it"
     )
     page = tmp_path / "page.html"
     assert "It stopped after round 1" in words(page)
@@ -136,7 +137,7 @@ def test_ctrl_c_leaves_a_page_that_does_not_load_itself(run: Run) -> None:
     result = CliRunner().invoke(app, ["report", str(run.path), "--watch"])
     assert result.exit_code == 130
     page = run.path / "report.html"
-    assert "It had finished round 1 when this page was written." in words(page)
+    assert "It had completed round 1 when this page was written." in words(page)
     assert "refresh" not in page.read_text()
 
 

@@ -1,4 +1,4 @@
-"""The experiment file: typed records, their errors, and files to begin with."""
+"""The experiment file: typed settings and their validation errors."""
 
 from prefed.config.align import AlignConfig
 from prefed.config.errors import ConfigError

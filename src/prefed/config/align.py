@@ -1,4 +1,4 @@
-"""The ``[align]`` table: what the server does with the selectors after the last round."""
+"""The ``[align]`` table: alignment of the server's model after the last round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICY_OBJECTIVES = tuple(
 
 
 class AlignConfig(StrictModel):
-    """How the server aligns a model of its own with prompts alone.
+    """Alignment of the server's model on unlabelled prompts.
 
     Source: FedBiscuit (ICLR 2025), stage 2.
 
@@ -33,15 +33,13 @@ class AlignConfig(StrictModel):
 
     prompts: Source = Field(
         description="a file, folder or hub dataset with a column prompt or with preference pairs, or a "
-        ".txt file with "
-        "one prompt per line; prompts that clients hold are removed and counted"
+        ".txt file with one prompt per line; prompts that clients hold are removed and counted"
     )
     limit: int | None = Field(None, ge=1, description="maximum number of prompts; default: all")
     raw: bool = Field(
         False,
         description="use prompts without a chat template; otherwise a text becomes a user's turn if the "
-        "clients' "
-        "prompts are dialogues",
+        "clients' prompts are dialogues",
     )
     sft: str | None = Field(
         None,
@@ -63,15 +61,13 @@ class AlignConfig(StrictModel):
     labels: int | str = Field(
         "majority",
         description="the labeller: the majority of all selectors, one selector by its number, or "
-        "judge:NAME, a judge of "
-        "`prefed judge` instead of the selectors, e.g. judge:reward:FOLDER",
+        "judge:NAME, a judge of `prefed judge` instead of the selectors, e.g. judge:reward:FOLDER",
     )
     taste: str | None = Field(
         None,
         min_length=1,
         description="for selectors with a latent taste, the taste to label with: a client's id, "
-        "prototype:K, or "
-        "population, the mean of all (the default)",
+        "prototype:K, or population, the mean of all (the default)",
     )
     tastes: Literal["posteriors", "prototypes"] | None = Field(
         None,
@@ -131,53 +127,48 @@ class AlignConfig(StrictModel):
         if not number and self.labels != "majority" and not self.judge:
             raise ValueError("labels must be majority, a selector's number from 0, or judge:NAME")
         if self.taste is not None and self.judge is not None:
-            raise ValueError(f"taste requires selectors, but {self.labels} labels instead of them")
+            raise ValueError(f"taste requires selectors, but labels = {self.labels!r}: remove one of them")
         if self.tastes is not None and (self.judge is not None or self.taste is not None):
             given = f"labels = {self.labels!r}" if self.taste is None else f"taste = {self.taste!r}"
             raise ValueError(f"with tastes, the selector labels with the sampled taste: remove {given}")
         if self.tastes is None and (self.generations or self.regenerate):
-            raise ValueError("generations and regenerate require a policy with tastes: set tastes too")
+            raise ValueError("generations and regenerate require tastes: set tastes, or remove them")
         if self.model is not None and self.model.train == "full":
             raise ValueError("model.train = 'full': the alignment trains a LoRA: remove it")
         if "beta" in self.objective_settings:
-            raise ValueError("beta is a separate key, not one of objective_settings")
+            raise ValueError("beta is a separate key: move it out of objective_settings")
         self.goal()
         return self
 
     @property
     def judge(self) -> str | None:
-        """The judge that labels in the selectors' place, without ``judge:``; ``None`` if selectors label."""
+        """The judge that labels, without ``judge:``; ``None`` if the selectors label."""
         kind, _, name = str(self.labels).partition(":")
         return name if kind == "judge" else None
 
     def check_tastes(self, method: str, has_tastes: bool) -> None:
-        """Refuse a taste for a method whose selectors have none.
-
-        Args:
-            method: its name.
-            has_tastes: whether its models have a latent taste.
+        """Reject ``taste`` and ``tastes`` for a method without a latent taste.
 
         Raises:
-            ValueError: the method has none, and a key needs one.
+            ValueError: a key requires a latent taste, and the method has none.
         """
         for key, value in (("taste", self.taste), ("tastes", self.tastes)):
             if value is not None and not has_tastes:
                 raise ValueError(
                     f"[align] {key} = {value!r}: {method} has no latent taste; use fedvpl or fedvpa, or "
-                    "leave it out"
+                    "remove the key"
                 )
 
     def goal(self) -> Objective:
         """The objective with all its settings.
 
         Raises:
-            ValueError: there is no such objective, labelled pairs do not suffice for it, or it has no such
-                setting.
+            ValueError: the objective is unknown or needs more than labelled pairs, or has no such setting.
         """
         loss = objective(self.objective)
         if loss.name not in POLICY_OBJECTIVES:
             raise ValueError(
-                f"objective {self.objective!r} is not for labelled pairs; choose from: "
+                f"objective {self.objective!r} cannot train on labelled pairs; choose from: "
                 + ", ".join(POLICY_OBJECTIVES)
             )
         own = {} if self.beta is None else {"beta": self.beta}
@@ -185,31 +176,29 @@ class AlignConfig(StrictModel):
 
 
 class _Tables(StrictModel):
-    """What ``--set`` may change for an alignment."""
-
     align: AlignConfig
 
 
 def align_settings(
     stored: Mapping[str, Any] | None, overrides: Sequence[str], folder: Path, file: Path | None = None
 ) -> AlignConfig:
-    """The ``[align]`` table with overrides laid over it.
+    """Apply overrides to an ``[align]`` table.
 
-    An override without a value takes a key back to its default. One of two keys that exclude each other
-    takes the other one's place: ``taste``, ``tastes`` and a judge in ``labels``.
+    An override with an empty value resets the key to its default. ``taste``, ``tastes`` and a judge in
+    ``labels`` exclude each other: overriding one of them drops the others.
 
     Args:
-        stored: the table as it is; ``None`` if there is none.
+        stored: the table, if there is one.
         overrides: ``"align.KEY=VALUE"`` each.
-        folder: relative paths are looked for in the working folder, and then here.
-        file: that holds ``stored``, for messages; left out: ``folder``.
+        folder: where to look up relative paths that are not in the working folder.
+        file: file of ``stored``, for messages; default: ``folder``.
 
     Raises:
-        ConfigError: there are no prompts, an unknown key, or a value that is not allowed.
+        ConfigError: there are no prompts, a key is unknown, or a value is invalid.
     """
     tables: dict[str, Any] = {"align": dict(stored or {})}
     origins = override(tables, overrides, folder)
-    _lay_aside(tables["align"], {keys[1] for keys in origins if keys[0] == "align" and len(keys) > 1})
+    _drop_conflicts(tables["align"], {keys[1] for keys in origins if keys[0] == "align" and len(keys) > 1})
     if "prompts" not in tables["align"]:
         raise ConfigError(f"{folder}: no [align] table: name the server's prompts with --prompts FILE")
     try:
@@ -218,19 +207,19 @@ def align_settings(
         raise ConfigError(explain(error, _Tables, tables, f"[align] of {file or folder}", origins)) from None
 
 
-def _lay_aside(table: dict[str, Any], given: Set[str]) -> None:
-    """Drop stored keys that cannot go with those that overrides give, and keys that they empty."""
+def _drop_conflicts(table: dict[str, Any], given: Set[str]) -> None:
+    """Drop stored keys that conflict with the overridden keys ``given``, and keys overridden with ""."""
     for key in given & AlignConfig.model_fields.keys():
         if table.get(key) == "":
             del table[key]
     judged = str(table.get("labels", "")).startswith("judge:")
     labelling, tasting = {"labels"} if judged else set[str](), {"tastes", "generations", "regenerate"}
-    aside = set[str]()
+    dropped = set[str]()
     if "tastes" in given:
-        aside |= {"taste"} | labelling if "tastes" in table else tasting
+        dropped |= {"taste"} | labelling if "tastes" in table else tasting
     if "taste" in given and table.get("taste", "population") != "population":
-        aside |= tasting | labelling
+        dropped |= tasting | labelling
     if judged and "labels" in given:
-        aside |= {"taste"} | tasting
-    for key in aside - given:
+        dropped |= {"taste"} | tasting
+    for key in dropped - given:
         table.pop(key, None)

@@ -1,4 +1,4 @@
-"""Messages about an experiment file, or another: they name the file, the key, the value and a remedy."""
+"""Validation errors as messages that name the file, the key, the value and a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefed.core.text import did_you_mean
 
 
 class ConfigError(ValueError):
-    """An experiment file cannot be run. The message names the file, the key and a remedy."""
+    """A settings file is invalid. The message names the file, the key and a remedy."""
 
 
 _OTHER_NAMES = {
@@ -39,7 +39,7 @@ _OTHER_NAMES = {
     "rounds": "num_rounds n_rounds communication_rounds",
     "seed": "random_seed",
 }
-"""Keys of an experiment, and what other tools call them."""
+"""Key of an experiment → its names in other tools."""
 
 
 def explain(
@@ -49,20 +49,20 @@ def explain(
     where: str,
     origins: Mapping[tuple[str, ...], str],
 ) -> str:
-    """Describe each problem in a line.
+    """Describe each validation problem in one line.
 
     Args:
-        root: the record that ``tree`` does not fit.
-        tree: the nested tables that were validated.
-        where: the file that they come from.
-        origins: path of a key → the option that set it, for keys that the file does not set.
+        root: the settings class that ``tree`` was validated against.
+        tree: nested tables.
+        where: the file of ``tree``, for messages.
+        origins: path of a key → the option that set it, for keys not set by the file.
     """
     branches: dict[tuple[str, ...], dict[str, list[tuple[tuple[str, ...], str]]]] = {}
     for detail in error.errors(include_url=False):
         keys, union, tag = _locate(detail["loc"], tree)
         line = f"{_origin(keys, where, origins)}: {_line(detail, keys, root, tree)}"
         branches.setdefault(union, {}).setdefault(tag, []).append((keys, line))
-    # A value that fits no branch of a union fails in each. The branch with the fewest problems is shown.
+    # A value that matches no branch of a union fails in every branch: show the one with the fewest problems.
     nearest_branches = [
         min(tags.values(), key=lambda lines: (len(lines), -max(len(keys) for keys, _ in lines)))
         for tags in branches.values()
@@ -83,7 +83,7 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
     name = ".".join(keys)
     if detail["type"] == "extra_forbidden":
         known = [field for record in records(root, keys[:-1], tree) for field in record.model_fields]
-        listed = f"; known there: {', '.join(sorted(set(known)))}" if known else ""
+        listed = f"; known keys: {', '.join(sorted(set(known)))}" if known else ""
         meant = _synonym(keys[-1], known, root) or did_you_mean(keys[-1], known)
         return f"{name}: no such key{meant or listed}"
     if detail["type"] == "missing":
@@ -101,9 +101,9 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
 
 
 def _synonym(key: str, known: Collection[str], root: type[BaseModel]) -> str:
-    """The end of a message about a key that other tools have; empty where it is none, or nothing is alike."""
+    """A hint for a key that belongs to another tool or another table; empty if there is none."""
     names = (name for name, others in _OTHER_NAMES.items() if key.lower() in others.split())
-    # So is a key in a wrong table, such as lr at the top of a file.
+    # A key in the wrong table, such as lr at the top of the file.
     name = next(names, "") or next((name for name in _OTHER_NAMES if name.endswith(f".{key}")), "")
     last, top = name.rpartition(".")[2], name.partition(".")[0]
     if last in known:
@@ -112,11 +112,11 @@ def _synonym(key: str, known: Collection[str], root: type[BaseModel]) -> str:
 
 
 def _locate(loc: tuple[int | str, ...], tree: Any) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Find the key that pydantic's ``loc`` names.
+    """Find the key at pydantic's ``loc``.
 
     Returns:
-        The path of the key, without tags of unions. Then the outermost union on that path for which no tag
-        chose a branch: its path and the branch, both empty if there is no such union.
+        The path of the key, without union tags. Then the path and the branch of the outermost untagged union
+        on the way, both empty if there is none.
     """
     keys: list[str] = []
     union: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def _locate(loc: tuple[int | str, ...], tree: Any) -> tuple[tuple[str, ...], tup
     for number, step in enumerate(loc):
         last = number == len(loc) - 1
         if isinstance(tree, Mapping) and step == tree.get("by") and not last:
-            continue  # a tag that the table itself names
+            continue  # the union tag, given by the table's key "by"
         if isinstance(tree, Mapping) and (step in tree or last):
             tree = tree.get(step)
         elif isinstance(tree, list | tuple) and isinstance(step, int) and (step < len(tree) or last):
@@ -137,7 +137,7 @@ def _locate(loc: tuple[int | str, ...], tree: Any) -> tuple[tuple[str, ...], tup
 
 
 def records(root: type[BaseModel], keys: Iterable[str], tree: Mapping[str, Any]) -> list[type[BaseModel]]:
-    """The records that the table at ``keys`` may be, given the tags in ``tree``."""
+    """The settings classes that the table at ``keys`` may have, given the union tags in ``tree``."""
     candidates = [root]
     inside: Any = tree
     for key in keys:
@@ -150,7 +150,7 @@ def records(root: type[BaseModel], keys: Iterable[str], tree: Mapping[str, Any])
 
 
 def _by_tag(record: type[BaseModel], inside: Any) -> list[type[BaseModel]]:
-    """``record`` if the table's tag allows it; for a method, the record of that method's settings."""
+    """``record`` if the table's tag allows it; for ``MethodConfig``, the settings class of the method."""
     tags = inside if isinstance(inside, Mapping) else {}
     if record.__name__ == "MethodConfig":
         from prefed.methods import METHODS

@@ -1,4 +1,4 @@
-"""The experiment file as typed records, and which of its settings go together."""
+"""The experiment file as a typed record, with checks across its tables."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from prefed.models import ModelConfig
 
 
 class Experiment(StrictModel):
-    """A whole experiment: everything that a run needs to know.
+    """All settings of a run.
 
     Raises:
-        ConfigError: a key or a value is not allowed; the message has a line for each.
+        ConfigError: a key or a value is invalid; the message has one line per problem.
 
     >>> experiment = Experiment(
     ...     data={"train": "pairs.jsonl", "partition": {"by": "iid", "clients": 4}},
@@ -96,41 +96,40 @@ class Experiment(StrictModel):
         try:
             super().__init__(**tables)
         except ValidationError as error:
-            raise _refused(type(self), error, tables) from None
+            raise _config_error(type(self), error, tables) from None
 
-    # Records inside a table are validated without it, and pydantic may wrap no error of ours in its own.
+    # Lets pydantic bypass __init__ when it validates, so that it does not wrap a ConfigError.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """The experiment in nested tables.
+        """Validate nested tables.
 
         Raises:
-            ConfigError: they are not a valid experiment; the message has a line for each problem.
+            ConfigError: the experiment is invalid; the message has one line per problem.
         """
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
-            raise _refused(cls, error, obj if isinstance(obj, Mapping) else {}) from None
+            raise _config_error(cls, error, obj if isinstance(obj, Mapping) else {}) from None
 
     @model_validator(mode="after")
     def _selectors(self) -> Experiment:
         if self.align is not None and self.method.kind.reads != "choice":
             named = ", ".join(name for name, kind in METHODS.items() if kind.reads == "choice")
             raise ValueError(
-                f"[align] needs selectors, but {self.method.name} trains none: use one of {named}, or leave "
-                "[align] out"
+                f"[align] needs selectors, but {self.method.name} trains none: use one of {named}, or remove "
+                "[align]"
             )
         if self.data.score == "whole" and self.method.kind.reads == "choice":
             raise ValueError(
-                "[data] score = 'whole' is for policies, but "
-                f"{self.method.name} trains selectors: leave it out"
+                f"[data] score = 'whole' is for policies, but {self.method.name} trains selectors: remove it"
             )
         count = getattr(self.method.settings, "selectors", 1)
         if self.align is not None and isinstance(self.align.labels, int) and self.align.labels >= count:
             raise ValueError(
-                f"[align] labels = {self.align.labels}: {self.method.name} trains {count} selectors here, "
-                "numbered from 0"
+                f"[align] labels = {self.align.labels}: {self.method.name} trains {count} selectors, so "
+                f"labels is at most {count - 1}"
             )
         if self.align is not None:
             self.align.check_tastes(self.method.name, self.has_tastes)
@@ -153,8 +152,8 @@ class Experiment(StrictModel):
             self.stop.check(self.method.kind, self.method.settings, self.evaluate.every)
         if self.engine.devices and self.model.device not in ("auto", "cuda"):
             raise ValueError(
-                f"[engine] devices names CUDA devices, but [model] device = {self.model.device!r}: leave one "
-                "of them out"
+                f"[engine] devices lists CUDA devices, but [model] device = {self.model.device!r}: remove "
+                "one of them"
             )
         return self
 
@@ -163,32 +162,37 @@ class Experiment(StrictModel):
         _check_privacy(self)
         fleet, graph = self.fleet, self.whole_graph
         if fleet is not None and self.cohort.sampling == "poisson":
-            raise ValueError("[fleet] asks clients as they become free: keep [cohort] sampling 'fixed'")
+            raise ValueError(
+                "[cohort] sampling = 'poisson' does not apply to a [fleet], which assigns work to clients as "
+                "they become free: use 'fixed'"
+            )
         if graph is None:
             return self
         if self.cohort != CohortConfig():
-            raise ValueError("[cohort]: without a server all clients train in every round: remove it")
+            raise ValueError(
+                "[cohort] needs a server: without one, all clients train in every round: remove it"
+            )
         if fleet is not None:
             raise ValueError("[fleet] needs a server, but [graph] has none: remove one of them")
         return self
 
     @property
     def parts(self) -> frozenset[str]:
-        """The parts that the model must have, for the method and the merge rule.
+        """The model parts that the method and the merge rule need.
 
-        Where every weight trains, ``weights`` replaces ``lora``.
+        With ``train = "full"``, ``weights`` replaces ``lora``.
         """
         needs = self.method.kind.needs(self.method.settings) | lora.needs(self.merge.lora)
         return needs - {LORA} | {"weights"} if self.model.train == "full" else needs
 
     @property
     def whole_graph(self) -> GraphConfig | None:
-        """``[graph]``, or its defaults for a method without a server; ``None`` where there is a server."""
+        """``[graph]``, or its defaults for a serverless method; ``None`` with a server."""
         return GraphConfig() if self.graph is None and self.method.kind.serverless else self.graph
 
     @property
     def whole_merge(self) -> MergeConfig:
-        """``[merge]``, where ``late`` says what a late upload counts as, unless all are in time."""
+        """``[merge]``, with the default of ``late`` filled in if there is a fleet."""
         if self.fleet is None or self.merge.late is not None:
             return self.merge
         late = "delta" if self.fleet.server == "buffered" else "model"
@@ -198,15 +202,15 @@ class Experiment(StrictModel):
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
         """Read an experiment file.
 
-        A path to data or to a model folder is relative to the file's folder, or else to the working folder.
-        It becomes absolute. A name that is no path there stays as it is: it is a hub name.
+        A path to data or to a model is looked up in the file's folder, then in the working folder, and made
+        absolute. A name that is found in neither is a hub name.
 
         Args:
             overrides: ``"key.sub=value"`` each. The value is written as in TOML; a bare word is a string.
 
         Raises:
-            ConfigError: the file or an override cannot be read, names an unknown key, or has a value that is
-                not allowed. The message names the place, the problem and a remedy.
+            ConfigError: the file or an override cannot be read, or has an unknown key or an invalid value.
+                The message names the place, the problem and a remedy.
         """
         path = Path(path)
         tables = read_toml(path)
@@ -215,10 +219,10 @@ class Experiment(StrictModel):
 
     @classmethod
     def parse(cls, text: str) -> Experiment:
-        """Read an experiment from a TOML text; relative paths in it stay relative.
+        """Parse an experiment from TOML text. Relative paths stay relative.
 
         Raises:
-            ConfigError: the text is not TOML, or not a valid experiment.
+            ConfigError: the text is not TOML, or the experiment is invalid.
         """
         return cls.from_tables(parse_toml(text, "the text"), "the text")
 
@@ -226,14 +230,14 @@ class Experiment(StrictModel):
     def from_tables(
         cls, tables: Mapping[str, Any], where: str, origins: Origins = MappingProxyType({})
     ) -> Experiment:
-        """Validate nested tables.
+        """Validate nested tables from a file.
 
         Args:
-            where: the file that they come from, for messages.
-            origins: path of a key → the option that set it, for keys that the file does not set.
+            where: the file, for messages.
+            origins: path of a key → the option that set it, for keys not set by the file.
 
         Raises:
-            ConfigError: they are not a valid experiment; the message has a line for each problem.
+            ConfigError: the experiment is invalid; the message has one line per problem.
         """
         try:
             return super().model_validate(dict(tables))
@@ -241,27 +245,30 @@ class Experiment(StrictModel):
             raise ConfigError(explain(error, cls, tables, where, origins)) from None
 
     def tables(self) -> dict[str, Any]:
-        """Nested tables with every default filled in, without the keys that are ``None``."""
+        """The experiment as nested tables, including defaults but without keys that are ``None``."""
         return self.model_dump(mode="json", exclude_none=True)
 
 
-def _refused(root: type[Experiment], error: ValidationError, tables: Mapping[str, Any]) -> ConfigError:
+def _config_error(root: type[Experiment], error: ValidationError, tables: Mapping[str, Any]) -> ConfigError:
     return ConfigError(explain(error, root, tables, "Experiment", {}))
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Write an experiment, with every default filled in, as :meth:`Experiment.parse` reads it."""
+    """Serialise an experiment, including defaults, for :meth:`Experiment.parse`."""
     return tomli_w.dumps(experiment.tables())
 
 
 def _check_every_weight(experiment: Experiment) -> None:
-    """Raise ``ValueError`` where ``train = "full"`` meets a LoRA, or parts over a frozen model."""
+    """Check that nothing requires a LoRA or a frozen model if ``train = "full"``.
+
+    Raises:
+        ValueError: a setting does.
+    """
     merge, kind, align = experiment.merge, experiment.method.kind, experiment.align
     if merge.lora != "fedit":
         raise ValueError(
             f"[merge] lora = {merge.lora!r} applies to the factors of a LoRA, but with [model] train = "
-            "'full' "
-            "there is none: remove one of them"
+            "'full' there is none: remove one of them"
         )
     if own := sorted(kind.needs(experiment.method.settings) - {LORA, VALUE}):
         raise ValueError(
@@ -270,31 +277,30 @@ def _check_every_weight(experiment: Experiment) -> None:
         )
     if align is not None and align.model is None:
         raise ValueError(
-            "[align] trains a LoRA, but [model] has train = 'full': give the alignment an [align.model] of "
-            "its own"
+            "[align] trains a LoRA, but [model] has train = 'full': set the model to align in [align.model]"
         )
 
 
 _NEVER = {
     "centralized": "it pools all pairs, so there is no client to protect",
-    "local": "its clients send no tensors, and with a kind no losses: there is nothing to protect",
-    "fedbiscuit": "it groups clients by the losses they report, which get no noise",
+    "local": "its clients send neither tensors nor, with a kind, losses: there is nothing to protect",
+    "fedbiscuit": "it groups clients by the losses that they report without noise",
 }
-"""Method → why it has no differential privacy."""
+"""Method → why it does not support differential privacy."""
 _SINGLE = {
-    "fedamp": "its server keeps each client's model and mixes them for every client",
-    "fedvpl": "its server keeps each client's posterior",
-    "fedvpa": "its server keeps each client's posterior and sends it to the others",
-    "fedbiscuit": "its server groups clients by their losses, with a model for each group",
+    "fedamp": "its server mixes the clients' individual models for every client",
+    "fedvpl": "its server stores each client's posterior",
+    "fedvpa": "its server stores each client's posterior and sends it to the others",
+    "fedbiscuit": "its server groups clients by their losses and merges each group",
 }
-"""Method → why its server cannot do with the mean of all uploads."""
+"""Method → why its server needs individual uploads."""
 
 
 def _check_privacy(experiment: Experiment) -> None:
-    """See that everything that leaves a client is covered by the noise, or is not sent.
+    """Check that noise covers everything that leaves a client.
 
     Raises:
-        ValueError: it is not; the message says what does not go together.
+        ValueError: it does not; the message names the setting to change.
     """
     kind = experiment.privacy.kind
     if kind is None:
@@ -309,11 +315,11 @@ def _check_privacy(experiment: Experiment) -> None:
 def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
     name, merge = experiment.method.name, experiment.merge
     if name in _NEVER:
-        yield f"{name} cannot be covered: {_NEVER[name]}"
+        yield f"{name} does not support differential privacy: {_NEVER[name]}"
     if merge.weights != "uniform" and experiment.whole_graph is None:
         yield (
-            f"[merge] weights = {merge.weights!r} depends on clients' numbers of pairs, which are sent "
-            "without noise and would let a client count for more: set 'uniform'"
+            f"[merge] weights = {merge.weights!r} depends on the clients' numbers of pairs, which are sent "
+            "without noise and give some clients more weight: set 'uniform'"
         )
     if experiment.method.settings.schedule == "plateau":
         yield "schedule 'plateau' depends on clients' losses, which are not sent: use another schedule"
@@ -327,23 +333,23 @@ def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
 
 
 def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
-    """Why a server that knows only the mean of a round's uploads cannot do its work; nothing if it can.
+    """Reasons why the mean of a round's uploads is not enough for the server.
 
-    Noise on a mean and secure aggregation both need this.
+    Central differential privacy and secure aggregation provide only this mean.
     """
     name, merge = experiment.method.name, experiment.merge
     if experiment.whole_graph is not None:
         yield "without a server, no party has the mean of all uploads"
     if experiment.fleet is not None:
-        yield "[fleet] lets one client upload twice in a round, or late, from another model: remove it"
+        yield "[fleet] lets a client upload late, or twice in a round: remove it"
     if name in _SINGLE:
         yield f"{_SINGLE[name]}, but only the mean of all uploads is available"
     if merge.rule != "mean":
-        yield f"[merge] rule = {merge.rule!r} selects among single uploads: use rule 'mean'"
+        yield f"[merge] rule = {merge.rule!r} needs individual uploads: use rule 'mean'"
     if merge.lora in ("fedex", "flexlora"):
         yield (
-            f"[merge] lora = {merge.lora!r} needs the products of each client's factors, but only the "
-            "mean of the factors is available: use another"
+            f"[merge] lora = {merge.lora!r} needs the product of each client's factors, but only the mean of "
+            "the factors is available: use another value"
         )
     if getattr(experiment.method.settings, "alignment", "off") != "off":
-        yield "alignment weights each upload by its angle to the others: set it to 'off'"
+        yield "[method] alignment weights each upload by its angle to the others: set it to 'off'"

@@ -1,4 +1,4 @@
-"""Read an experiment file: its tables, the overrides laid over them, and the paths in them."""
+"""Reading TOML files, overriding their keys, and resolving their paths."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any, TypeAlias
 from prefed.config.errors import ConfigError
 
 Origins: TypeAlias = Mapping[tuple[str, ...], str]
-"""Path of a key → the option that set it, for keys that the file does not set."""
+"""Path of a key → the option that set it, for keys not set by the file."""
 
 
 def read_toml(path: Path, remedy: str | None = None) -> dict[str, Any]:
     """Read a TOML file.
 
     Args:
-        remedy: where such a file comes from, for the message if there is none; left out: that of an
-            experiment.
+        remedy: hint for a missing file; default: how to create an experiment file.
 
     Raises:
-        ConfigError: it cannot be read, is not UTF-8 or is not TOML.
+        ConfigError: the file cannot be read, is not UTF-8 or is not TOML.
     """
     try:
         raw = path.read_bytes()
@@ -31,7 +30,7 @@ def read_toml(path: Path, remedy: str | None = None) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
-        # Editors on Windows may put a byte order mark before the text.
+        # Some Windows editors write a byte order mark.
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
@@ -45,7 +44,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """Parse a TOML text.
 
     Raises:
-        ConfigError: it is not TOML; the message names ``where``.
+        ConfigError: the text is not TOML; the message names ``where``.
     """
     try:
         return tomllib.loads(text)
@@ -56,18 +55,18 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 def override(
     tables: dict[str, Any], overrides: Sequence[str], folder: Path, option: str = "--set"
 ) -> Origins:
-    """Put the values of ``--set`` into an experiment's ``tables``.
+    """Override keys of ``tables`` in place.
 
     Args:
         overrides: ``"key.sub=value"`` each.
-        folder: relative paths are looked for in the working folder, and then here.
-        option: what messages call them.
+        folder: where to look up relative paths that are not in the working folder.
+        option: the command-line option of the overrides, for messages.
 
     Returns:
-        Path of each key that an override set → the override, for messages.
+        Path of each overridden key → the override, for messages.
 
     Raises:
-        ConfigError: an override is not ``key=value``, or its key is inside a value that is no table.
+        ConfigError: an override is not ``key=value``, or its key is inside a value that is not a table.
     """
     origins: dict[tuple[str, ...], str] = {}
     for text in overrides:
@@ -81,7 +80,7 @@ def override(
 
 
 def make_absolute(tables: dict[str, Any], folders: Sequence[Path]) -> None:
-    """Make each path absolute that exists in one of ``folders``; the first such folder counts."""
+    """Make each path absolute that exists in one of ``folders``; earlier folders take precedence."""
     for table, key in list(_paths(tables)):
         path = Path(table[key]).expanduser()
         for folder in folders if table[key] else ():
@@ -91,10 +90,12 @@ def make_absolute(tables: dict[str, Any], folders: Sequence[Path]) -> None:
 
 
 def parse_override(text: str, option: str = "--set") -> tuple[tuple[str, ...], Any]:
-    """The path of the key and the value of ``"key.sub=value"``.
+    """Split ``"key.sub=value"`` into the path of the key and the value.
+
+    A value that is not valid TOML is a string.
 
     Raises:
-        ConfigError: it is not ``key=value``; the message names the option.
+        ConfigError: the text is not ``key=value``; the message names the option.
     """
     name, equals, word = text.partition("=")
     try:
@@ -127,7 +128,7 @@ def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], o
 
 
 def _paths(tables: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Find each text that may be a path: the table or list that holds it, and its key there."""
+    """Yield the table or list, and the key in it, of each string that may be a path."""
     align = tables.get("align")
     inside = align if isinstance(align, dict) else {}
     for table, key in (

@@ -1,4 +1,4 @@
-"""Starting files for experiments, written from the settings records."""
+"""New experiment files, generated from the settings classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefed.methods import METHODS, MethodKind
 
 WIDTH = 100
 MODEL = "distilbert/distilgpt2"
-"""A small model on the hub that suits a first run."""
+"""Default model: a small one on the hub."""
 EXAMPLES: dict[tuple[str, ...], Any] = {
     ("data", "train"): "train.jsonl",
     ("data", "partition"): {"by": "column", "column": "client"},
@@ -28,7 +28,7 @@ EXAMPLES: dict[tuple[str, ...], Any] = {
     ("align", "prompts"): "prompts.jsonl",
     ("track", "to"): ["tensorboard"],
 }
-"""Values of the keys that have no default."""
+"""Example values of keys without a default."""
 EXAMPLE = """\
 rounds = {rounds}
 
@@ -47,7 +47,7 @@ lr = {lr}
 {length}"""
 COLUMNS = ("prompt", "chosen", "rejected", "client")
 PAIRS = 100
-"""Pairs of each client in the example."""
+"""Pairs per client in the example."""
 OPTIONAL: dict[str, type[BaseModel]] = {
     "fleet": FleetConfig,
     "graph": GraphConfig,
@@ -55,22 +55,22 @@ OPTIONAL: dict[str, type[BaseModel]] = {
     "track": TrackConfig,
     "align": AlignConfig,
 }
-"""Tables that change what a run does by being there."""
+"""Optional tables; an empty one already changes the run."""
 SET = {("seed",), ("rounds",), ("method", "lr"), ("method", "batch_size")}
-"""Keys that are written with their default, not commented out: people change them first."""
+"""Keys whose default is written uncommented."""
 
 
 def starting_file(method: str, model: str = MODEL) -> str:
-    """A commented experiment file for ``method``: every key, its default and its meaning.
+    """A commented experiment file for ``method``: every key with its default and description.
 
-    Keys with a default are commented out. So the file sets none of two settings that exclude each other.
+    Keys with a default are commented out, because some exclude each other.
 
     Args:
-        method: its name.
+        method: the method's name.
         model: a folder or a hub name.
 
     Raises:
-        KeyError: there is no such method.
+        KeyError: unknown method.
     """
     kind = METHODS[method]
     head = (
@@ -83,16 +83,16 @@ def starting_file(method: str, model: str = MODEL) -> str:
 
 
 def example_file(method: str, pairs: str, model: str = MODEL) -> str:
-    """A short experiment file for ``method`` on the file ``pairs`` of :func:`example_pairs`.
+    """A short experiment file for ``method``.
 
     Args:
-        method: its name.
-        pairs: the file's name.
+        method: the method's name.
+        pairs: name of a file with :func:`example_pairs`.
         model: a folder or a hub name.
     """
     kind = METHODS[method]
     rate = kind.Settings.model_fields["lr"].default
-    # A method with rounds of its own needs its own short visits too.
+    # A method with its own number of rounds keeps its own number of local steps too.
     rounds, length = (10, "local_epochs = 1\n") if kind.rounds is None else (kind.rounds, "")
     return EXAMPLE.format(
         rounds=rounds,
@@ -115,7 +115,7 @@ def example_pairs() -> str:
 
 
 def describe(record: type[BaseModel], name: str) -> str:
-    """The meaning of a key: the field's description, or its line under ``Attributes:`` in the docstring.
+    """The description of a field, or its entry under ``Attributes:`` in the class docstring.
 
     >>> from prefed.data import DataConfig
     >>> describe(DataConfig, "flip")
@@ -133,7 +133,7 @@ def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> 
     inner: list[tuple[str, type[BaseModel]]] = []
     for name, field in record.model_fields.items():
         if not path and name in OPTIONAL:
-            continue  # they come last
+            continue
         below = _record(field, (*path, name), kind)
         if below is not None:
             inner.append((name, below))
@@ -158,7 +158,7 @@ def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> 
 
 
 def _optional(name: str, table: type[BaseModel] | None) -> Iterator[str]:
-    """The meaning of a table, and its keys, all behind #: a table that is there changes what a run does."""
+    """An optional table with its keys, all commented out."""
     yield from _comment(f"[{name}]: {describe(Experiment, name)}")
     if table is not None:
         yield f"# [{name}]"
@@ -170,7 +170,7 @@ def _optional(name: str, table: type[BaseModel] | None) -> Iterator[str]:
 
 
 def _record(field: FieldInfo, path: tuple[str, ...], kind: MethodKind) -> type[BaseModel] | None:
-    """The record of a key that is a table of its own; ``None`` for another key."""
+    """The settings class of a field that is a table; ``None`` for other fields."""
     if path == ("method",):
         return kind.Settings
     annotation = field.annotation

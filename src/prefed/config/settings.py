@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, SerializeAsAny, field_validator, model_serializer, model_validator
 
 from prefed.core.strict_settings import StrictModel
-from prefed.core.text import did_you_mean
+from prefed.core.text import did_you_mean, pluralize
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 
 
 class CohortConfig(StrictModel):
-    """How many clients take part in a round, and how they are drawn.
+    """Number and sampling of the clients that take part in a round.
 
     >>> CohortConfig(fraction=0.1).of(53), CohortConfig().of(53)
     (5, None)
@@ -21,12 +21,10 @@ class CohortConfig(StrictModel):
 
     size: int | None = Field(None, ge=1, description="clients per round; default without fraction: all")
     fraction: float | None = Field(None, gt=0, le=1, description="share of the clients, instead of size")
-
     sampling: Literal["fixed", "poisson"] = Field(
         "fixed",
         description="fixed: exactly size clients, sampled without replacement; poisson: each client "
-        "independently, all "
-        "with the same probability, so that size is the expected number",
+        "independently, all with the same probability, so that size is the expected number",
     )
     offences: int | None = Field(
         None,
@@ -39,19 +37,23 @@ class CohortConfig(StrictModel):
         if self.size is not None and self.fraction is not None:
             raise ValueError("give size or fraction, not both")
         if self.sampling == "poisson" and self.size is None and self.fraction is None:
-            raise ValueError("sampling 'poisson' needs size or fraction: without them all clients take part")
+            raise ValueError("sampling = 'poisson' requires size or fraction: set one of them")
         return self
 
     def of(self, clients: int) -> int | None:
-        """Clients a round, out of ``clients`` in all, and at least one; ``None`` for all."""
+        """Clients per round, at least one; ``None`` for all.
+
+        Args:
+            clients: total number of clients.
+        """
         return self.size if self.fraction is None else max(1, round(self.fraction * clients))
 
 
 def method_kind(name: str) -> MethodKind:
-    """Look a method up in the registry.
+    """Look up a method in the registry.
 
     Raises:
-        ValueError: it has no such method; the message has the nearest name.
+        ValueError: unknown method; the message suggests the nearest name.
     """
     if name not in METHODS:
         raise ValueError(
@@ -61,13 +63,13 @@ def method_kind(name: str) -> MethodKind:
 
 
 class MethodConfig(BaseModel):
-    """A method's name and its settings.
+    """A method's name and settings.
 
-    In a file and in a mapping they are in one table: ``{"name": "feddpo", "lr": 1e-4}``.
+    A file or mapping has them in one table: ``{"name": "feddpo", "lr": 1e-4}``.
 
     Attributes:
         name: one of :data:`prefed.methods.METHODS`.
-        settings: the record of that method's settings.
+        settings: instance of that method's settings class.
     """
 
     model_config = {"frozen": True, "extra": "forbid"}
@@ -99,7 +101,7 @@ class MethodConfig(BaseModel):
 
 
 class EvaluateConfig(StrictModel):
-    """How clients' models are evaluated on their own pairs."""
+    """Evaluation of the clients' models on their own pairs."""
 
     every: int = Field(1, ge=0, description="rounds between evaluations; 0: only after the last round")
     split: Literal["test", "validation"] = Field(
@@ -146,10 +148,7 @@ class EvaluateConfig(StrictModel):
 
 
 class StopConfig(StrictModel):
-    """The best round of a run is kept beside the last, and a run that gets no better stops.
-
-    Both are judged on clients' validation pairs, never on test pairs.
-    """
+    """Selection of the best round, and early stopping, both on clients' validation pairs."""
 
     patience: int | None = Field(
         None,
@@ -167,18 +166,20 @@ class StopConfig(StrictModel):
     delta: float = Field(0.0, ge=0, description="minimum improvement over the best round")
 
     def check(self, kind: MethodKind, settings: TrainingSettings, every: int) -> None:
-        """Refuse what the run cannot be judged by.
+        """Check that the metric is available during the run.
 
         Args:
-            every: rounds from one evaluation to the next; 0 for one after the last round alone.
+            kind: the method.
+            settings: the method's settings.
+            every: ``[evaluate] every``.
 
         Raises:
-            ValueError: it has no evaluation before its last round, or the method has no such figure.
+            ValueError: only the last round is evaluated, or the method does not have the metric.
         """
         if not every:
             raise ValueError(
-                "[stop] needs evaluations, but with [evaluate] every = 0 only the last round has one: "
-                "set it to 1 or more"
+                "[stop] needs evaluations, but with [evaluate] every = 0 only the last round is evaluated: "
+                "set every to 1 or more"
             )
         without = {
             "combined_accuracy": "reward" not in kind.needs(settings) and "no reward head",
@@ -186,13 +187,13 @@ class StopConfig(StrictModel):
         }
         if reason := without.get(self.metric):
             raise ValueError(
-                f"[stop] metric = {self.metric!r}: {kind.name} has {reason} here: use another metric, such "
-                "as preference_accuracy"
+                f"[stop] metric = {self.metric!r}: {kind.name} has {reason} with these settings: use another "
+                "metric, such as preference_accuracy"
             )
 
 
 class RayConfig(StrictModel):
-    """A Ray cluster whose machines share the clients' work. No number depends on it."""
+    """A Ray cluster that runs the clients. It does not affect results."""
 
     address: str | None = Field(
         None,
@@ -216,7 +217,7 @@ class RayConfig(StrictModel):
 
 
 class EngineConfig(StrictModel):
-    """Where clients work. Only ``threads``, ``max_tokens`` and ``state_dtype`` can change a digit."""
+    """Where and how clients run. Only ``threads``, ``max_tokens`` and ``state_dtype`` can affect results."""
 
     name: Literal["local", "ray"] = Field("local", description="on this machine, or on a Ray cluster")
     workers: int = Field(
@@ -252,21 +253,22 @@ class EngineConfig(StrictModel):
         devices = self.devices or []
         if devices and self.name == "ray":
             raise ValueError(
-                "devices are those of this machine, but Ray assigns each actor its own: remove them, and "
+                "devices does not apply to name = 'ray', which assigns GPUs to its actors: remove it, and "
                 "set ray.num_gpus"
             )
         if len(set(devices)) < len(devices):
-            raise ValueError(f"devices = {devices!r} names a device twice: workers take turns over them")
+            raise ValueError(f"devices = {devices!r} lists a device twice: list each device once")
         if len(devices) > max(1, self.workers):
+            processes = pluralize(max(1, self.workers), "process", "processes")
             raise ValueError(
-                f"devices = {devices!r} are {len(devices)}, but there are {max(1, self.workers)} "
-                f"processes: set workers = {len(devices)}, or name fewer"
+                f"devices = {devices!r} lists {len(devices)} devices for {processes}: set workers = "
+                f"{len(devices)}, or list fewer"
             )
         return self
 
 
 class TrackConfig(StrictModel):
-    """Which tools are told how a run goes. No number depends on it, and a resumed run may have another one.
+    """Experiment trackers to log to. They do not affect results and may change when a run resumes.
 
     >>> TrackConfig(to="tensorboard").to
     ['tensorboard']

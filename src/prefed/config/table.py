@@ -1,4 +1,4 @@
-"""Tables of experiments, one TOML file with a base and cells; a grid over one experiment makes one too."""
+"""Tables of experiments in one TOML file, and grids over one experiment."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from prefed.core.text import did_you_mean
 RATE = "{lr}"
 """A setting with this value takes the value of ``method.lr``."""
 SHARED = ("base", "sets")
-"""Keys that are merged with those of the table that a table extends; other keys replace them."""
+"""Keys merged with those of the extended table; other keys replace them."""
 OWN = ("title", "rows")
-"""Keys that a table does not take from the table that it extends."""
+"""Keys not inherited from the extended table."""
 
 Judge = Literal["preference_accuracy", "reward_accuracy"]
-"""The figures that may choose."""
+"""Metrics that can select a rate or a combination."""
 Printed = Annotated[str, StringConstraints(pattern=r"^-?\d+(\.\d+)?(±\d+(\.\d+)?)?$")]
-"""A figure as a paper prints it: ``"87.41±0.20"``."""
+"""A value as printed in a paper: ``"87.41±0.20"``."""
 
 
 class Row(StrictModel):
-    """A row of a table: one cell, or one for each column."""
+    """A row of a table: one cell, or one per column."""
 
     text: str = Field("", description="the row's heading in the printed table; default: its name")
     sets: list[str] = Field([], description="names of sets, each overriding the base and the sets before it")
@@ -51,7 +51,7 @@ class Row(StrictModel):
 class Table(StrictModel):
     """A table of experiments.
 
-    A cell is a row under a column, named ``COLUMN/ROW``; in a table without columns each row is a cell.
+    Its cells are named ``COLUMN/ROW``; in a table without columns each row is a cell.
     """
 
     title: str = Field(description="what the table shows")
@@ -93,18 +93,18 @@ class Table(StrictModel):
         return self
 
     def _check_figures(self, label: str, row: Row) -> None:
-        """The paper's figures name the columns, if there are any."""
+        """Check that the paper's values have the columns of the table as keys, if it has columns."""
         for key, figures, column in (("paper", row.paper, str), ("clients", row.clients, dict)):
             values = list(figures.values()) if isinstance(figures, dict) else []
             if self.columns and (isinstance(figures, str) or not all(isinstance(v, column) for v in values)):
                 raise ValueError(f"rows.{label}.{key}: the table has columns; write {key}.COLUMN")
             if not self.columns and any(key == "paper" or isinstance(value, dict) for value in values):
-                raise ValueError(f"rows.{label}.{key}: the table has no columns")
+                raise ValueError(f"rows.{label}.{key}: the table has no columns; remove the column names")
             for name in figures if self.columns else ():
                 _check_known(f"rows.{label}.{key}", name, self.columns, "column")
 
     def cells(self, path: Path) -> dict[str, Cell]:
-        """The cells by name, row by row; ``path`` is the table's file."""
+        """The cells by name, row by row; ``path`` is the file of the table."""
         cells = {}
         for label, row in self.rows.items():
             for column in self.columns or [""]:
@@ -126,13 +126,13 @@ class Cell:
     """One experiment of a table.
 
     Attributes:
-        text: how a printed table names it.
-        path: the table's file.
-        tree: the experiment's tables.
-        rates: learning rates to choose from; empty where the experiment's own is taken.
-        paper: the figure that the paper prints, or ``""``.
-        clients: the figure that the paper prints of each client.
-        grid: key → its value as ``--set`` takes it, laid over the experiment.
+        text: heading in a printed table.
+        path: the file of the table.
+        tree: nested tables of the experiment.
+        rates: learning rates to select from; empty for the experiment's own rate.
+        paper: the paper's value, or ``""``.
+        clients: the paper's value for each client.
+        grid: key → value as text, to override the experiment with.
     """
 
     name: str
@@ -145,13 +145,13 @@ class Cell:
     grid: Mapping[str, str] | None = None
 
     def experiment(self, *overrides: str, own: Sequence[str] = ()) -> Experiment:
-        """The experiment, after ``KEY=VALUE`` overrides as :meth:`Experiment.load` takes them.
+        """Build the experiment with ``KEY=VALUE`` overrides as for :meth:`Experiment.load`.
 
         Args:
-            own: those of the overrides that are not the user's: no message calls them ``--set``.
+            own: overrides that the user did not give, and that messages do not attribute to ``--set``.
 
         Raises:
-            ConfigError: it is not valid; the message names the table and the cell.
+            ConfigError: the experiment is invalid; the message names the table and the cell.
         """
         tree, where = deepcopy(dict(self.tree)), str(self.path)
         if self.grid is None:
@@ -174,14 +174,14 @@ class Cell:
 def load_table(path: Path) -> Table:
     """Read a table.
 
-    Relative paths are taken from the file's folder, or else from the working folder.
+    Relative paths are looked up in the file's folder, then in the working folder.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a valid table; the message says where and what.
+        ConfigError: the file cannot be read or is not a valid table.
     """
     tree = _read(path, ())
     if "rows" not in tree and "method" in tree:
-        raise ConfigError(f"{path} is one experiment, not a table; `prefed run {path}` runs it")
+        raise ConfigError(f"{path} is one experiment, not a table; run it with `prefed run {path}`")
     try:
         return Table.model_validate(tree)
     except ValidationError as error:
@@ -189,14 +189,15 @@ def load_table(path: Path) -> Table:
 
 
 def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Experiment:
-    """A cell of a table, or the experiment of an experiment file.
+    """Load an experiment from an experiment file or from a cell of a table.
 
     Args:
-        cell: which of a table's cells; ``None`` for an experiment file.
+        path: the file.
+        cell: name of a cell; ``None`` for an experiment file.
         overrides: ``KEY=VALUE`` each.
 
     Raises:
-        ConfigError: the file is not valid, is a table and no cell was named, or has no such cell.
+        ConfigError: the file is invalid, is a table but ``cell`` is ``None``, or has no such cell.
     """
     if not {"rows", "extends"} & read_toml(path).keys():
         if cell is not None:
@@ -206,7 +207,7 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
     if cell is None:
         some = ", ".join([*cells][:4]) + (", …" if len(cells) > 4 else "")
         raise ConfigError(
-            f"{path} is a table of {len(cells)} cells ({some}); name one with --cell, or run them all with "
+            f"{path} is a table of {len(cells)} cells ({some}); select one with --cell, or run all with "
             "`prefed sweep`"
         )
     if cell not in cells:
@@ -216,12 +217,13 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
 
 
 def _read(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
-    """The keys of a table's file, merged with those of the table that it extends.
+    """Read a table's file and merge it with the table that it extends.
 
-    ``before`` holds the files that extend it.
+    Args:
+        before: the files that extend this one, to detect cycles.
     """
     if path.resolve() in before:
-        raise ConfigError(f"{path}: extends itself")
+        raise ConfigError(f"{path}: extends itself, directly or through other tables")
     tree = read_toml(path)
     base = tree.get("base")
     if isinstance(base, str):
@@ -245,14 +247,14 @@ def _read(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _tables(tree: Any, *keys: str) -> Iterator[dict[str, Any]]:
-    """The tables in ``tree``, or those at ``keys``. Validation names values of other types."""
+    """The tables in ``tree``, or those at ``keys``. Values of other types are left to validation."""
     for key, value in tree.items() if isinstance(tree, dict) else ():
         if isinstance(value, dict) and key in (keys or tree):
             yield value
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables with the values of ``over``, and those of ``under`` for keys that ``over`` lacks.
+    """Merge nested tables; ``over`` takes precedence.
 
     >>> _merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}, "d": {"e": 5}})
     {'a': {'b': 1, 'c': 4}, 'd': {'e': 5}}
@@ -269,12 +271,12 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _check_known(where: str, name: str, names: Iterable[str], kind: str) -> None:
     names = list(names)
     if name not in names:
-        listed = f"; there are: {', '.join(names)}" if names else ""
+        listed = f" ({kind}s: {', '.join(names)})" if names else ""
         raise ValueError(f"{where}: no {kind} is called {name!r}{did_you_mean(name, names) or listed}")
 
 
 def _rates(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the tables in ``tree`` hold :data:`RATE`."""
+    """The tables in ``tree`` with a value :data:`RATE`, and its key."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _rates(value)
@@ -283,13 +285,13 @@ def _rates(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 _LONGEST = 60
-"""Letters of a combination's name at most."""
+"""Maximum length of a combination's name."""
 _ELSEWHERE = {
-    "seed": "seeds are given by --seeds",
-    "evaluate.split": "a sweep chooses on validation pairs",
-    "engine": "it does not affect results; set it with --set",
+    "seed": "set seeds with --seeds",
+    "evaluate.split": "a sweep always selects on validation pairs",
+    "engine": "[engine] does not affect results; set it with --set",
 }
-"""Keys that no grid may have, with the reason."""
+"""Key not allowed in a grid → why."""
 
 
 @dataclass(frozen=True)
@@ -297,9 +299,9 @@ class Combination:
     """One value of each key of a grid.
 
     Attributes:
-        name: of its folders and of its case on the page.
-        texts: key → its value as ``--set`` takes it.
-        values: key → its value.
+        name: name of its folder, and of its case on the page.
+        texts: key → value as text.
+        values: key → parsed value.
     """
 
     name: str
@@ -308,7 +310,7 @@ class Combination:
 
     @property
     def of_data(self) -> tuple[str, ...]:
-        """The keys of ``[data]`` with their values: what is chosen on other pairs is not compared."""
+        """``KEY=VALUE`` of the ``[data]`` keys. Only combinations with equal data are comparable."""
         return tuple(f"{key}={text}" for key, text in self.texts.items() if key.split(".")[0] == "data")
 
 
@@ -318,10 +320,13 @@ def grid_table(
     seeds: Sequence[int],
     judge: Judge = "preference_accuracy",
 ) -> tuple[Table, dict[str, Cell]]:
-    """A grid over the experiment file ``path`` as a table: a cell for each combination, by its name.
+    """Make a table with one cell per combination of a grid over an experiment file.
+
+    Returns:
+        The table, and its cells by the combinations' names.
 
     Raises:
-        ConfigError: the file cannot be read, or is a table itself.
+        ConfigError: the file cannot be read, or is itself a table.
     """
     tree = read_toml(path)
     if {"rows", "extends"} & tree.keys():
@@ -337,17 +342,17 @@ def grid_table(
 
 
 def parse_grid(texts: Sequence[str], overrides: Sequence[str] = ()) -> list[Combination]:
-    """Every combination of the values of some keys; the last key changes fastest.
+    """Parse ``--grid`` into all combinations of values; the last key varies fastest.
 
     Args:
         texts: ``"key.sub=value,value"`` each. A value is written as in TOML; a bare word is a string.
-        overrides: what ``--set`` sets, which no key of a grid may be.
+        overrides: values of ``--set``, whose keys cannot be in the grid.
 
     Returns:
-        One combination without any value where ``texts`` is empty.
+        The combinations; a single empty one if ``texts`` is empty.
 
     Raises:
-        ConfigError: a text is no key with values, a key or a value is there twice, or is not for a grid.
+        ConfigError: a text is malformed, a key or value is repeated, or a key is not allowed in a grid.
 
     >>> [each.name for each in parse_grid(["method.name=feddpo,fedper", "method.lr=1e-4,1e-3"])]
     ['feddpo-lr0.0001', 'feddpo-lr0.001', 'fedper-lr0.0001', 'fedper-lr0.001']
@@ -358,9 +363,9 @@ def parse_grid(texts: Sequence[str], overrides: Sequence[str] = ()) -> list[Comb
         key, _, words = text.partition("=")
         key = key.strip()
         if key in axes:
-            raise ConfigError(f"--grid {text}: {key} already has a --grid; give all its values in one")
+            raise ConfigError(f"--grid {text}: {key} has another --grid; give all its values in one --grid")
         if key in fixed:
-            raise ConfigError(f"--grid {text}: --set has {key} too; remove one of them")
+            raise ConfigError(f"--grid {text}: {key} is also set by --set; remove one of them")
         for name, why in _ELSEWHERE.items():
             if key == name or key.startswith(f"{name}."):
                 raise ConfigError(f"--grid {text}: {why}")
@@ -378,10 +383,10 @@ def parse_grid(texts: Sequence[str], overrides: Sequence[str] = ()) -> list[Comb
 
 
 def parse_seeds(text: str | None, first: int) -> list[int]:
-    """The seeds of a sweep: how many there are, from ``first`` on, or the seeds themselves.
+    """Parse ``--seeds``: a number of seeds starting with ``first``, or a list of seeds.
 
     Raises:
-        ConfigError: it is neither a number of at least one nor different seeds with commas between them.
+        ConfigError: the text is neither a positive number nor a list of distinct seeds.
 
     >>> parse_seeds("3", 42), parse_seeds("7,1", 42), parse_seeds(None, 42)
     ([42, 43, 44], [7, 1], [42])
@@ -402,7 +407,7 @@ def parse_seeds(text: str | None, first: int) -> list[int]:
 
 
 def _values(text: str, key: str, words: str) -> dict[str, Any]:
-    """Text → value of each value of a key."""
+    """The values of a key in a grid: text → value."""
     values: dict[str, Any] = {}
     for word in _split(text, words):
         _, value = parse_override(f"{key}={word}", "--grid")
@@ -413,7 +418,7 @@ def _values(text: str, key: str, words: str) -> dict[str, Any]:
 
 
 def _split(text: str, words: str) -> list[str]:
-    """The texts of values between commas, but for commas in brackets, braces and quotes."""
+    """Split at commas outside brackets, braces and quotes."""
     parts, pending = [], ""
     for piece in words.split(","):
         pending = f"{pending},{piece}" if pending else piece
@@ -423,18 +428,18 @@ def _split(text: str, words: str) -> list[str]:
             pending = ""
     if pending or not all(parts):
         raise ConfigError(
-            f"--grid {text}: write key=value,value without empty values, e.g. --grid method.lr=1e-4,1e-3"
+            f"--grid {text}: a value is empty; write key=value,value, e.g. --grid method.lr=1e-4,1e-3"
         )
     return parts
 
 
 def _word(key: str, value: Any) -> str:
-    """A key with its value in a folder's name; of texts the value alone."""
+    """A key with its value, for a folder's name; only the value if it is a string."""
     return value if isinstance(value, str) else f"{key}{str(value).lower()}"
 
 
 def _folder(name: str, texts: Mapping[str, str]) -> str:
-    """``name`` as a folder's name. Where it had to change, a digest of the values keeps it apart."""
+    """``name`` as a safe folder name, made unique by a digest of the values if it had to change."""
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).strip("-.+_")[:_LONGEST]
     if safe == name:
         return name

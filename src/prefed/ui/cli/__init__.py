@@ -1,7 +1,6 @@
-"""The command line, one file a command.
+"""The command line.
 
-A command imports what it needs when it runs, so that ``--help`` is quick. Its errors are shown by
-:func:`prefed.ui.cli.errors.user_errors`, which :mod:`prefed.ui.cli.app` lays around each.
+Commands import their dependencies when they run, which keeps ``--help`` fast.
 """
 
 from prefed.ui.cli.app import app, main

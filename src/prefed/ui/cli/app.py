@@ -22,7 +22,7 @@ app = typer.Typer(
     name="prefed",
     help="Federated alignment of language models on preferences that never leave their owners.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",  # in "rich" a word in brackets, such as [stop], is taken for markup and lost
+    rich_markup_mode="markdown",  # "rich" would drop words in brackets, such as [stop], as markup
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

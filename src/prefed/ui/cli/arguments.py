@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and their parsing."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -62,6 +62,27 @@ TasteName = Annotated[
         help="Export the aligned model at this taste; see prefed generate --taste.",
     ),
 ]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a response.")]
+Temperature = Annotated[
+    float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most probable token.")
+]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the most probable tokens with this total probability.")
+]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: all.")]
+PromptColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="The column of the prompts (default: prompt, or that of preference pairs)."
+    ),
+]
+Raw = Annotated[
+    bool,
+    typer.Option("--raw", help="Use prompts without a chat template, even if the run's data are dialogues."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")
+]
 Merge = Annotated[
     bool, typer.Option("--merge", help="Export a full model with the adapter merged into its weights.")
 ]
@@ -85,7 +106,7 @@ Track = Annotated[
 
 
 def run_name(file: Path, cell: str | None) -> str:
-    """The name of a run directory: the experiment file, and the cell if the file is a table.
+    """The name of a run directory, from the experiment file and the cell.
 
     >>> run_name(Path("tables/imdb.toml"), "imdb-3/fedper")
     'imdb-imdb-3-fedper'
@@ -94,7 +115,7 @@ def run_name(file: Path, cell: str | None) -> str:
 
 
 def set_words(overrides: Sequence[str]) -> list[str]:
-    """``--set`` and its values, as words of a command.
+    """Overrides as command-line words.
 
     >>> set_words(["seed=1", "method.lr=1e-4"])
     ['--set', 'seed=1', '--set', 'method.lr=1e-4']
@@ -103,10 +124,10 @@ def set_words(overrides: Sequence[str]) -> list[str]:
 
 
 def given_words(context: typer.Context, without: Collection[str]) -> list[str]:
-    """The options that a command was given, as words of a command.
+    """The options given on the command line, as words.
 
     Args:
-        without: names of options that are left out, as ``"out"``.
+        without: names of parameters to leave out, e.g. ``"out"``.
     """
     words = list[str]()
     for parameter in context.command.params:

@@ -1,15 +1,14 @@
-"""``prefed theory`` and ``prefed privacy``: numbers without training."""
+"""``prefed theory`` and ``prefed privacy``: calculations without training."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefed.ui.cli.arguments import CellName
+from prefed.ui.cli.arguments import AsJson, CellName
 from prefed.ui.cli.errors import UsageError
 from prefed.ui.cli.output import print_json
 
@@ -44,7 +43,7 @@ def theory(
         str | None,
         typer.Option(metavar="NAME", help="Compute rho from this graph, e.g. star, with Metropolis weights."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate the bounds on FedDPO and DecDPO for given constants, or for those of a run."""
     from prefed.theory import statements
@@ -73,10 +72,10 @@ def theory(
 def read_constants(
     file: Path | None, overrides: list[str], graph: str | None, found: Mapping[str, float]
 ) -> Constants:
-    """The constants ``found`` in a run, overridden by those of a file, of ``--set`` and of ``--graph``.
+    """Combine the constants ``found`` in a run with a file, ``--set`` and ``--graph``; later ones win.
 
     Raises:
-        ConfigError: a key is not a constant, or its value is out of range.
+        ConfigError: unknown constant, or a value out of range.
     """
     from pydantic import ValidationError
 
@@ -85,7 +84,7 @@ def read_constants(
     from prefed.theory import Constants
 
     if file is not None and not file.exists():
-        raise ConfigError(f"{file}: no such file; leave it out for the paper's constants")
+        raise ConfigError(f"{file}: no such file; omit FILE to use the paper's constants")
     tables: dict[str, Any] = read_toml(file) if file else {}
     origins = override(tables, overrides, Path())
     tables = {**found, **tables}
@@ -99,7 +98,7 @@ def read_constants(
 
 
 def rho_of(graph: str, clients: int) -> float:
-    """ρ of the graph of that name with Metropolis–Hastings weights."""
+    """ρ of a named graph with Metropolis–Hastings weights."""
     from typing import get_args
 
     from prefed.core import Key
@@ -109,7 +108,7 @@ def rho_of(graph: str, clients: int) -> float:
 
     fixed = [name for name in get_args(GraphName) if name not in ("erdos_renyi", "edges", "matrix")]
     if graph not in fixed:
-        near = did_you_mean(graph, fixed) or f"; there are {', '.join(fixed)}"
+        near = did_you_mean(graph, fixed) or f" (graphs: {', '.join(fixed)})"
         raise UsageError(f"--graph {graph}: no such graph{near}")
     nodes = tuple(str(node) for node in range(clients))
     return Topology(GraphConfig.model_validate({"name": graph}), nodes, Key(0)).rho()
@@ -136,9 +135,9 @@ def _print(
     if found:
         line("measured")
         for name, meaning in (
-            ("mean_squared_gradient", "(1/R) Σ‖∇ℒ(θ^r)‖² over the diagnosed rounds: bounded below"),
-            ("last_squared_gradient", "‖∇ℒ‖² at the last of them"),
-            ("paper_gap", "the paper's own gap: squared gradients of local batches, clipped at 1"),
+            ("mean_squared_gradient", "(1/R) Σ‖∇ℒ(θ^r)‖² over the diagnosed rounds; bounds follow below"),
+            ("last_squared_gradient", "‖∇ℒ‖² in the last diagnosed round"),
+            ("paper_gap", "the paper's gap: mean squared norm of mini-batch gradients, clipped at 1"),
         ):
             line(f"    {found.measured[name]:<12.4g} {meaning}")
         for note in found.notes:
@@ -185,7 +184,7 @@ def privacy(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compute the epsilon of a run with [privacy] kind, or the noise that an epsilon needs."""
     from dataclasses import replace
@@ -198,7 +197,7 @@ def privacy(
         raise UsageError("--epsilon must be above 0")
     experiment = load_federated(file, cell, overrides or ())
     if clients is None and getattr(experiment.data.train, "path", None) == HELD:
-        raise ConfigError(f"{file}: the number of clients is known only at the sites: give it with --clients")
+        raise ConfigError(f"{file}: only the sites know the number of clients; set it with --clients")
     planned = plan(experiment, clients)
     if epsilon is not None:
         found = replace(planned.guarantee, noise_multiplier=planned.noise_for(epsilon))
@@ -213,11 +212,11 @@ def privacy(
             "bound": promised.bound,
             "releases": planned.releases,
         }
-        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        print_json(content)
         return
-    budget = "no bound: there is no noise" if spent is None else f"{spent:.4g} at delta {planned.delta:g}"
+    budget = "unbounded, without noise" if spent is None else f"{spent:.4g} at delta {planned.delta:g}"
     typer.echo(f"noise_multiplier  {promised.noise_multiplier:.4f}")
     typer.echo(f"epsilon           {budget}")
     typer.echo(f"neighbours        {promised.adjacency}")
     typer.echo(f"bound             {promised.bound}")
-    typer.echo(f"releases          {planned.releases}, for the client that takes part most often")
+    typer.echo(f"releases          {planned.releases} (maximum over clients)")

@@ -1,4 +1,4 @@
-"""``prefed collect PROMPTS --model NAME``."""
+"""``prefed collect``: preference pairs from a person."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from prefed.ui.cli.arguments import MaxNewTokens, PromptColumn, TopK, TopP
 from prefed.ui.cli.errors import UsageError, interruptible
 
 if TYPE_CHECKING:
@@ -44,26 +45,17 @@ def collect(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only the first N prompts or pairs of the file.")
     ] = None,
-    prompt_column: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The column of the prompts (default: prompt, or that of preference pairs)."
-        ),
-    ] = None,
+    prompt_column: PromptColumn = None,
     raw: Annotated[
         bool,
         typer.Option(
             "--raw", help="Use typed prompts without a chat template, even if the others are dialogues."
         ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a response.")] = 128,
+    max_new_tokens: MaxNewTokens = 128,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; above 0.")] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most probable tokens with this total probability.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: all.")
-    ] = 0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Data type of the model's weights.")
     ] = "float32",
@@ -75,12 +67,12 @@ def collect(
     """Collect preference pairs from a person, on a local web page."""
     with interruptible(["prefed", *sys.argv[1:]], None, True, kept="every choice is kept", again=()):
         if (pairs is None) == (model is None) or (pairs is not None and prompts is not None):
-            raise UsageError("give --model NAME, with or without PROMPTS, or --from FILE without either")
+            raise UsageError("give --model NAME, optionally with PROMPTS, or --from FILE without PROMPTS")
         if not (temperature > 0 and 0 < top_p <= 1):
             raise UsageError("--temperature must be above 0, and --top-p above 0 and at most 1")
         path = out or Path("pairs.jsonl" if pairs is None else "judged.jsonl")
         if pairs is not None and path.exists() and Path(pairs).exists() and path.samefile(pairs):
-            raise UsageError(f"--out {path} is also the file of --from; choose another")
+            raise UsageError(f"--out {path} is the same file as --from; choose another --out")
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise ValueError(f"prefed collect needs {' and '.join(missing)}: pip install 'prefed[collect]'")
         from prefed.core import Key
@@ -115,16 +107,13 @@ def collect(
                 session.name(client)
             try:
                 with drawing:
-                    serve(session, listening, add=add, report=_teller(show))
+                    serve(session, listening, add=add, report=_link_printer(show))
             finally:
                 _print_end(session)
 
 
 def journal_of(out: Path) -> Path:
-    """The files of responses and other answers, next to the file of pairs.
-
-    The folder is hidden, so that a folder of pairs can be read as data.
-    """
+    """The journal of responses, in a hidden folder so that the folder of ``out`` can be read as data."""
     return out.parent / f".{out.name}.collect" / "journal.jsonl"
 
 
@@ -134,20 +123,20 @@ def _note(text: str) -> None:
     typer.echo(printable(text))
 
 
-def _teller(show: bool) -> Callable[[str], None]:
-    """Prints links: the first opens the page, each further one opens it in another browser."""
+def _link_printer(show: bool) -> Callable[[str], None]:
+    """Prints links to the page; each link works in one browser."""
     first = True
 
-    def tell(link: str) -> None:
+    def report(link: str) -> None:
         nonlocal first
-        typer.echo(f"{'the page; Ctrl-C stops it' if first else 'the page in another browser'}:\n  {link}")
+        typer.echo(f"{'page (Ctrl-C to stop)' if first else 'link for another browser'}:\n  {link}")
         if show and first:
             import webbrowser
 
             webbrowser.open(link)
         first = False
 
-    return tell
+    return report
 
 
 def _print_end(session: Session) -> None:
@@ -155,12 +144,12 @@ def _print_end(session: Session) -> None:
 
     path, progress, agreement = session.choices.path, session.progress(), session.agreement()
     chosen = pluralize(progress.chosen, "pair", "pairs")
-    neither = f", {progress.neither:,} with neither" if progress.neither else ""
-    typer.echo(f"{chosen} of {session.client or 'nobody'} in {path}{neither}")
+    neither = f"; {progress.neither:,} answered with neither" if progress.neither else ""
+    typer.echo(f"{chosen} by {session.client or 'nobody'} in {path}{neither}")
     if agreement is not None:
         kappa = "none" if agreement.kappa is None else f"{agreement.kappa:.2f}"
         typer.echo(
             f"agreement with the recorded choices: {agreement.share:.1%} of {agreement.judged:,} "
             f"(95% interval {agreement.low:.1%} to {agreement.high:.1%}), Cohen's kappa {kappa}"
         )
-    typer.echo(f"in an experiment file, [data]: train = {json.dumps(str(path), ensure_ascii=False)}")
+    typer.echo(f"to train on them, set in [data]: train = {json.dumps(str(path), ensure_ascii=False)}")

@@ -1,4 +1,4 @@
-"""Errors for a person at a terminal, interrupts, and the exit codes of every command."""
+"""Error messages, interrupts and exit codes of the commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 
 def exit_code(number: int) -> int:
-    """The exit code after a signal, as a shell has it for a program that the signal itself ended.
+    """The exit code that shells report for a signal.
 
     >>> exit_code(signal.SIGINT), exit_code(signal.SIGTERM)
     (130, 143)
@@ -23,19 +23,16 @@ def exit_code(number: int) -> int:
 
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, exit_code(signal.SIGINT)
-"""Exit codes besides 0: the run or the data is wrong; the command line alone is wrong; Ctrl-C."""
+"""Exit codes: the command failed; the command line is invalid; Ctrl-C."""
 
 
 class UsageError(ValueError):
-    """A command line that is wrong in itself, e.g. options that exclude each other.
-
-    It ends the command as the errors do that the command line's grammar finds.
-    """
+    """Invalid command line, e.g. options that exclude each other. The exit code is :data:`MISUSED`."""
 
 
 @contextmanager
 def usage() -> Iterator[None]:
-    """A ``ValueError`` from inside is a :class:`UsageError`."""
+    """Convert a ``ValueError`` to a :class:`UsageError`."""
     try:
         yield
     except ValueError as error:
@@ -44,9 +41,9 @@ def usage() -> Iterator[None]:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Errors that a user can fix end the command with only their message.
+    """Exit with a message, without a traceback, on errors that the user can fix.
 
-    ``PREFED_TRACEBACK=1`` in the environment shows where in the code they arose.
+    ``PREFED_TRACEBACK=1`` in the environment shows the traceback.
     """
     from prefed.core.text import is_ours, printable_lines
 
@@ -62,7 +59,7 @@ def user_errors() -> Iterator[None]:
         if os.environ.get("PREFED_TRACEBACK") or not ours or isinstance(error, ValidationError):
             raise
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        # A message may quote what files hold: only its own line breaks reach the terminal as such.
+        # A message may quote file contents, so control characters are escaped.
         typer.echo(printable_lines(f"error: {error}{notes}"), err=True)
         raise typer.Exit(MISUSED if isinstance(error, UsageError) else FAILED) from None
 
@@ -75,17 +72,17 @@ def interruptible(
     kept: str = "complete rounds are kept",
     again: Sequence[str] = ("--resume",),
 ) -> Iterator[list[Path]]:
-    """End on Ctrl-C or SIGTERM with the command that resumes.
+    """On Ctrl-C or SIGTERM, exit and print the command that resumes.
 
     Args:
-        words: the command, without ``out`` and ``resume``.
-        out: the run directory, if the user names one.
+        words: the command, without the options for ``out`` and ``again``.
+        out: the run directory, if given.
         resume: whether the user resumes a run.
-        kept: what an interrupted command leaves, in words, once there is a round.
-        again: what is added to the command so that it goes on.
+        kept: what an interrupted run keeps, for the message.
+        again: options that make the command resume.
 
     Yields:
-        A list; the run directory is appended to it before the run uses it.
+        A list, to which the caller appends the run directory before using it.
     """
     received = [signal.SIGINT]
 
@@ -94,18 +91,18 @@ def interruptible(
         raise KeyboardInterrupt
 
     paths: list[Path] = []
-    # A shell ignores SIGINT for what it starts in the background; here it ends the run there too.
+    # Shells make background processes ignore SIGINT; a run should stop there too.
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield paths
     except KeyboardInterrupt:
-        # Without a path the signal came early, for instance while PyTorch was imported.
+        # The list is empty if the signal came early, e.g. during the import of PyTorch.
         path = paths[0] if paths else out
-        begun = (paths[0] / "checkpoint" / "COMMIT.json").exists() if paths else resume
-        options = [*(["--out", str(path)] if path else []), *(again if begun else [])]
+        started = (paths[0] / "checkpoint" / "COMMIT.json").exists() if paths else resume
+        options = [*(["--out", str(path)] if path else []), *(again if started else [])]
         none = bool(paths) and not (paths[0] / "rounds.jsonl").exists()
         kept = "no round is complete yet" if none else kept
-        state = f"{kept}. To continue" if begun else "nothing was started. To start again"
+        state = f"{kept}. To continue" if started else "the run had not started. To start it again"
         typer.echo(f"\nstopped; {state}:\n  {shlex.join([*words, *options])}", err=True)
         raise typer.Exit(exit_code(received[0])) from None
     finally:
@@ -115,7 +112,7 @@ def interruptible(
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within it SIGTERM raises ``KeyboardInterrupt``, as Ctrl-C does."""
+    """Make SIGTERM raise ``KeyboardInterrupt``, like Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""``prefed federation``, ``federate``, ``site`` and ``peer``: one run over several machines."""
+"""``prefed federation``, ``federate``, ``site`` and ``peer``: runs across machines."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def federation(
         Path | None, typer.Option(help="The folder of the kits (default: the federation's name).")
     ] = None,
 ) -> None:
-    """Make the kits of a federation: certificates, keys and settings of a hub and its sites.
+    """Create the kits of a federation: certificates, keys and settings of the hub and its sites.
 
-    Again with more sites in the project file, it makes the kits of those; the others' stay as they are.
+    Run it again after adding sites to the project file: it creates their kits and keeps existing ones.
     """
     if action != "init":
-        raise UsageError(f"prefed federation {action}: write `prefed federation init PROJECT`")
+        raise UsageError(f"prefed federation {action}: use `prefed federation init PROJECT`")
     from prefed.networks.federation.flare import check_installed
 
     check_installed()
@@ -55,12 +55,12 @@ def federation(
         make_kits(described, folder)
     except ConfigError as error:
         raise ConfigError(f"{project}: {error}") from None
-    typer.echo(f"hub: {folder / 'hub'}, for `prefed federate EXPERIMENT --hub {folder / 'hub'}`")
+    typer.echo(f"hub: {folder / 'hub'}; next: `prefed federate EXPERIMENT --hub {folder / 'hub'}`")
     for name in described.sites:
-        typer.echo(f"{name}: {folder / name}, for this site only: fill in its site.toml, then `prefed site`")
-    typer.echo(
-        f"{folder / 'authority'} signs certificates of new sites: keep it offline, and do not share it"
-    )
+        typer.echo(
+            f"{name}: {folder / name}, for this site only; next: complete site.toml, then `prefed site`"
+        )
+    typer.echo(f"{folder / 'authority'}: signs the certificates of new sites; keep it offline and secret")
 
 
 def federate(
@@ -125,7 +125,7 @@ def federate(
         refuse_foreign(path, resume)
         chosen = tuple(sites.split(",")) if sites else kits.sites
         if strangers := sorted(set(chosen) - set(kits.sites)):
-            raise ValueError(f"--sites: {strangers[0]!r} has no kit; the sites are {', '.join(kits.sites)}")
+            raise ValueError(f"--sites: {strangers[0]!r} has no kit (sites: {', '.join(kits.sites)})")
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds}, {len(chosen)} sites → {path}", markup=False)
         terms = Terms(kits.federation, chosen, wait, at_least, visit, most_clients, most_pairs)
@@ -144,9 +144,6 @@ def federate(
         console.print(f"report: prefed report {shlex.quote(str(path))}", markup=False, soft_wrap=True)
         if console.quiet:
             typer.echo(f"{result_line(summary)} → {path}")
-
-
-WORDS = ("status", "export")
 
 
 def site(
@@ -179,19 +176,19 @@ def site(
 ) -> None:
     """Take part in a federation until stopped.
 
-    With status: tell what the site was asked for and sent. With export: write the model of one of the site's
-    clients, after a run's last round, as a folder that PEFT, or transformers alone, loads.
+    With status: show the log of requests to the site and its replies. With export: write the final model of
+    one of the site's clients to a folder that PEFT or transformers loads.
     """
-    word, path = words[0] if len(words) == 2 and words[0] in WORDS else "", Path(words[-1])
+    word, path = words[0] if len(words) == 2 and words[0] in ("status", "export") else "", Path(words[-1])
     if len(words) > 1 and not word:
         raise UsageError(
-            "write `prefed site CONFIG`, `prefed site status CONFIG` or `prefed site export CONFIG`"
+            "use `prefed site CONFIG`, `prefed site status CONFIG` or `prefed site export CONFIG`"
         )
     options = {"--run": run, "--client": client, "--out": out, "--merge": merge, "--force": force}
     if word != "export" and (given := [name for name, value in options.items() if value]):
-        raise UsageError(f"{given[0]} belongs to `prefed site export CONFIG`")
+        raise UsageError(f"{given[0]} requires `prefed site export CONFIG`")
     if word == "export" and out is None:
-        raise UsageError("prefed site export: name a folder for the model with --out DIR")
+        raise UsageError("prefed site export requires --out DIR, the folder for the model")
     from prefed.networks.federation.config import SiteConfig
 
     config = SiteConfig.load(path)
@@ -233,7 +230,7 @@ def _stop(number: int, frame: object) -> NoReturn:
 
 
 GRACE = 30.0
-"""Seconds from a signal to the end of the process at the latest."""
+"""Maximum number of seconds from a signal to the end of the process."""
 
 
 def peer(
@@ -278,7 +275,7 @@ def peer(
     """Run one client of an experiment without a server, together with its peers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    # A peer that is gone is named in one line: the library's traces say no more.
+    # prefed reports a lost peer in one line; PyTorch's traces add nothing.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         from prefed.config.table import load_cell
@@ -307,8 +304,8 @@ def peer(
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """Shut down gracefully at a signal and notify the others. The process ends even if that fails."""
-    # A second signal while peers are notified must not cut that short.
+    """Signal handler: interrupt the peer, and end the process after :data:`GRACE` seconds at most."""
+    # A second signal must not interrupt the notification of the other peers.
     signal.signal(number, signal.SIG_IGN)
     fuse = threading.Timer(GRACE, os._exit, [exit_code(number)])
     fuse.daemon = True
@@ -317,7 +314,7 @@ def stop(number: int, frame: object) -> NoReturn:
 
 
 def ends_at_once(command: Callable[..., None]) -> Callable[..., NoReturn]:
-    """``command``, which ends the process: a thread that waits for a lost peer cannot be joined."""
+    """Wrap a command to end the process, because a thread waiting for a lost peer cannot be joined."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> NoReturn:

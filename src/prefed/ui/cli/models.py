@@ -1,4 +1,4 @@
-"""``prefed export``, ``push`` and ``generate``: the models of a finished run."""
+"""``prefed export``, ``push`` and ``generate``: models of a finished run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ import typer
 
 from prefed.ui.cli.arguments import (
     Aligned,
+    AsJson,
     LicenseName,
+    MaxNewTokens,
     Merge,
     OwnModel,
+    Raw,
     RoundName,
     RunFolder,
     SelectorNumber,
     TasteName,
+    Temperature,
+    TopK,
+    TopP,
 )
 from prefed.ui.cli.errors import UsageError
 from prefed.ui.cli.output import print_json
@@ -53,7 +59,7 @@ def export(
 
     check_choice(client, selector, aligned, taste, which)
     if license is not None and not card:
-        raise UsageError("--license is written on the model card: add --card")
+        raise UsageError("--license is for the model card: add --card")
     record = read_run(run)
     name = "shared" if selector is None else f"selector-{selector}"
     if client is not None:
@@ -65,7 +71,9 @@ def export(
     folder = name if which == "last" else f"best-{name}"
     path = out or run / ("merged" if merge else "adapters") / folder
     if out is None and not path.resolve().is_relative_to(run.resolve()):
-        raise ValueError(f"{path} is outside the run directory: {run} contains a link; choose an --out")
+        raise ValueError(
+            f"{path} is outside the run directory, because {run} contains a link; choose an --out"
+        )
     base = Path(record.config["model"]["name"])
     check_folder(path, {"run": record.path, "run's base model": base}, replace=force or out is None)
     from prefed.runs.export import write_model
@@ -88,10 +96,10 @@ def export(
 def check_choice(
     client: str | None, selector: int | None, aligned: bool, taste: str | None, which: str
 ) -> None:
-    """Refuse options that name two models.
+    """Check that the options select one model.
 
     Raises:
-        UsageError: they do not go together.
+        UsageError: they exclude each other.
     """
     if client is not None and selector is not None:
         raise UsageError("give --client or --selector, not both")
@@ -105,13 +113,13 @@ def check_choice(
 
 
 def check_folder(path: Path, places: Mapping[str, Path], *, replace: bool) -> None:
-    """Refuse a folder that is not an earlier export: an export replaces nothing else.
+    """Check that an export may write to ``path``: a new folder, or with ``replace`` an earlier export.
 
     Args:
-        places: what it must not hold, by a word for it.
+        places: description → folder that ``path`` must not contain.
 
     Raises:
-        ValueError: it must not be replaced.
+        ValueError: the folder must not be replaced.
     """
     from prefed.models.adapters import unexpected_files
 
@@ -122,12 +130,11 @@ def check_folder(path: Path, places: Mapping[str, Path], *, replace: bool) -> No
     folder = path.resolve()
     for what, place in places.items():
         if place.is_dir() and folder in (place.resolve(), *place.resolve().parents):
-            raise ValueError(f"{path} holds the {what}; choose another --out")
+            raise ValueError(f"{path} contains the {what}; choose another --out")
     foreign = unexpected_files(path)
     if foreign:
         raise ValueError(
-            f"{path} holds {foreign[0]!r}, which no export writes, so it is not replaced; choose another "
-            "--out"
+            f"{path} is not an earlier export, because it contains {foreign[0]!r}; choose another --out"
         )
     if any(path.iterdir()) and not replace:
         raise ValueError(f"{path} already exists; choose another --out, or --force to replace it")
@@ -187,19 +194,18 @@ def push(
         card = model_card(of, exported, repo=repo, base=known, license=license)
         files.write(folder / CARD, card.encode())
         readers = "public" if public else "private"
-        typer.echo(
-            f"publishing {_whose(exported)}\nto {repo} ({readers}): {', '.join(sorted(_names(folder)))}"
-        )
+        names = ", ".join(sorted(file.name for file in folder.iterdir()))
+        typer.echo(f"publishing {_describe(exported)}\nto {repo} ({readers}): {names}")
         if known is None:
             typer.echo(
-                f"its base model is a local folder, {name}; if it is on the hub too, give --base NAME",
+                f"the base model is a local folder, {name}; if it is also on the hub, give --base NAME",
                 err=True,
             )
         typer.echo(f"published: {publish(folder, repo, public=public, update=update)}")
 
 
-def _whose(exported: Export) -> str:
-    """Which model it is, and who must agree."""
+def _describe(exported: Export) -> str:
+    """The model, and whose consent its publication needs."""
     if exported.aligned and exported.client is None and exported.taste in (None, "population"):
         return "the aligned model"
     if exported.aligned:
@@ -210,8 +216,7 @@ def _whose(exported: Export) -> str:
         )
         return (
             f"the aligned model at the taste {of!r}: if it is a client's taste, the model reveals this "
-            "client's preferences; "
-            "publish it only with this client's consent"
+            "client's preferences; publish it only with this client's consent"
         )
     if exported.client is not None:
         return (
@@ -221,49 +226,31 @@ def _whose(exported: Export) -> str:
     return exported.selector.replace("-", " ") if exported.selector else "the shared model"
 
 
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
 def generate(
     run: RunFolder,
     prompt: Annotated[
         list[str],
         typer.Option(metavar="TEXT", help="The prompt; repeatable. - reads it from standard input."),
     ],
-    client: Annotated[
-        str | None, typer.Option(metavar="ID", help="A client's own model (default: the shared model).")
-    ] = None,
+    client: OwnModel = None,
     taste: Annotated[
         str | None,
         typer.Option(
             metavar="TASTE",
             help="For a model that takes a taste: population, a client's id, prototype:K, infer:FILE, "
-            "inferred "
-            "from a file of pairs, or with --client ID infer:8, from 8 of that client's pairs.",
+            "inferred from a file of pairs, or with --client ID infer:8, from 8 of that client's pairs.",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of responses to each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a response.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most probable token.")
-    ] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most probable tokens with this total probability.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: all.")
-    ] = 0,
+    max_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     seed: Annotated[
         int, typer.Option(help="Random seed of the sampling, the same for base and aligned model.")
     ] = 0,
-    raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw", help="Use prompts without a chat template, even if the run's data are dialogues."
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    raw: Raw = False,
+    as_json: AsJson = False,
     which: RoundName = "last",
 ) -> None:
     """Compare responses of the base model and of a finished run's model, side by side."""
@@ -298,9 +285,11 @@ def generate(
 
 
 def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:
-    """Two responses side by side, below their prompt; the prompt is empty if already printed above.
+    """Print two responses side by side below their prompt.
 
-    ``heading`` is that of the aligned model's column.
+    Args:
+        prompt: empty if it is already printed.
+        heading: heading of the aligned model's column.
     """
     from rich import box
     from rich.table import Table

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Volume(IntEnum):
-    """How much a command prints."""
+    """Verbosity of a command."""
 
     QUIET = 0
     USUAL = 1
@@ -43,10 +43,10 @@ def volume() -> Volume:
 
 
 def set_volume(quiet: bool, verbose: bool) -> None:
-    """Set the verbosity until the command has ended.
+    """Set the verbosity for the rest of the command.
 
     Raises:
-        UsageError: both are asked for.
+        UsageError: both ``quiet`` and ``verbose`` are true.
     """
     if quiet and verbose:
         raise UsageError("give --quiet or --verbose, not both")
@@ -54,7 +54,7 @@ def set_volume(quiet: bool, verbose: bool) -> None:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` as a command: with ``-q`` and ``-v``, errors for a person and the exit codes of all."""
+    """Wrap a command: add ``-q`` and ``-v``, and handle errors with :func:`user_errors`."""
 
     @wraps(function)
     def run(*args: Any, quiet: bool = False, verbose: bool = False, **kwargs: Any) -> None:
@@ -62,7 +62,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             if quiet or verbose:
                 set_volume(quiet, verbose)
             try:
-                with _told():
+                with _library_log():
                     function(*args, **kwargs)
             finally:
                 _volume.set(Volume.USUAL)
@@ -79,8 +79,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class _Told(logging.Handler):
-    """Writes what the library logs on standard error, and adds up the times of its parts."""
+class _StderrHandler(logging.Handler):
+    """Writes log records to standard error, and sums the logged seconds by part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,39 +95,34 @@ class _Told(logging.Handler):
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Set the level of the library's log."""
-    log, told = logging.getLogger("prefed"), _Told()
-    before, handler = log.level, told if volume() is Volume.VERBOSE else logging.NullHandler()
+def _library_log() -> Iterator[None]:
+    """Configure the library's log for the verbosity; with ``-v``, print a summary of times."""
+    log, verbose = logging.getLogger("prefed"), _StderrHandler()
+    before, handler = log.level, verbose if volume() is Volume.VERBOSE else logging.NullHandler()
     if volume() is not Volume.USUAL:
-        # Where a handler is, Python does not write warnings on standard error by itself.
+        # With a handler, Python does not print warnings to standard error itself.
         log.addHandler(handler)
     if volume() is Volume.VERBOSE:
         log.setLevel(logging.INFO)
     try:
         yield
-        if told.seconds:
+        if verbose.seconds:
             from prefed.core.text import duration
 
-            whole = sum(told.seconds.values())
-            longest = sorted(told.seconds.items(), key=lambda item: -item[1])
+            whole = sum(verbose.seconds.values())
+            longest = sorted(verbose.seconds.items(), key=lambda item: -item[1])
             parts = (f"{part} {duration(seconds)} ({seconds / whole:.0%})" for part, seconds in longest)
-            typer.echo(f"where the time went: {', '.join(parts)}", err=True)
+            typer.echo(f"time by part: {', '.join(parts)}", err=True)
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
 
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")
-]
-
-
 def progress_console(as_json: bool = False) -> Console:
-    """The console for progress, and for results that are not JSON; with ``-q`` it writes nothing.
+    """The console for progress and human-readable results; silent with ``-q``.
 
     Args:
-        as_json: standard output is for JSON only, so this is standard error.
+        as_json: write to standard error, because standard output is for JSON.
     """
     from rich.console import Console
 
@@ -139,14 +134,14 @@ def progress_console(as_json: bool = False) -> Console:
 
 
 def terminal(console: Console) -> list[Callback]:
-    """Shows a run's progress on ``console``: nothing with ``-q``, a line for each round with ``-v``."""
+    """The callback that shows progress on ``console``; none with ``-q``, one line per round with ``-v``."""
     from prefed.trackers.terminal import Terminal
 
     return [] if console.quiet else [Terminal(console, lines=volume() is Volume.VERBOSE)]
 
 
 def bar_console() -> Console:
-    """The console of a progress bar, shown on a terminal and not with ``-q``."""
+    """The console for a progress bar on standard error; silent with ``-q``."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=volume() is Volume.QUIET)

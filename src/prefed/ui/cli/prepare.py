@@ -1,19 +1,16 @@
-"""``prefed init``, ``methods`` and ``data``: the commands before a first run."""
+"""``prefed init``, ``methods`` and ``data``: commands before a run."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from prefed.ui.cli.arguments import CellName, File, Overrides
+from prefed.ui.cli.arguments import AsJson, CellName, File, Overrides
 from prefed.ui.cli.errors import usage
-from prefed.ui.cli.output import AsJson, print_json
-
-if TYPE_CHECKING:
-    pass
+from prefed.ui.cli.output import print_json
 
 
 def init(
@@ -46,7 +43,7 @@ def init(
         if file.is_dir():
             raise ValueError(f"{file} is a folder; choose another --out")
         if file.exists() and not force:
-            # The pairs have one name, whatever the experiment file is called.
+            # The name of the pairs is fixed.
             other = "another --out" if file == path else "an --out in another folder"
             raise ValueError(f"{file} exists; choose {other}, or --force to replace it")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +80,7 @@ def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json
 
     from prefed.config.table import load_cell
 
-    # Errors in the file are found before PyTorch is imported, which takes seconds.
+    # Report errors in the file before the slow import of PyTorch.
     experiment = load_cell(file, cell, overrides or [])
     from prefed.data.statistics import dataset_statistics
     from prefed.models.quiet_libraries import silence_transformers

@@ -1,15 +1,24 @@
-"""``prefed evaluate``, ``compare``, ``report`` and ``judge``: what finished runs came to."""
+"""``prefed evaluate``, ``compare``, ``report`` and ``judge``: results of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from prefed.ui.cli.arguments import RoundName, RunFolder
+from prefed.ui.cli.arguments import (
+    AsJson,
+    MaxNewTokens,
+    PromptColumn,
+    Raw,
+    RoundName,
+    RunFolder,
+    Temperature,
+)
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, terminable, usage
 from prefed.ui.cli.output import bar_console, print_json
 
@@ -18,14 +27,14 @@ def evaluate(
     run: RunFolder,
     split: Annotated[
         Literal["train", "validation", "test"] | None,
-        typer.Option(help="Which of each client's pairs to use (default: those that the run was judged on)."),
+        typer.Option(help="Which of each client's pairs to use (default: the run's evaluation split)."),
     ] = None,
     test: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Judge on the pairs of another file, folder or hub dataset."),
+        typer.Option(metavar="FILE", help="Evaluate on the pairs of another file, folder or hub dataset."),
     ] = None,
     everyone: Annotated[
-        bool, typer.Option("--everyone", help="With --test: judge every client on all rows.")
+        bool, typer.Option("--everyone", help="With --test: evaluate every client on all rows.")
     ] = False,
     client: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Only this client; repeatable.")
@@ -34,20 +43,19 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="TASTE",
-            help="For selectors with a latent taste, the taste to judge with: own, population, a "
-            "client's id, "
-            "prototype:K, infer:8, inferred from 8 of a client's training pairs, or infer:FILE, from a new "
-            "user's pairs.",
+            help="For selectors with a latent taste, the taste to evaluate with: own, population, a "
+            "client's id, prototype:K, infer:8, inferred from 8 of a client's training pairs, or "
+            "infer:FILE, from a new user's pairs.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
     which: RoundName = "last",
 ) -> None:
-    """Evaluate a finished run's models: each client's on its own pairs, or on others."""
+    """Evaluate a finished run's models on each client's pairs, or on other pairs."""
     if test is not None and split is not None:
         raise UsageError("give --split or --test FILE, not both")
     if everyone and test is None:
-        raise UsageError("--everyone belongs to --test FILE")
+        raise UsageError("--everyone requires --test FILE")
     import torch
 
     from prefed.models.quiet_libraries import silence_transformers
@@ -61,35 +69,25 @@ def evaluate(
     from prefed.ui.pages.terminal import print_evaluation
 
     silence_transformers()
-    # At the hub of a federation no taste comes from the run's own pairs.
+    # The hub of a federation does not have the run's pairs.
     own_pairs = test is None or (taste is not None and not read_run(run).sites)
     loaded_run = load_run(run, data=own_pairs, best=which == "best")
     if taste is not None:
         loaded_run = at_taste(loaded_run, taste, test, split or loaded_run.experiment.evaluate.split)
-    # With the run's own number of threads its figures come out again to the digit.
+    # With the run's number of threads, its metrics are reproduced exactly.
     torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
-    with _progress() as tell:
+    with _progress() as report:
+        done = partial(report, "clients")
         if test is None:
-            evaluation = evaluate_run(loaded_run, split or loaded_run.experiment.evaluate.split, client, tell)
+            evaluation = evaluate_run(loaded_run, split or loaded_run.experiment.evaluate.split, client, done)
         else:
-            evaluation = evaluate_file(loaded_run, test, client, everyone=everyone, progress=tell)
+            evaluation = evaluate_file(loaded_run, test, client, everyone=everyone, progress=done)
     if as_json:
         print_json(plain(evaluation.plain()))
     else:
         number = loaded_run.reader.commit.round
         name = loaded_run.record.name + (f", best round {number}" if which == "best" else "")
         print_evaluation(evaluation, name, stdout_console())
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error if that is a terminal; it takes how many of how many clients are done."""
-    from rich.progress import Progress
-
-    console = bar_console()
-    with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as bar:
-        task = bar.add_task("clients")
-        yield lambda done, of: bar.update(task, completed=done, total=of)
 
 
 def compare(
@@ -111,9 +109,9 @@ def compare(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a self-contained page about all runs."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Compare finished runs: a table, their differing settings, and a plot or a page."""
+    """Compare finished runs: tables, differing settings, and a plot or a page."""
     from prefed.runs.record import read_run
     from prefed.runs.seed_groups import find_runs
     from prefed.ui.pages import plot_file
@@ -126,10 +124,10 @@ def compare(
         raise ValueError(f"{html} is a folder; name a file for the page")
     for path in runs:
         if not any(path.rglob("summary.json")):
-            read_run(path)  # says what is wrong with it
+            read_run(path)  # raises an error with the reason
     records = find_runs(runs)
     if len(records) < 2:
-        raise ValueError("name at least two different runs")
+        raise ValueError("give at least two different runs")
     if as_json:
         from prefed.store.reader import plain
         from prefed.ui.pages.comparison_data import Compared
@@ -168,7 +166,7 @@ def report(
     """Write a self-contained HTML page about a run, finished or not."""
     from prefed.runs.record import read_run
     from prefed.ui.pages.page import write_page
-    from prefed.ui.pages.watch import watch as keep_fresh
+    from prefed.ui.pages.watch import watch as watch_run
 
     path = out or run / "report.html"
     if path.is_dir():
@@ -179,7 +177,7 @@ def report(
         return
     try:
         with terminable():
-            keep_fresh(run, path, typer.echo)
+            watch_run(run, path, typer.echo)
     except KeyboardInterrupt:
         typer.echo(f"report: {path}", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -222,12 +220,7 @@ def judge(
             "names it.",
         ),
     ] = None,
-    prompt_column: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The column of the prompts (default: prompt, or that of preference pairs)."
-        ),
-    ] = None,
+    prompt_column: PromptColumn = None,
     template: Annotated[
         str,
         typer.Option(help="The prompt template for a language model as judge: plain, mt-bench or auto-j."),
@@ -251,31 +244,24 @@ def judge(
         str,
         typer.Option(
             metavar="CLIENT|mean",
-            help="The client whose utility, or whose taste, judges (judge utility; selectors with tastes).",
+            help="The client whose utility or taste to judge with (judge utility; selectors with tastes).",
         ),
     ] = "mean",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a response.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most probable token.")
-    ] = 0.0,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed of sampled responses.")] = 0,
-    raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw", help="Use prompts without a chat template, even if the run's data are dialogues."
-        ),
-    ] = False,
+    raw: Raw = False,
     name: Annotated[
         str | None, typer.Option(help="Name of the folder under RUN/judge (default: from what is compared).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Compare a finished run's model with another by a judge: win rates, and every verdict in a file."""
+    """Compare a finished run's model with another by a judge: win rates, and all verdicts in a file."""
     from prefed.align.judge.questions import JudgeOptions
     from prefed.align.judge.registry import split_name
 
     if timeout <= 0:
-        raise UsageError(f"--timeout {timeout:g}: above 0")
+        raise UsageError(f"--timeout {timeout:g}: must be above 0")
     with usage():
         split_name(judge)
     from prefed.align.judge.questions import URL, criterion_template, get_template
@@ -315,8 +301,8 @@ def judge(
             ),
             name=name,
         )
-    with _bars() as tell:
-        summary = judge_run(run, comparison, tell)
+    with _progress() as report:
+        summary = judge_run(run, comparison, report)
     if as_json:
         print_json(summary)
     else:
@@ -324,17 +310,17 @@ def judge(
 
 
 @contextmanager
-def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each step, on standard error if that is a terminal."""
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on standard error, if it is a terminal: call with a name, done and total."""
     from rich.progress import Progress, TaskID
 
     console = bar_console()
     tasks: dict[str, TaskID] = {}
     with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as bar:
 
-        def tell(what: str, done: int, of: int) -> None:
+        def report(what: str, done: int, of: int) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(what)
             bar.update(tasks[what], completed=done, total=of)
 
-        yield tell
+        yield report

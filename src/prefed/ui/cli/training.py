@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from prefed.ui.cli.arguments import (
+    AsJson,
     AutoResume,
     CellName,
     File,
@@ -26,7 +27,7 @@ from prefed.ui.cli.arguments import (
     set_words,
 )
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, interruptible, terminable
-from prefed.ui.cli.output import AsJson, print_json, progress_console, terminal, volume
+from prefed.ui.cli.output import print_json, progress_console, terminal, volume
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +55,7 @@ def run(
 ) -> None:
     """Run an experiment and write its run directory."""
     if dry_run and (resume or auto_resume):
-        raise UsageError("give --dry-run or --resume, not both: --dry-run is for a new run")
+        raise UsageError("give --dry-run or --resume, not both: a dry run is always a new run")
     overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
     words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
     words += set_words(overrides)
@@ -63,7 +64,7 @@ def run(
     with interruptible(words, out, resume or auto_resume, again=(again,)) as paths:
         from prefed.config.table import load_cell
 
-        # Errors in the file are found before PyTorch is imported, which takes seconds.
+        # Report errors in the file before the slow import of PyTorch.
         experiment = load_cell(file, cell, overrides)
         from prefed.core.text import pluralize
         from prefed.models.quiet_libraries import silence_transformers
@@ -88,7 +89,7 @@ def run(
 
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
-    """Run, and print the result."""
+    """Run an experiment and print the result."""
     from prefed.runs.metrics import groupings_of
     from prefed.runs.record import read_run
     from prefed.runs.run import run as run_experiment
@@ -101,9 +102,9 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
     elif console.quiet:
         typer.echo(f"{result_line(result.summary)} → {path}")
     else:
-        told = read_run(path).tastes
-        print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=told)
-        adapters = ", ".join(map(str, result.adapters)) or "none: see `prefed export`"
+        tastes = read_run(path).tastes
+        print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=tastes)
+        adapters = ", ".join(map(str, result.adapters)) or "none; see `prefed export`"
         for line in (
             f"{'adapters' if len(result.adapters) > 1 else 'adapter'}: {adapters}",
             *([f"aligned: {path / 'align' / 'adapter'}"] if experiment.align else []),
@@ -129,7 +130,7 @@ def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) ->
 
 
 def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
-    """Lines that suggest the next command after a run with selectors; otherwise none."""
+    """Suggested next commands after a run with selectors; otherwise none."""
     run = shlex.quote(str(path))
     if aligned:
         return [f"judge: prefed judge {run} --judge NAME --prompts FILE"]
@@ -196,7 +197,7 @@ def sweep(
     for cell in cells:
         order.setdefault(cell.folder, []).append(cell.definition.name)
     if len(order) < len(tables):
-        raise UsageError("two tables have the same file name; run each with its own --out")
+        raise UsageError("two tables have the same file name; run them separately, each with its own --out")
     cells = _select(cells, only or [])
     from prefed.ui.pages.sweep import keep
 
@@ -243,11 +244,11 @@ def _sweep_grid(
     for file in kept or ():
         typer.echo(file)
     if sweep.failed:
-        raise ValueError("some runs failed, and none was selected:\n" + "\n".join(sweep.failed))
+        raise ValueError("some runs failed, so no combination was selected:\n" + "\n".join(sweep.failed))
 
 
 def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. If it is interrupted, no run outlives this process."""
+    """Run ``work``; on an interrupt, cancel it and exit."""
     try:
         with terminable():
             return asyncio.run(work)
@@ -257,7 +258,7 @@ def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:
-    """The cells that ``only`` names, or all of them."""
+    """The cells that match a pattern in ``only``; all if it is empty."""
     from prefed.core.text import did_you_mean
 
     names = [cell.definition.name for cell in cells]
@@ -309,9 +310,8 @@ def align(
         anew = not (resume or stage)
         if anew and begun(folder):
             raise ValueError(
-                f"{folder} holds an alignment: continue it with --resume, or repeat a stage and those "
-                "after it "
-                "with --stage NAME (--stage prompts: all of them)"
+                f"{folder} contains an alignment: continue it with --resume, or repeat a stage and those "
+                "after it with --stage NAME (--stage prompts repeats all)"
             )
         config = read_settings(record, overrides, anew=anew)
         from prefed.models.quiet_libraries import silence_transformers

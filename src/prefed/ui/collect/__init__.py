@@ -1,5 +1,5 @@
-"""A page on this machine where a person says which of two responses is the better one.
+"""``prefed collect``: a local web page on which a person chooses the better of two responses.
 
-Nothing here needs a model library but what draws responses, and nothing but the page needs a web server. So
-this package imports none of its files by itself.
+The package imports none of its modules, as only the response generator needs PyTorch and only the server
+Starlette.
 """

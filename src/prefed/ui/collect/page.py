@@ -1,4 +1,4 @@
-"""The page: whole without its script, which adds keys and looks whether the model is ready."""
+"""The HTML page of ``prefed collect``. JavaScript is optional: it adds shortcuts and automatic reloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefed.ui.collect.session import STRENGTHS, Session
 
 
 def state_of(session: Session) -> str:
-    """What the page shows next: ``name``, ``pair``, ``wait`` or ``end``."""
+    """The current state of the page: ``name``, ``pair``, ``wait`` or ``end``."""
     if session.client is None:
         return "name"
     if session.current() is not None:
@@ -26,11 +26,13 @@ def state_of(session: Session) -> str:
 
 
 def render(session: Session, state: str, *, typed: bool, problem: str | None = None) -> str:
-    """The page in a state, which is one of :func:`state_of`, or ``finished``.
+    """Render the page.
 
     Args:
-        typed: whether the person may type prompts.
-        problem: what is wrong, in words.
+        session: the annotator's session.
+        state: a value of :func:`state_of`, or ``finished``.
+        typed: whether the annotator may type prompts.
+        problem: error message to show.
     """
     progress = session.progress()
     shown = session.current() if state == "pair" else None
@@ -55,14 +57,14 @@ def render(session: Session, state: str, *, typed: bool, problem: str | None = N
 
 
 ROLES = {"user": "Person", "human": "Person", "assistant": "Assistant", "system": "Instructions"}
-"""Role of a turn → what a rater reads above it."""
+"""Role of a turn → label on the page."""
 _TURN = re.compile(r"(?:^|\n)\s*(Human|Assistant):")
 
 
 def turns(prompt: Prompt) -> list[tuple[str, str]]:
-    r"""A prompt's turns, each with what a rater reads above it; nothing above the only turn.
+    r"""Split a prompt into turns: label and text. A single turn has an empty label.
 
-    The format of a model's dialogues is for the model, so a prompt of that form is divided into its turns.
+    Text in the "Human: … Assistant:" format is split as well.
 
     >>> turns("\n\nHuman: Hello\n\nAssistant: Hi\n\nHuman: Why?\n\nAssistant:")
     [('Person', 'Hello'), ('Assistant', 'Hi'), ('Person', 'Why?')]
@@ -80,7 +82,7 @@ def turns(prompt: Prompt) -> list[tuple[str, str]]:
 
 
 def render_refusal() -> str:
-    """The page for a browser without a link. It says nothing of the session."""
+    """The page for a browser without a valid link. It reveals nothing about the session."""
     names = ("problem", "progress", "typed", "agreement")
     return _render(state="refused", title=TITLES["refused"], **dict.fromkeys(names))
 
@@ -96,7 +98,7 @@ TITLES = {
 
 @cache
 def policy() -> str:
-    """The content security policy: the style and the script that stand in the page, by their digests."""
+    """The content security policy, which allows only the page's own style and script, by digest."""
 
     def allowed(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -129,7 +131,7 @@ def _environment() -> Environment:
 
 @cache
 def _assets() -> dict[str, Any]:
-    """What stands in the page as it is in its file."""
+    """Style and script, included verbatim."""
     environment = _environment()
     loader = environment.loader
     assert loader is not None

@@ -1,4 +1,4 @@
-"""The pairs that a person is asked about, recorded or drawn, and the file of those that they chose."""
+"""Questions for the annotator, from recorded pairs or generated responses, and the file of chosen pairs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from prefed.runs.journal import Journal
 
 
 class CollectError(ValueError):
-    """Preferences cannot be collected, or a choice not be kept; the message says what to do."""
+    """Preferences cannot be collected, or a choice cannot be saved."""
 
 
 class Choices:
-    """The pairs that people chose, as ``data.train`` takes them.
+    """Append-only JSON Lines file of chosen pairs, usable as ``data.train``.
 
-    A line is appended for each choice. What a killed process wrote of a line is cut off when the file is
-    opened; a whole line is kept. Lines that someone else wrote stay as they are. Only its owner can read a
-    new file.
+    Opening the file truncates an incomplete last line, left by a killed process. Lines from other sources
+    are kept. Only the owner can read a new file.
 
     Raises:
-        CollectError: a line is no JSON object, or the path is not that of a ``.jsonl`` file.
+        CollectError: a line is not a JSON object, or the path does not end in ``.jsonl``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +37,7 @@ class Choices:
         self._rows: list[Mapping[str, Any]] = []
         self._ends: list[int] = [0]
         if path.suffix.lower() != ".jsonl" or path.is_dir():
-            raise CollectError(f"--out {path}: give a file whose name ends in .jsonl")
+            raise CollectError(f"--out {path}: the file name must end in .jsonl")
         if path.exists():
             self._read()
         else:
@@ -46,14 +45,14 @@ class Choices:
             files.write(path, b"", mode=0o600)
 
     def of(self, client: str) -> Sequence[Mapping[str, Any]]:
-        """The rows that a client chose here, in that order; recorded pairs of its name are none of them."""
+        """A client's choices from this page, in order, without other rows of the same client."""
         return [row for row in self._rows if _is_choice(row, client)]
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row and bring it to the disk.
+        """Append a row and flush it to disk.
 
         Raises:
-            WriteError: it cannot be written, e.g. the disk is full.
+            WriteError: the row cannot be written, e.g. because the disk is full.
             CollectError: another program changed the file.
         """
         self._check_size()
@@ -61,21 +60,21 @@ class Choices:
         try:
             files.append(self.path, line)
         except files.WriteError:
-            # Part of the line may be there, and no other line can follow it.
+            # Remove a partially written line.
             files.truncate(self.path, self._ends[-1])
             raise
         self._rows.append(row)
         self._ends.append(self._ends[-1] + len(line))
 
     def take_back(self, client: str) -> None:
-        """Remove the last row, which is the client's.
+        """Remove the client's choice in the last row.
 
         Raises:
-            CollectError: the last row is not the client's, or another program changed the file.
+            CollectError: the last row is not a choice of the client, or another program changed the file.
         """
         self._check_size()
         if not self._rows or not _is_choice(self._rows[-1], client):
-            raise CollectError(f"the last line of {self.path} is not a choice of {client}'s")
+            raise CollectError(f"nothing to undo: the last line of {self.path} is not a choice by {client}")
         files.truncate(self.path, self._ends[-2])
         files.sync(self.path)
         self._rows.pop()
@@ -84,7 +83,7 @@ class Choices:
     def _check_size(self) -> None:
         if self.path.stat().st_size != self._ends[-1]:
             raise CollectError(
-                f"{self.path} was changed by another program while the page was open; start the command again"
+                f"{self.path} was changed by another program while the page was open; restart prefed collect"
             )
 
     def _read(self) -> None:
@@ -92,11 +91,9 @@ class Choices:
             try:
                 row = json.loads(line) if line.strip() else {}
             except ValueError as error:
-                raise CollectError(f"{self.path}, line {number}: not JSON: {error}; repair it") from error
+                raise CollectError(f"{self.path}, line {number}: not JSON ({error}); correct it") from error
             if not isinstance(row, dict):
-                raise CollectError(
-                    f"{self.path}, line {number}: a row is an object with named columns; repair it"
-                )
+                raise CollectError(f"{self.path}, line {number}: not a JSON object; correct it")
             self._rows.append(row)
             self._ends.append(self._ends[-1] + len(line) + 1)
 
@@ -105,7 +102,7 @@ class Choices:
         end = data.rfind(b"\n") + 1
         if data[end:]:
             if _is_whole(data[end:]):
-                # All of the line but its end.
+                # Only the line break is missing.
                 files.append(self.path, b"\n")
                 data += b"\n"
             else:
@@ -130,10 +127,10 @@ class Question:
     """Two responses to a prompt.
 
     Attributes:
-        number: identifies it.
-        responses: in an order that says nothing of which is better.
-        recorded: the place of the one that was chosen before; ``None`` if nobody was asked.
-        columns: what else the source says of the pair, and its copy will say too.
+        number: id of the question.
+        responses: in an order independent of any recorded choice.
+        recorded: index of the response chosen in the source; ``None`` without a recorded choice.
+        columns: further columns of the source, copied to the chosen pair.
     """
 
     number: int
@@ -144,44 +141,44 @@ class Question:
 
 
 class Questions(Protocol):
-    """Where questions come from. A number identifies one that may not be ready yet."""
+    """A source of questions. A number may belong to a question that is not ready yet."""
 
     def numbers(self) -> Sequence[int]:
-        """All questions, in the order in which they are asked."""
+        """The numbers of all questions, in order."""
 
     def get(self, number: int) -> Question | None:
         """The question; ``None`` while it is not ready."""
 
     def number_of(self, row: Mapping[str, Any]) -> int | None:
-        """Which question a row of the chosen pairs answers; ``None`` if it is not a pair."""
+        """The number of the question that a chosen pair answers; ``None`` if the row is not a pair."""
 
 
 class RecordedPairs:
-    """Pairs with a recorded choice, which the person does not see.
+    """Questions from pairs with a recorded choice, which the annotator does not see.
 
     Raises:
-        CollectError: there is no pair.
+        CollectError: ``records`` is empty.
     """
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._questions: dict[int, Question] = {}
         for record in records:
-            # A pair that comes twice is judged once.
+            # Skip duplicates.
             number = pair_hash(record)
             self._questions.setdefault(number, _recorded(record, number))
         if not self._questions:
-            raise CollectError("--from: there is no pair in it")
+            raise CollectError("--from: the file contains no pairs")
 
     def numbers(self) -> Sequence[int]:
-        """The pairs in the order of their source."""
+        """The pairs, in the order of the source."""
         return list(self._questions)
 
     def get(self, number: int) -> Question | None:
-        """The pair, its responses in alphabetical order."""
+        """The pair, with its responses in alphabetical order."""
         return self._questions.get(number)
 
     def number_of(self, row: Mapping[str, Any]) -> int | None:
-        """The pair of a row."""
+        """The pair with the prompt and responses of a row."""
         try:
             return pair_hash(Record(parse_prompt(row["prompt"]), row["chosen"], row["rejected"]))
         except (KeyError, TypeError, ValueError):
@@ -196,12 +193,12 @@ def _recorded(record: Record, number: int) -> Question:
 
 
 class DrawnPairs:
-    """Prompts with two responses each, as they are drawn. What was drawn is kept in a journal.
+    """Questions from prompts with generated responses, which a journal stores.
 
     Args:
-        prompts: of a file; one that comes twice is asked once.
-        journal: keeps the responses, and the prompts that the person typed.
-        identity: says what the responses depend on. Responses of another model are drawn again.
+        prompts: from a file; duplicates are asked once.
+        journal: stores responses and typed prompts.
+        identity: digest of everything the responses depend on; responses with another one are ignored.
     """
 
     def __init__(self, prompts: Iterable[Prompt], journal: Journal, identity: str) -> None:
@@ -213,12 +210,12 @@ class DrawnPairs:
         }
 
     def numbers(self) -> Sequence[int]:
-        """Typed prompts come first. Those to which the model has no two responses are left out."""
+        """Typed prompts first. Prompts without two different responses are left out."""
         every = {**self._typed, **self._prompts}
         return [number for number in every if "left_out" not in self._row(number)]
 
     def get(self, number: int) -> Question | None:
-        """The prompt with its responses, once they are drawn."""
+        """The prompt with its responses; ``None`` until they are generated."""
         row = self._row(number)
         if "responses" not in row:
             return None
@@ -226,18 +223,18 @@ class DrawnPairs:
         return Question(number, self.prompt(number), (first, second))
 
     def number_of(self, row: Mapping[str, Any]) -> int | None:
-        """The prompt of a row. A prompt is asked once, also if its responses were of another model."""
+        """The prompt of a row, whichever model generated the responses."""
         try:
             return prompt_hash(parse_prompt(row["prompt"]))
         except (KeyError, TypeError, ValueError):
             return None
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt with that number."""
+        """The prompt of a question."""
         return self._typed[number] if number in self._typed else self._prompts[number]
 
     def add(self, prompt: Prompt) -> int:
-        """Take in a prompt that the person typed, and bring it to the disk. Gives its number."""
+        """Store a typed prompt on disk and return its number."""
         number = prompt_hash(prompt)
         if number not in self._typed and number not in self._prompts:
             row = {"row": number, "prompt": plain_prompt(prompt), "typed": len(self._typed)}
@@ -246,9 +243,9 @@ class DrawnPairs:
         return number
 
     def missing(self, judged: Collection[int], ahead: int) -> int | None:
-        """The prompt to draw for next; ``None`` while ``ahead`` questions that are not judged are ready.
+        """The next prompt to generate responses for; ``None`` while ``ahead`` unanswered questions are ready.
 
-        A typed prompt does not wait for that: the person does.
+        Typed prompts do not count towards ``ahead``, because the annotator waits for them.
         """
         waiting = [number for number in self.numbers() if number not in judged]
         missing = [number for number in waiting if self.get(number) is None]
@@ -256,7 +253,7 @@ class DrawnPairs:
         return missing[0] if missing and (missing[0] in self._typed or not enough) else None
 
     def keep(self, number: int, drawn: tuple[str, str] | str) -> None:
-        """Keep two responses to a prompt, or why there are none."""
+        """Store two responses to a prompt, or the reason why there are none."""
         base = {name: value for name, value in self._journal.rows.get(number, {}).items() if name in _KEPT}
         found = {"left_out": drawn} if isinstance(drawn, str) else {"responses": list(drawn)}
         prompt = plain_prompt(self.prompt(number))
@@ -268,15 +265,15 @@ class DrawnPairs:
 
 
 _KEPT = ("typed", "neither")
-"""What a prompt's row has besides its responses."""
+"""Keys of a journal row that new responses do not replace."""
 
 
 def recorded_pairs(path: str, limit: int | None) -> RecordedPairs:
-    """The first ``limit`` pairs of a source that ``data.train`` would take.
+    """Read the first ``limit`` pairs of a source in any format of ``data.train``.
 
     Raises:
-        DataError: the source cannot be read, or has rows that are not a pair.
-        CollectError: there is no pair in it.
+        DataError: the source cannot be read, or a row is not a pair.
+        CollectError: the source contains no pairs.
     """
     config = DataConfig.model_validate(
         {"train": path, "partition": {"by": "iid", "clients": 1}, "rows": limit}
@@ -291,10 +288,10 @@ def recorded_pairs(path: str, limit: int | None) -> RecordedPairs:
 
 
 def file_prompts(path: str, column: str | None, limit: int | None) -> list[Prompt]:
-    """The first ``limit`` prompts of a source; ``column`` names theirs.
+    """Read the first ``limit`` prompts of a source.
 
     Raises:
-        DataError: the source cannot be read, or has rows without a prompt.
+        DataError: the source cannot be read, or a row has no prompt.
     """
     source = Source(path=path, columns=None if column is None else Columns(prompt=column))
     prompts = [row.prompt for row, _ in read_prompts(source, naming="--prompt-column NAME")]

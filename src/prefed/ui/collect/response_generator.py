@@ -1,4 +1,4 @@
-"""Samples responses ahead of the page, in a thread of its own, so that nobody waits for the model."""
+"""Generation of responses in a background thread, ahead of the annotator."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from prefed.ui.collect.pairs import CollectError, DrawnPairs
 from prefed.ui.collect.session import Session
 
 ATTEMPTS = 4
-"""How often two responses are drawn before a prompt is left out, because they are equal or blank."""
+"""Number of times that two responses are sampled before a prompt is left out."""
 
 
 class Responder(Protocol):
-    """What responds to prompts.
+    """Generates responses to prompts.
 
     Attributes:
-        identity: says what the responses depend on.
+        identity: digest of everything the responses depend on.
     """
 
     identity: str
 
     def as_prompt(self, text: str) -> Prompt:
-        """A typed text in the form of the other prompts."""
+        """Convert typed text to the format of the other prompts."""
 
     def draw(self, prompt: Prompt) -> tuple[str, str] | str:
-        """Two different responses, or why there are none."""
+        """Two different responses, or the reason why there are none."""
 
 
 class ModelResponder:
-    """A language model that responds.
+    """Generates responses with a language model.
 
     Args:
         backbone: the model.
-        how: the sampling.
-        key: the randomness. What a prompt gets depends only on it and on the prompt.
-        like: a prompt of the file, whose form typed prompts take; ``None`` if there is none.
-        raw: typed prompts are taken unchanged.
+        how: sampling settings.
+        key: random key; the responses to a prompt depend only on it and on the prompt.
+        like: a prompt whose format typed prompts take, if any.
+        raw: use typed prompts unchanged.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class ModelResponder:
         self.identity = files.digest(json.dumps([key.seed, about], sort_keys=True).encode())
 
     def as_prompt(self, text: str) -> Prompt:
-        """A typed text in the form of the other prompts."""
+        """Convert typed text to the format of the other prompts."""
         return as_prompt(text, self._like, raw=self._raw)
 
     def draw(self, prompt: Prompt) -> tuple[str, str] | str:
-        """Two different responses; a prompt that fills the window or that the template refuses gets none."""
+        """Two different non-blank responses, or the reason why there are none."""
         backbone, window = self._backbone, self._backbone.window
         try:
             ids = prompt_ids(backbone.tokenizer, self._template, prompt)
         except RowError as error:
             return str(error)
         if window is not None and len(ids) >= window:
-            return f"the prompt has {len(ids)} tokens and the model's window {window}"
+            return f"the prompt has {len(ids)} tokens, but the model's context is {window}"
         key, different = self._key.at("prompt", prompt_hash(prompt)), dict[str, str]()
         for attempt in range(ATTEMPTS):
             keys = [key.at("sample", 2 * attempt + place) for place in (0, 1)]
@@ -83,14 +83,14 @@ class ModelResponder:
             if len(different) >= 2:
                 first, second, *_ = different.values()
                 return first, second
-        return f"the model gives no two different responses to it in {2 * ATTEMPTS} draws"
+        return f"the model generated no two different responses in {2 * ATTEMPTS} samples"
 
 
 class Drawing:
-    """Draws responses until ``ahead`` questions are ready that the person has not answered.
+    """Background thread that keeps ``ahead`` unanswered questions ready.
 
     Args:
-        report: called with a prompt that is left out, and why.
+        report: called with a message for each prompt that is left out.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Drawing:
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        """End after the response under way; what ended the drawing is raised here."""
+        """Stop after the current prompt, and raise the thread's error, if any."""
         with self._session.changed:
             self._ended = True
             self._session.changed.notify_all()
@@ -121,17 +121,17 @@ class Drawing:
             raise self._error
 
     def add(self, text: str) -> None:
-        """Take in a prompt that the person typed; it is asked next.
+        """Add a typed prompt, to be asked next.
 
         Raises:
-            CollectError: the text is blank, or the person answered this prompt already.
+            CollectError: the text is blank, or the annotator already answered this prompt.
         """
         if not text.strip():
-            raise CollectError("the prompt is blank")
+            raise CollectError("the prompt is blank; type some text")
         with self._session.changed:
             number = self._pairs.add(self._responder.as_prompt(text))
             if number in self._session.judged():
-                raise CollectError("you answered this prompt already")
+                raise CollectError("you have already answered this prompt; type another")
             self._session.changed.notify_all()
 
     def _run(self) -> None:
@@ -152,7 +152,7 @@ class Drawing:
                 changed.notify_all()
 
     def _next(self) -> int | None:
-        """The next prompt to draw for; waits until there is one. ``None`` at the end."""
+        """Wait for the next prompt to generate responses for; ``None`` at the end."""
         with self._session.changed:
             while not self._ended:
                 number = self._pairs.missing(self._session.judged(), self._ahead)

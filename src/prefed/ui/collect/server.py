@@ -1,4 +1,4 @@
-"""Serves the page on this machine only, to whoever has the link."""
+"""Local web server of ``prefed collect``, accessible only through a secret link."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from prefed.ui.collect.session import STRENGTHS, Answer, Session
 
 HOST = "127.0.0.1"
 _LONGEST = 100_000
-"""Bytes of a form at most."""
+"""Maximum size of a form in bytes."""
 _DIGITS = 20
-"""Digits of a question's number at most: it has 64 bits."""
+"""Maximum number of digits of a question's 64-bit number."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # With no referrer at all a browser would hide the origin of a form too.
+    # With "no-referrer", browsers would also hide the origin of forms.
     "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
 }
 
 
 class Page:
-    """The page's addresses.
+    """The web application.
 
-    Whoever opens a link gets a cookie, and the link is spent. Any other request without the cookie is
-    refused, and so is a form that another site's page sends.
+    Opening a link sets a cookie and invalidates the link. Other requests need the cookie, and forms must
+    come from the same origin.
 
     Args:
-        session: asks and keeps answers.
-        add: takes in a prompt that the person typed; ``None`` if there is no model to answer it.
-        link: is called with the secret of each new link.
-        finish: is called when the person is done.
+        session: the annotator's session.
+        add: adds a typed prompt; ``None`` without a model.
+        link: called with the secret of each new link.
+        finish: called when the annotator finishes.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Page:
         return PlainTextResponse(page.state_of(self._session), headers=_HEADERS)
 
     def _form(self, action: Callable[[Mapping[str, str]], Response | None]) -> Callable[[Request], Any]:
-        """Answers a form: does what it asks, and shows the page."""
+        """The handler of a form: run its action, then show the page."""
 
         async def answer(request: Request) -> Response:
             if not self._known(request) or not _same_origin(request):
@@ -121,22 +121,22 @@ class Page:
         strengths: dict[str, int | None] = {"": None, **{str(level): level for level in STRENGTHS}}
         number = number if number.isdecimal() and len(number) <= _DIGITS else ""
         if not number or answer not in get_args(Answer) or strength not in strengths:
-            raise CollectError("the form is not whole; open the page again")
+            raise CollectError("the form is incomplete; reload the page")
         self._session.choose(int(number), cast(Answer, answer), strengths[strength])
 
     def _undo(self, fields: Mapping[str, str]) -> None:
-        # A form that is sent twice, or from a second page, takes back nothing more.
+        # Ignore a form that is sent twice or from an outdated page.
         if fields.get("done") in (None, str(self._session.progress().done)):
             self._session.take_back()
 
     def _prompt(self, fields: Mapping[str, str]) -> None:
         if self._add is None or self._session.client is None:
-            raise CollectError("there is no model here that answers prompts")
+            raise CollectError("prompts cannot be typed without a model; start prefed collect with --model")
         self._add(fields.get("prompt", "").replace("\r\n", "\n"))
 
     def _done(self, fields: Mapping[str, str]) -> Response:
         if self._session.client is None:
-            raise CollectError("a name comes first")
+            raise CollectError("enter your name first")
         answer = self._page("finished")
         answer.background = BackgroundTask(self._finish)
         return answer
@@ -149,12 +149,12 @@ class Page:
         return hmac.compare_digest(given.encode(), self._cookie.encode())
 
     def _name_of_cookie(self, request: Request) -> str:
-        # All servers of a host share their cookies, whatever their ports.
+        # Cookies are shared by all ports of a host.
         return f"prefed-collect-{request.url.port}"
 
 
 def _same_origin(request: Request) -> bool:
-    """Whether a form comes from this page. Not every program that may send one says where it comes from."""
+    """Whether a form comes from this page. A missing Origin header is accepted, as some clients send none."""
     origin = request.headers.get("origin")
     return origin is None or origin == f"http://{request.headers['host']}"
 
@@ -164,21 +164,21 @@ def _html(text: str, status: int) -> Response:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that only this machine can reach; port 0 takes any free one.
+    """Open a listening socket on the loopback interface; port 0 picks a free one.
 
     Raises:
-        CollectError: the port cannot be had.
+        CollectError: the port is not available.
     """
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((HOST, port))
-        # From here on a browser that is early waits.
+        # Connections before the server starts wait in the backlog.
         listening.listen()
     except OSError as error:
         listening.close()
         raise CollectError(
-            f"--port {port}: {error.strerror}; choose another, or 0 for any free one"
+            f"--port {port}: {error.strerror}; choose another port, or 0 for a free one"
         ) from error
     return listening
 
@@ -190,12 +190,13 @@ def serve(
     add: Callable[[str], None] | None,
     report: Callable[[str], None],
 ) -> None:
-    """Serve the page until the person is done or the process is asked to stop.
+    """Serve the page until the annotator finishes or the process is stopped.
 
     Args:
-        listening: of :func:`listen`.
-        add: as for :class:`Page`.
-        report: called with each link that opens the page.
+        session: the annotator's session.
+        listening: socket from :func:`listen`.
+        add: see :class:`Page`.
+        report: called with each link to the page.
     """
     port = listening.getsockname()[1]
 

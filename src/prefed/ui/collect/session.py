@@ -1,4 +1,4 @@
-"""One person's way through the questions: what is asked, what was chosen, what can be taken back."""
+"""An annotator's session: current question, answers, undo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefed.ui.collect.pairs import Choices, CollectError, Question, Questions
 Answer = Literal["left", "right", "neither"]
 
 STRENGTHS = {1: "slightly", 2: "clearly", 3: "very much"}
-"""How much better a response is: the number that becomes the pair's margin, and its name on the page."""
+"""Margin of the chosen pair → its name on the page."""
 
 _SIDES: tuple[Answer, Answer] = ("left", "right")
 _LONGEST_NAME = 100
@@ -25,10 +25,10 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class Shown:
-    """A question as the page shows it.
+    """A question as shown on the page.
 
     Attributes:
-        order: the places of the left and the right response in ``question.responses``.
+        order: indices of the left and the right response in ``question.responses``.
     """
 
     question: Question
@@ -43,12 +43,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a person is.
+    """Numbers of questions.
 
     Attributes:
-        chosen: questions with a chosen response.
-        neither: questions of which neither response was better.
-        of: all questions.
+        chosen: with a chosen response.
+        neither: answered with "neither".
+        of: in total.
     """
 
     chosen: int
@@ -57,27 +57,26 @@ class Progress:
 
     @property
     def done(self) -> int:
-        """Questions that are answered."""
+        """Number of answered questions."""
         return self.chosen + self.neither
 
 
 class Session:
-    """Asks one person.
+    """A session of one annotator.
 
-    A choice is a line of the pairs. A question of which neither response is better is no pair: its answer
-    is in the journal. So each answer is one write to one file, and a process that is killed has it
-    whole or not at all.
+    Choices are lines in the file of pairs, answers "neither" rows in the journal. Each answer is one write
+    to one file, so a killed process saves it completely or not at all.
 
     Args:
-        questions: what is asked.
+        questions: the questions.
         choices: the file of chosen pairs.
-        journal: further answers.
-        key: the randomness of sides. A question has the same sides after another start.
+        journal: the answers "neither".
+        key: random key of the sides, which stay the same after a restart.
 
     Attributes:
-        client: the person; ``None`` until they give a name.
-        changed: guards all of this, and is notified when a question becomes ready.
-        failure: what ended the drawing of responses, in words.
+        client: the annotator's name; ``None`` until it is entered.
+        changed: lock of the session, notified when a question becomes ready.
+        failure: error message of the response generator, if it failed.
     """
 
     def __init__(self, questions: Questions, choices: Choices, journal: Journal, key: Key) -> None:
@@ -89,17 +88,17 @@ class Session:
         self._chosen: dict[int, Mapping[str, Any]] = {}
 
     def name(self, client: str) -> None:
-        """Say who chooses.
+        """Set the annotator's name.
 
         Raises:
-            CollectError: it cannot be a client's name.
+            CollectError: the name is invalid.
         """
         client = client.strip()
         control = control_character(client)
         if not client or len(client) > _LONGEST_NAME or control:
             problem = f"a control character, {control}" if control else f"{len(client)} characters"
             raise CollectError(
-                f"a client's name is 1 to {_LONGEST_NAME} characters in one line; this has {problem}"
+                f"a name must have 1 to {_LONGEST_NAME} characters in one line, but this one has {problem}"
             )
         with self.changed:
             self.client = client
@@ -107,19 +106,19 @@ class Session:
             self.changed.notify_all()
 
     def judged(self) -> Collection[int]:
-        """The numbers of the questions that the person answered."""
+        """Numbers of the answered questions."""
         with self.changed:
             return frozenset(self._chosen) | self._neither().keys()
 
     def progress(self) -> Progress:
-        """How far the person is."""
+        """Count answered and all questions."""
         with self.changed:
             numbers = set(self.questions.numbers())
             chosen = numbers & self._chosen.keys()
             return Progress(len(chosen), len((numbers & self._neither().keys()) - chosen), len(numbers))
 
     def current(self) -> Shown | None:
-        """The first question that is ready and not answered; ``None`` if there is none."""
+        """The first unanswered question that is ready, if any."""
         with self.changed:
             judged = self.judged()
             waiting = (n for n in self.questions.numbers() if n not in judged)
@@ -127,22 +126,24 @@ class Session:
             return next((self._shown(question) for question in ready), None)
 
     def choose(self, number: int, answer: Answer, strength: int | None = None) -> bool:
-        """Keep an answer. On return it is on the disk.
+        """Save an answer to disk.
 
         Args:
-            strength: a number of :data:`STRENGTHS`; ``None`` if the person does not say.
+            number: the question.
+            answer: the better side, or neither.
+            strength: a key of :data:`STRENGTHS`, if given.
 
         Returns:
-            Whether it counts. It does not if the question was answered before: a form may be sent twice.
+            ``False`` if the question was already answered, e.g. because a form was sent twice.
 
         Raises:
             CollectError: there is no such question.
-            WriteError: it cannot be written, e.g. the disk is full.
+            WriteError: the answer cannot be written, e.g. because the disk is full.
         """
         with self.changed:
             question = self.questions.get(number)
             if self.client is None or question is None:
-                raise CollectError("there is no such question")
+                raise CollectError("this question does not exist; reload the page")
             if number in self.judged():
                 return False
             if answer == "neither":
@@ -155,13 +156,13 @@ class Session:
             return True
 
     def take_back(self) -> bool:
-        """Take back the person's last answer, also one from before another start.
+        """Undo the annotator's last answer, including answers from before a restart.
 
         Returns:
-            Whether there was one.
+            ``False`` if there is none.
 
         Raises:
-            CollectError: someone else chose since, or another program changed the file.
+            CollectError: someone else has chosen since, or another program changed the file.
         """
         with self.changed:
             count, neither = self._count(), self._neither()
@@ -178,9 +179,10 @@ class Session:
             return True
 
     def agreement(self) -> Agreement | None:
-        """Of the person with the recorded choices, over the sides on which the better response was seen.
+        """Agreement of the annotator's sides with the recorded choices, without answers "neither".
 
-        ``None`` if there are none, or no choice yet. Questions that ended with neither are left out.
+        Returns:
+            ``None`` without recorded choices, or before the first answer.
         """
         with self.changed:
             rows = [row for row in self._chosen.values() if "agrees" in row and row.get("side") in _SIDES]
@@ -209,13 +211,13 @@ class Session:
         return Shown(question, (left, 1 - left))
 
     def _read(self) -> None:
-        """Find the person's rows: number of a question → the row that answers it."""
+        """Load the annotator's rows: number of a question → the row that answers it."""
         rows = self.choices.of(self.client) if self.client is not None else ()
         found = ((self.questions.number_of(row), row) for row in rows)
         self._chosen = {number: row for number, row in found if number is not None}
 
     def _neither(self) -> dict[int, int]:
-        """Number of a question that ended with neither → how many answers the person had given with it."""
+        """Number of a question answered "neither" → the annotator's count of answers at that time."""
         rows = self._journal.rows.items()
         return {
             number: row["neither"][self.client]
@@ -231,7 +233,7 @@ class Session:
         self._journal.append([{**self._journal.rows.get(number, {"row": number}), "neither": dict(by)}])
 
     def _count(self) -> int:
-        """How many answers the person has given."""
+        """The annotator's number of answers."""
         return (len(self.choices.of(self.client)) if self.client else 0) + len(self._neither())
 
 

@@ -1,6 +1,6 @@
-"""The model card of an exported model: a README that the Hugging Face hub shows.
+"""The model card of an exported model: a README for the Hugging Face hub.
 
-It names no client and no path. It quotes no text of a pair.
+It contains no client's name, no path and no text of a pair.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ SETTINGS = (
         "regenerate",
     ),
 )
-"""The keys of ``[align]`` that a card shows. Others may name a client or a path."""
+"""Keys of ``[align]`` on a card. Others may contain a client's name or a path."""
 AGREEMENT = "agreement"
-MEANING = "share of held-out pairs of completions that the model orders as their labels do"
+MEANING = "share of held-out pairs of completions on which the model agrees with the labels"
 
 
 @dataclass(frozen=True)
 class AlignedModel:
-    """An alignment that is done.
+    """A finished alignment, as described on a card.
 
     Attributes:
-        summary: what ``align/summary.json`` holds.
-        table: the ``[align]`` table that it was done with.
+        summary: the content of ``align/summary.json``.
+        table: the ``[align]`` table.
     """
 
     summary: Mapping[str, Any]
@@ -58,48 +58,50 @@ class AlignedModel:
 
     @staticmethod
     def of(run: RunRecord) -> AlignedModel:
-        """That of a run.
+        """Read the alignment of a run.
 
         Raises:
-            RunError: the run has none, or its files are damaged.
+            RunError: the run has no finished alignment, or its files are damaged.
         """
         outcome, table = alignment_of(run.path), stored_settings(run)
         if outcome is None or table is None:
-            raise RunError(f"{run.path}/align: not finished; continue it: prefed align {run.path} --resume")
+            raise RunError(
+                f"{run.path}/align: not finished; continue with `prefed align {run.path} --resume`"
+            )
         return AlignedModel(outcome.summary, table)
 
     @property
     def what(self) -> str:
-        """Who aligned it."""
+        """Description of the model, without a full stop."""
         judged = str(self.table.get("labels", "")).startswith("judge:")
-        labeller = "the labels of a judge" if judged else "the clients' selectors"
-        return f"The server's own model, aligned with {labeller}"
+        labeller = "a judge" if judged else "the clients' selectors"
+        return f"The server's model, aligned with labels from {labeller}"
 
     @property
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """The settings that a card shows."""
+        """Settings on the card."""
         return ((f"align.{name}", self.table[name]) for name in SETTINGS if name in self.table)
 
     @property
     def data(self) -> str:
-        """What it was trained on, in a sentence."""
+        """Description of the training data."""
         labels, train = self.summary["labels"], self.summary["train"]
         prompts = pluralize(self.summary["prompts"]["kept"], "prompt", "prompts")
         return (
-            f"The server's model answered {prompts} of the server's own, which no client holds. Labels were "
-            f"given to {labels['labelled']:,} pairs of answers; {train['pairs']:,} were trained on."
+            f"The server's model completed {prompts} that no client holds. {labels['labelled']:,} pairs of "
+            f"completions were labelled, and {train['pairs']:,} of them used for training."
         )
 
     @property
     def agreement(self) -> float | None:
-        """The share of held-out pairs that it orders as their labels; ``None`` without such pairs."""
+        """Share of held-out pairs on which the model agrees with the labels; ``None`` without such pairs."""
         train = self.summary["train"]
         share: float | None = train["epochs"][train["kept"] - 1]["agreement"]
         return share
 
     @property
     def figures(self) -> list[tuple[str, str, str, str]]:
-        """The agreement, with its 95% interval."""
+        """Row of the agreement with its 95% interval."""
         if self.agreement is None:
             return []
         low, high = mean_interval({AGREEMENT: self.agreement}, {AGREEMENT: self.summary["train"]["held_out"]})
@@ -107,26 +109,21 @@ class AlignedModel:
 
     @property
     def note(self) -> str:
-        """On what it was measured."""
+        """How the agreement was measured."""
         train = self.summary["train"]
         pairs = pluralize(train["held_out"], "pair", "pairs")
         return (
-            f"Measured on {pairs} of completions of prompts that were not trained on, after epoch "
-            f"{train['kept']} of {len(train['epochs'])}, which was kept for it. No pair of a client is among "
-            "them. The interval is Wilson's, and takes the pairs as independent."
+            f"Measured on {pairs} of completions of held-out prompts, after epoch {train['kept']} of "
+            f"{len(train['epochs'])}, which was selected by this agreement. No client's pairs are included. "
+            "The Wilson interval assumes independent pairs."
         )
 
 
 CARD = "README.md"
 FOLDER = "path/to/this/folder"
-"""What a card calls its folder until it has a name on the hub."""
-TOLD = (
-    "baseline_accuracy",
-    "preference_accuracy",
-    "reward_accuracy",
-    "normalized_accuracy",
-)
-"""The figures of a policy that a card may show."""
+"""Placeholder for the folder of a model without a name on the hub."""
+ACCURACIES = ("baseline_accuracy", "preference_accuracy", "reward_accuracy", "normalized_accuracy")
+"""Metrics of a policy on a card."""
 
 
 def model_card(
@@ -137,18 +134,20 @@ def model_card(
     base: str | None = None,
     license: str | None = None,
 ) -> str:
-    """The card of one model of a finished run.
+    """Write the card of a model of a finished run.
 
     Args:
-        repo: the name that it will have on the hub.
-        base: the base model's name on the hub; left out: the run's, if it is a hub name.
-        license: as the hub names it; left out: that of the base model, where it is known.
+        run: the run.
+        export: the model.
+        repo: the repository's name on the hub.
+        base: the base model's name on the hub; default: the run's, if it is a hub name.
+        license: the hub's name of the licence; default: the base model's, if known.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     base = base or hub_name(export.model.name)
     aligned = AlignedModel.of(run) if export.aligned else None
-    licence, whose = (license, "") if license else (base_license(export.model.name), ", as the base model")
+    licence, whose = (license, "") if license else (base_license(export.model.name), ", like the base model")
     sets = data_sets(run)
     name = base or Path(export.model.name).name
     data = ModelCardData(
@@ -164,9 +163,9 @@ def model_card(
     kind, method = METHODS.get(run.method), printable(run.method)
     source = kind.source if kind else "not a method of this version"
     text = _template().render(
-        title=repo or f"{method} on {base or 'a model of its own'}",
+        title=repo or f"{method} on {base or 'a local model'}",
         what=_what(export, aligned),
-        base=base or f"`{printable(name)}`, a folder that is not on the hub",
+        base=base or f"`{printable(name)}`, a local folder",
         method=method,
         method_title=kind.title if kind else method,
         source=source,
@@ -190,14 +189,14 @@ def model_card(
         noise=privacy_line(run.summary["privacy"]) if "privacy" in run.summary else "",
         licence=f"{printable(licence)}{whose}."
         if licence
-        else "None is stated: whoever hands the model on states one.",
+        else "Not specified. Choose a licence before you share the model.",
         citation=_citation(source),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
 
 
 def hub_name(name: str) -> str | None:
-    """``name``, if it can be that of a model or a data set on the hub and is no path here.
+    """``name`` if it can be a hub name of a model or dataset and is not a local path; otherwise ``None``.
 
     >>> hub_name("distilbert/distilgpt2"), hub_name("/home/ann/model"), hub_name("pairs.jsonl")
     ('distilbert/distilgpt2', None, None)
@@ -207,7 +206,7 @@ def hub_name(name: str) -> str | None:
 
 
 def base_license(name: str) -> str | None:
-    """The licence in a base model's own card, in its folder or the hub's cache; ``None`` if unknown."""
+    """The licence in a base model's card, from its folder or the hub's cache; ``None`` if unknown."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
     path: Any = Path(name) / CARD
@@ -223,7 +222,7 @@ def base_license(name: str) -> str | None:
 
 
 def data_sets(run: RunRecord) -> list[str]:
-    """The hub names of the sets that the run trained on."""
+    """Hub names of the datasets that the run trained on."""
     train = run.config["data"].get("train", {})
     paths = [value for name, value in flatten({"train": train}).items() if name.rpartition(".")[2] == "path"]
     return [name for name in map(hub_name, map(str, paths)) if name is not None]
@@ -231,15 +230,15 @@ def data_sets(run: RunRecord) -> list[str]:
 
 def _what(export: Export, aligned: AlignedModel | None) -> str:
     if aligned is not None:
-        return f"{aligned.what}{'' if export.taste is None else ', at one taste'}."
+        return f"{aligned.what}{'' if export.taste is None else ', with one taste'}."
     if export.selector is not None:
-        return "A selector: it says which of two responses is better. It is no model to talk with."
+        return "A selector, which judges which of two responses is better. It does not generate responses."
     if export.client is not None:
         return (
-            "The own model of one client. It was trained on that client's pairs, may repeat them, and "
-            "belongs to that client."
+            "The personal model of one client. It was trained on this client's pairs and may reproduce them. "
+            "It belongs to the client."
         )
-    return "The model that all clients share, without any client's own parts."
+    return "The model shared by all clients, without personal parts."
 
 
 def _course(run: RunRecord, aligned: AlignedModel | None) -> str:
@@ -247,11 +246,8 @@ def _course(run: RunRecord, aligned: AlignedModel | None) -> str:
     rounds = pluralize(run.summary["rounds"], "round", "rounds")
     course = f"{clients}, {rounds}, seed {run.summary['seed']}"
     if aligned is None:
-        return f"{course}. Settings of the method and of the adapter:"
-    return (
-        f"{course}: so the selectors were trained. Settings of their method, of the adapter and of the "
-        "alignment:"
-    )
+        return f"{course}. Settings of the method and the adapter:"
+    return f"Selectors: {course}. Settings of their method, the adapter and the alignment:"
 
 
 def _settings(run: RunRecord, export: Export, aligned: AlignedModel | None) -> Iterator[tuple[str, str]]:
@@ -265,13 +261,13 @@ def _settings(run: RunRecord, export: Export, aligned: AlignedModel | None) -> I
 def _data(run: RunRecord, sets: list[str]) -> str:
     sizes = [counts["train"] for counts in run.summary.get("clients", {}).values() if counts["train"]]
     source = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in sets)
-    source = source or "a set that is not public"
+    source = source or "a dataset that is not public"
     if not sizes:
         return f"Preference pairs from {source}."
     each = f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{min(sizes):,}"
     return (
         f"{sum(sizes):,} preference pairs from {source}, held by "
-        f"{pluralize(len(sizes), 'client', 'clients')} of {each} pairs each."
+        f"{pluralize(len(sizes), 'client', 'clients')} with {each} pairs each."
     )
 
 
@@ -283,19 +279,19 @@ def _figures(run: RunRecord, export: Export) -> list[tuple[str, str, str, str]]:
         if shares and "mean_alone" not in figure.values:
             low, high = mean_interval(shares, {client: run.pairs(client) or 1 for client in shares})
             interval = f"{low:.1%} to {high:.1%}"
-        rows.append((figure.label, f"{mean:.1%}", interval, f"{figure.meaning}"))
+        rows.append((figure.label, f"{mean:.1%}", interval, figure.meaning))
     return rows
 
 
 def _of(run: RunRecord, export: Export) -> list[Figure]:
-    """The figures that are of the exported model."""
+    """The metrics of the exported model."""
     figures = run.figures
     if export.selector is not None:
         names = ["baseline_accuracy", f"{export.selector.replace('-', '_')}_accuracy"]
     elif export.client is None and "shared_accuracy" in figures:
-        names = ["baseline_accuracy", "shared_accuracy"]  # the others are of the clients' own models
+        names = ["baseline_accuracy", "shared_accuracy"]  # the others are of the personal models
     else:
-        names = list(TOLD)
+        names = list(ACCURACIES)
     return [
         figures[name]
         for name in names
@@ -304,7 +300,7 @@ def _of(run: RunRecord, export: Export) -> list[Figure]:
 
 
 def _shares(figure: Figure, export: Export) -> tuple[Mapping[str, float], float]:
-    """The accuracies that a figure is the mean of, and that mean."""
+    """The clients' accuracies behind a metric, and their mean."""
     values = figure.values
     if export.client is None:
         return values["per_client"], values["mean"]
@@ -318,10 +314,10 @@ def _note(run: RunRecord, export: Export) -> str:
     whose = "of the client" if export.client else f"of {pluralize(len(clients), 'client', 'clients')}"
     last = run.summary.get("stop", {}).get("best", {})
     best = last.get("round") == run.summary["rounds"]
-    when = f"round {last['round']}, the best by validation pairs," if best else "the last round"
+    when = f"round {last['round']}, the best round on validation pairs," if best else "the last round"
     return (
-        f"Measured after {when} on {pairs:,} {run.split} pairs {whose}. The interval says how far "
-        "the figure would vary with other pairs of the same clients (Wilson's, combined over clients)."
+        f"Measured after {when} on {pairs:,} {run.split} pairs {whose}. The interval covers variation from "
+        "resampling pairs of the same clients (Wilson intervals, combined over clients)."
     )
 
 
@@ -362,20 +358,20 @@ def _aligned_results(aligned: AlignedModel) -> list[Any]:
 def _cost(run: RunRecord) -> str:
     traffic, parameters = run.summary["bytes"], run.summary.get("parameters", {})
     visits = sum(len(record.get("cohort", ())) for record in run.rounds)
-    text = f"Clients sent {size(traffic['up'])} and were sent {size(traffic['down'])} over the whole run"
+    text = f"Clients uploaded {size(traffic['up'])} and downloaded {size(traffic['down'])} in total"
     if visits:
-        text += (
-            f", {size(traffic['up'] / visits)} and {size(traffic['down'] / visits)} in each visit of a client"
-        )
+        each = (size(traffic[way] / visits) for way in ("up", "down"))
+        text += f", {' and '.join(each)} per client and round"
     if parameters:
-        text += f". {parameters['trainable']:,} numbers are trained, and {parameters['communicated']:,} sent"
+        text += f". {parameters['trainable']:,} parameters are trainable, and an upload has "
+        text += f"{parameters['communicated']:,}"
     return f"{text}."
 
 
 def _citation(source: str) -> str:
     numbers = re.findall(r"arXiv:(\d+\.\d+)", source)
     links = ", ".join(f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in numbers)
-    return f"The method is that of {source}{': ' + links if links else ''}. Cite that paper, and prefed."
+    return f"The method is from {source}{': ' + links if links else ''}. Please cite this paper and prefed."
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Charts as data: what a chart shows, in which looks, and its numbers as CSV.
+"""Charts as data, and their numbers as CSV.
 
-``svg.py`` draws a chart inside a page, ``plot_file.py`` as a file.
+``svg.py`` draws charts in pages, ``plot_file.py`` writes them to files.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 from prefed.core.text import printable, safe_cell
 
 BARS = 40
-"""Clients that get bars of their own at most; of more, the distribution is drawn."""
+"""Maximum number of clients with one bar each; beyond it, distributions are drawn."""
 COLUMNS = ("panel", "series", "x", "y", "start", "low", "high", "value")
-"""Columns of :func:`csv_of`: ``start`` of bars, ``low`` and ``high`` of bands, ``value`` of cells."""
+"""Columns of :func:`csv_of`. Bars have ``start``, bands ``low`` and ``high``, cells ``value``."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of charts, and of the page around them. A page has both themes and follows the screen.
+    """Colours of charts and pages. A page has both themes and follows the system's setting.
 
-    The colours differ for people with any colour vision (Okabe and Ito 2008).
+    Distinguishable with colour vision deficiencies (Okabe and Ito 2008).
 
     Attributes:
-        text: of labels and titles.
-        quiet: of grids, axes, and values that others are compared with.
-        page: behind the chart.
-        lines: of runs and metrics, in turn.
+        text: labels and titles.
+        quiet: grids, axes, and reference values.
+        page: background.
+        lines: runs and metrics, in turn.
     """
 
     text: str
@@ -52,7 +52,7 @@ DARK = Theme(
 
 COLORS = len(LIGHT.lines)
 STROKES = ((4.5, ""), (3.0, "9 4"), (1.8, "2.5 3"), (2.2, "11 3 2 3"), (1.4, ""))
-"""Width and dashes that lines have in turn; the numbers of colours and marks are no multiples of theirs."""
+"""Widths and dashes of lines, in turn. Their number is coprime to those of colours and marks."""
 MARKS = (
     "M0-4a4 4 0 1 0 .01 0Z",
     "M-3.5-3.5h7v7h-7Z",
@@ -62,17 +62,16 @@ MARKS = (
     "M-3.6-3.6 3.6 3.6M-3.6 3.6 3.6-3.6",
     "M0-4.6V4.6M-4.6 0H4.6",
 )
-"""Marks that lines have in turn, as SVG paths: circle, square, triangle, diamond, triangle on its point,
-cross, plus."""
+"""Markers of lines, in turn: circle, square, triangle, diamond, inverted triangle, cross, plus."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a line looks.
+    """Style of a line.
 
     Attributes:
-        color: a number of the theme's colours, from 1; 0 is its quiet one.
-        mark: a number of :data:`MARKS`.
+        color: index of a theme's ``lines``, starting at 1; 0 is ``quiet``.
+        mark: index of :data:`MARKS`.
     """
 
     color: int = 1
@@ -82,23 +81,23 @@ class Look:
 
     @property
     def path(self) -> str:
-        """The mark, as an SVG path."""
+        """The marker as an SVG path."""
         return MARKS[self.mark]
 
 
 def look_of(index: int) -> Look:
-    """The look of one of many lines: neighbours differ in colour, width, dashes and mark."""
+    """The style of one of many lines; neighbours differ in colour, width, dashes and marker."""
     width, dash = STROKES[index % len(STROKES)]
     return Look(index % COLORS + 1, width, dash, index % len(MARKS))
 
 
 def color_of(index: int) -> int:
-    """The colour of one of many series, from 1."""
+    """The colour of one of many series, starting at 1."""
     return index % COLORS + 1
 
 
 def number(value: float) -> str:
-    """A number along an axis.
+    """Format a number on an axis.
 
     >>> number(0.25), number(1e6)
     ('0.25', '1e+06')
@@ -107,7 +106,7 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A share of pairs along an axis.
+    """Format a share on an axis.
 
     >>> percent(0.5), percent(0.625)
     ('50%', '62.5%')
@@ -120,10 +119,10 @@ class Axis:
     """An axis.
 
     Attributes:
-        write: a value along it, in words.
-        whole: ticks are whole numbers.
-        zero: it starts at 0.
-        names: what is at 0, 1, 2 …, from the top or the left; empty on an axis of numbers.
+        write: formats a value.
+        whole: ticks are integers.
+        zero: the axis includes 0.
+        names: categories at 0, 1, 2 … from the top or the left; empty for a numeric axis.
     """
 
     label: str = ""
@@ -139,17 +138,17 @@ ROUNDS = Axis("round", whole=True)
 
 @dataclass(frozen=True)
 class Line:
-    """A curve or loose points.
+    """A curve or a scatter of points.
 
     Attributes:
         points: x and y.
-        notes: what is said at each point.
-        low, high: of a band around the points; empty for none.
-        key: a short name where there is no room for the name.
-        joined: whether the points are joined.
-        step: whether the curve goes in steps.
-        main: how many loose points have a large mark; the others have a small one. ``None``: all.
-        texts: next to loose points; empty for none.
+        notes: tooltip of each point.
+        low, high: band around the points; may be empty.
+        key: short name for narrow charts.
+        joined: whether lines connect the points.
+        step: whether the curve is a step function.
+        main: number of unconnected points with a large marker; ``None``: all.
+        texts: labels of unconnected points; may be empty.
     """
 
     name: str
@@ -167,15 +166,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars along one axis.
+    """Horizontal or vertical bars.
 
     Attributes:
-        spans: the place on the other axis, where the bar starts and where it ends.
-        notes: what is said at each bar.
-        texts: at the ends of the bars; empty for none.
-        thickness: 1 is the distance between two names.
-        lying: whether the bars go to the right; otherwise they go up.
-        faint: for the second part of a stack.
+        spans: position on the category axis, start and end of each bar.
+        notes: tooltip of each bar.
+        texts: labels at the ends of the bars; may be empty.
+        thickness: relative to the distance between two categories.
+        lying: whether the bars are horizontal.
+        faint: lighter, for the second part of a stack.
     """
 
     name: str
@@ -190,11 +189,11 @@ class Bars:
 
 @dataclass(frozen=True)
 class Cells:
-    """A map of values as colours from ``low`` to ``high``.
+    """A heat map with colours from ``low`` to ``high``.
 
     Attributes:
-        values: a row for each name of the y axis, NaN for none.
-        notes: what is said at each cell, row by row.
+        values: one row per name of the y axis; NaN for empty cells.
+        notes: tooltip of each cell, row by row.
     """
 
     values: Sequence[Sequence[float]]
@@ -209,12 +208,12 @@ Shown: TypeAlias = Line | Bars | Cells
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes with what is drawn between them.
+    """Axes and their content.
 
     Attributes:
         height: in pixels.
-        at_x, at_y: a line where the axis has this value.
-        diagonal: also draw where x and y are equal.
+        at_x, at_y: positions of reference lines.
+        diagonal: whether to draw the line y = x.
     """
 
     x: Axis
@@ -227,7 +226,7 @@ class Panel:
     diagonal: bool = False
 
     def values(self) -> tuple[list[float], list[float]]:
-        """All x and all y that the axes must hold."""
+        """All x and all y values that the axes must cover."""
         xs, ys = [], []
         for each in self.shown:
             if isinstance(each, Line):
@@ -244,15 +243,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """One or more panels, with words for those who do not see them.
+    """One or more panels with a text alternative.
 
     Attributes:
-        name: of a file with its numbers, without an ending.
-        alt: what the chart shows, in words.
-        caption: next to it; may be empty.
-        title: above it; may be empty.
-        same: whether all panels have the same scales.
-        named: whether the lines' names are at their ends.
+        name: name of the CSV file, without extension.
+        alt: text alternative for screen readers.
+        caption: text below the chart; may be empty.
+        title: text above the chart; may be empty.
+        same: whether all panels share their scales.
+        named: whether lines are labelled at their ends.
     """
 
     name: str
@@ -265,7 +264,7 @@ class Chart:
 
     @property
     def legend(self) -> list[tuple[str, str, Look]]:
-        """Key, name and look of each series that has a name."""
+        """Key, name and style of each named series."""
         found: dict[str, tuple[str, str, Look]] = {}
         for panel in self.panels:
             for each in panel.shown:
@@ -279,18 +278,18 @@ class Chart:
 def over_rounds(
     name: str, rounds: Sequence[int], values: Sequence[float], look: Look, write: Callable[[float], str]
 ) -> Line:
-    """A curve over rounds, which says each of its values."""
+    """A curve over rounds, with its values as tooltips."""
     called = f"{name}, " if name else ""
     notes = [f"{called}round {r}: {write(value)}" for r, value in zip(rounds, values, strict=True)]
     return Line(name, list(zip(map(float, rounds), values, strict=True)), notes, look)
 
 
 Group: TypeAlias = tuple[str, int, Mapping[str, float]]
-"""Accuracies that are drawn alike: a label, a colour, and client → accuracy."""
+"""Accuracies drawn in one colour: label, colour, and client → accuracy."""
 
 
 def bars_of(clients: Sequence[str], groups: Sequence[Group], title: str = "") -> Panel:
-    """Bars to the right, one of each group per client, the first client at the top."""
+    """Horizontal bars, one per client and group, with the first client at the top."""
     thick = 0.8 / len(groups)
     shown = []
     for index, (label, color, per_client) in enumerate(groups):
@@ -311,7 +310,7 @@ def bars_of(clients: Sequence[str], groups: Sequence[Group], title: str = "") ->
 
 
 def distributions_of(groups: Sequence[Group], title: str = "") -> Panel:
-    """For each accuracy the share of clients that have it or less, as steps."""
+    """Empirical distribution functions over clients, one per group."""
     shown = []
     for label, color, per_client in groups:
         values = sorted(per_client.values())
@@ -319,12 +318,12 @@ def distributions_of(groups: Sequence[Group], title: str = "") -> Panel:
         pairs = list(zip(values, shares, strict=True))
         notes = [f"{label}: {share:.0%} of clients have at most {value:.1%}" for value, share in pairs]
         shown.append(Line(label, pairs, notes, Look(color), step=True))
-    x, y = Axis("share of pairs", percent), Axis("clients with at most so much", percent)
+    x, y = Axis("share of pairs", percent), Axis("cumulative share of clients", percent)
     return Panel(x, y, shown, title)
 
 
 def short_name(name: str, most: int = 28) -> str:
-    """A name along an axis: control characters written out, and cut if it is long."""
+    """Escape control characters in a name and truncate it."""
     name = printable(name)
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
@@ -333,10 +332,10 @@ Row: TypeAlias = dict[str, str]
 
 
 def csv_of(chart: Chart) -> str:
-    """The numbers of a chart as CSV, a row for each point, bar and cell.
+    """The numbers of a chart as CSV, one row per point, bar or cell.
 
-    A position that has a name on its axis, such as a client's, is written as this name. A column that no row
-    needs is left out. A name that a spreadsheet would take for a formula has an apostrophe before it.
+    Positions on a category axis are written as names. Empty columns are left out. Names that a spreadsheet
+    would evaluate as formulas are prefixed with an apostrophe.
     """
     rows = [
         {"panel": panel.title or panel.y.label, **row}
@@ -388,11 +387,11 @@ CIVIDIS = np.array(
     ],
     dtype=np.float64,
 )
-"""The colours of maps from low to high, red, green and blue: cividis (Nuñez, Anderton and Renslow 2018)."""
+"""RGB colours of heat maps from low to high: cividis (Nuñez, Anderton and Renslow 2018)."""
 
 
 def heat(value: float, low: float, high: float) -> str:
-    """The colour of a value in a map.
+    """The colour of a value in a heat map.
 
     >>> heat(0.0, 0.0, 1.0), heat(1.0, 0.0, 1.0)
     ('#00224e', '#fee838')

@@ -1,4 +1,4 @@
-"""Charts of many runs: over rounds, bytes and time, the worst client, and who gains, client by client."""
+"""Charts that compare runs: accuracy over rounds, traffic and time, the worst client, and clients' gains."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from prefed.ui.pages.comparison_data import Compared, disagreements, labels, plu
 from prefed.ui.pages.svg import LINE, diagonal
 
 BANDS = 6
-"""Cases of which deviations over seeds are drawn as bands at most."""
+"""Maximum number of cases with bands of one standard deviation over seeds."""
 WIDE = 20.0
-"""What is spent is drawn on a logarithmic axis where one case spends so many times as much as another."""
+"""Minimum ratio of costs between cases for a logarithmic axis."""
 CELLS = 6000
-"""Cells of the table of clients at most."""
+"""Maximum number of cells in the table of clients."""
 DOTS = 200
-"""Clients that a strip has a dot for at most."""
+"""Maximum number of dots in a strip."""
 STEPS = (0.2, 0.1, 0.03)
-"""From which difference on a cell of that table is coloured more strongly."""
+"""Thresholds of differences for the colours in the table of clients."""
 
 
 def comparison(runs: Sequence[RunRecord]) -> Chart:
-    """Runs next to each other for a file: accuracy over rounds, clients at the end, bytes sent."""
+    """The comparison plot: accuracy over rounds, clients after the last round, traffic."""
     marked = disagreements(runs)
     names = [name + (" *" if i in marked else "") for i, name in enumerate(labels(runs))]
     everybody = sorted({client for run in runs for client in run.clients})
@@ -49,9 +49,9 @@ def comparison(runs: Sequence[RunRecord]) -> Chart:
     groups = [(name, color_of(k), own) for k, (name, own) in enumerate(zip(names, accuracies, strict=True))]
     if len(everybody) <= BARS and len(everybody) * len(runs) <= 4 * BARS:
         order = sorted(everybody, key=lambda client: accuracies[0].get(client, -1.0))
-        clients = bars_of(order, groups, "clients at the end")
+        clients = bars_of(order, groups, "clients after the last round")
     else:
-        clients = distributions_of(groups, "clients at the end")
+        clients = distributions_of(groups, "clients after the last round")
     return Chart(
         "comparison",
         "",
@@ -65,17 +65,17 @@ def comparison(runs: Sequence[RunRecord]) -> Chart:
                     for k, (run, name) in enumerate(zip(runs, names, strict=True))
                     for line in _ends(run, name, k)
                 ],
-                "over rounds: mean over clients, and the worst client dashed",
+                "over rounds: mean over clients (solid) and worst client (dashed)",
                 360,
             ),
-            replace(clients, title=clients.title + (", * on other data or models" if marked else "")),
+            replace(clients, title=clients.title + ("; *: not comparable" if marked else "")),
             _traffic(runs, names),
         ],
     )
 
 
 def _ends(run: RunRecord, name: str, index: int) -> Iterator[Line]:
-    """A line for the mean and a dashed one for the worst client; round 0 is the untouched model."""
+    """A solid line for the mean and a dashed one for the worst client, from round 0, the base model."""
     for of, dash, label in (("mean", "", name), ("worst", "5 4", "")):
         rounds, values = run.curve("preference_accuracy", of)
         before = run.figures.get("baseline_accuracy")
@@ -94,11 +94,11 @@ def _traffic(runs: Sequence[RunRecord], names: Sequence[str]) -> Panel:
             Bars("", [(k, 0.0, up)], [text], color_of(k)),
             Bars("", [(k, up, up + down)], [text], color_of(k), [text], faint=True),
         ]
-    return Panel(Axis(write=size, zero=True), Axis(names=names), shown, "bytes sent", 60 + 26 * len(runs))
+    return Panel(Axis(write=size, zero=True), Axis(names=names), shown, "traffic", 60 + 26 * len(runs))
 
 
 def over_rounds(compared: Compared, drawn: Sequence[int], name: str) -> Chart | None:
-    """A metric over rounds, mean over clients and seeds; ``None`` where no case has it in two rounds."""
+    """A metric over rounds, mean over clients and seeds; ``None`` without values in at least two rounds."""
     points = {k: _curve(compared.cases[k], name) for k in drawn}
     if all(len(some) < 2 for some in points.values()):
         return None
@@ -106,7 +106,7 @@ def over_rounds(compared: Compared, drawn: Sequence[int], name: str) -> Chart | 
 
 
 def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -> Chart | None:
-    """A metric over the bytes or the seconds that were spent by the end of a round."""
+    """A metric over cumulative bytes or seconds."""
     points: dict[int, list[_Point]] = {}
     for k in drawn:
         by_round = {0: 0.0, **spent(compared.cases[k], what)}
@@ -122,20 +122,20 @@ def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -
         points = {k: [point for point in some if point.x > 0] for k, some in points.items()}
     if what == "bytes":
         return _curves(
-            compared, points, Axis("bytes in both directions", size, log), name, "against bytes", size
+            compared, points, Axis("traffic in both directions", size, log), name, "against traffic", size
         )
     unit, word = _unit(max(ends, default=0.0))
     scaled = {
         k: [_Point(point.x / unit, point.y, point.std, point.note) for point in some]
         for k, some in points.items()
     }
-    kind = "of the fleet's clock" if what == "time" else "on the machine that ran it"
+    kind = "of simulated time" if what == "time" else "of wall-clock time"
     axis = Axis(f"{word} {kind}", lambda value: f"{value:g}", log)
     return _curves(compared, scaled, axis, name, "against time", lambda x: f"{x:.3g} {word}")
 
 
 def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> Chart | None:
-    """The worst client's metric over the mean of all, after the last round."""
+    """The worst client's metric against the mean over clients, after the last round."""
     lines = []
     for k in drawn:
         case, label = compared.cases[k], compared.names[k]
@@ -155,13 +155,13 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> C
     called = compared.accuracies[name]
     count = pluralize(len(lines), "case", "cases")
     alt = f"{called.capitalize()} of the worst client against the mean, {count}. "
-    alt += f"The worst client does best in {best.name}: {best.notes[0]}."
-    small = " Small marks are single seeds." if any(len(line.points) > 1 for line in lines) else ""
+    alt += f"The worst client is best in {best.name}: {best.notes[0]}."
+    small = " Small markers are single seeds." if any(len(line.points) > 1 for line in lines) else ""
     x, y = Axis("mean over clients", percent), Axis("worst client", percent)
     title = f"{called.capitalize()}: worst client against mean."
     panel = Panel(x, y, lines, height=_height(lines), diagonal=True)
-    alike = "; on the dotted line all clients are equal" if diagonal(panel) else ""
-    caption = f"Up is fairer, to the right is better{alike}.{small}"
+    equal = " On the dotted line all clients are equal." if diagonal(panel) else ""
+    caption = f"Higher is better for the worst client, further right is better on average.{equal}{small}"
     return Chart(f"worst-client-{name}", alt, caption, [panel], title)
 
 
@@ -174,7 +174,7 @@ class _Point:
 
 
 def _curve(case: Case, name: str) -> list[_Point]:
-    """A metric over rounds; of the policy's or choices' accuracy round 0 is the untouched model."""
+    """A metric over rounds; preference accuracy starts in round 0, the base model."""
     rounds, values = case.over_rounds(name)
     points = []
     before = by_seed(case, "baseline_accuracy") if name == ACCURACIES[0] else {}
@@ -228,7 +228,7 @@ def _height(lines: Sequence[Line]) -> int:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """In what a time is written.
+    """Seconds per unit, and the unit, for a duration.
 
     >>> _unit(90.0), _unit(600.0)
     ((1.0, 'seconds'), (60.0, 'minutes'))
@@ -240,7 +240,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Shown:
-    """A case on the page: its letter, its name, and how its line looks."""
+    """A case on the page: letter, name and index."""
 
     key: str
     name: str
@@ -248,13 +248,13 @@ class Shown:
 
     @property
     def look(self) -> Look:
-        """How its line looks."""
+        """The style of its line."""
         return look_of(self.index)
 
 
 @dataclass(frozen=True)
 class Gains:
-    """Who gains, case by case: a row has its case, its cells and a strip with a dot for each client."""
+    """Clients' gains: each row has a case, cells, and a strip with one dot per client."""
 
     caption: str
     rows: Sequence[tuple[Shown, Sequence[str], Strip]]
@@ -262,7 +262,7 @@ class Gains:
 
 @dataclass(frozen=True)
 class Clients:
-    """Clients against cases: a row has the client, and for each case a figure and how strongly it differs."""
+    """Table of clients and cases: each row has a client and, for each case, a value and its colour class."""
 
     title: str
     caption: str
@@ -271,7 +271,7 @@ class Clients:
 
 @dataclass(frozen=True)
 class Strip:
-    """One dot for each client, in pixels: ``dots`` are x, y, what colour, and what is said at it."""
+    """One dot per client: ``dots`` are x, y, CSS class and tooltip; positions are in pixels."""
 
     alt: str
     dots: Sequence[tuple[str, str, str, str]]
@@ -280,10 +280,12 @@ class Strip:
 
 
 def strips(each: Sequence[Mapping[str, float]]) -> tuple[list[Strip], float]:
-    """A strip for each case's gains, on one scale from −most to +most, and ``most``.
+    """Draw one strip per case, on a common scale from −most to +most.
 
-    Of many clients :data:`DOTS` are drawn, evenly by rank. Gains that are nearly equal lie above each other,
-    as far as there is room.
+    At most :data:`DOTS` clients are drawn, evenly by rank. Dots of nearly equal gains are stacked.
+
+    Returns:
+        The strips, and ``most``.
     """
     most = max((abs(value) for values in each for value in values.values()), default=0.0) or 1.0
 
@@ -312,7 +314,7 @@ def strips(each: Sequence[Mapping[str, float]]) -> tuple[list[Strip], float]:
 
 
 def gains_of(compared: Compared, cases: Sequence[Shown], names: Sequence[str]) -> list[Gains]:
-    """Who gains by models of their own, and who gains over the reference case."""
+    """Tables of gains of personal over shared models, and of gains over the reference case."""
     called = compared.accuracies
     tables = [
         _gain_rows(
@@ -348,12 +350,12 @@ def _gain_rows(what: str, each: Sequence[Mapping[str, float]], cases: Sequence[S
         cells.append(f"{100 * gain[lowest]:+.1f} {lowest}")
         rows.append((shown, cells, strip))
     many = any(len(gain) > DOTS for _, gain in some)
-    dots = f"The dots are {DOTS} clients of each case, evenly by rank" if many else "A dot is a client"
-    return Gains(f"{what}, in percentage points. {dots}; strips go from −{ends} to +{ends}.", rows)
+    dots = f"The dots are {DOTS} clients of each case, evenly by rank" if many else "Each dot is a client"
+    return Gains(f"{what}, in percentage points. {dots}; strips range from −{ends} to +{ends}.", rows)
 
 
 def clients_of(compared: Compared, drawn: Sequence[int], name: str) -> Clients:
-    """Every client in every case, those first between whose figures in two cases most lies."""
+    """Table of every client in every case, starting with those that differ most between cases."""
     values = compared.values(name)
     of_drawn = [values[k] for k in drawn]
     clients = sorted({client for own in of_drawn for client in own})
@@ -375,17 +377,17 @@ def clients_of(compared: Compared, drawn: Sequence[int], name: str) -> Clients:
         rows.append((client, cells))
     called = compared.accuracies[name]
     key = compared.keys[compared.reference]
-    caption = f"{called.capitalize()} in percent; the clients on whom the cases differ most come first. "
-    caption += f"The colour is the difference to {key}: blue above, orange below. "
+    caption = f"{called.capitalize()} in percent, starting with the clients that differ most between cases. "
+    caption += f"Colours show the difference from {key}: blue above, orange below. "
     if len(clients) > most:
         caption += f"{most:,} of {len(clients):,} clients. "
     if not compared.fixed:
-        caption += "Each seed partitions the pairs anew and so has its own clients."
+        caption += "Each seed partitions the pairs differently, so clients differ between seeds."
     return Clients(f"Every client: {called}", caption.strip(), rows)
 
 
 def _strength(gain: float) -> str:
-    """How a cell is coloured.
+    """The colour class of a cell.
 
     >>> [_strength(gain) for gain in (0.25, 0.0, -0.05)]
     ['up3', '', 'down1']

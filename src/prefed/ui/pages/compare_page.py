@@ -1,6 +1,6 @@
-"""One HTML page over many runs: complete in itself, as the page about one run.
+"""Self-contained HTML comparison of runs.
 
-This file prepares the values; ``templates/compare.html`` decides how they look.
+This module collects the values; ``templates/compare.html`` lays them out.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from prefed.ui.pages.metric_text import WORST_TENTH
 from prefed.ui.pages.tables import Facts, Table
 
 CURVES = 24
-"""Cases that are drawn at most; the tables have them all."""
+"""Maximum number of cases in charts; the tables list all."""
 
 
 def write_comparison(runs: Sequence[RunRecord], path: Path, chosen: Sequence[ChosenCase] = ()) -> None:
-    """Write :func:`render_comparison` of runs to ``path``, whole or not at all."""
+    """Write the comparison page of runs to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, render_comparison(runs, chosen).encode())
 
 
 def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = ()) -> str:
-    """The page: results, what differs, curves, the worst client, who gains, seeds.
+    """Render the comparison page.
 
     Args:
-        chosen: what a sweep chose of them.
+        runs: the runs.
+        chosen: cases selected by a sweep.
     """
     compared = Compared(tuple(runs))
     drawn = _drawn(compared)
@@ -55,9 +56,9 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
         "results": "Results",
         **({"settings": "Differing settings"} if settings else {}),
         **{key: title for key, (title, _) in drawings.items()},
-        "clients": "Client by client",
+        "clients": "Clients",
         "seeds": "Seeds",
-        "meanings": "Definitions of the metrics",
+        "meanings": "Metric definitions",
     }
     return render_template(
         "compare.html",
@@ -84,7 +85,7 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
 
 
 def _drawn(compared: Compared) -> list[int]:
-    """The cases that are drawn: all that are comparable, or the reference case and the best of many."""
+    """Indices of the cases in charts: all comparable ones, or the reference case and the best."""
     drawable = compared.cases[: compared.comparable]
     means = [statistics.fmean(by_seed(case, ACCURACIES[0]).values()) for case in drawable]
     best = sorted(range(len(means)), key=lambda k: (k != compared.reference, -means[k]))
@@ -98,8 +99,8 @@ def _lead(compared: Compared) -> str:
     counts_of = [run.pairs(client) for run in compared.runs for client in run.clients]
     pairs = [count for count in counts_of if count is not None]
     model = told_settings(first.config)["model"]["name"]
-    text = f"{pluralize(len(compared.cases), 'case', 'cases')} of {seeds}; {model}; "
-    text += f"{pluralize(first.evaluated, 'client', 'clients')} judged on {first.split} pairs"
+    text = f"{pluralize(len(compared.cases), 'case', 'cases')} with {seeds}; {model}; "
+    text += f"{pluralize(first.evaluated, 'client', 'clients')} evaluated on {first.split} pairs"
     if pairs:
         low, high = min(pairs), max(pairs)
         text += f", {low:,} each" if low == high else f", {low:,} to {high:,} each"
@@ -115,25 +116,26 @@ def _warnings(compared: Compared) -> list[str]:
     ]
     if any(compared.selectors) and not all(compared.selectors):
         warnings.append(
-            "Some runs train selectors, which judge responses, others policies, which generate "
-            "them: their accuracies are not comparable."
+            "Some runs train selectors, which judge responses, and others policies, which generate them: "
+            "their accuracies are not comparable."
         )
     for name, run in zip(compared.labels, compared.runs, strict=True):
         if run.unlisted:
             warnings.append(f"{name}: {run.unlisted}.")
         if run.summary.get("not_finite"):
-            warnings.append(f"{name}: the models of {len(run.summary['not_finite']):,} clients diverged.")
+            diverged = pluralize(len(run.summary["not_finite"]), "client", "clients")
+            warnings.append(f"{name}: the models of {diverged} diverged.")
     return warnings
 
 
 def _chosen_cases(compared: Compared, chosen: Sequence[ChosenCase]) -> list[int]:
-    """The numbers of the cases that a sweep chose."""
+    """Indices of the cases selected by a sweep."""
     paths = {path.resolve() for each in chosen for path in each.runs}
     return [k for k, case in enumerate(compared.cases) if case.runs[0].path.resolve() in paths]
 
 
 def _test(compared: Compared, chosen: ChosenCase) -> Facts:
-    """The chosen case on test pairs."""
+    """Metrics of a selected case on test pairs."""
     called = {**compared.accuracies, **FURTHER, "baseline_accuracy": "before"}
     return [
         (called[name], f"{plus_minus(values)} over {pluralize(len(values), 'seed', 'seeds')}")
@@ -145,20 +147,26 @@ def _test(compared: Compared, chosen: ChosenCase) -> Facts:
 def _charts(
     compared: Compared, drawn: Sequence[int], names: Sequence[str]
 ) -> dict[str, tuple[str, list[Chart]]]:
-    """The sections with charts: anchor → heading and charts."""
+    """Sections with charts: id → heading and charts."""
     clock = "time" if all("time" in run.rounds[-1] for run in compared.runs) else "seconds"
     sections = {
-        "rounds": ("Over rounds", [charts.over_rounds(compared, drawn, name) for name in names]),
-        "bytes": ("Against bytes", [charts.over_spent(compared, drawn, name, "bytes") for name in names]),
-        "time": ("Against time", [charts.over_spent(compared, drawn, name, clock) for name in names]),
-        "worst": ("The worst client", [charts.worst_against_mean(compared, drawn, name) for name in names]),
+        "rounds": ("Accuracy over rounds", [charts.over_rounds(compared, drawn, name) for name in names]),
+        "bytes": (
+            "Accuracy against traffic",
+            [charts.over_spent(compared, drawn, name, "bytes") for name in names],
+        ),
+        "time": (
+            "Accuracy against time",
+            [charts.over_spent(compared, drawn, name, clock) for name in names],
+        ),
+        "worst": ("Worst client", [charts.worst_against_mean(compared, drawn, name) for name in names]),
     }
     found = {key: (title, [each for each in some if each]) for key, (title, some) in sections.items()}
     return {key: (title, some) for key, (title, some) in found.items() if some}
 
 
 def _runs(compared: Compared) -> Table:
-    """Every run by itself, with its seed and directory."""
+    """Table of single runs, with seed and directory."""
     table = runs_table(compared, compared.labels)
     rows = [
         (name, [*cells, str(run.seed), str(run.path)])

@@ -1,4 +1,4 @@
-"""Runs next to each other: their names, what differs, cases over seeds, who gains, and all of it as JSON."""
+"""Comparison of runs: names, differing settings, cases over seeds, gains, and JSON output."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from prefed.runs.seed_groups import (
 from prefed.ui.pages.tables import setting
 
 OF = ("mean", "worst", "worst_decile")
-"""Values of a figure over clients."""
+"""Statistics over clients."""
 
 
 @dataclass(frozen=True)
 class ChosenCase:
-    """The case that a sweep chose.
+    """A case selected by a sweep.
 
     Attributes:
-        text: a sentence about it.
-        runs: the directories of its runs.
-        test: figure → seed → its mean over clients on test pairs.
+        text: description of the selection.
+        runs: directories of its runs.
+        test: metric → seed → mean over clients on test pairs.
     """
 
     text: str
@@ -49,19 +49,19 @@ class ChosenCase:
 
 @dataclass(frozen=True)
 class Compared:
-    """Runs side by side. Cases have the order of their first runs; those not comparable come last."""
+    """Runs to compare. Cases are in the order of their first runs, with those not comparable last."""
 
     runs: tuple[RunRecord, ...]
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Runs that differ only in their seed, together."""
+        """Groups of runs that differ only in their seed."""
         comparable, others = cases_apart(self.runs)
         return [*comparable, *others]
 
     @cached_property
     def comparable(self) -> int:
-        """How many cases can be compared with the first run: so many of the first."""
+        """Number of cases comparable with the first run; they come first in ``cases``."""
         return len(cases_apart(self.runs)[0])
 
     @cached_property
@@ -71,7 +71,7 @@ class Compared:
 
     @cached_property
     def disagreements(self) -> dict[int, str]:
-        """The runs that are not comparable with the first: index → why."""
+        """Index of a run not comparable with the first → why."""
         return disagreements(self.runs)
 
     @cached_property
@@ -91,7 +91,7 @@ class Compared:
 
     @cached_property
     def reference(self) -> int:
-        """The number of the case that others are compared with."""
+        """Index of the case that others are compared with."""
         return reference_case(self.cases[: self.comparable])
 
     @cached_property
@@ -101,52 +101,52 @@ class Compared:
 
     @cached_property
     def selectors(self) -> list[bool]:
-        """Of each case, whether its models are selectors, which choose between responses and write none."""
+        """For each case, whether its models are selectors."""
         return ["choice_loss" in case.runs[0].summary for case in self.cases]
 
     @cached_property
     def one_accuracy(self) -> bool:
-        """Whether both accuracies are one: a selector's score is its only reward."""
+        """Whether preference and reward accuracy are equal, as for selectors."""
         return all(self.selectors)
 
     @cached_property
     def accuracies(self) -> dict[str, str]:
-        """The two accuracies → their names in words."""
+        """The two accuracies → their display names."""
         return {name: name.replace("_", " ") for name in ACCURACIES}
 
     @cached_property
     def marked(self) -> dict[str, str]:
-        """The runs that are not comparable with the first: name → why."""
+        """Name of a run not comparable with the first → why."""
         return {self.labels[index]: why for index, why in self.disagreements.items()}
 
     @cached_property
     def settings(self) -> dict[str, list[str | None]]:
-        """The settings in which cases differ: dotted name → each case's value."""
+        """Differing settings: dotted name → each case's value."""
         found = differences([case.runs[0] for case in self.cases])
         found.pop("seed", None)
         return found
 
     def values(self, name: str) -> list[dict[str, float]]:
-        """Of each case: client → a figure, mean over seeds where a name means the same client."""
+        """For each case: client → metric, a mean over seeds if all seeds have the same clients."""
         return [by_client(case, name, fixed=self.fixed) for case in self.cases]
 
     def gains(self, name: str) -> list[dict[str, float]]:
-        """Of each comparable case: client → how much higher its figure is than in the reference case."""
+        """For each comparable case: client → metric minus its value in the reference case."""
         first = self.cases[self.reference]
         return [gains(case, first, name, fixed=self.fixed) for case in self.cases[: self.comparable]]
 
     def own_gains(self) -> list[dict[str, float]]:
-        """Of each case: client → its own model's accuracy less that of the shared model of the same run."""
+        """For each case: client → accuracy of its own model minus that of the shared model of the run."""
         name, against = ACCURACIES[0], "shared_accuracy"
         return [gains(case, case, name, fixed=self.fixed, against=against) for case in self.cases]
 
     def paired(self, name: str) -> list[Paired | None]:
-        """Each comparable case against the reference case, seed by seed; ``None`` for that case itself."""
+        """Each comparable case paired by seed with the reference case; ``None`` for that case itself."""
         first, others = self.cases[self.reference], self.cases[: self.comparable]
         return [None if case is first else paired(case, first, name) for case in others]
 
     def plain(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """The comparison as JSON."""
         of_run = {run.path: name for run, name in zip(self.runs, self.labels, strict=True)}
         return {
             "reference": self.names[self.reference],
@@ -204,17 +204,17 @@ class Compared:
 
 
 def _folded(case: Case) -> dict[str, dict[str, dict[str, float | None]]]:
-    """Figure → value over clients → its mean and deviation over the seeds."""
-    told: dict[str, dict[str, dict[str, float | None]]] = {}
+    """Metric → statistic over clients → its mean and standard deviation over seeds."""
+    folded: dict[str, dict[str, dict[str, float | None]]] = {}
     for name in case.runs[0].figures:
         for of in OF:
-            figure = fold(list(by_seed(case, name, of).values()))
-            told.setdefault(name, {})[of] = {"mean": figure.mean, "std": figure.std}
-    return told
+            over_seeds = fold(list(by_seed(case, name, of).values()))
+            folded.setdefault(name, {})[of] = {"mean": over_seeds.mean, "std": over_seeds.std}
+    return folded
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A short name for each run, no two alike: the directory's, with as many parents as it takes."""
+    """Short unique names of runs: the directory's name, with as many parents as necessary."""
     parts = [run.path.resolve().parts for run in runs]
     depth = 1
     while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
@@ -223,7 +223,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def case_names(known: Sequence[Case]) -> list[str]:
-    """A short name for each case, no two alike: its first run's without the seed."""
+    """Short unique names of cases: the name of the first run, without the seed if possible."""
     whole = labels([case.runs[0] for case in known])
     names = [
         re.sub(rf"[-_./ ]*seed[-_=]?{case.seeds[0]}$", "", name)
@@ -233,7 +233,7 @@ def case_names(known: Sequence[Case]) -> list[str]:
 
 
 def letters(count: int) -> list[str]:
-    """Short names instead of long ones.
+    """The first ``count`` names of A, B, …, Z, AA, AB, …
 
     >>> letters(3), letters(28)[-2:]
     (['A', 'B', 'C'], ['AA', 'AB'])
@@ -243,10 +243,10 @@ def letters(count: int) -> list[str]:
 
 
 def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
-    """The runs whose figures cannot be compared with the first run's: index → why.
+    """Index of each run not comparable with the first → why.
 
-    They had other data, were judged on other pairs or clients, or began at another base model. A seed may
-    decide who has which pairs, so each run is compared with the first one of its own seed.
+    Such runs have other data, evaluation pairs, clients or another base model. As a seed may determine the
+    clients' pairs, data are compared with the first run of the same seed.
     """
     first, reasons = runs[0], {}
     of_seed: dict[int, RunRecord] = {}
@@ -260,7 +260,7 @@ def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
         elif run.config["data"] != first.config["data"]:
             why.append("other [data] settings")
         if run.split != first.split:
-            why.append(f"judged on {run.split} pairs, not {first.split} pairs")
+            why.append(f"evaluated on {run.split} pairs, not {first.split} pairs")
         elif not why and peer and run.clients != peer.clients:
             why.append("evaluated on other clients")
         if run.config["model"]["name"] != first.config["model"]["name"]:
@@ -273,17 +273,17 @@ def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
 
 
 def cases_apart(runs: Sequence[RunRecord]) -> tuple[list[Case], list[Case]]:
-    """The cases that can be compared with the first run, and those that cannot: no case has runs of both."""
+    """The cases comparable with the first run, and the others."""
     marked = disagreements(runs)
     fine = [run for index, run in enumerate(runs) if index not in marked]
     return cases(fine), cases([runs[index] for index in marked])
 
 
 def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
-    """The settings in which runs differ: dotted name → each run's value, ``None`` where it has none.
+    """Differing settings: dotted name → each run's value, ``None`` if unset.
 
-    A method's own settings are compared between the runs of methods that have them. ``[engine]`` says where
-    the work was done and decides nothing, so it is left out.
+    A setting in ``[method]`` is compared only between methods that have it. ``[engine]`` does not affect
+    results and is left out.
     """
     settings = [{name: setting(value) for name, value in flatten(run.config).items()} for run in runs]
     methods: dict[str, set[str]] = {}
@@ -303,7 +303,7 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
 
 
 def plus_minus(values: Mapping[int, float]) -> str:
-    """Mean ± sample standard deviation of a metric; only the mean of one seed; empty without any.
+    """Format mean ± sample standard deviation over seeds; with one seed, only the mean.
 
     >>> plus_minus({1: 0.7, 2: 0.8, 3: 0.9}), plus_minus({1: 0.7}), plus_minus({})
     ('0.800 ± 0.100', '0.700', '')
@@ -315,11 +315,10 @@ def plus_minus(values: Mapping[int, float]) -> str:
 
 
 def rows_of_tests(first: Case, others: Sequence[Case], name: str) -> list[tuple[str, str, str, str]]:
-    """For each case against the first: seeds in common, mean difference, p of the t-test, p of Wilcoxon's.
+    """For each case: seeds in common with ``first``, mean difference, p of the t-test, p of Wilcoxon's test.
 
-    The mean has its 95% interval over seeds.
-
-    The t-tests are adjusted for their number by Holm's rule. A cell is empty where there is nothing to say.
+    The mean difference has its 95% interval over seeds. The p-values of the t-tests are adjusted by Holm's
+    method. Undefined cells are empty.
     """
     found = [paired(case, first, name) for case in others]
     known = [each.t for each in found if each and each.t is not None]
@@ -337,14 +336,13 @@ def rows_of_tests(first: Case, others: Sequence[Case], name: str) -> list[tuple[
 
 
 def few_seeds(known: Sequence[Case]) -> str:
-    """What a reader must know of tests over few seeds."""
+    """A note on the power of tests with the given number of seeds."""
     reference = reference_case(known)
     first = set(known[reference].seeds)
     counts = [len(first & set(case.seeds)) for k, case in enumerate(known) if k != reference]
     most = max(counts, default=len(first))
     if most < 2:
-        return "One seed shows little: differences between cases may be due to the seed. Run several seeds."
-    least = f"with {most} Wilcoxon's p cannot be below {2 / 2**most:.3g}"
-    if most < 6:
-        return f"{most} seeds show little: {least}, and the t-test assumes normal differences."
-    return f"{most} seeds in common: {least}. The t-test assumes normal differences."
+        return "With a single seed, differences between cases may be due to chance. Run several seeds."
+    seeds = f"With {'only ' if most < 6 else ''}{most} seeds in common"
+    least = f"{seeds}, Wilcoxon's p cannot be below {2 / 2**most:.3g}"
+    return f"{least}. The t-test assumes normally distributed differences."

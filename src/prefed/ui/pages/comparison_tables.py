@@ -1,4 +1,4 @@
-"""The tables of runs next to each other, for the terminal and the page."""
+"""Tables that compare runs, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FURTHER = {
     "combined_accuracy": "combined accuracy",
     "explicit_accuracy": "explicit accuracy",
 }
-"""Further metrics of the table of cases."""
+"""Further metrics: name → heading."""
 COLUMNS = (
     ("preference accuracy", "preference_accuracy", "mean"),
     ("worst client", "preference_accuracy", "worst"),
@@ -41,15 +41,11 @@ COLUMNS = (
     ("before", "baseline_accuracy", "mean"),
     *((head, name, "mean") for name, head in FURTHER.items()),
 )
-"""Columns of accuracies: heading, metric, and which of its values over clients. Those without any value in a
-table are left out."""
+"""Columns of accuracies: heading, metric, and statistic over clients. Empty columns are left out."""
 
 
 def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
-    """Tables, and a line for each thing that a reader must know.
-
-    Where the terminal has no room for the runs' names, letters stand for them.
-    """
+    """Print tables and notes. On a narrow terminal, letters replace the runs' names."""
     compared = Compared(tuple(runs))
     names, shown = compared.labels, compared.names
     tested = shown[: compared.comparable]
@@ -83,7 +79,7 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
 
 
 def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
-    """The tables with a row for each run."""
+    """Tables with one row per run."""
     judged = [
         (n, e.summary) for n, run in zip(names, compared.runs, strict=True) for e in judged_of(run.path)
     ]
@@ -97,7 +93,7 @@ def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
 
 
 def _over_seeds(compared: Compared, names: Sequence[str]) -> list[Table]:
-    """The tables of cases over their seeds; none if every case has one seed."""
+    """Tables of cases over their seeds; empty if every case has one seed."""
     if not compared.several_seeds:
         return []
     last = compared.comparable
@@ -107,7 +103,7 @@ def _over_seeds(compared: Compared, names: Sequence[str]) -> list[Table]:
 
 
 def runs_table(compared: Compared, names: Sequence[str]) -> Table:
-    """Each run's accuracies and costs; a * where a run is not comparable with the first."""
+    """Accuracies and costs of each run; * marks runs that are not comparable with the first."""
     metrics = _columns(compared)
     heads = ["run", "method", "rounds", *(head for head, _, _ in metrics), "up", "down", "time"]
     rows = []
@@ -117,7 +113,7 @@ def runs_table(compared: Compared, names: Sequence[str]) -> Table:
         cells += [size(run.summary["bytes"][way]) for way in ("up", "down")]
         mark = " *" if index in compared.disagreements else ""
         rows.append((f"{name}{mark}", [*cells, duration(run.summary["seconds"])]))
-    return Table("Each run: shares of held-out pairs after the last round, over clients; cost.", heads, rows)
+    return Table("Accuracies on held-out pairs after the last round, and costs, by run.", heads, rows)
 
 
 def _value(run: RunRecord, name: str, of: str) -> float | None:
@@ -126,10 +122,12 @@ def _value(run: RunRecord, name: str, of: str) -> float | None:
 
 
 def cases_table(compared: Compared, names: Sequence[str], *, brief: bool = False) -> Table:
-    """Each case's accuracies and costs, over its seeds.
+    """Accuracies and costs of each case over its seeds.
 
     Args:
-        brief: leave out the method, the untouched model, further metrics and costs, for a terminal.
+        compared: the runs.
+        names: the cases' names.
+        brief: leave out methods, the base model, further metrics and costs.
     """
     metrics = [each for each in _columns(compared) if not brief or each[1] in ACCURACIES]
     rows = []
@@ -145,12 +143,12 @@ def cases_table(compared: Compared, names: Sequence[str], *, brief: bool = False
         seeds = ", ".join(map(str, case.seeds))
         rows.append((name, [case.runs[0].method, seeds, *cells, size(sent), duration(took)]))
     deviation = ", ± standard deviation over seeds" if compared.several_seeds else ""
-    caption = f"Shares of pairs after the last round, over clients{deviation}"
+    caption = f"Accuracies after the last round{deviation}"
     accuracies = [head for head, _, _ in metrics]
     if brief:
         return Table(f"{caption}.", ["case", "seeds", *accuracies], rows)
     heads = ["case", "method", "seeds", *accuracies, "sent", "time"]
-    return Table(f"{caption}; bytes and time of a run.", heads, rows)
+    return Table(f"{caption}; traffic and time per run.", heads, rows)
 
 
 def _columns(compared: Compared) -> list[tuple[str, str, str]]:
@@ -158,7 +156,7 @@ def _columns(compared: Compared) -> list[tuple[str, str, str]]:
 
 
 def tests_table(compared: Compared, name: str, names: Sequence[str]) -> Table:
-    """Each comparable case against the reference case, seed by seed."""
+    """Paired tests of each comparable case against the reference case."""
     first = compared.reference
     others = [k for k in range(compared.comparable) if k != first]
     tests = rows_of_tests(compared.cases[first], [compared.cases[k] for k in others], name)
@@ -170,7 +168,7 @@ def tests_table(compared: Compared, name: str, names: Sequence[str]) -> Table:
 
 
 def reward_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
-    """The metrics of runs' explicit reward heads, means over clients; ``None`` where no run has one."""
+    """Metrics of explicit reward heads, means over clients; ``None`` if no run has one."""
     rewarded = [(name, run) for name, run in zip(names, runs, strict=True) if REWARDED[0] in run.figures]
     if not rewarded:
         return None
@@ -181,29 +179,29 @@ def reward_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | Non
         margins = (run.summary["margin"], run.summary["explicit_margin"])
         rows.append((name, [cell(value) for value in (*shares, *margins)]))
     title = "Explicit reward heads, means over clients."
-    return Table(title, ["run", *heads, "margin", "its margin"], rows)
+    return Table(title, ["run", *heads, "policy margin", "head margin"], rows)
 
 
 def selectors_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
-    """How the selectors of runs agree with clients, and the clusters; ``None`` where no run has several."""
+    """Agreement of selectors with clients, and clusters; ``None`` if no run has several selectors."""
     rows = []
     for name, run in zip(names, runs, strict=True):
         if not run.agreements:
             continue
-        *alone, vote = run.agreements
+        *selectors, vote = run.agreements
         shares = [
             run.spread("preference_accuracy").mean,
-            *(pick(a.mean for a in alone) for pick in (min, max)),
+            *(pick(each.mean for each in selectors) for pick in (min, max)),
         ]
-        cells = [f"{len(alone)}", *map(cell, (*shares, vote.mean, vote.worst)), f"{len(run.groupings):,}"]
+        cells = [f"{len(selectors)}", *map(cell, (*shares, vote.mean, vote.worst)), f"{len(run.groupings):,}"]
         rows.append((name, [*cells, f"{sum(len(grouping.moved) for grouping in run.groupings):,}"]))
-    heads = ["run", "selectors", "own", "lowest by itself", "highest by itself", "vote", "worst by vote"]
+    heads = ["run", "selectors", "own", "lowest selector", "highest selector", "vote", "worst by vote"]
     title = "Selectors: preference accuracy over clients."
     return Table(title, [*heads, "groupings", "moves"], rows) if rows else None
 
 
 def differences_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
-    """The settings in which runs differ and which run has which value; ``None`` where they do not differ."""
+    """Differing settings and the runs with each value; ``None`` if there are none."""
     settings = differences(runs)
     settings.pop("method.name", None)
     if not settings:
@@ -213,15 +211,15 @@ def differences_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table 
         runs_of: dict[str, list[str]] = {}
         for run, value in zip(names, values, strict=True):
             if value is not None or not name.startswith("method."):
-                runs_of.setdefault("left out" if value is None else value, []).append(run)
+                runs_of.setdefault("unset" if value is None else value, []).append(run)
         rows.append((name, ["; ".join(f"{value} {', '.join(some)}" for value, some in runs_of.items())]))
     if len(settings) > LISTED:
         rows.append((f"… and {len(settings) - LISTED} more", []))
-    return Table("Settings that differ.", ["setting", "values"], rows, left=1)
+    return Table("Differing settings.", ["setting", "values"], rows, left=1)
 
 
 def settings_table(compared: Compared, names: Sequence[str]) -> Table | None:
-    """The same for a page: a row for each case, a column for each setting."""
+    """Differing settings for a page: one row per case, one column per setting."""
     settings = compared.settings
     rows = [(name, [values[k] or "–" for values in settings.values()]) for k, name in enumerate(names)]
     caption = "Only settings that differ. –: unset, or not a setting of the case's method."

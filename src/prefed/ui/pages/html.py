@@ -1,8 +1,7 @@
-"""Pages from templates: what may stand in them, and what a browser may do with them.
+"""HTML pages from Jinja templates.
 
-A template cannot be given text that changes the page. Jinja escapes every value for HTML, and writes out the
-control characters that names from elsewhere may have. The page's own policy lets a browser run the one script
-that stands in it, by its digest, and load nothing.
+Values are escaped, including control characters. The content security policy allows only the page's own
+script, by digest, and no external resources.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ SCRIPT = "page.js"
 
 
 def render_template(template: str, /, **values: Any) -> str:
-    """The page that a template makes of ``values``. It is an error if the template needs another value."""
+    """Render a template. Missing values are errors."""
     return environment().get_template(template).render(values)
 
 
 @cache
 def environment() -> Environment:
-    """The templates of ``report/templates``, with the script, the policy and the themes for all of them."""
+    """The Jinja environment, with the script, the policy and the themes as globals."""
     loader = PackageLoader("prefed.ui.pages")
     made = Environment(
         loader=loader,
@@ -58,5 +57,5 @@ def environment() -> Environment:
 
 
 def _visible(value: Any) -> Any:
-    """Jinja calls this with every value of a page before it escapes it. Macros give markup, which stays."""
+    """Escape control characters in a value, except in markup from macros."""
     return printable_lines(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

@@ -1,4 +1,4 @@
-"""Charts as files: PNG, SVG or PDF, drawn by matplotlib."""
+"""Charts as PNG, SVG or PDF files, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ SCRIPTS = (
     *("Droid Sans Fallback", "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei"),
     *("Yu Gothic", "Malgun Gothic", "SimHei", "Arial Unicode MS", "Unifont"),
 )
-"""Fonts with Chinese, Japanese and Korean letters that systems come with."""
+"""Common system fonts with Chinese, Japanese and Korean characters."""
 WIDTH, INCH = 8.0, 85.0
-"""Inches of a plot's width, and pixels of a panel's height in one inch."""
+"""Width of a plot in inches, and pixels of panel height per inch."""
 
 
 def file_format(path: Path) -> str:
-    """The format that a plot's file name asks for: ``"png"``, ``"svg"`` or ``"pdf"``.
+    """The format of a plot by its extension: ``"png"``, ``"svg"`` or ``"pdf"``.
 
     Raises:
-        ValueError: the name ends in something else, or is a folder's.
+        ValueError: another extension, or the path is a folder.
     """
     name = path.suffix.lower().removeprefix(".")
     if name not in ("png", "svg", "pdf"):
-        raise ValueError(f"{path}: a plot's name ends in .png, .svg or .pdf")
+        raise ValueError(f"{path}: the name of a plot must end in .png, .svg or .pdf")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file for the plot")
     return name
 
 
 def save(chart: Chart, path: Path) -> None:
-    """Write a chart as a file, its panels below each other; the name's end says in which format.
+    """Write a chart to a file, with its panels stacked.
 
     Raises:
-        ValueError: the name ends in none, see :func:`file_format`.
+        ValueError: unsupported extension, see :func:`file_format`.
     """
     name = file_format(path)
     from matplotlib import rc_context
@@ -65,7 +65,7 @@ def save(chart: Chart, path: Path) -> None:
     }
     buffer = BytesIO()
     with warnings.catch_warnings(), rc_context(style):
-        # A letter that no font has is drawn as a box; a warning for each would fill the terminal.
+        # Characters missing from all fonts are drawn as boxes, without a warning for each.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         heights = [panel.height / INCH for panel in chart.panels]
         figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
@@ -84,7 +84,7 @@ def save(chart: Chart, path: Path) -> None:
 
 @cache
 def _fonts() -> list[str]:
-    """Matplotlib's own font, and for letters that it lacks those of :data:`SCRIPTS` that are installed."""
+    """Matplotlib's default font, with the installed fonts of :data:`SCRIPTS` as fallbacks."""
     from matplotlib import font_manager, rcParamsDefault
 
     installed = set(font_manager.get_font_names())
@@ -170,5 +170,5 @@ def _color(number: int) -> str:
 
 
 def _plain(name: str) -> str:
-    """A text for matplotlib, in which a dollar sign starts no formula."""
+    """Escape dollar signs, which start formulas in matplotlib."""
     return name.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Clusters of clients over rounds, and how selectors agree with clients, on the page and the terminal."""
+"""Clusters of clients over rounds, and agreement of selectors with clients."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from prefed.ui.pages.chart import ROUNDS, Axis, Bars, Chart, Look, Panel, color_
 from prefed.ui.pages.tables import ROWS, Table, cell
 
 CLIENTS = 300
-"""Clients that have a row in the chart of clusters at most; of more, sizes and moves are drawn."""
+"""Maximum number of clients with a row in the chart of clusters; beyond it, sizes and moves are drawn."""
 SPANS = 5000
-"""Coloured spans in that chart at most. Each takes space in the page."""
+"""Maximum number of coloured spans in the chart, which limits the size of the page."""
 NAMED = 40
-"""Clients that a cell names at most."""
+"""Maximum number of clients named in a cell."""
 
 Span = tuple[int, int, int]
-"""The first round, the end, and the cluster of a client in between."""
+"""First round, end (exclusive), and cluster of a client."""
 
 
 def clusters_chart(run: RunRecord) -> Chart | None:
-    """Clients over rounds, coloured by cluster; ``None`` where clients were never grouped.
+    """Chart of clients over rounds, coloured by cluster; ``None`` if clients were never grouped.
 
-    Of very many clients, the sizes of the clusters and how many clients moved.
+    With very many clients, the sizes of the clusters and the numbers of moves.
     """
     if not run.groupings:
         return None
     last, rows = run.groupings[-1], spans(run)
-    sizes = ", ".join(f"{len(own):,} of selector-{u}" for u, own in enumerate(last.clusters))
+    sizes = ", ".join(f"{len(own):,} in selector-{u}" for u, own in enumerate(last.clusters))
     times = pluralize(len(run.groupings), "grouping", "groupings")
     moves = sum(len(grouping.moved) for grouping in run.groupings)
-    text = f"After {times} the clients are {sizes}; in all {pluralize(moves, 'client', 'clients')} moved."
+    text = f"Clusters after {times}: {sizes}; {pluralize(moves, 'move', 'moves')} in total."
     if len(rows) <= CLIENTS and sum(map(len, rows.values())) <= SPANS:
-        caption = "The selector whose cluster each client is in, from the first grouping on."
+        caption = "Each client's cluster, named by its selector, since the first grouping."
         return Chart("clusters", text, caption, [_stays(run, rows)])
-    caption = "How many clients each selector's cluster has, and how many moved at each grouping."
+    caption = "Number of clients per cluster, and number of clients that moved at each grouping."
     return Chart("clusters", text, caption, _sizes(run))
 
 
 def spans(run: RunRecord) -> dict[str, list[Span]]:
-    """Client → the spans of rounds that it spends in one cluster. The last one ends after the last round."""
+    """Client → spans of rounds in one cluster. The last span ends after the last round."""
     starts = [grouping.round for grouping in run.groupings]
     ends = [*starts[1:], run.summary["rounds"] + 1]
     result: dict[str, list[Span]] = {}
@@ -57,7 +57,7 @@ def spans(run: RunRecord) -> dict[str, list[Span]]:
 
 
 def _stays(run: RunRecord, rows: dict[str, list[Span]]) -> Panel:
-    # Clients that end in one cluster are next to each other.
+    # Sort clients by their final cluster.
     order = sorted(rows, key=lambda client: (rows[client][-1][2], client))
     shown = []
     for u in range(len(run.groupings[-1].clusters)):
@@ -70,7 +70,7 @@ def _stays(run: RunRecord, rows: dict[str, list[Span]]) -> Panel:
 
 
 def _stay(client: str, cluster: int, start: int, length: int) -> str:
-    """Which rounds a client spends in a cluster.
+    """Tooltip of a span.
 
     >>> _stay("ann", 1, 3, 2), _stay("ann", 0, 5, 1)
     ('ann, selector-1: rounds 3 to 4', 'ann, selector-0: round 5')
@@ -102,14 +102,14 @@ def _sizes(run: RunRecord) -> list[Panel]:
 
 
 def clusters_table(run: RunRecord) -> Table | None:
-    """Each cluster at each grouping, the last grouping first; ``None`` where clients were never grouped."""
+    """Table of clusters by grouping, last grouping first; ``None`` if clients were never grouped."""
     if not run.groupings:
         return None
     rows = [row for grouping in reversed(run.groupings) for row in _cluster_rows(grouping)]
     more = f" The last {ROWS:,} of {len(rows):,} rows." if len(rows) > ROWS else ""
     caption = (
-        "Clusters from each grouping on. The loss is the selector's on validation pairs, in nats, the mean "
-        f"over all clients that reported theirs.{more}"
+        "Clusters by grouping. The loss is the selector's mean loss on validation pairs, in nats, over all "
+        f"clients that reported it.{more}"
     )
     return Table(caption, ["round, selector", "clients", "loss", "moved here", "members"], rows[:ROWS])
 
@@ -130,14 +130,15 @@ def _named(clients: Sequence[str]) -> str:
 
 
 AGREEMENT = ("clients", "mean", "worst", "its clients", "others", "newcomers")
-"""Columns of :func:`agreement_table`; one that no row has a value for is left out."""
+"""Columns of :func:`agreement_table`; empty columns are left out."""
 
 
 def agreement_table(agreements: Sequence[Agreement], pairs: str) -> Table | None:
-    """How each selector and the vote agree with clients; ``None`` where there are not several selectors.
+    """Table of each selector's and the vote's agreement with clients; ``None`` without agreements.
 
     Args:
-        pairs: which pairs they were judged on.
+        agreements: one per selector, and one of the vote.
+        pairs: description of the evaluated pairs.
     """
     if not agreements:
         return None
@@ -148,9 +149,9 @@ def agreement_table(agreements: Sequence[Agreement], pairs: str) -> Table | None
     used = [k for k in range(len(AGREEMENT)) if any(values[k] is not None for _, values in each)]
     rows = [(name, [cell(values[k], ".3f" if k else ",") for k in used]) for name, values in each]
     caption = (
-        f"Selectors: preference accuracy on {pairs} of each selector, and of the vote of all: means "
-        "over all clients, over those of its cluster, over the others"
+        f"Selectors: preference accuracy on {pairs} of each selector and of their majority vote; means "
+        "over all clients, over the clients of its cluster, over the others"
     )
     if AGREEMENT.index("newcomers") in used:
-        caption += ", and over clients that never took part"
+        caption += ", and over clients that never trained"
     return Table(f"{caption}.", ["selector", *(AGREEMENT[k] for k in used)], rows)

@@ -1,8 +1,7 @@
-"""Charts as SVG inside a page, once for wide screens and once for phones.
+"""Charts as inline SVG, one drawing for wide screens and one for phones.
 
-The template puts down the shapes that :func:`draw` computes. Colours are names that the page's style gives
-values to, so one drawing serves light and dark screens. Pointing at a mark shows its value. Lines that run
-over each other stay visible: each has a look of its own, and thin dashed ones lie on thick whole ones.
+:func:`draw` computes the shapes and the template writes them. Colours are CSS variables, so that one drawing
+serves light and dark themes. Thin lines are drawn above thick ones, which keeps overlapping lines visible.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from prefed.ui.pages.chart import Axis, Bars, Cells, Chart, Line, Panel, csv_of,
 WIDE, NARROW = 880, 350
 """Widths of both drawings, in pixels."""
 MARKED = 12
-"""Visible marks of a line at most."""
+"""Maximum number of visible markers of a line."""
 TOUCHED = 120
-"""Points of a panel at most that show their values where one points at them."""
+"""Maximum number of points of a panel with a tooltip."""
 LETTER, LINE = 6.7, 15.0
 """Width of a letter and height of a line of text, in pixels."""
 ROOM = 14.0
-"""Pixels between two names along an axis at least."""
+"""Minimum distance between two names on an axis, in pixels."""
 NUMBERED = 400
-"""A map of more cells has no numbers in it."""
+"""Maximum number of cells of a heat map with numbers."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """An SVG element: its tag, its attributes, the text in it, and what it says where one points at it."""
+    """An SVG element: tag, attributes, text and tooltip."""
 
     tag: str
     attributes: dict[str, str]
@@ -42,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Group:
-    """Shapes of one class and colour, a number of the theme's; ``None`` for shapes without one."""
+    """Shapes of one CSS class and colour (an index as in :class:`Look`, or ``None``)."""
 
     kind: str
     color: int | None
@@ -58,7 +57,7 @@ class Group:
         self.shapes.append(Shape("rect", {**place, **rest}, note=note))
 
     def write(self, x: float, y: float, text: str, anchor: str = "start", **rest: str) -> None:
-        """Add a text."""
+        """Add text."""
         self.shapes.append(Shape("text", {"x": _px(x), "y": _px(y), "text-anchor": anchor, **rest}, text))
 
 
@@ -78,13 +77,13 @@ def drawings(chart: Chart) -> list[Drawing]:
 
 
 def csv_address(chart: Chart) -> str:
-    """An address that holds the chart's numbers."""
+    """The chart's numbers as a data URL of a CSV file."""
     data = base64.b64encode(csv_of(chart).encode()).decode()
     return f"data:text/csv;charset=utf-8;base64,{data}"
 
 
 def draw(chart: Chart, *, narrow: bool) -> Drawing:
-    """The shapes of a chart. Panels are side by side on a wide screen, and below each other on a phone."""
+    """Draw a chart; panels are side by side on wide screens and stacked on phones."""
     columns = 1 if narrow else 3 if len(chart.panels) == 3 else min(2, len(chart.panels))
     width = (NARROW if narrow else WIDE) // columns
     both = [panel.values() for panel in chart.panels]
@@ -227,7 +226,7 @@ class _Panel:
                 group = self._line(line, len(lines))
                 text = f"{line.key} {line.name}".strip()
                 text = line.key if self.narrow else text if len(text) <= room else f"{text[: room - 1]}…"
-                # A dotted line leads from the end of the curve to its name, where the name had to move.
+                # A dotted leader connects the end of the curve with its label.
                 group.path("leader", _path([end, (self.right + 6, place), (self.right + 14, place)]))
                 group.write(self.right + 17, place + 4, text)
                 drawn.append((line, group))
@@ -245,7 +244,7 @@ class _Panel:
                 taken.append((x, y))
                 group.write(x, y, text)
             drawn.append((line, group))
-        # The thickest lie below.
+        # Draw thick lines first.
         drawn.sort(key=lambda each: -each[0].look.width)
         self.groups += [group for _, group in drawn]
 
@@ -261,7 +260,7 @@ class _Panel:
             dashes = {"stroke-dasharray": look.dash} if look.dash else {}
             path = _steps(points) if line.step else _path(points)
             group.path("curve", path, **{"stroke-width": f"{look.width:g}"}, **dashes)
-        # Each line has its marks at other points, so that marks of equal lines do not hide each other.
+        # Lines have markers at different points, so that markers of equal lines do not hide each other.
         every = max(1, math.ceil(len(points) / MARKED)) if line.joined else 1
         shown = {*range(look.mark % every, len(points), every), len(points) - 1}
         shown = {len(points) - 1} if line.step else shown
@@ -282,7 +281,7 @@ class _Panel:
 
 
 def diagonal(panel: Panel) -> tuple[float, float] | None:
-    """The ends of the line where x and y are equal; ``None`` where none is drawn or it lies outside."""
+    """The ends of the line y = x; ``None`` if it is not drawn or outside the axes."""
     xs, ys = panel.values()
     if not panel.diagonal or not xs:
         return None
@@ -291,7 +290,7 @@ def diagonal(panel: Panel) -> tuple[float, float] | None:
 
 
 def _with_room(names: Sequence[str], pixels: float, room: float = ROOM) -> list[tuple[int, str]]:
-    """The names with their places, every second, third … one where there is no room for all."""
+    """The names to draw with their positions: all, or every second, third … if there is too little room."""
     every = max(1, math.ceil(room * len(names) / max(1.0, pixels)))
     return list(enumerate(names))[::every]
 
@@ -299,9 +298,9 @@ def _with_room(names: Sequence[str], pixels: float, room: float = ROOM) -> list[
 def _scale(
     axis: Axis, values: Sequence[float], start: float, end: float, most: int
 ) -> tuple[Callable[[float], float], list[float]]:
-    """The map from values to pixels, with a little room at both ends, and the ticks inside."""
+    """The map from values to pixels, with a margin at both ends, and the ticks."""
     if axis.names:
-        # The first name of an upright axis is at the top.
+        # The first name of a vertical axis is at the top.
         first, last = (start, end) if start < end else (end, start)
         step = (last - first) / len(axis.names)
         return lambda value: first + step * (value + 0.5), []
@@ -325,7 +324,7 @@ def _scale(
 
 
 def ticks(first: float, last: float, most: int, *, log: bool = False, whole: bool = False) -> list[float]:
-    """Round values from ``first`` to ``last``, at most so many; of a logarithmic axis these are exponents.
+    """At most ``most`` round values between two limits; on a logarithmic axis the limits are exponents.
 
     >>> ticks(0.0, 10.4, 7), ticks(-0.1, 3.2, 7, whole=True), ticks(-0.1, 2.2, 4, log=True)
     ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [0.0, 1.0, 2.0, 3.0], [1.0, 10.0, 100.0])
@@ -344,7 +343,7 @@ def ticks(first: float, last: float, most: int, *, log: bool = False, whole: boo
 
 
 def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places as near as may be to those that are wanted, in their order, each ``gap`` from the next.
+    """Positions close to the wanted ones, in the same order and at least ``gap`` apart.
 
     >>> spread_out([10, 11, 50], 5, 0, 60)
     [10, 15, 50]

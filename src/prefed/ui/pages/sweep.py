@@ -1,4 +1,4 @@
-"""What a sweep leaves next to its runs: tables in Markdown, and of a grid the choice as JSON and a page."""
+"""Output of a sweep: Markdown tables or, for a grid, the selection as JSON and a page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefed.ui.pages.tables import Table, markdown
 
 SELECTED = "best round, selected on test"
 FEW = 5
-"""Clients whose own figures are printed at most."""
+"""Maximum number of clients with separate values."""
 COLUMNS = (
     ("preference accuracy", "preference_accuracy.mean"),
     ("worst client", "preference_accuracy.worst"),
@@ -33,13 +33,16 @@ COLUMNS = (
 )
 
 Outcome = Mapping[str, Any]
-"""What a table keeps of a finished cell: see :class:`prefed.runs.sweep.SweepCell`."""
+"""Results of a finished cell, see :class:`prefed.runs.sweep.SweepCell`."""
 
 
 def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
-    """Put a finished cell into ``TABLE.json`` and ``TABLE.md``, instead of an older one.
+    """Add or replace a finished cell in ``TABLE.json`` and ``TABLE.md``.
 
-    ``names`` are the names of all cells of its table, in the table's order.
+    Args:
+        cell: the cell.
+        names: names of all cells of its table, in order.
+        outcome: its results.
     """
     file = cell.folder.with_name(f"{cell.folder.name}.json")
     before = json.loads(file.read_text("utf-8")) if file.exists() else []
@@ -58,15 +61,12 @@ def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
 
 
 def _rate_was_chosen(outcome: Outcome) -> bool:
-    """Whether it is a ``best_rate_outcome``, as opposed to an ``own_rate_outcome``."""
+    """Whether ``outcome`` is a ``best_rate_outcome``, not an ``own_rate_outcome``."""
     return "lr" in outcome
 
 
 def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
-    """Cells whose rate was chosen on validation pairs, best accuracy first.
-
-    A column that no cell has a figure for is left out.
-    """
+    """Table of cells with a learning rate selected on validation pairs, by decreasing accuracy."""
     columns = [(name, key) for name, key in COLUMNS if any(each.get(key) for each in outcomes)]
     paper = ["paper"] if any("paper" in each for each in outcomes) else []
     head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns)]
@@ -83,10 +83,10 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _own_rate_table(outcomes: Sequence[Outcome]) -> str:
-    """Cells that ran with their own rate, in the table's order; accuracies in percent.
+    """Table of cells with their own learning rate, in the table's order; accuracies in percent.
 
-    The best round is chosen on the very test pairs that it is judged on, as papers do. It flatters, the more
-    the more rounds there are, and is no estimate of accuracy on new pairs. Nothing chooses the last round.
+    The best round is selected on the test pairs, as in the papers. It is biased upwards, increasingly with
+    the number of rounds; the last round is not selected and not biased.
     """
     paper = ["paper"] if any("paper" in each for each in outcomes) else []
     head = ["cell", *paper, SELECTED, "last round", f"worst client, {SELECTED}", f"clients, {SELECTED}"]
@@ -100,7 +100,7 @@ def _own_rate_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _clients(outcome: Outcome) -> str:
-    """Each client's figure, with the paper's in brackets; nothing where there are many clients."""
+    """Each client's value, with the paper's in brackets; empty with many clients."""
     names, paper = list(outcome["runs"][0]["clients"]), outcome.get("paper", {}).get("clients", {})
     if len(names) > FEW:
         return ""
@@ -109,7 +109,7 @@ def _clients(outcome: Outcome) -> str:
 
 
 def _rate(outcome: Outcome) -> tuple[str, str]:
-    """The rate of a cell, and which were tried; it says so if the best lies at their end or all are alike."""
+    """The selected learning rate, and the range tried; notes if the best is at an end or all are equal."""
     figures = {float(lr): figure for lr, figure in outcome["validation"].items()}
     lowest, highest = min(figures), max(figures)
     span = f"{_short(lowest)} to {_short(highest)}" if len(figures) > 1 else _short(outcome["lr"])
@@ -121,7 +121,7 @@ def _rate(outcome: Outcome) -> tuple[str, str]:
 
 
 def _short(lr: float) -> str:
-    """A rate as the tables have it.
+    """Format a learning rate.
 
     >>> [_short(lr) for lr in (3e-5, 0.0025, 0.03, 0.1, 3.0)]
     ['3e-5', '2.5e-3', '3e-2', '0.1', '3']
@@ -133,7 +133,7 @@ def _short(lr: float) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    """Mean ± sample standard deviation, in percent.
+    """Format mean ± sample standard deviation in percent.
 
     >>> _percent([0.8, 0.82, 0.78]), _percent([0.8])
     ('80.00±2.00', '80.00')
@@ -159,12 +159,16 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def keep_grid(sweep: GridSweep, chosen: Sequence[Chosen]) -> tuple[Path, Path] | None:
-    """Write ``FOLDER.json`` and ``FOLDER.html`` about the finished runs of a sweep; ``None`` without any."""
+    """Write ``FOLDER.json`` and ``FOLDER.html`` for the finished runs of a sweep.
+
+    Returns:
+        Both paths; ``None`` without finished runs.
+    """
     runs = [sweep.run_of(each, seed) for each in sweep.combinations for seed in sweep.seeds]
     records = [read_run(run.out) for run in runs if run.finished]
     if not records:
         return None
-    told, page = (sweep.folder.with_name(f"{sweep.folder.name}.{kind}") for kind in ("json", "html"))
+    selection, page = (sweep.folder.with_name(f"{sweep.folder.name}.{kind}") for kind in ("json", "html"))
     content = {
         "experiment": str(sweep.path),
         "judge": sweep.judge,
@@ -173,13 +177,13 @@ def keep_grid(sweep: GridSweep, chosen: Sequence[Chosen]) -> tuple[Path, Path] |
         "chosen": [_plain(sweep, each) for each in chosen],
         "commits": sorted({commit for run in runs if run.finished for commit in commits(run.out)}),
     }
-    files.write(told, json.dumps(content, indent=1, ensure_ascii=False).encode())
+    files.write(selection, json.dumps(content, indent=1, ensure_ascii=False).encode())
     write_comparison(records, page, chosen_cases(sweep, chosen))
-    return told, page
+    return selection, page
 
 
 def chosen_cases(sweep: GridSweep, chosen: Sequence[Chosen]) -> list[ChosenCase]:
-    """What was chosen, in words, with its figures on test pairs."""
+    """The selected combinations with their metrics on test pairs."""
     return [
         ChosenCase(
             sentence(sweep, each),
@@ -194,31 +198,31 @@ def chosen_cases(sweep: GridSweep, chosen: Sequence[Chosen]) -> list[ChosenCase]
 
 
 def sentence(sweep: GridSweep, chosen: Chosen) -> str:
-    """Which combination was chosen, of how many, and by which figures."""
-    best, figures = chosen.among[0]
+    """Describe the selection: the best combination, its metric and the runner-up."""
+    best, metrics = chosen.among[0]
     where = f"With {', '.join(best.of_data)}: " if best.of_data else ""
     seeds = pluralize(len(sweep.seeds), "seed", "seeds")
-    text = f"{where}{best.name} ({', '.join(f'{k} = {v}' for k, v in best.texts.items())}) was chosen of "
+    text = f"{where}{best.name} ({', '.join(f'{k} = {v}' for k, v in best.texts.items())}) was selected from "
     text += f"{pluralize(len(chosen.among), 'combination', 'combinations')}. "
-    text += f"Its {sweep.judge.replace('_', ' ')} on "
-    text += f"validation pairs, mean over clients and {seeds}, is the highest: {plus_minus(figures)}."
+    text += f"It has the highest {sweep.judge.replace('_', ' ')} on "
+    text += f"validation pairs, mean over clients and {seeds}: {plus_minus(metrics)}."
     if len(chosen.among) > 1:
-        second, theirs = chosen.among[1]
-        text += f" Next is {second.name}: {plus_minus(theirs)}."
-        if fold(list(theirs.values())).mean == fold(list(figures.values())).mean:
-            text += " They are equal, and the first one given is taken."
+        second, others = chosen.among[1]
+        text += f" The runner-up is {second.name}: {plus_minus(others)}."
+        if fold(list(others.values())).mean == fold(list(metrics.values())).mean:
+            text += " They are equal, so the one given first was selected."
     for key in chosen.at_end_of:
-        text += f" Its {key} lies at the end of those tried: others beyond it may do better."
+        text += f" Its {key} is at the end of the range tried; values beyond it may be better."
     return text
 
 
 def _test(sweep: GridSweep, chosen: Chosen) -> dict[str, dict[int, dict[str, float]]]:
-    """Figure → seed → mean and worst client on test pairs."""
-    told: dict[str, dict[int, dict[str, float]]] = {}
+    """Metric → seed → mean and worst client on test pairs."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
     for seed in sweep.seeds:
         for name, values in (sweep.run_of(chosen.combination, seed, test=True).figures or {}).items():
-            told.setdefault(name, {})[seed] = values
-    return told
+            found.setdefault(name, {})[seed] = values
+    return found
 
 
 def _plain(sweep: GridSweep, chosen: Chosen) -> dict[str, Any]:

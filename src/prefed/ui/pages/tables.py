@@ -1,4 +1,4 @@
-"""Tables as values, and their three outputs: the terminal, HTML (``templates/parts.html``) and Markdown."""
+"""Tables for the terminal, HTML (``templates/parts.html``) and Markdown."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 ROWS = 500
-"""Rows that a table of clients or rounds has on a page at most."""
+"""Maximum number of rows in a table on a page."""
 LISTED = 40
-"""Clients or settings that a table lists at most."""
+"""Maximum number of clients or settings in a table on the terminal."""
 
 SPREAD: Mapping[str, Callable[[Spread], float]] = {
     "mean": lambda s: s.mean,
@@ -26,12 +26,12 @@ SPREAD: Mapping[str, Callable[[Spread], float]] = {
     "standard deviation": lambda s: s.std,
     "Jain index": lambda s: s.jain,
 }
-"""How a metric is spread over clients: name → number."""
+"""Statistics over clients, by name."""
 
 Row: TypeAlias = tuple[str, Sequence[str]]
-"""The name of a row and the cells that follow it."""
+"""Name of the row, and its cells."""
 Facts: TypeAlias = list[tuple[str, str]]
-"""Names and texts."""
+"""Pairs of a name and a text."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Table:
     """A table.
 
     Attributes:
-        caption: above it.
-        heads: of all columns, that of the names first.
-        summary: rows below a line, such as means; the first one is emphasised.
-        left: columns of text: so many of the last ones.
-        fold: heads of other columns that a narrow terminal may break into lines.
+        caption: text above the table.
+        heads: column headings, starting with the column of names.
+        summary: rows below a separator, such as means; the first one is emphasised.
+        left: number of last columns that are left-aligned text.
+        fold: headings of further columns whose cells may wrap.
     """
 
     caption: str
@@ -55,7 +55,7 @@ class Table:
 
 
 def terminal(table: Table) -> RichTable:
-    """A table for the terminal."""
+    """Convert a table for rich."""
     from rich import box
     from rich.table import Table as RichTable
 
@@ -85,19 +85,19 @@ def terminal(table: Table) -> RichTable:
 
 
 def markdown(table: Table) -> str:
-    """A table in Markdown, without its caption."""
+    """Convert a table to Markdown, without its caption."""
     rows = ([name, *cells] for name, cells in (*table.rows, *table.summary))
     lines = [table.heads, ["---"] * len(table.heads), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def cell(value: Any, form: str = ".3f") -> str:
-    """A number as a cell has it; empty for what is none."""
+    """Format a number; empty for anything else."""
     return format(value, form) if isinstance(value, int | float) else ""
 
 
 def setting(value: Any) -> str:
-    """A setting's value as an experiment file has it, but texts without quotes.
+    """Format a setting as in TOML, but strings without quotes.
 
     >>> setting(True), setting(["c_attn"]), setting(1e-05), setting("dpo")
     ('true', '["c_attn"]', '1e-05', 'dpo')
@@ -112,31 +112,31 @@ def setting(value: Any) -> str:
 
 
 def lowest_clients(values: Mapping[str, float]) -> tuple[list[str], str]:
-    """The clients that a table lists: all by name, or of many the lowest :data:`LISTED`, lowest first.
+    """The clients to list: all by name or, of more than :data:`LISTED`, the lowest by value.
 
     Returns:
-        The clients, and what a last row says of the others; empty if there are none.
+        The clients, and a text about the others; empty if there are none.
 
     >>> lowest_clients({"bob": 0.5, "ann": 0.75})
     (['ann', 'bob'], '')
     >>> lowest_clients({f"c{k}": k / 100 for k in range(100)})[1]
-    '… and 60 clients that do better'
+    '… and 60 clients with higher values'
     """
     clients = sorted(values)
     if len(clients) <= LISTED:
         return clients, ""
-    more = f"… and {len(clients) - LISTED:,} clients that do better"
+    more = f"… and {len(clients) - LISTED:,} clients with higher values"
     return sorted(clients, key=lambda client: values[client])[:LISTED], more
 
 
 def metrics_table(title: str, metrics: Sequence[Figure], pairs: Callable[[str], int | None]) -> Table:
-    """Clients against metrics, and each metric's spread; of many clients the lowest are listed.
+    """A table of clients and metrics, with each metric's spread.
 
     Args:
-        title: above the table.
-        metrics: one column each. The clients are those of the preference accuracy, which also says who is
-            lowest; of the last metric if it is not among them.
-        pairs: client → pairs it was judged on.
+        title: caption of the table.
+        metrics: one column each. Clients are selected by preference accuracy or, without it, by the last
+            metric.
+        pairs: client → number of evaluated pairs.
     """
     leading = next((metric for metric in metrics if metric.name == "preference_accuracy"), metrics[-1])
     clients, more = lowest_clients(leading.values["per_client"])
@@ -152,17 +152,18 @@ def metrics_table(title: str, metrics: Sequence[Figure], pairs: Callable[[str], 
 
 
 def unseen_table(unseen: Mapping[str, FederatedMetric], taste: str | None = None) -> Table:
-    """Clients that never took part: steps, pairs or taste → accuracy over those clients.
+    """A table of the accuracy of clients that never trained.
 
     Args:
-        taste: the one taste by which these clients judge, if there is one.
+        unseen: local steps, pairs or taste → accuracy over those clients.
+        taste: the taste that all these clients use, if given.
     """
-    words, first = "Clients that never took part, by the taste that was asked for", "taste"
+    words, first = "Clients that never trained, with the given taste", "taste"
     if taste is None:
-        words, first = "Clients that never took part, after some local steps from what was published", "steps"
+        words, first = "Clients that never trained, after local steps from the published model", "steps"
         if not all(name.isdecimal() for name in unseen):
-            zero = "; 0: as published, with the population's taste" if "0" in unseen else ""
-            words, first = f"{words}, or with a taste inferred from some pairs{zero}", "steps or pairs"
+            zero = "; 0: the published model with the population's taste" if "0" in unseen else ""
+            words, first = f"{words}, or with a taste inferred from pairs{zero}", "steps or pairs"
     rows = []
     for steps, accuracy in unseen.items():
         shares = (accuracy["mean"], accuracy["worst"], accuracy["worst_decile"])
@@ -172,7 +173,7 @@ def unseen_table(unseen: Mapping[str, FederatedMetric], taste: str | None = None
 
 
 def literal(text: str) -> str:
-    """``text`` for a table: neither rich nor the terminal obeys what it holds."""
+    """Escape rich markup and control characters."""
     from rich.markup import escape
 
     return escape(printable(text))

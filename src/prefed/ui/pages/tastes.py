@@ -1,4 +1,4 @@
-"""What clients have as latent tastes, on the page and the terminal: whether z says anything of its client."""
+"""Latent tastes of clients on the page and the terminal, and whether they are informative."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from prefed.ui.pages.chart import (
 from prefed.ui.pages.tables import Facts, Table, cell
 
 TasteRecord = Mapping[str, Any]
-"""What ``tastes.json`` of a run holds."""
+"""Content of a run's ``tastes.json``."""
 
-TOLD_APART = 0.1
-"""Where accuracy with own z is this much above that with the z sent to the server, these differ."""
+APART = 0.1
+"""Minimum loss of accuracy with the z sent to the server for a warning."""
 READERS = (
-    "This section is made of clients' pairs and private states; no message has it. Whoever reads it learns "
-    "what each client named here prefers, and whom it trusts. So only the owner of this file can read it."
+    "This section is computed from the clients' pairs and private states, which no message contains. It "
+    "reveals what each client prefers and whom it trusts, so only the owner of this file can read it."
 )
 
 
 def section(tastes: TasteRecord) -> dict[str, Any]:
-    """What the page's section on tastes shows."""
+    """Values of the page's section on latent tastes."""
     plots = (gains_chart(tastes), map_chart(tastes), trust_chart(tastes), kl_chart(tastes))
     return {
         "readers": READERS,
@@ -46,61 +46,61 @@ def section(tastes: TasteRecord) -> dict[str, Any]:
 
 
 def tastes_facts(tastes: TasteRecord) -> Facts:
-    """Accuracy with own z next to others', and metrics that prove nothing without it."""
+    """Accuracy with each client's own z compared with others', and further metrics."""
     another, units = tastes["another"], len(tastes["kl_per_dimension"])
     facts = [("accuracy with own z", f"{tastes['own']:.1%}")]
     if another is not None:
-        facts.append(("with another client's z", f"{another:.1%}, averaged over all others"))
-    facts.append(("with the population's z", f"{tastes['population']:.1%}"))
-    if (told := tastes.get("told")) is not None:
+        facts.append(("accuracy with another client's z", f"{another:.1%}, mean over all other clients"))
+    facts.append(("accuracy with the population's z", f"{tastes['population']:.1%}"))
+    if (sent := tastes.get("told")) is not None:
         facts.append(
             (
-                "with the z that it sent to the server",
-                f"{told:.1%}; an alignment takes this one{_astray(tastes)}",
+                "accuracy with the z sent to the server",
+                f"{sent:.1%}; an alignment uses this z{_warning(tastes)}",
             )
         )
-    facts.append(("do tastes say anything", verdict(tastes)))
+    facts.append(("are tastes informative", verdict(tastes)))
     if met := tastes.get("met"):
         facts.append(
             (
                 "pairs that others train on",
-                f"{met:.1%} of the judged ones; another client's z knows their labels, so read the "
-                "figure with another's z with care",
+                f"{met:.1%} of the evaluated pairs; another client's z may have learned their labels, so "
+                "interpret the accuracy with another client's z with care",
             )
         )
     facts.append(
         (
             "active units",
-            f"{tastes['active_units']} of {units}; by themselves they prove nothing: a pull to prototypes "
-            "makes units active too, and tastes may differ by less than counts",
+            f"{tastes['active_units']} of {units}; neither necessary nor sufficient for informative tastes: "
+            "a pull towards prototypes also activates units, and small differences do not",
         )
     )
     facts.append(("KL to N(0, I)", f"{sum(tastes['kl_per_dimension']):.2f} nats, mean over clients"))
     if share := tastes.get("trainable_share"):
-        facts.append(("trained numbers", f"{share:.2%} of the frozen model's"))
+        facts.append(("trainable parameters", f"{share:.2%} of the frozen model's"))
     return facts
 
 
-def _astray(tastes: TasteRecord) -> str:
-    """A warning where the z that clients sent judges much worse than their own, else nothing."""
-    told = tastes.get("told")
-    if told is None or tastes["own"] - told < TOLD_APART:
+def _warning(tastes: TasteRecord) -> str:
+    """A warning if accuracy with the z sent to the server is much lower than with own z; else empty."""
+    sent = tastes.get("told")
+    if sent is None or tastes["own"] - sent < APART:
         return ""
-    return ", and it is not their own: take fewer local_steps, or schedule = 'cosine'"
+    return ", which differs from the clients' own z: use fewer local_steps, or schedule = 'cosine'"
 
 
 def verdict(tastes: TasteRecord) -> str:
-    """Whether z says anything of its client, in words."""
+    """Whether z is informative about its client."""
     if tastes["another"] is None:
-        return "unknown: there is one client"
+        return "unknown: there is only one client"
     gain = 100 * (tastes["own"] - tastes["another"])
     if tastes["collapsed"]:
-        return f"no, they have collapsed: own z is worth {gain:.1f} points over another's; {COLLAPSE_REMEDY}"
-    return f"yes: own z is worth {gain:.1f} points over another's"
+        return f"no, they have collapsed: own z gains {gain:.1f} points over another's; {COLLAPSE_REMEDY}"
+    return f"yes: own z gains {gain:.1f} points over another's"
 
 
 def gains(tastes: TasteRecord) -> dict[str, float]:
-    """Client → accuracy with its own z less the mean with the others'; empty where there is one client."""
+    """Client → accuracy with own z minus the mean with the others' z; empty if there is only one client."""
     table = np.array(tastes["accuracies"], dtype=np.float64)
     n = len(table)
     if n < 2:
@@ -110,33 +110,32 @@ def gains(tastes: TasteRecord) -> dict[str, float]:
 
 
 def gains_chart(tastes: TasteRecord) -> Chart | None:
-    """What own z is worth to each client; ``None`` where there is one client."""
+    """Chart of :func:`gains`; ``None`` if there is only one client."""
     if not (each := gains(tastes)):
         return None
     order = sorted(each, key=lambda client: (each[client], client))
-    text = f"Own z less another's: lowest {order[0]} with {100 * each[order[0]]:.1f} points, "
-    text += f"highest {order[-1]} with {100 * each[order[-1]]:.1f}."
-    caption = "Accuracy of each client's pairs with its own z, less the mean with the other clients' z."
+    text = f"Gain of own z over others' z: {100 * each[order[0]]:.1f} points ({order[0]}) "
+    text += f"to {100 * each[order[-1]]:.1f} points ({order[-1]})."
+    caption = "Accuracy on each client's pairs with its own z, minus the mean with the other clients' z."
     spans = [(float(at), 0.0, each[client]) for at, client in enumerate(order)]
     bars = Bars("", spans, [f"{client}: {100 * each[client]:.1f} points" for client in order])
-    x, y = Axis("preference accuracy, own z less another's", percent, zero=True), Axis(names=order)
+    x, y = Axis("preference accuracy, own z minus others'", percent, zero=True), Axis(names=order)
     panel = Panel(x, y, [bars], height=70 + 18 * len(order), at_x=0)
     return Chart("gains", text, caption, [panel])
 
 
 def map_chart(tastes: TasteRecord) -> Chart | None:
-    """The clients' tastes on the plane of most variance; ``None`` where there is one client."""
+    """The clients' tastes on two principal components; ``None`` if there is only one client."""
     if len(tastes["clients"]) < 2:
         return None
     first, second = tastes["map"]["shares"]
-    text = f"Tastes of {len(tastes['clients'])} clients on a plane"
+    text = f"Tastes of {len(tastes['clients'])} clients on two principal components"
     groups = _by_prototype(tastes)
     if tastes["prototypes"]:
-        text += ": " + ", ".join(f"{len(at)} {name}" for name, at in groups.items())
+        text += ": " + ", ".join(f"{len(at)} with {name}" for name, at in groups.items())
     caption = (
-        f"The μ̄ of each client on their first two principal components, which hold {first:.0%} and "
-        f"{second:.0%} of the variance. Colours are the prototypes that clients are pulled to, crosses the "
-        "prototypes."
+        f"Each client's μ̄ on the first two principal components, which explain {first:.0%} and "
+        f"{second:.0%} of the variance. Colours show the clients' prototypes, crosses their positions."
     )
     if not tastes["prototypes"]:
         caption = caption.partition(" Colours")[0]
@@ -163,23 +162,23 @@ def map_chart(tastes: TasteRecord) -> Chart | None:
 
 
 def _by_prototype(tastes: TasteRecord) -> dict[str, list[int]]:
-    """Name of a prototype → the places of its clients."""
+    """Name of a prototype → indices of its clients."""
     groups: dict[str, list[int]] = {}
     numbers = sorted(set(tastes["prototypes"].values()))
     for label in numbers:
         own = [at for at, c in enumerate(tastes["clients"]) if tastes["prototypes"].get(c) == label]
-        groups[f"at prototype {label}"] = own
+        groups[f"prototype {label}"] = own
     rest = [at for at, client in enumerate(tastes["clients"]) if client not in tastes["prototypes"]]
-    return groups | ({"without one": rest} if rest else {})
+    return groups | ({"no prototype": rest} if rest else {})
 
 
 def kl_chart(tastes: TasteRecord) -> Chart:
-    """How far posteriors are from N(0, 1) in each dimension of z."""
+    """Chart of the KL divergence to N(0, 1) by dimension of z."""
     values = tastes["kl_per_dimension"]
     top = int(np.argmax(values))
-    most = f"most in dimension {top} with {values[top]:.2f}"
-    text = f"KL per dimension of z: {sum(values):.2f} nats in all, {most}."
-    caption = "KL of clients' posteriors to N(0, 1) in each dimension, means over clients."
+    text = f"KL per dimension of z: {sum(values):.2f} nats in total, "
+    text += f"at most {values[top]:.2f} (dimension {top})."
+    caption = "KL divergence of the clients' posteriors to N(0, 1) by dimension, means over clients."
     spans = [(float(at), 0.0, value) for at, value in enumerate(values)]
     bars_notes = [f"dimension {at}: {value:.3g} nats" for at, value in enumerate(values)]
     bars = Bars("", spans, bars_notes, 3, lying=False)
@@ -188,14 +187,11 @@ def kl_chart(tastes: TasteRecord) -> Chart:
 
 
 def trust_chart(tastes: TasteRecord) -> Chart | None:
-    """Whom each client trusts; ``None`` where the prior is no mixture of the others' posteriors."""
+    """Chart of trust between clients; ``None`` if the prior is not a mixture of the others' posteriors."""
     if not tastes["trust"]:
         return None
     text = "; ".join(f"{client} trusts {most_trusted(own)} most" for client, own in tastes["trust"].items())
-    caption = (
-        "How much each client, a row, trusts each other client, a column, as a source of its prior. A row "
-        "sums to 1."
-    )
+    caption = "Weight of each other client (column) in a client's prior (row). Each row sums to 1."
     columns, trust = tastes["clients"], tastes["trust"]
     rows = [client for client in columns if client in trust]
     values = [[trust[row].get(column, np.nan) for column in columns] for row in rows]
@@ -209,12 +205,12 @@ def trust_chart(tastes: TasteRecord) -> Chart | None:
 
 
 def most_trusted(weights: Mapping[str, float]) -> str:
-    """The client that is trusted most, the first one on a tie."""
+    """The most trusted client; on a tie, the first by name."""
     return max(sorted(weights), key=lambda client: weights[client])
 
 
 def tastes_table(tastes: TasteRecord) -> Table:
-    """Each client's accuracies, prototype, and whom it trusts most."""
+    """Table of each client's accuracies, prototype and most trusted client."""
     each, rows = gains(tastes), []
     for at, client in enumerate(tastes["clients"]):
         own, trusted = tastes["accuracies"][at][at], tastes["trust"].get(client, {})
@@ -230,13 +226,14 @@ def tastes_table(tastes: TasteRecord) -> Table:
                 ],
             )
         )
-    return Table("Every client's z.", ["client", "own z", "another's", "prototype", "trusts most"], rows)
+    heads = ["client", "own z", "another's", "prototype", "trusts most"]
+    return Table("Preference accuracy with own z and with others' z.", heads, rows)
 
 
 def tastes_line(tastes: TasteRecord) -> str:
-    """The same for the terminal, in one line."""
+    """Accuracies and verdict in one line."""
     another = "" if tastes["another"] is None else f", with another client's {tastes['another']:.3f}"
     end = f"; the tastes have collapsed: {COLLAPSE_REMEDY}" if tastes["collapsed"] else ""
-    if apart := _astray(tastes):
-        end += f"; with what clients sent to the server {tastes['told']:.3f}{apart}"
+    if warning := _warning(tastes):
+        end += f"; with the z sent to the server {tastes['told']:.3f}{warning}"
     return f"tastes: accuracy with own z {tastes['own']:.3f}{another}{end}"

@@ -1,4 +1,4 @@
-"""Writes the page of a run anew while the run continues."""
+"""Refreshes the page of a run while the run continues."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from prefed.ui.pages.page import Unfinished, write_page, write_waiting
 LOOK = 1.0
 """Seconds between two checks of a run."""
 REFRESH = 5
-"""Seconds after which a browser loads a watched page again."""
+"""Seconds after which the browser reloads a watched page."""
 
 
 def watch(run: Path, out: Path, report: Callable[[str], None]) -> None:
-    """Write the page of a run whenever a round is committed, until the run ends.
+    """Write the page of a run after every committed round, until the run ends.
 
-    The last page does not load itself again: neither that of a run that is finished or has stopped, nor the
-    one that is left behind where this is interrupted.
+    The final page, also after an interrupt, does not reload itself.
 
     Args:
         run: the run directory.
-        out: the page.
-        report: receives a line with the page's place, and one on a run that stopped before its end.
+        out: path of the page.
+        report: called with messages for the user.
 
     Raises:
         RunError: there is no run, or a file is damaged.
-        KeyboardInterrupt: this was interrupted; the last page is written.
+        KeyboardInterrupt: after an interrupt, once the final page is written.
     """
     if not run.is_dir():
-        read_run(run)  # says which runs there are
+        read_run(run)  # raises an error that lists the runs
     written, said = -1, False
     try:
         while not (run / "summary.json").exists():
-            # Reading in this order misses no round of a process that ends in between.
+            # In this order, no round is missed if the process ends in between.
             working, number = at_work(run), committed(run)
             if not working:
                 break
@@ -47,7 +46,7 @@ def watch(run: Path, out: Path, report: Callable[[str], None]) -> None:
                 _write(run, out, number, working=True)
                 written = number
                 if not said:
-                    report(f"report: {out}, written after every round; Ctrl-C ends this, not the run")
+                    report(f"report: {out}, updated after every round; Ctrl-C stops the updates, not the run")
                     said = True
             sleep(LOOK)
     except KeyboardInterrupt:
@@ -59,30 +58,30 @@ def watch(run: Path, out: Path, report: Callable[[str], None]) -> None:
         return
     number = committed(run)
     _write(run, out, number, working=False)
-    report(f"report: {out}; no process runs {run}: it stopped after round {number}")
+    report(f"report: {out}; {run} stopped after round {number}: no process is running it")
 
 
 def _write(run: Path, out: Path, number: int, *, working: bool | None) -> None:
-    """The page of an unfinished run.
+    """Write the page of an unfinished run.
 
     Args:
-        working: whether a process runs it; ``None`` where nothing checks any more.
+        working: whether a process runs it; ``None`` if unknown.
     """
     states = {
-        True: f"It has finished round {number} and continues: this page reloads by itself.",
-        False: f"It stopped after round {number}, and no process runs it.",
-        None: f"It had finished round {number} when this page was written.",
+        True: f"It has completed round {number} and continues. This page reloads automatically.",
+        False: f"It stopped after round {number}, and no process is running it.",
+        None: f"It had completed round {number} when this page was written.",
     }
-    going = Unfinished(f"This run is not finished. {states[working]}", REFRESH if working else None)
+    notice = Unfinished(f"This run is not finished. {states[working]}", REFRESH if working else None)
     record = read_unfinished(run) if number else None
     if record is None:
-        write_waiting(run, out, going)
+        write_waiting(run, out, notice)
     else:
-        write_page(record, out, going)
+        write_page(record, out, notice)
 
 
 def committed(path: Path) -> int:
-    """The last committed round of a run; 0 before the first.
+    """The last committed round of a run, or 0.
 
     Raises:
         RunError: the checkpoint is damaged.
@@ -94,9 +93,10 @@ def committed(path: Path) -> int:
 
 
 def read_unfinished(path: Path) -> RunRecord | None:
-    """An unfinished run: its committed rounds, and a summary as after the last of them that was evaluated.
+    """Read the committed rounds of an unfinished run.
 
-    The summary lacks what is known only at the end, such as the clients' numbers of pairs.
+    The summary has the metrics of the last evaluation. It lacks values known only at the end, such as the
+    clients' numbers of pairs.
 
     Returns:
         The run; ``None`` before the first evaluation.

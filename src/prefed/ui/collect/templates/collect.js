@@ -5,10 +5,10 @@
       try {
         const answer = await fetch("/state");
         const ready = !answer.ok || (await answer.text()) !== "wait";
-        // What the person is typing would be lost.
+        // Reloading would discard typed text.
         if (ready && !document.querySelector("textarea")?.value) return location.reload();
       } catch {
-        document.querySelector("[role=status]").textContent = "The command has ended. Start it again.";
+        document.querySelector("[role=status]").textContent = "prefed collect has stopped. Start it again.";
         return;
       }
       setTimeout(look, 300);
