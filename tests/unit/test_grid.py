@@ -189,8 +189,8 @@ def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
     assert lines[0] == "3 combinations, 2 seeds, 6 runs, 0 finished already"
     assert chosen.combination.name == "lr0.01"
     assert sentence(sweep, chosen) == (
-        "lr0.01 (method.lr = 0.01) was selected from 3 combinations. It has the highest preference accuracy on "
-        "validation pairs, mean over clients and 2 seeds: 0.600 ± 0.141. "
+        "lr0.01 (method.lr = 0.01) was selected from 3 combinations. It has the highest preference accuracy "
+        "on validation pairs, mean over clients and 2 seeds: 0.600 ± 0.141. "
         "The runner-up is lr0.001: 0.550 ± 0.000."
     )
     told, page = keep_grid(sweep, [chosen])
