@@ -1,6 +1,6 @@
-"""Worker processes that are forked: a fresh interpreter imports PyTorch, which takes longer than their work.
+"""Processes that are forked: a fresh interpreter imports PyTorch, which takes longer than their work.
 
-They speak over the same pipe, take the same signals and end with the same exit codes. What a fresh
+Workers speak over the same pipe, take the same signals and end with the same exit codes. What a fresh
 interpreter adds is in ``test_workers.py``: paths, the main module, memory, the end of the parent.
 """
 
@@ -10,7 +10,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import torch
+from typer.testing import CliRunner
+
 from prefed.engines.backends import processes
+from prefed.ui.cli import app
 
 
 class Forked(subprocess.Popen):
@@ -38,3 +42,50 @@ class Forked(subprocess.Popen):
 
 WORKERS = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
 """In the place of ``subprocess`` where workers are started."""
+
+
+class Command:
+    """A command of prefed.
+
+    Args:
+        errors: the file that takes its standard error.
+        before: called in the process before the command.
+    """
+
+    def __init__(self, errors, *words, before=lambda: None):
+        self.errors = errors
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            # As a shell does for what a script starts in the background.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            torch.set_num_threads(1)  # makes torch's pool anew before threads that load a model race for it
+            try:
+                with errors.open("w") as file:
+                    os.dup2(file.fileno(), 2)
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                before()
+                app([str(word) for word in words], prog_name="prefed")
+            except SystemExit as end:
+                sys.stderr.flush()
+                code = end.code or 0
+            finally:
+                os._exit(code)
+
+    def send(self, number):
+        """Send a signal, and wait for the end."""
+        os.kill(self.pid, number)
+        return self.end()
+
+    def end(self):
+        """The exit code and what was written to standard error."""
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status), self.errors.read_text()
+
+
+async def sweep_command(run, *words):
+    """In the place of :func:`prefed.runs.sweep_child._command`: the command in this process."""
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 0, result.output
+    return result.stdout.encode()

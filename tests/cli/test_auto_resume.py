@@ -5,11 +5,12 @@ import signal
 import time
 
 import pytest
-from tests.cli.test_cli import Process, prefed_, wait_for_rounds
 from tests.cli.test_cli import place as place
+from tests.cli.test_cli import prefed_, wait_for_rounds
 
 import prefed.runs.run
 import toy
+from forked import Command
 
 COMMAND = ("run", "exp.toml", "--out", "a", "--auto-resume")
 
@@ -40,14 +41,14 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(place, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(prefed.runs.run, "build_job", waits)
-        process = Process(place, *COMMAND)
+        process = Command(place / "errors.txt", *COMMAND)
         wait_for(reached)
         assert process.send(signal.SIGKILL)[0] == -signal.SIGKILL
     assert (place / "a/checkpoint").is_dir()
     assert not (place / "a/checkpoint/COMMIT.json").exists()
     with monkeypatch.context() as patch:
         patch.setattr(prefed.runs.run, "build_job", slow)
-        process = Process(place, *COMMAND)
+        process = Command(place / "errors.txt", *COMMAND)
         wait_for_rounds(place / "a/rounds.jsonl", 1)
         assert process.send(signal.SIGKILL)[0] == -signal.SIGKILL
     assert not (place / "a/summary.json").exists()
@@ -66,7 +67,7 @@ def slow(experiment, folder):
 
 def test_stopped_it_names_the_same_command(place, monkeypatch):
     monkeypatch.setattr(prefed.runs.run, "build_job", slow)
-    process = Process(place, *COMMAND)
+    process = Command(place / "errors.txt", *COMMAND)
     wait_for_rounds(place / "a/rounds.jsonl", 1)
     code, errors = process.send(signal.SIGTERM)
     assert code == 143

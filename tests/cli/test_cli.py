@@ -1,7 +1,6 @@
 """The command line, with the toy federation in the place of data and model."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -10,12 +9,12 @@ import time
 import tomllib
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import prefed.config
 import prefed.runs.run
 import toy
+from forked import Command
 from prefed.core.files import WriteError
 from prefed.store import RunReader
 from prefed.ui.cli import app
@@ -50,36 +49,6 @@ def prefed_(*words, code=0):
     result = CliRunner().invoke(app, list(words))
     assert result.exit_code == code, result.output + repr(result.exception)
     return result.output
-
-
-class Process:
-    """The command as a process of its own: forked, so that it need not import everything again."""
-
-    def __init__(self, place, *words):
-        self.errors = place / "errors.txt"
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            # As a shell does for what a script starts in the background.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            torch.set_num_threads(1)  # makes torch's pool anew before threads that load a model race for it
-            try:
-                with self.errors.open("w") as file:
-                    os.dup2(file.fileno(), 2)
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-                app(list(words), prog_name="prefed")
-            except SystemExit as end:
-                sys.stderr.flush()
-                code = end.code or 0
-            finally:
-                os._exit(code)
-
-    def send(self, number):
-        """Send a signal; the exit code and what was written to standard error."""
-        os.kill(self.pid, number)
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status), self.errors.read_text()
 
 
 def wait_for_rounds(path, count):
@@ -222,7 +191,7 @@ def test_interrupted_it_says_how_to_go_on(place, number, code):
     """Ctrl-C and SIGTERM in the middle of a round; the command that is printed ends the run as one that
     was left alone."""
     words = ["run", "exp.toml", "--set", "data.limit=20", "--out", "my runs/a"]
-    process = Process(place, *words)
+    process = Command(place / "errors.txt", *words)
     wait_for_rounds(place / "my runs/a/rounds.jsonl", 1)
     ended, errors = process.send(number)
     assert ended == code, errors
@@ -266,7 +235,7 @@ def test_a_full_disk_ends_a_run_with_what_is_kept(place, monkeypatch):
 
 
 def test_two_runs_in_one_directory(place):
-    process = Process(place, "run", "exp.toml", "--set", "data.limit=50", "--out", "a")
+    process = Command(place / "errors.txt", "run", "exp.toml", "--set", "data.limit=50", "--out", "a")
     try:
         wait_for_rounds(place / "a/rounds.jsonl", 1)
         output = prefed_("run", "exp.toml", "--set", "data.limit=50", "--out", "a", "--resume", code=1)

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,23 @@ def page(name: str) -> str:
     return (PAGES / f"{name}.md").read_text("utf-8")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the quickstart's pairs of four clients, and a model."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
-    (tmp_path / "pairs.jsonl").write_text(example_pairs(), "utf-8")
+    folder = tmp_path_factory.mktemp("coming-from")
+    (folder / "pairs.jsonl").write_text(example_pairs(), "utf-8")
     rows = [json.loads(line) for line in example_pairs().splitlines()]
     texts = [row["prompt"] + row[which] for row in rows for which in ("chosen", "rejected")]
-    make_tiny(tmp_path / "tiny", texts, Key(0), layers=1, width=32, heads=2, vocabulary=300, steps=2)
+    make_tiny(folder / "tiny", texts, Key(0), layers=1, width=32, heads=2, vocabulary=300, steps=2)
+    return folder
+
+
+@pytest.fixture
+def folder(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, which is the working folder."""
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
     return tmp_path
 
 

@@ -3,9 +3,10 @@
 import json
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from finished import logprobs, small_experiment, small_place, write_run
+from forked import Command
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.models.adapters import atomic_folder
@@ -177,25 +179,19 @@ def test_what_killed_exports_left_is_removed_by_the_next(tmp_path):
     assert (tmp_path / "it/config.json").read_text() == "new"
 
 
-EXPORT_IN_8_KIB = """
-import resource, signal, sys
-from prefed.ui.cli import app
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-app(["export", *sys.argv[1:]])
-"""
-
-
 def test_a_disk_that_is_full_while_weights_are_written_is_told_of(place, tmp_path):
     """A limit of 8 KiB a file, which safetensors reports in an error of its own kind. It is one of a process
     of its own: this one's files have none."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
     out = tmp_path / "disk/it"
     out.parent.mkdir()
-    words = [sys.executable, "-B", "-c", EXPORT_IN_8_KIB, str(place / "feddpo"), "--merge", "--out", str(out)]
-    ended = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    errors = ended.stderr
+    words = ["export", place / "feddpo", "--merge", "--out", out]
+    code, errors = Command(tmp_path / "errors.txt", *words, before=limit).end()
+    assert code == 1
     assert re.search(rf"error: cannot write {out} \([\d,]+ bytes\): .*File too large.*", errors)
     assert "free up space on the disk of" in errors
     assert not list(out.parent.iterdir())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
 from prefed.ui.cli import app, demo
 
-ROUNDS = 5
+ROUNDS = 3
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
 
 
@@ -33,15 +34,20 @@ def blocks(language: str, start: str = "## Your own pairs", end: str = "\n# ") -
     return pages.blocks(text, language)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quickstart") / "model"
     rows = [json.loads(line) for line in example_pairs().splitlines()]
     texts = [row["prompt"] + row[which] for row in rows for which in ("chosen", "rejected")]
-    make_tiny(
-        tmp_path / "tiny", texts, Key(0), layers=1, width=32, heads=2, vocabulary=300, context=128, steps=20
-    )
+    make_tiny(path, texts, Key(0), layers=1, width=32, heads=2, vocabulary=300, context=128, steps=20)
+    return path
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    shutil.copytree(model, tmp_path / "tiny")
     return tmp_path
 
 

@@ -181,6 +181,7 @@ def test_a_round_that_was_left_is_done_anew(tmp_path):
         assert toy.outcome(path) == toy.outcome(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_give_the_same(tmp_path):
     """The visits may be done elsewhere, to the bit."""
     run(tmp_path / "here", job({"name": "ring"}, lr=0.05))

@@ -66,12 +66,12 @@ def test_noise_is_drawn_anew_for_each_client_and_round(tmp_path):
     assert float((unit @ unit.T - torch.eye(6, dtype=unit.dtype)).abs().max()) < 0.95
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("privacy", [LOCAL, CENTRAL])
-@pytest.mark.parametrize("name", ["processes"])
-def test_any_backend_gives_the_same_noise(name, privacy, tmp_path):
+def test_worker_processes_give_the_same_noise(privacy, tmp_path):
     options = {**UNIFORM, "privacy": privacy}
     toy.run(tmp_path / "here", **options)
-    toy.run(tmp_path / "there", backend=name, **options)
+    toy.run(tmp_path / "there", backend="processes", **options)
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 

@@ -13,11 +13,13 @@ from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassificatio
 from typer.testing import CliRunner
 
 from experiment_scripts import EXPERIMENTS, rows, script
+from forked import sweep_command
 from prefed import run
 from prefed.config import Experiment
 from prefed.config.table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
+from prefed.runs import sweep_child
 from prefed.runs.build import build_data
 from prefed.ui.cli import app
 from preferences import jsonl
@@ -289,9 +291,9 @@ def test_who_holds_what(place, tmp_path):
     assert (sizes["pydpo"][1], sizes["ultrafeedback"][1]) == (6, 6)
 
 
-def test_a_paper_table_of_two_seeds(place, tmp_path):
-    """Each run is a process. The paper's figures are the cell's; mean and deviation
-    are of the runs' own records. Given again, the command runs nothing and prints the same."""
+def test_a_paper_table_of_two_seeds(place, tmp_path, monkeypatch):
+    """The run of the first seed and its evaluation are processes. The paper's figures are its cell's. Mean and
+    deviation are of the runs' own records. Given again, the command runs nothing and prints the same."""
     name = "fedpdpo/table1/imdb-3/fedavg-dpo"
     table = tmp_path / "two.toml"
     head = f'title = "Two seeds"\nextends = "{EXPERIMENTS / "fedpdpo/table1.toml"}"\nseeds = [1, 2]\n'
@@ -301,6 +303,12 @@ def test_a_paper_table_of_two_seeds(place, tmp_path):
     )
     sets = [word for each in [*local(place, name), "rounds=2"] for word in ("--set", each)]
     words = ["sweep", str(table), "--out", str(tmp_path / "runs"), *sets]
+    process = sweep_child._command
+
+    async def command(run, *words):
+        return await (process if run.out.name.endswith("seed1") else sweep_command)(run, *words)
+
+    monkeypatch.setattr(sweep_child, "_command", command)
     first = CliRunner().invoke(app, words)
     assert first.exit_code == 0, first.output
     lines = (tmp_path / "runs/two.md").read_text().splitlines()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from finished import small_experiment, small_place, write_run
+from forked import sweep_command
 from prefed.config import ConfigError
 from prefed.config.table import parse_grid, parse_seeds
 from prefed.runs import sweep_child
@@ -290,13 +291,7 @@ def test_as_many_runs_as_jobs_are_under_way(path):
 def test_a_grid_on_a_small_model(tmp_path, monkeypatch):
     """Two rates, each a real run: one is judged on test pairs, and the same command again takes all as it is.
     The commands of a run's own process are called here, as starting Python takes longer than they do."""
-
-    async def command(run, *words):
-        result = CliRunner().invoke(app, list(words))
-        assert result.exit_code == 0, result.output
-        return result.stdout.encode()
-
-    monkeypatch.setattr(sweep_child, "_command", command)
+    monkeypatch.setattr(sweep_child, "_command", sweep_command)
     place = small_place(tmp_path)
     file = place / "exp.toml"
     file.write_text(tomli_w.dumps(small_experiment(place, rounds=1)))

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finished import small_place
+from forked import sweep_command
 from prefed.config import ConfigError, to_toml
 from prefed.runs import sweep_child
 from prefed.runs.sweep import Sweep, check_cells, next_rate, sweep_cells
@@ -484,9 +485,7 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
 
     async def command(run, *words):
         called.append(words[0])
-        result = CliRunner().invoke(app, list(words))
-        assert result.exit_code == 0, result.output
-        return result.stdout.encode()
+        return await sweep_command(run, *words)
 
     called = []
     monkeypatch.setattr(sweep_child, "_command", command)
